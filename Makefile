@@ -1,0 +1,76 @@
+# `make help` lists what can be made. A machine with Python 3.10 or newer and a package index is all it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+ROOMS := cli compress eval formats kernels runtime train
+# Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
+LINKS := .typing/neuzip/__init__.py .typing/neuzip/errors.py .typing/neuzip/py.typed \
+         $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
+
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.PHONY: help demo test quick lint format install links clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoint
+	@$(BIN)/neuzip demo
+
+test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
+	@echo "test: the whole suite but what needs the internet"
+	@$(BIN)/pytest -q -n $(WORKERS) -m "not network" $(ARGS)
+
+quick: $(VENV)/.developed ## Run the tests that take seconds
+	@$(BIN)/pytest -q -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.developed links ## Check style, types and who imports whom
+	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
+	@echo "lint: ruff format --check" && $(BIN)/ruff format --quiet --check .
+	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip
+	@echo "lint: import contracts" && cd .typing && \
+	  { said=$$(../$(BIN)/lint-imports --config ../pyproject.toml --no-cache) || { echo "$$said"; exit 1; }; }
+
+format: $(VENV)/.developed ## Put the code into its standard form
+	@echo "format: ruff"
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+install: $(VENV)/.developed ## Make .venv with the pinned development tools
+
+clean: ## Remove .venv and everything that was made
+	@echo "clean: .venv, caches and build products"
+	@rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+links: $(LINKS)
+
+.typing/neuzip/__init__.py .typing/neuzip/errors.py .typing/neuzip/py.typed:
+	@mkdir -p $(@D) && ln -sfn ../../neuzip/$(@F) $@
+
+.typing/neuzip/%:
+	@mkdir -p $(@D) && ln -sfn ../../$* $@
+
+# The stamps are files in .venv, so that a second run has nothing to do and a removed .venv is made again.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is too old: Python 3.10 or newer is needed (make PYTHON=python3.12 ...)" >&2; exit 1; }
+	@echo "setup: $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The pins hold for the demo too, as constraints: the same versions, without the development tools.
+$(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt
+	@echo "setup: installing neuzip and what it needs (some minutes on a slow line)"
+	@$(PIP) install --constraint requirements-dev.txt --editable .
+	@touch $@
+
+$(VENV)/.developed: $(VENV)/.made pyproject.toml requirements-dev.txt
+	@echo "setup: installing the pinned development requirements"
+	@$(PIP) install --requirement requirements-dev.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@ $(VENV)/.installed

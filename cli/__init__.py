@@ -1,0 +1,122 @@
+"""The command line. `run` is its one entry point and the one place that turns exceptions into exit codes.
+
+    0    done
+    1    it ran and the answer is no, or a failure that can happen to anyone (`NeuzipError`, full disk)
+    2    the command was used wrongly
+    3    a bug of ours
+    130  interrupted
+
+Errors go to stderr as `error:` and `hint:` lines in every mode, so stdout holds a result or nothing.
+`NEUZIP_DEBUG=1` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuzip.errors import NeuzipError
+
+_NOT_OUR_FAULT = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
+)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` excludes the program's name."""
+    from neuzip.cli.output import error, make_streams_forgiving
+
+    make_streams_forgiving()
+    try:
+        refuse_the_other_neuzip()
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except NeuzipError as failure:
+        _traceback_if_wanted()
+        error(failure.message, failure.hint)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        _traceback_if_wanted()
+        error("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception as failure:
+        if isinstance(failure, OSError) and failure.errno in _NOT_OUR_FAULT:
+            _traceback_if_wanted()
+            place = f"{failure.filename}: " if failure.filename else ""
+            error(f"{place}{os.strerror(failure.errno)}")
+            return 1
+        shown = _traceback_if_wanted()
+        error(
+            f"unexpected {type(failure).__name__}: {failure}",
+            "this is a bug in neuzip; please report it"
+            + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
+        )
+        return 3
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    import typer
+
+    from neuzip.cli.main import build_app
+    from neuzip.cli.output import error
+
+    program = typer.main.get_command(build_app())
+    try:
+        answer = program.main(list(argv), prog_name="neuzip", standalone_mode=False)
+    except typer.Abort as abort:
+        # Typer aborts on Ctrl-C, and also on any EOFError, which inside a command can only be a bug.
+        raise abort.__cause__ or KeyboardInterrupt from None
+    except SystemExit as leave:  # typer's own way out when stdout is closed
+        return leave.code if isinstance(leave.code, int) else 1
+    except Exception as wrong:
+        # Usage errors have no public base class that all supported versions of typer share.
+        if not hasattr(wrong, "format_message"):
+            raise
+        if type(wrong).__name__ == "NoArgsIsHelpError":
+            print(wrong.format_message(), file=sys.stderr)
+            return 2
+        context = getattr(wrong, "ctx", None)
+        message = wrong.format_message().rstrip(".")
+        error(
+            message[:1].lower() + message[1:],
+            f"try `{context.command_path if context else 'neuzip'} --help`",
+        )
+        return int(getattr(wrong, "exit_code", 2))
+    if answer == 130:  # newer versions of typer turn Ctrl-C into this exit code
+        raise KeyboardInterrupt
+    return answer if isinstance(answer, int) else 0
+
+
+def _traceback_if_wanted() -> bool:
+    if os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
+        return False
+    import traceback
+
+    traceback.print_exc(file=sys.stderr)
+    return True
+
+
+def refuse_the_other_neuzip() -> None:
+    """Stop when the unrelated PyPI package `neuzip` sits in the folder that `import neuzip` reads.
+
+    The two overwrite each other's files there, and what then runs is a mixture.
+    """
+    from importlib.metadata import distributions
+
+    import neuzip
+
+    ours = Path(neuzip.__file__).resolve().parent
+    for other in distributions(name="neuzip"):
+        if Path(str(other.locate_file("neuzip"))).resolve() == ours:
+            raise NeuzipError(
+                f"another package called neuzip ({other.version}) is mixed with this one in {ours}",
+                "pip uninstall neuzip neuzip-toolkit, then install neuzip-toolkit again",
+            )

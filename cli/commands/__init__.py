@@ -1,0 +1,9 @@
+"""One file a command. `VERBS` lists them in the order in which `neuzip --help` shows them.
+
+A command's module imports only typer and `neuzip.cli` at its top, and the library inside its function, so
+that the help appears at once.
+"""
+
+from __future__ import annotations
+
+VERBS: tuple[str, ...] = ()

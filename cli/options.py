@@ -1,0 +1,38 @@
+"""The arguments and options that several commands share, so that they read and mean the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="Folder, .safetensors file or Hub id", show_default=False),
+]
+DestinationArgument = Annotated[
+    Path,
+    typer.Argument(metavar="DST", help="Folder or file to write", show_default=False),
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print one path or number a line")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the destination")]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", metavar="N", min=1, help="Use N threads; all cores if not given"),
+]
+TensorOption = Annotated[
+    list[str] | None,
+    typer.Option("--tensor", metavar="GLOB", help="Only tensors whose name matches; repeatable"),
+]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Compress only matching tensors; repeatable"),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Store matching tensors raw; repeatable"),
+]

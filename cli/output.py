@@ -1,0 +1,282 @@
+"""The one place that writes to the terminal. Results go to stdout, everything else to stderr.
+
+A command speaks in all three modes at once and each mode keeps its part:
+
+    human   text, tables, status lines, a progress bar when a person watches
+    json    one object on stdout
+    quiet   one path or number a line on stdout
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from io import StringIO, TextIOWrapper
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn
+
+SCHEMA = 1
+
+Mode = Literal["human", "json", "quiet"]
+Advance = Callable[[int], None]
+
+
+class Output:
+    """The sink of one command."""
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        if json and quiet:
+            raise UsageError("--json and --quiet exclude each other", "leave one of them out")
+        self.mode: Mode = "json" if json else "quiet" if quiet else "human"
+        self._finished = False
+        self._live: Console | None = None
+
+    def text(self, line: str = "") -> None:
+        """Say a line of the result (human only)."""
+        if self.mode == "human":
+            print(printable(line))
+
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        *,
+        right: Collection[str] = (),
+        total: Sequence[object] | None = None,
+        title: str = "",
+    ) -> None:
+        """Show a table (human only). `right` names columns to align right; `total` is a last row."""
+        if self.mode != "human":
+            return
+        if title:
+            print(printable(title))
+        print(render_table(columns, rows, right=right, total=total), end="")
+
+    def result(self, data: Mapping[str, object], quiet: Iterable[object] = ()) -> None:
+        """Give what a machine reads, once a command: `data` as the JSON object, or the lines of `quiet`."""
+        if self._finished:
+            raise RuntimeError("a command has one result")
+        self._finished = True
+        if self.mode == "json":
+            print(json_module.dumps({"schema": SCHEMA, **plain(data)}, indent=2, allow_nan=False))
+        elif self.mode == "quiet":
+            for line in quiet:
+                print(line)
+
+    def status(self, message: str) -> None:
+        """Say what is going on (stderr, human only)."""
+        if self.mode == "human":
+            self._say(message)
+
+    def hint(self, message: str) -> None:
+        """Say what could be done next (stderr, human only)."""
+        if self.mode == "human":
+            self._say(f"hint: {message}")
+
+    def warning(self, message: str, hint: str = "") -> None:
+        """Say what is odd (stderr, all modes)."""
+        self._say(f"warning: {message}")
+        if hint:
+            self._say(f"hint: {hint}")
+
+    @contextmanager
+    def progress(self, label: str, total: int | None, *, unit: str = "bytes") -> Iterator[Advance]:
+        """Show a bar while the block runs and give it a function that adds to it; any thread may call that.
+
+        Nothing moves unless a person is watching. `total` is None when it is not known.
+        """
+        if not (self.mode == "human" and self._live is None and _person_watches()):
+            yield lambda amount: None
+            return
+
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        with Progress(*_progress_columns(unit), console=console, transient=True) as bar:
+            task = bar.add_task(printable(label), total=total)
+            self._live = console
+            try:
+                yield lambda amount: bar.advance(task, amount)
+            finally:
+                self._live = None
+
+    def _say(self, message: str) -> None:
+        if self._live is not None:  # above the bar, not through it
+            self._live.print(printable(message), soft_wrap=True)
+        else:
+            print(printable(message), file=sys.stderr)
+
+
+def error(message: str, hint: str = "") -> None:
+    """Say why it failed and what to do about it (stderr, whatever the mode)."""
+    print(f"error: {printable(message)}", file=sys.stderr)
+    if hint:
+        print(f"hint: {printable(hint)}", file=sys.stderr)
+
+
+def make_streams_forgiving() -> None:
+    """Show a character that the terminal's encoding lacks as an escape instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    r"""Escape what could move the cursor or reorder the line: anyone may have written the names in a file.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs"
+        else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into what JSON knows: dataclasses become objects, paths strings, NaN and infinity null.
+
+    >>> plain({"loss": float("inf"), "shape": (2, 3)})
+    {'loss': None, 'shape': [2, 3]}
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, PathLike):
+        return os.fspath(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def render_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    total: Sequence[object] | None = None,
+) -> str:
+    """Lay out a table. On a terminal it fits the window; in a pipe every line is as long as it must be."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    unknown = set(right) - set(columns)
+    if unknown:
+        raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
+    table = Table(
+        box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=total is not None
+    )
+    for position, name in enumerate(columns):
+        footer = "" if total is None else printable(str(total[position]))
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(printable(name), footer, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(printable(str(cell)) for cell in row))
+
+    page = _Page()
+    terminal = sys.stdout.isatty()
+    console = Console(
+        file=page,
+        force_terminal=terminal,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if terminal else 1_000_000,
+    )
+    console.print(table, width=None if terminal else console.measure(table).maximum)
+    lines = page.getvalue().splitlines()
+    return "".join(f"{line if terminal else line.rstrip()}\n" for line in lines)
+
+
+class _Page(StringIO):
+    """Text in memory that names the encoding of stdout: rich draws its lines with ASCII where it must."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding or "utf-8"
+
+
+def bytes_text(count: float) -> str:
+    """Write a number of bytes in decimal units.
+
+    >>> [bytes_text(n) for n in (0, 999, 1000, 26_214_400, 3.2e12)]
+    ['0 B', '999 B', '1.00 kB', '26.2 MB', '3.20 TB']
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            break
+        count /= 1000
+    digits = 0 if unit == "B" or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {unit}"
+
+
+def percent_text(part: float, whole: float) -> str:
+    """Write a share in percent.
+
+    >>> percent_text(2, 3), percent_text(1, 0)
+    ('66.67 %', '-')
+    """
+    return f"{100 * part / whole:.2f} %" if whole else "-"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a duration.
+
+    >>> [seconds_text(s) for s in (0.0421, 9.87, 75, 7384)]
+    ['0.04 s', '9.9 s', '1 min 15 s', '2 h 3 min']
+    """
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _person_watches() -> bool:
+    return (
+        sys.stderr.isatty()
+        and os.environ.get("NEUZIP_NO_PROGRESS", "") in ("", "0")
+        and os.environ.get("TERM") != "dumb"
+    )
+
+
+def _progress_columns(unit: str) -> list[ProgressColumn | str]:
+    from rich import progress
+
+    head: list[ProgressColumn | str] = [
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=30),
+        progress.TaskProgressColumn(),
+    ]
+    middle: list[ProgressColumn | str] = (
+        [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+        if unit == "bytes"
+        else [progress.MofNCompleteColumn(), unit]
+    )
+    return [*head, *middle, progress.TimeRemainingColumn()]

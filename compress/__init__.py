@@ -1,0 +1,10 @@
+"""Checkpoint to compressed checkpoint and back: plans, schemes and the streaming pipeline."""
+
+from __future__ import annotations
+
+from .pipeline import CompressionReport, compress, decompress
+from .plan import Plan, make_plan
+from .scheme import Rule, Scheme
+from .verify import verify
+
+__all__ = ["CompressionReport", "Plan", "Rule", "Scheme", "compress", "decompress", "make_plan", "verify"]

@@ -1,0 +1,177 @@
+"""Floats to streams and back, exactly: exponents through rANS, sign and mantissa as they are.
+
+Mantissa bits that are zero in every weight of a tensor are not stored. So fp32 that was bf16 once takes a third
+of its size, and a tensor rounded to k bits (see `truncated`) takes 1 + k bits and its exponents.
+
+`encode` reads its tensor twice, piece by piece: a histogram first, then the coding. `Decoder` reads any range.
+Neither holds more than the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from neuzip.errors import NeuzipError
+from neuzip.formats.container import ALIGNMENT, Stream, pad
+from neuzip.kernels import rans
+from neuzip.kernels.float_fields import Bits, FloatFormat, census, merge, plane_bytes, plane_widths, split
+
+PIECE = 16 * rans.BLOCK
+"""Weights that are worked on at once: their fields stay in a core's second-level cache."""
+
+TABLE_HEAD = 3
+"""The table stream begins with the group and the lengths of palette and frequencies."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Map(Protocol):
+    """The built-in `map`, or one that computes several results at once and yields them in order."""
+
+    def __call__(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
+
+
+Read = Callable[[int, int], Bits]
+"""read(start, stop): the bit patterns of weights start to stop."""
+
+ReadStream = Callable[[str, int, int], npt.NDArray[np.uint8]]
+"""read_stream(name, start, stop): bytes start to stop of a stream."""
+
+
+class NotWorthwhile(Exception):
+    """The streams would not be smaller than the tensor: store it raw."""
+
+
+OVERHEAD = 512
+"""Bytes by which streams must be smaller than their tensor: about what their names and checksums take."""
+
+
+def pieces(numel: int) -> list[tuple[int, int]]:
+    """Ranges of PIECE weights that cover a tensor."""
+    return [(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE)]
+
+
+def encode(read: Read, numel: int, fmt: FloatFormat, parallel: Map = map) -> tuple[int, dict[str, Stream]]:
+    """Code a tensor of `numel` weights: the mantissa bits kept, and the streams.
+
+    Raises NotWorthwhile when the streams would be no smaller than the tensor.
+    """
+    if numel == 0:
+        raise NotWorthwhile
+    counted = None
+    for part in parallel(lambda piece: census(read(*piece), fmt), pieces(numel)):
+        counted = part if counted is None else counted + part
+    assert counted is not None
+    kept = counted.kept_bits(fmt)
+    table = rans.build_table(counted.exponents, counted.pairs)
+
+    def code(piece: tuple[int, int]) -> tuple[rans.Encoded, dict[int, npt.NDArray[np.uint8]]]:
+        exponents, planes = split(read(*piece), fmt, kept)
+        return rans.encode(exponents, table), planes
+
+    words, index = [], []
+    planes: dict[int, list[npt.NDArray[np.uint8]]] = {width: [] for width in plane_widths(1 + kept)}
+    for encoded, piece_planes in parallel(code, pieces(numel)):
+        words.append(encoded.words)
+        index.append(encoded.index)
+        for width, plane in piece_planes.items():
+            planes[width].append(plane)
+    streams = {
+        "table": pad(_table_stream(table)),
+        "index": pad(np.concatenate(index)),
+        "words": pad(np.concatenate(words)),
+        "sign_mantissa": np.concatenate([pad(np.concatenate(parts)) for parts in planes.values()]),
+    }
+    if sum(s.nbytes for s in streams.values()) + OVERHEAD >= numel * fmt.bits // 8:
+        raise NotWorthwhile
+    return kept, streams
+
+
+class Decoder:
+    """Decodes ranges of one tensor from its streams: the inverse of `encode`.
+
+    `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other;
+    whoever knows the file and the tensor says so.
+    """
+
+    def __init__(
+        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, fmt: FloatFormat, kept: int
+    ) -> None:
+        self._read_stream = read_stream
+        self._numel = numel
+        self._fmt = fmt
+        self._kept = kept
+        if not 0 <= kept <= fmt.mantissa_bits:
+            raise NeuzipError(f"{fmt.name} has no {kept} mantissa bits")
+        blocks = -(-numel // rans.BLOCK)
+        planes, end = {}, 0
+        for width in plane_widths(1 + kept):
+            planes[width] = end
+            end += padded(plane_bytes(width, numel))
+        self._plane_starts = planes
+        expect_length("sign_mantissa", length("sign_mantissa"), end)
+        expect_length("index", length("index"), padded(2 * blocks))
+        self._table = _parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
+        counts = read_stream("index", 0, 2 * blocks).view("<u2").astype(np.int64)
+        self._word_starts = np.concatenate([[0], np.cumsum(counts)])
+        self._index = counts.astype(np.uint16)
+        expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))
+
+    def read(self, start: int, stop: int) -> Bits:
+        """The bit patterns of weights `start` to `stop`."""
+        if not 0 <= start <= stop <= self._numel:
+            raise ValueError(f"weights {start} to {stop} of {self._numel}")
+        first, last = start // rans.BLOCK, -(-stop // rans.BLOCK)
+        begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._numel)
+        if start == stop:
+            return np.empty(0, self._fmt.dtype)
+        words = self._read_stream(
+            "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
+        ).view("<u2")
+        exponents = rans.decode(
+            words, self._index[first:last], self._table, end - begin, self._fmt.exponent_dtype
+        )
+        planes = {
+            width: self._read_stream(
+                "sign_mantissa", at + begin * width // 8, at + begin * width // 8 + plane_bytes(width, end - begin)
+            )
+            for width, at in self._plane_starts.items()
+        }  # fmt: skip
+        return merge(exponents, planes, self._fmt, self._kept)[start - begin : stop - begin]
+
+
+def expect_length(stream: str, nbytes: int, expected: int) -> None:
+    """Raise NeuzipError unless a stream is as long as its tensor says."""
+    if nbytes != expected:
+        raise NeuzipError(f"the stream {stream!r} has {nbytes} bytes instead of {expected}")
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of streams."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _table_stream(table: rans.Table) -> npt.NDArray[np.uint16]:
+    head = [table.group, table.palette.size, table.frequencies.size]
+    return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
+
+
+def _parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
+    """The table of a stream; raises NeuzipError when it breaks a rule."""
+    group, n_palette, n_frequencies = (int(w) for w in words[:TABLE_HEAD]) if words.size >= 3 else (0, 0, 0)
+    end = TABLE_HEAD + n_palette + n_frequencies
+    if words.size * 2 != padded(2 * end):
+        raise NeuzipError("the stream 'table' does not have the length that it states")
+    palette, frequencies = words[TABLE_HEAD : TABLE_HEAD + n_palette], words[TABLE_HEAD + n_palette : end]
+    try:
+        table = rans.Table(group, palette, frequencies)
+    except ValueError as error:
+        raise NeuzipError(f"the stream 'table' is not valid: {error}") from error
+    if int(palette[-1]) >> fmt.exponent_bits or (group == 2 and fmt.exponent_bits > 8):
+        raise NeuzipError(f"the stream 'table' has exponents that {fmt.name} does not")
+    return table

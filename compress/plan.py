@@ -1,0 +1,157 @@
+"""A plan: for every tensor of a checkpoint how it will be stored, before anything is written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from neuzip.formats.checkpoint import config_files, index_files
+from neuzip.formats.container import STREAM_DTYPES, header_room
+from neuzip.formats.manifest import Manifest, TensorRecord
+from neuzip.kernels import rans
+from neuzip.kernels.float_fields import FORMATS, Bits
+
+from . import lossless, truncated
+from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
+from .source import SourceTensor, TensorSource
+from .workers import Workers
+
+ALIAS_MINIMUM = 4096
+"""Bytes from which on equal tensors are stored once."""
+
+SAMPLED_BLOCKS = 12
+"""Blocks of a tensor that a prediction looks at."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor and its scheme. `note` says why it is another than the rules asked for.
+
+    `alias_of` is the earlier tensor with the same bytes, if there is one; `predicted` its stored size in bytes,
+    if that was asked for.
+    """
+
+    tensor: SourceTensor
+    scheme: Scheme
+    note: str = ""
+    alias_of: SourceTensor | None = None
+    predicted: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rules and what they come to. `predicted_bytes` counts all files of the result."""
+
+    rules: tuple[Rule, ...]
+    tensors: tuple[PlannedTensor, ...]
+    original_bytes: int
+    predicted_bytes: int | None = None
+
+    def of_file(self, file: str) -> list[PlannedTensor]:
+        """The tensors of one weight file, in file order."""
+        return [t for t in self.tensors if t.tensor.file == file]
+
+
+def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, predict: bool = False) -> Plan:
+    """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples."""
+    planned = [_apply(tensor, choose(rules, tensor.name)) for tensor in source.tensors()]
+    planned = _find_aliases(source, planned)
+    checkpoint = source.checkpoint
+    sizes = {f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)}
+    if not predict:
+        return Plan(tuple(rules), tuple(planned), sum(sizes.values()))
+    planned = list(workers.map(lambda t: _predict(source, t), planned))
+    rewritten = sum(sizes[f] for f in (*index_files(checkpoint), *config_files(checkpoint)))
+    total = sum(sizes[f] for f in checkpoint.others) + 2 * rewritten
+    for file in checkpoint.weights:
+        total += _predict_file(source, file, [t for t in planned if t.tensor.file == file])
+    return Plan(tuple(rules), tuple(planned), sum(sizes.values()), total)
+
+
+def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
+    """What a scheme comes to for a tensor's dtype."""
+    fmt = FORMATS.get(tensor.info.dtype)
+    if scheme.kind == "raw":
+        return PlannedTensor(tensor, scheme)
+    if fmt is None:
+        return PlannedTensor(tensor, RAW, f"{tensor.info.dtype} has no exponent to code")
+    if scheme.mantissa_bits is not None and scheme.mantissa_bits >= fmt.mantissa_bits:
+        return PlannedTensor(tensor, LOSSLESS, f"{fmt.name} has {fmt.mantissa_bits} mantissa bits")
+    if scheme.block_size is not None and not truncated.normalisable(fmt):
+        return PlannedTensor(tensor, replace(scheme, block_size=None), f"{fmt.name} takes no normaliser")
+    return PlannedTensor(tensor, scheme)
+
+
+def _find_aliases(source: TensorSource, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
+    """Mark tensors with the same bytes as an earlier one of the same folder, dtype, shape and scheme."""
+    seen: dict[object, list[PlannedTensor]] = defaultdict(list)
+    result = []
+    for t in planned:
+        info = t.tensor.info
+        if info.nbytes >= ALIAS_MINIMUM:
+            folder = t.tensor.file[: t.tensor.file.rfind("/") + 1]
+            middle = info.nbytes // 2 // 64 * 64
+            read = source.reader(t.tensor)
+            sample = b"".join(read(at, at + 64).tobytes() for at in (0, middle, info.nbytes - 64))
+            candidates = seen[folder, info.dtype, info.shape, t.scheme, sample]
+            for other in candidates:
+                if _equal(source, t.tensor, other.tensor):
+                    t = replace(t, alias_of=other.tensor)
+                    break
+            else:
+                candidates.append(t)
+        result.append(t)
+    return result
+
+
+def _equal(source: TensorSource, a: SourceTensor, b: SourceTensor) -> bool:
+    read_a, read_b = source.reader(a), source.reader(b)
+    return all(np.array_equal(read_a(*piece), read_b(*piece)) for piece in a.pieces())
+
+
+def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
+    """Add the stored size, extrapolated from a few blocks spread over the tensor."""
+    info = planned.tensor.info
+    if planned.alias_of is not None or planned.scheme.kind == "raw" or info.numel == 0:
+        return replace(planned, predicted=0 if planned.alias_of is not None else info.nbytes)
+    fmt = FORMATS[info.dtype]
+    blocks = -(-info.numel // rans.BLOCK)
+    chosen = np.unique(np.linspace(0, blocks - 1, min(SAMPLED_BLOCKS, blocks)).astype(int))
+    size = fmt.bits // 8
+    sample: Bits = np.concatenate(
+        [
+            source.read(planned.tensor, b * rans.BLOCK * size, min((b + 1) * rans.BLOCK, info.numel) * size)
+            for b in map(int, chosen)
+        ]
+    ).view(fmt.dtype)
+    normalisers = 0
+    try:
+        if planned.scheme.mantissa_bits is not None and not truncated.has_non_finite(sample, fmt):
+            block_size = planned.scheme.block_size
+            rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
+            sample, _ = rounding.apply(sample)
+            normalisers = lossless.padded(-(-info.numel // block_size)) if block_size is not None else 0
+        kept, streams = lossless.encode(lambda a, b: sample[a:b], sample.size, fmt)
+    except lossless.NotWorthwhile:
+        return replace(planned, predicted=info.nbytes)
+    words = streams["words"].nbytes * info.numel // sample.size
+    predicted = streams["table"].nbytes + 2 * blocks + words + (1 + kept) * info.numel // 8 + normalisers
+    return replace(planned, predicted=min(predicted, info.nbytes))
+
+
+def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor]) -> int:
+    """The size of a container: tensors, names and records."""
+    header = source.header(file)
+    zeros = "0" * 16
+    streams = {stream: zeros for stream in STREAM_DTYPES if stream != "normaliser"}
+    records = {
+        t.tensor.name: TensorRecord("raw", zeros)
+        if t.scheme.kind == "raw"
+        else TensorRecord("lossless", zeros, streams=streams)
+        for t in planned
+    }
+    manifest = Manifest(zeros, records).to_bytes()
+    return header_room(header, False) + len(header.raw) + len(manifest) + sum(t.predicted or 0 for t in planned)

@@ -1,0 +1,111 @@
+"""Schemes, and the rules that choose one for each tensor."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.formats.manifest import is_block_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BLOCK_SIZES = "a power of two from 8 to 16384"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a tensor is to be stored: `raw`, `lossless`, or `truncated` to `mantissa_bits`.
+
+    `block_size` is the number of weights that share a normaliser, or None. Raises UsageError.
+    """
+
+    kind: str = "lossless"
+    mantissa_bits: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("raw", "lossless", "truncated"):
+            raise UsageError(f"unknown scheme {self.kind!r}", "The schemes are raw, lossless and truncated.")
+        if (self.kind == "truncated") != (self.mantissa_bits is not None):
+            raise UsageError(f"the scheme {self.kind!r} with mantissa bits {self.mantissa_bits}")
+        if self.mantissa_bits is not None and not 0 <= self.mantissa_bits <= 51:
+            raise UsageError(f"{self.mantissa_bits} mantissa bits", "Give 0 to 6 for bf16 (7 is lossless).")
+        if self.block_size is not None and self.mantissa_bits is None:
+            raise UsageError("a block size needs mantissa bits to be dropped", "Add --mantissa-bits K.")
+        if self.block_size is not None and not is_block_size(self.block_size):
+            raise UsageError(f"the block size {self.block_size} is not {BLOCK_SIZES}")
+
+    def __str__(self) -> str:
+        if self.kind != "truncated":
+            return self.kind
+        return f"k={self.mantissa_bits}" + (f" block={self.block_size}" if self.block_size else "")
+
+
+RAW = Scheme("raw")
+LOSSLESS = Scheme("lossless")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A scheme for the tensors whose names match a glob. The first rule that matches decides."""
+
+    match: str
+    scheme: Scheme
+
+    def to_json(self) -> dict[str, Any]:
+        """The rule as a plan file has it."""
+        entry: dict[str, Any] = {"match": self.match, "scheme": self.scheme.kind}
+        if self.scheme.mantissa_bits is not None:
+            entry["mantissa_bits"] = self.scheme.mantissa_bits
+        if self.scheme.block_size is not None:
+            entry["block_size"] = self.scheme.block_size
+        return entry
+
+
+def choose(rules: Iterable[Rule], name: str) -> Scheme:
+    """The scheme of the first rule that matches a tensor's name; raw if none does.
+
+    >>> rules = [Rule("*.norm.weight", RAW), Rule("*", LOSSLESS)]
+    >>> str(choose(rules, "model.norm.weight")), str(choose(rules, "lm_head.weight"))
+    ('raw', 'lossless')
+    """
+    return next((rule.scheme for rule in rules if fnmatchcase(name, rule.match)), RAW)
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
+    """Rules from a TOML file: [[rule]] tables with match, scheme, mantissa_bits and block_size, in order."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise NeuzipError(f"{path}: not a TOML file: {error}") from error
+    entries = document.get("rule")
+    if set(document) != {"rule"} or not isinstance(entries, list):
+        raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "See `neuzip compress --help`.")
+    rules = []
+    for number, entry in enumerate(entries, 1):
+        unknown = set(entry) - {"match", "scheme", "mantissa_bits", "block_size"}
+        if unknown or not isinstance(entry.get("match"), str):
+            problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "match is missing"
+            raise NeuzipError(f"{path}: rule {number}: {problem}")
+        if any(type(entry.get(k, 0)) is not int for k in ("mantissa_bits", "block_size")):
+            raise NeuzipError(f"{path}: rule {number}: mantissa_bits and block_size are whole numbers")
+        try:
+            default = "truncated" if "mantissa_bits" in entry else "lossless"
+            scheme = Scheme(
+                entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size")
+            )
+        except UsageError as error:
+            raise NeuzipError(f"{path}: rule {number}: {error.message}", error.hint) from error
+        rules.append(Rule(entry["match"], scheme))
+    return rules

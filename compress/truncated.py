@@ -1,0 +1,198 @@
+"""Fewer mantissa bits, as NeuZip has it (arXiv 2410.20650, section 2.2): round, then code what is left losslessly.
+
+With a block normaliser every block of B weights is divided by n = 1 + q/256, the fraction of its largest weight,
+before rounding, and multiplied by the same n after it. The largest weight then has an empty mantissa and survives
+the rounding; q is one byte a block.
+
+    bf16, fp16: n is found from the weight's own fraction, so a block's largest weight comes back exactly in bf16
+    fp32, fp64: n has 8 bits of a longer fraction
+
+Encoder and decoder use the same quantised n. Rounding is to nearest even, carries into the exponent and never
+reaches infinity. A tensor with an infinity or a NaN is not rounded at all: it is kept lossless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from neuzip.formats.container import Stream, pad
+from neuzip.formats.manifest import Loss
+from neuzip.kernels.float_fields import Bits, FloatFormat, has_non_finite, largest_finite, round_mantissa
+from neuzip.kernels.float_fields.values import scale, to_float64
+
+from . import lossless
+from .lossless import Map, Read, ReadStream, pieces
+
+MAX_BLOCK = lossless.rans.BLOCK
+
+
+class NonFinite(Exception):
+    """The tensor holds an infinity or a NaN."""
+
+
+def normalisable(fmt: FloatFormat) -> bool:
+    """Whether a block normaliser makes sense: fp8 is too coarse for one."""
+    return fmt.bits >= 16
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding of a format to `mantissa_bits`, normalised by blocks of `block_size` weights, or not (None)."""
+
+    fmt: FloatFormat
+    mantissa_bits: int
+    block_size: int | None = None
+
+    def apply(self, bits: Bits) -> tuple[Bits, npt.NDArray[np.uint8]]:
+        """Round whole blocks: the patterns to store, and the blocks' normalisers (none without blocks)."""
+        if self.block_size is None:
+            return round_mantissa(bits, self.fmt, self.mantissa_bits), np.empty(0, np.uint8)
+        normaliser = self._normalisers(bits)
+        divided = scale(bits, self._factors(normaliser, bits.size), self.fmt, divide=True)
+        stored = round_mantissa(divided, self.fmt, self.mantissa_bits)
+        # A weight near the largest finite one may round up past it: then take the step below.
+        overflow = has_exploded(self.restore(stored, normaliser), self.fmt)
+        stored[overflow] -= self.fmt.dtype.type(1 << (self.fmt.mantissa_bits - self.mantissa_bits))
+        return stored, normaliser
+
+    def restore(self, stored: Bits, normaliser: npt.NDArray[np.uint8]) -> Bits:
+        """The weights that stored patterns stand for: the inverse of `apply`, up to the rounding."""
+        if self.block_size is None:
+            return stored
+        return scale(stored, self._factors(normaliser, stored.size), self.fmt)
+
+    def _normalisers(self, bits: Bits) -> npt.NDArray[np.uint8]:
+        """q of every block: the first 8 bits of the fraction of its largest magnitude, rounded up."""
+        assert self.block_size is not None
+        magnitudes = bits & self.fmt.dtype.type((1 << (self.fmt.bits - 1)) - 1)
+        largest = to_float64(
+            np.maximum.reduceat(magnitudes, np.arange(0, bits.size, self.block_size)), self.fmt
+        )
+        mantissa, _ = np.frexp(largest)  # in [0.5, 1), or 0 for a block of zeros
+        fraction = np.where(largest > 0, 2 * mantissa - 1, 0.0)
+        return np.minimum(np.ceil(fraction * 256), 255).astype(np.uint8)
+
+    def _factors(self, normaliser: npt.NDArray[np.uint8], numel: int) -> npt.NDArray[np.float64]:
+        return np.repeat(1 + normaliser / 256, self.block_size or 1)[:numel]
+
+
+def has_exploded(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.bool_]:
+    """Which patterns are infinite (or NaN)."""
+    magnitudes = bits & fmt.dtype.type((1 << (fmt.bits - 1)) - 1)
+    return np.asarray(magnitudes > largest_finite(fmt))
+
+
+def encode(
+    read: Read, numel: int, rounding: Rounding, parallel: Map = map
+) -> tuple[int, dict[str, Stream], Loss, str]:
+    """Round and code a tensor: the mantissa bits stored, the streams, the loss, and the restored checksum.
+
+    Raises NonFinite, or NotWorthwhile when the streams would be no smaller than the tensor.
+    """
+    fmt = rounding.fmt
+
+    def check(piece: tuple[int, int]) -> tuple[npt.NDArray[np.uint8], Error, Bits]:
+        bits = read(*piece)
+        if has_non_finite(bits, fmt):
+            raise NonFinite
+        stored, normaliser = rounding.apply(bits)
+        restored = rounding.restore(stored, normaliser)
+        return normaliser, Error.between(bits, restored, fmt), restored
+
+    normalisers, error, running = [np.empty(0, np.uint8)], Error(), xxhash.xxh3_64()
+    for normaliser, part, restored in parallel(check, pieces(numel)):
+        normalisers.append(normaliser)
+        error += part
+        running.update(restored.data)
+    kept, streams = lossless.encode(
+        lambda start, stop: rounding.apply(read(start, stop))[0], numel, fmt, parallel
+    )
+    if rounding.block_size is not None:
+        streams["normaliser"] = pad(np.concatenate(normalisers))
+    return kept, streams, error.loss, running.hexdigest()
+
+
+class Decoder:
+    """Decodes ranges of one rounded tensor: the inverse of `encode`."""
+
+    def __init__(
+        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, rounding: Rounding
+    ) -> None:
+        self._inner = lossless.Decoder(read_stream, length, numel, rounding.fmt, rounding.mantissa_bits)
+        self._read_stream = read_stream
+        self._rounding = rounding
+        if rounding.block_size is not None:
+            blocks = -(-numel // rounding.block_size)
+            lossless.expect_length("normaliser", length("normaliser"), lossless.padded(blocks))
+
+    def read(self, start: int, stop: int) -> Bits:
+        """The restored patterns of weights `start` to `stop`."""
+        size = self._rounding.block_size
+        if size is None or start == stop:
+            return self._inner.read(start, stop)
+        first, last = start // size, -(-stop // size)
+        begin = first * size
+        normaliser = self._read_stream("normaliser", first, last)
+        stored = self._inner.read(begin, stop)
+        return self._rounding.restore(stored, normaliser)[start - begin :]
+
+
+@dataclass(frozen=True)
+class Error:
+    """Sums from which a tensor's errors follow; those of its pieces add up, always in the same order."""
+
+    max_relative: float = 0.0
+    relative_squares: float = 0.0
+    nonzero: int = 0
+    squares: float = 0.0
+    original_squares: float = 0.0
+
+    @classmethod
+    def between(cls, original: Bits, restored: Bits, fmt: FloatFormat) -> Error:
+        """Errors of `restored` against `original`, both finite. In fp64, summed in a fixed order."""
+        a, b = to_float64(original, fmt), to_float64(restored, fmt)
+        difference = b - a
+        nonzero = a != 0
+        relative = difference[nonzero] / a[nonzero]
+        return cls(
+            float(np.abs(relative).max(initial=0.0)),
+            _sum_of_squares(relative),
+            int(nonzero.sum()),
+            _sum_of_squares(difference),
+            _sum_of_squares(a),
+        )
+
+    def __add__(self, other: Error) -> Error:
+        return Error(
+            max(self.max_relative, other.max_relative),
+            self.relative_squares + other.relative_squares,
+            self.nonzero + other.nonzero,
+            self.squares + other.squares,
+            self.original_squares + other.original_squares,
+        )
+
+    @property
+    def loss(self) -> Loss:
+        """The two figures of the manifest, to 6 digits."""
+        rms = math.sqrt(self.relative_squares / self.nonzero) if self.nonzero else 0.0
+        return Loss(_six_digits(self.max_relative), _six_digits(rms))
+
+    @property
+    def relative_l2(self) -> float:
+        """|restored - original| / |original| in the Euclidean norm."""
+        return math.sqrt(self.squares / self.original_squares) if self.original_squares else 0.0
+
+
+def _sum_of_squares(values: npt.NDArray[np.float64]) -> float:
+    # cumsum adds from left to right on every machine; sum and dot do not say how they add.
+    return float(np.cumsum(np.square(values))[-1]) if values.size else 0.0
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,1 @@
+"""Bytes: safetensors files, neuzip containers, Hugging Face checkpoints. SPEC.md is the authority."""

@@ -1,0 +1,300 @@
+"""Container files: safetensors files that hold the streams of compressed tensors. See SPEC.md.
+
+Writer and reader face each other. The writer takes tensors one at a time and needs no memory for those it has
+written; the reader hands out streams by range and loads nothing it was not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from neuzip.errors import FormatError
+
+from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
+from .tensor_file import Header, TensorFile, TensorInfo, parse_header
+
+Stream = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+ALIGNMENT = 16
+"""Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
+
+STREAM_DTYPES = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8"}
+"""The streams of a coded tensor, in the order in which they are written."""
+
+HEADER_ENTRY = "neuzip:header"
+MANIFEST_ENTRY = "neuzip:manifest"
+
+
+def stream_name(tensor: str, stream: str) -> str:
+    """Name of a tensor's stream in the container.
+
+    >>> stream_name("lm_head.weight", "words")
+    'lm_head.weight:words'
+    """
+    return f"{tensor}:{stream}"
+
+
+def checksum(data: npt.NDArray[np.generic] | bytes) -> str:
+    """xxh3-64 of some bytes, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
+
+
+class ContainerWriter:
+    """Writes one container file: coded tensors first, raw ones after them, the manifest last.
+
+    The header stands at the front but is known at the end: room for it is left and filled up with spaces, as
+    safetensors allows. Nothing is flushed to disk before `close`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], original: Header, normalisers: bool = False
+    ) -> None:
+        """Open `path` for the tensors of `original`. `normalisers` says that some have that stream."""
+        self.path = Path(path)
+        self._original = original
+        self._entries: dict[str, TensorInfo] = {}
+        self._records: dict[str, TensorRecord] = {}
+        self._room = header_room(original, normalisers)
+        self._offset = 0
+        self._file: BinaryIO = open(self.path, "wb")
+        self._file.seek(self._room)
+
+    def add(self, name: str, record: TensorRecord, streams: Mapping[str, Stream]) -> None:
+        """Write a coded tensor. `streams` has the names and dtypes of STREAM_DTYPES; none may be raw."""
+        self._record(name, record)
+        for stream, dtype in STREAM_DTYPES.items():
+            if stream not in streams:
+                continue
+            data = streams[stream]
+            assert data.dtype == ("<u2" if dtype == "U16" else "u1") and data.nbytes % ALIGNMENT == 0
+            self._append(stream_name(name, stream), dtype, (data.size,), data)
+
+    def add_alias(self, name: str, record: TensorRecord) -> None:
+        """Record a tensor whose bytes another one holds."""
+        self._record(name, record)
+
+    def begin_raw(self, name: str, record: TensorRecord) -> None:
+        """Announce a tensor stored as it is; `write` its bytes next. No coded tensor may follow."""
+        self._record(name, record)
+        info = self._original.tensors[name]
+        self._entry(name, info.dtype, info.shape, info.nbytes)
+
+    def write(self, data: npt.NDArray[np.uint8]) -> None:
+        """Write a piece of the raw tensor that was announced last."""
+        self._file.write(data.data)
+
+    def close(self) -> None:
+        """Write manifest and header, and flush everything to disk."""
+        header = np.frombuffer(self._original.raw, np.uint8)
+        self._append(HEADER_ENTRY, "U8", (header.size,), header)
+        in_order = {name: self._records[name] for name in self._original.tensors}
+        manifest = np.frombuffer(Manifest(checksum(header), in_order).to_bytes(), np.uint8)
+        self._append(MANIFEST_ENTRY, "U8", (manifest.size,), manifest)
+        text = _json(
+            {"__metadata__": _metadata(checksum(manifest))}
+            | {
+                t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]}
+                for t in self._entries.values()
+            }
+        )
+        assert 8 + len(text) <= self._room
+        self._file.seek(0)
+        self._file.write((self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close and delete the unfinished file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _record(self, name: str, record: TensorRecord) -> None:
+        if name not in self._original.tensors or name in self._records:
+            raise ValueError(f"{name!r} is not in the original's header, or was written already")
+        self._records[name] = record
+
+    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: npt.NDArray[np.generic]) -> None:
+        self._entry(name, dtype, shape, data.nbytes)
+        self._file.write(np.ascontiguousarray(data).data)
+
+    def _entry(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        if name in self._entries:
+            raise FormatError(
+                self.path, "has the name that neuzip gives to a stream of another tensor", tensor=name,
+                hint="Exclude the shorter-named tensor with --exclude, so that it has no streams.",
+            )  # fmt: skip
+        self._entries[name] = TensorInfo(name, dtype, shape, self._offset, self._offset + nbytes)
+        self._offset += nbytes
+
+
+def header_room(original: Header, normalisers: bool) -> int:
+    """An upper bound on the header of a container, its length field included, from the largest entries."""
+    streams = [s for s in STREAM_DTYPES if normalisers or s != "normaliser"]
+    limit = 2 * original.data_bytes + (1 << 30)
+    widest: dict[str, tuple[str, list[int]]] = {}
+    for t in original.tensors.values():
+        coded = {stream_name(t.name, s): ("U16", [limit]) for s in streams}
+        raw = {t.name: (t.dtype, list(t.shape))}
+        widest |= max((coded, raw), key=lambda entries: len(_json(entries)))
+    widest[HEADER_ENTRY] = widest[MANIFEST_ENTRY] = ("U8", [limit])
+    entries = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [limit, limit]}
+        for name, (dtype, shape) in widest.items()
+    }
+    return _aligned(8 + len(_json({"__metadata__": _metadata("0" * 16), **entries})))
+
+
+class Container:
+    """A container file open for reading: the original's header, the records, and streams by range."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = TensorFile(path)
+        self.path = self._file.path
+        try:
+            self.manifest = self._read_manifest()
+            self.original = self._read_original()
+            self._check_entries()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_manifest(self) -> Manifest:
+        metadata = self._file.header.metadata
+        if "neuzip" not in metadata:
+            raise FormatError(self.path, "not a neuzip container", hint="Compress it first: neuzip compress")
+        if metadata["neuzip"] != str(VERSION):
+            raise FormatError(
+                self.path, f"format version {metadata['neuzip']!r}; this neuzip reads version {VERSION}",
+                field="neuzip", hint="Update neuzip to read it.",
+            )  # fmt: skip
+        text = self._entry_bytes(MANIFEST_ENTRY)
+        if checksum(text) != metadata.get("neuzip_manifest"):
+            raise FormatError(self.path, "does not have the checksum in the metadata", field=MANIFEST_ENTRY)
+        return parse_manifest(text, self.path)
+
+    def _read_original(self) -> Header:
+        raw = self._entry_bytes(HEADER_ENTRY)
+        if checksum(raw) != self.manifest.header:
+            raise FormatError(self.path, "does not have the checksum in the manifest", field=HEADER_ENTRY)
+        if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
+            raise FormatError(self.path, "the original's header has the wrong length", field=HEADER_ENTRY)
+        return parse_header(raw, self.path)
+
+    def _entry_bytes(self, name: str) -> bytes:
+        info = self._file.header.tensors.get(name)
+        if info is None or info.dtype != "U8":
+            raise FormatError(self.path, "is missing", field=name)
+        return self._file.read(info).tobytes()
+
+    def _check_entries(self) -> None:
+        """Every tensor has a record, every record its entries, and there are no others."""
+        if set(self.manifest.tensors) != set(self.original.tensors):
+            raise FormatError(self.path, "the manifest and the original's header list different tensors")
+        expected = {HEADER_ENTRY, MANIFEST_ENTRY}
+        for name, record in self.manifest.tensors.items():
+            info = self.original.tensors[name]
+            if record.scheme == "raw":
+                self._check_entry(name, name, info.dtype, info.shape)
+                expected.add(name)
+            elif record.scheme == "alias":
+                self._check_alias(info, record)
+            else:
+                wanted = [s for s in STREAM_DTYPES if s != "normaliser" or record.block_size is not None]
+                if list(record.streams) != wanted:
+                    raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
+                for stream in wanted:
+                    self._check_entry(stream_name(name, stream), name, STREAM_DTYPES[stream], None)
+                expected |= {stream_name(name, stream) for stream in wanted}
+        for extra in sorted(set(self._file.header.tensors) - expected):
+            raise FormatError(self.path, "belongs to no tensor of the manifest", field=extra)
+
+    def _check_entry(self, entry: str, tensor: str, dtype: str, shape: tuple[int, ...] | None) -> None:
+        info = self._file.header.tensors.get(entry)
+        if info is None:
+            raise FormatError(self.path, "is missing", tensor=tensor, field=entry)
+        if info.dtype != dtype or (len(info.shape) != 1 if shape is None else info.shape != shape):
+            raise FormatError(
+                self.path, f"has dtype {info.dtype} and shape {list(info.shape)}", tensor=tensor, field=entry
+            )
+        if shape is None and info.nbytes % ALIGNMENT:
+            raise FormatError(
+                self.path, f"{info.nbytes} bytes are no multiple of {ALIGNMENT}", tensor=tensor, field=entry
+            )
+
+    def _check_alias(self, info: TensorInfo, record: TensorRecord) -> None:
+        """An alias in this file points at a stored tensor of the same kind. Others are checked on reading."""
+        if record.alias_file is None:
+            target = self.original.tensors.get(record.alias_of or "")
+            if target is None or (target.dtype, target.shape) != (info.dtype, info.shape):
+                raise FormatError(self.path, "no tensor of this kind", tensor=info.name, field="of")
+            if self.manifest.tensors[target.name].scheme == "alias":
+                raise FormatError(self.path, "an alias of an alias", tensor=info.name, field="of")
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a tensor takes in the file, its names and records not counted."""
+        record = self.manifest.tensors[name]
+        if record.scheme == "alias":
+            return 0
+        if record.scheme == "raw":
+            return self.original.tensors[name].nbytes
+        return sum(self._file.header.tensors[stream_name(name, s)].nbytes for s in record.streams)
+
+    def stream_bytes(self, name: str, stream: str) -> int:
+        """Length of a stream in bytes."""
+        return self._file.header.tensors[stream_name(name, stream)].nbytes
+
+    def read_stream(
+        self, name: str, stream: str, start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Bytes `start` to `stop` of a stream (all of it by default)."""
+        return self._file.read(self._file.header.tensors[stream_name(name, stream)], start, stop)
+
+    def read_raw(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes `start` to `stop` of a raw tensor."""
+        return self._file.read(self._file.header.tensors[name], start, stop)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Container:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_container(file: TensorFile) -> bool:
+    """Whether a safetensors file calls itself a neuzip container."""
+    return "neuzip" in file.header.metadata
+
+
+def pad(data: npt.NDArray[np.generic]) -> Stream:
+    """`data` as a stream: uint8 or uint16, filled up with zeros to a multiple of 16 bytes."""
+    assert data.dtype in (np.uint8, np.uint16)
+    short = -data.nbytes % ALIGNMENT // data.itemsize
+    return np.concatenate([data, np.zeros(short, data.dtype)]) if short else data  # type: ignore[return-value]
+
+
+def _metadata(manifest_checksum: str) -> dict[str, str]:
+    return {"format": "pt", "neuzip": str(VERSION), "neuzip_manifest": manifest_checksum}
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _json(document: object) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()

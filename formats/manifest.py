@@ -1,0 +1,194 @@
+"""What a container says of its tensors. SPEC.md, section "Manifest", is the authority."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from neuzip.errors import FormatError
+
+from .tensor_file import parse_json
+
+VERSION = 1
+SCHEMES = ("raw", "lossless", "truncated", "alias")
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+"""Features that a manifest may require of its reader. Version 1 has none."""
+
+_HEX = re.compile(r"[0-9a-f]{16}\Z")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What rounding did to a tensor: errors relative to each non-zero weight.
+
+    `max_relative` is the largest |restored - original| / |original|, `rms_relative` its root mean square.
+    """
+
+    max_relative: float
+    rms_relative: float
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """How one tensor is stored.
+
+    `checksum` is the xxh3-64 of the tensor's bytes as they are restored, `original` of the bytes that were
+    compressed, where rounding made them differ. `streams` maps the names of the streams to their xxh3-64.
+    `alias_of` names the tensor that holds the bytes, `alias_file` its file if it is another one.
+    """
+
+    scheme: str
+    checksum: str
+    mantissa_bits: int = 0
+    block_size: int | None = None
+    original: str | None = None
+    loss: Loss | None = None
+    streams: Mapping[str, str] = field(default_factory=dict)
+    alias_of: str | None = None
+    alias_file: str | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the restored bytes are the original's."""
+        return self.original is None
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it stands in the manifest, without fields that do not apply."""
+        entry: dict[str, Any] = {"scheme": self.scheme, "checksum": self.checksum}
+        if self.scheme == "alias":
+            entry["of"] = self.alias_of
+            if self.alias_file is not None:
+                entry["file"] = self.alias_file
+        if self.scheme in ("lossless", "truncated"):
+            entry["mantissa_bits"] = self.mantissa_bits
+            entry["streams"] = dict(self.streams)
+        if self.block_size is not None:
+            entry["block_size"] = self.block_size
+        if self.original is not None:
+            entry["original"] = self.original
+        if self.loss is not None:
+            entry["loss"] = {
+                "max_relative": self.loss.max_relative,
+                "rms_relative": self.loss.rms_relative,
+            }
+        return entry
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The index of a container file. `header` is the xxh3-64 of the original file's header."""
+
+    header: str
+    tensors: Mapping[str, TensorRecord]
+
+    def to_bytes(self) -> bytes:
+        """The manifest's JSON: keys in a fixed order, no white space."""
+        document = {
+            "version": VERSION,
+            "header": self.header,
+            "tensors": {name: record.to_json() for name, record in self.tensors.items()},
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+
+def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
+    """Parse and check a manifest. Raises FormatError; keys it does not know are ignored."""
+    document = parse_json(text, file)
+    if not isinstance(document, dict):
+        raise FormatError(file, "the manifest is not a JSON object")
+    version = document.get("version")
+    if version != VERSION or type(version) is not int:
+        raise FormatError(
+            file, f"format version {version!r}; this neuzip reads version {VERSION}", field="version",
+            hint="Update neuzip to read it.",
+        )  # fmt: skip
+    check_requirements(document, file)
+    header = document.get("header")
+    if not _is_checksum(header):
+        raise FormatError(file, f"{header!r} is not a checksum", field="header")
+    tensors = document.get("tensors")
+    if not isinstance(tensors, dict):
+        raise FormatError(file, "not an object", field="tensors")
+    return Manifest(header, {name: _record(name, entry, file) for name, entry in tensors.items()})
+
+
+def check_requirements(document: dict[str, Any], file: str | os.PathLike[str]) -> None:
+    """Refuse, by name, what the file requires and this reader does not know."""
+    requires = document.get("requires", [])
+    if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
+        raise FormatError(file, "not a list of names", field="requires")
+    for name in requires:
+        if name not in KNOWN_REQUIREMENTS:
+            raise FormatError(
+                file, f"requires {name!r}, which this neuzip does not know", field="requires",
+                hint="Update neuzip to read it.",
+            )  # fmt: skip
+
+
+def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord:
+    def bad(field: str) -> FormatError:
+        return FormatError(file, f"{entry.get(field)!r} is not valid here", tensor=name, field=field)
+
+    if not isinstance(entry, dict):
+        raise FormatError(file, "the record is not an object", tensor=name)
+    scheme = entry.get("scheme")
+    if scheme not in SCHEMES:
+        raise FormatError(
+            file, f"unknown scheme {scheme!r}", tensor=name, field="scheme",
+            hint="Update neuzip to read it.",
+        )  # fmt: skip
+    if not _is_checksum(entry.get("checksum")):
+        raise bad("checksum")
+    if scheme == "alias":
+        if not isinstance(entry.get("of"), str):
+            raise bad("of")
+        alias_file, original = entry.get("file"), entry.get("original")
+        if alias_file is not None and not is_safe_path(alias_file):
+            raise bad("file")
+        if original is not None and not _is_checksum(original):
+            raise bad("original")
+        return TensorRecord(
+            scheme, entry["checksum"], original=original, alias_of=entry["of"], alias_file=alias_file
+        )
+    if scheme == "raw":
+        return TensorRecord(scheme, entry["checksum"])
+    mantissa_bits, streams = entry.get("mantissa_bits"), entry.get("streams")
+    if type(mantissa_bits) is not int or not 0 <= mantissa_bits <= 52:
+        raise bad("mantissa_bits")
+    if not isinstance(streams, dict) or not all(_is_checksum(c) for c in streams.values()):
+        raise bad("streams")
+    if scheme == "lossless":
+        return TensorRecord(scheme, entry["checksum"], mantissa_bits, streams=streams)
+    block_size, original, loss = entry.get("block_size"), entry.get("original"), entry.get("loss")
+    if block_size is not None and (type(block_size) is not int or not is_block_size(block_size)):
+        raise bad("block_size")
+    if not _is_checksum(original):
+        raise bad("original")
+    if not isinstance(loss, dict) or not all(
+        type(loss.get(k)) in (int, float) and loss[k] >= 0 for k in ("max_relative", "rms_relative")
+    ):
+        raise bad("loss")
+    return TensorRecord(
+        scheme, entry["checksum"], mantissa_bits, block_size, original,
+        Loss(float(loss["max_relative"]), float(loss["rms_relative"])), streams,
+    )  # fmt: skip
+
+
+def is_block_size(n: int) -> bool:
+    """Block sizes of the normaliser: powers of two from 8 to 16,384."""
+    return 8 <= n <= 16_384 and n & (n - 1) == 0
+
+
+def is_safe_path(path: object) -> bool:
+    """Whether `path` is a relative path with forward slashes that stays inside its folder."""
+    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or path.startswith("/"):
+        return False
+    return all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def _is_checksum(value: object) -> bool:
+    return isinstance(value, str) and _HEX.match(value) is not None

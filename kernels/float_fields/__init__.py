@@ -1,0 +1,235 @@
+"""A float taken apart: its exponent in one array, its sign and leading mantissa bits in another.
+
+A weight of any float format is the integer
+
+    sign (1 bit) | exponent (E bits) | mantissa (M bits)
+
+`split` keeps the exponent whole and the sign with the `kept` leading mantissa bits as one field of
+w = 1 + kept bits. The field goes to planes of 32, 16, 8, 4, 2 and 1 bits, the binary digits of w, so that
+every k packs without waste and no field of a plane straddles a machine word:
+
+    bf16, kept 7:  w = 8         plane 8:  s mmmmmmm
+    bf16, kept 2:  w = 3 = 2+1   plane 2:  s m         plane 1:  m
+    fp16, kept 10: w = 11        plane 8:  s mmmmmmm   plane 2:  m m   plane 1: m
+
+The widest plane holds the leading bits. Planes narrower than a byte fill it from the lowest bit up.
+
+Arrays are one-dimensional and unsigned: the bit patterns, never float values. NaN payloads, both zeros and
+denormals are patterns like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from . import cpu
+
+Bits = npt.NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """The widths of a float's fields, in bits. `finite` says that no exponent is reserved for infinities."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    finite: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Width of the whole float in bits."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integer type that holds one bit pattern (little-endian, as on disk)."""
+        return np.dtype(f"<u{self.bits // 8}")
+
+    @property
+    def exponent_dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integer type that holds one exponent."""
+        return np.dtype(np.uint8 if self.exponent_bits <= 8 else np.uint16)
+
+
+# Keyed by the dtype names of safetensors.
+FORMATS: dict[str, FloatFormat] = {
+    f.name: f
+    for f in (
+        FloatFormat("BF16", 8, 7),
+        FloatFormat("F16", 5, 10),
+        FloatFormat("F32", 8, 23),
+        FloatFormat("F64", 11, 52),
+        FloatFormat("F8_E4M3", 4, 3, finite=True),
+        FloatFormat("F8_E5M2", 5, 2),
+        FloatFormat("F8_E4M3FNUZ", 4, 3, finite=True),
+        FloatFormat("F8_E5M2FNUZ", 5, 2, finite=True),
+    )
+}
+
+
+def plane_widths(width: int) -> tuple[int, ...]:
+    """Widths of the planes of a field of `width` bits, widest first: the binary digits of `width`.
+
+    >>> plane_widths(11)
+    (8, 2, 1)
+    """
+    if not 1 <= width <= 63:
+        raise ValueError(f"a field has 1 to 63 bits, not {width}")
+    return tuple(p for p in (32, 16, 8, 4, 2, 1) if width & p)
+
+
+def plane_bytes(plane: int, numel: int) -> int:
+    """Bytes that a plane of `plane` bits takes for `numel` weights; the last byte is filled up with zeros.
+
+    >>> plane_bytes(1, 9)
+    2
+    """
+    return (numel * plane + 7) // 8
+
+
+@dataclass
+class Census:
+    """What a tensor is made of, gathered in one pass: the coder's model comes from here.
+
+    `exponents[e]` counts exponent e. `pairs[e0 | e1 << 8]` counts neighbours (weights 2i and 2i+1), or is None
+    for formats with more than 8 exponent bits. `mantissa_union` is the bitwise or of all mantissas.
+    Censuses of consecutive pieces of even length add up to the census of the whole.
+    """
+
+    exponents: npt.NDArray[np.int64]
+    pairs: npt.NDArray[np.int64] | None
+    mantissa_union: int
+
+    def __add__(self, other: Census) -> Census:
+        pairs = None if self.pairs is None or other.pairs is None else self.pairs + other.pairs
+        return Census(
+            self.exponents + other.exponents, pairs, self.mantissa_union | other.mantissa_union
+        )
+
+    @property
+    def numel(self) -> int:
+        """How many weights were counted."""
+        return int(self.exponents.sum())
+
+    def kept_bits(self, fmt: FloatFormat) -> int:
+        """Leading mantissa bits that any weight uses: fp32 that was bf16 once needs 7 of its 23."""
+        union = self.mantissa_union
+        if union == 0:
+            return 0
+        return fmt.mantissa_bits - ((union & -union).bit_length() - 1)
+
+
+def census(bits: Bits, fmt: FloatFormat) -> Census:
+    """Count exponents and exponent pairs of `bits` and unite its mantissas."""
+    bits = _checked(bits, fmt)
+    wide = fmt.exponent_bits > 8
+    exponents = np.zeros(1 << fmt.exponent_bits, np.int64)
+    pairs = np.zeros(1 if wide else 1 << 16, np.int64)
+    union = cpu.census(bits, fmt.exponent_bits, fmt.mantissa_bits, exponents, pairs, not wide)
+    return Census(exponents, None if wide else pairs, int(union))
+
+
+def split(bits: Bits, fmt: FloatFormat, kept: int) -> tuple[Bits, dict[int, npt.NDArray[np.uint8]]]:
+    """Take floats apart: their exponents, and the planes of sign and `kept` leading mantissa bits.
+
+    The other mantissa bits are dropped: they must be zero for the split to be lossless.
+    """
+    bits = _checked(bits, fmt)
+    _check_kept(kept, fmt)
+    exponents = np.empty(bits.size, fmt.exponent_dtype)
+    fields = np.empty(bits.size, _field_dtype(1 + kept))
+    cpu.split(bits, fmt.exponent_bits, fmt.mantissa_bits, kept, exponents, fields)
+    planes: dict[int, npt.NDArray[np.uint8]] = {}
+    left = 1 + kept
+    for width in plane_widths(1 + kept):
+        left -= width
+        if width == fields.dtype.itemsize * 8:
+            planes[width] = fields.view(np.uint8)
+            continue
+        plane = np.empty(plane_bytes(width, bits.size), np.uint8)
+        if width >= 8:
+            cpu.take_plane(fields, left, plane.view(f"<u{width // 8}"))
+        else:
+            cpu.pack_plane(fields, left, width, plane)
+        planes[width] = plane
+    return exponents, planes
+
+
+def merge(exponents: Bits, planes: dict[int, npt.NDArray[np.uint8]], fmt: FloatFormat, kept: int) -> Bits:
+    """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept."""
+    _check_kept(kept, fmt)
+    numel = exponents.size
+    widths = plane_widths(1 + kept)
+    for width in widths:
+        if planes[width].size != plane_bytes(width, numel):
+            raise ValueError(f"plane {width} has {planes[width].size} bytes for {numel} weights")
+    dtype = _field_dtype(1 + kept)
+    if widths == (dtype.itemsize * 8,):
+        fields = np.ascontiguousarray(planes[widths[0]]).view(dtype)
+    else:
+        fields = np.zeros(numel, dtype)
+        for width in widths:
+            plane = np.ascontiguousarray(planes[width])
+            if width >= 8:
+                cpu.put_plane(plane.view(f"<u{width // 8}"), width, fields)
+            else:
+                cpu.unpack_plane(plane, width, fields)
+    bits = np.empty(numel, fmt.dtype)
+    cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
+    return bits
+
+
+def round_mantissa(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:
+    """Round to `kept` mantissa bits: to nearest, ties to even, carrying into the exponent, never to infinity.
+
+    Infinities and NaNs are not for this function: it rounds them like numbers.
+    Source: NeuZip (arXiv 2410.20650), section 2.2, without the reference code's round-half-up and overflow.
+    """
+    bits = _checked(bits, fmt)
+    _check_kept(kept, fmt)
+    drop = fmt.mantissa_bits - kept
+    if drop == 0:
+        return bits.copy()
+    out = np.empty_like(bits)
+    cpu.round_mantissa(bits, drop, largest_finite(fmt) >> drop << drop, fmt.bits - 1, out)
+    if fmt.name.endswith("FNUZ"):
+        out[out == 1 << (fmt.bits - 1)] = 0  # these formats have one zero; -0 is their NaN
+    return out
+
+
+def largest_finite(fmt: FloatFormat) -> int:
+    """The bit pattern of the largest finite number of a format."""
+    top = (1 << (fmt.bits - 1)) - 1
+    if fmt.name == "F8_E4M3":
+        return top - 1  # S.1111.111 is NaN, and there is no infinity
+    if fmt.finite:
+        return top  # the fnuz forms keep only the pattern of -0 for NaN
+    return top - (1 << fmt.mantissa_bits)
+
+
+def has_non_finite(bits: Bits, fmt: FloatFormat) -> bool:
+    """Whether any of `bits` is an infinity or a NaN."""
+    sign = 1 << (fmt.bits - 1)
+    magnitudes = bits & fmt.dtype.type(sign - 1)
+    if bool((magnitudes > largest_finite(fmt)).any()):
+        return True
+    return fmt.name.endswith("FNUZ") and bool((bits == sign).any())
+
+
+def _field_dtype(width: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if width <= 8 * size))
+
+
+def _checked(bits: Bits, fmt: FloatFormat) -> Bits:
+    if bits.ndim != 1 or bits.dtype != fmt.dtype:
+        raise ValueError(f"{fmt.name} takes a one-dimensional {fmt.dtype} array, not {bits.ndim}-d {bits.dtype}")
+    return np.ascontiguousarray(bits)
+
+
+def _check_kept(kept: int, fmt: FloatFormat) -> None:
+    if not 0 <= kept <= fmt.mantissa_bits:
+        raise ValueError(f"{fmt.name} has 0 to {fmt.mantissa_bits} mantissa bits to keep, not {kept}")

@@ -1,0 +1,116 @@
+"""The loops of `float_fields`, compiled by numba. One thread each; they release the GIL."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+# Shifts and masks stay in uint64: a mix with numba's signed literals would turn into floats.
+_1 = np.uint64(1)
+
+
+@njit(nogil=True, cache=True)
+def census(bits, exponent_bits, mantissa_bits, exponents, pairs, with_pairs):  # type: ignore[no-untyped-def]
+    m = np.uint64(mantissa_bits)
+    e_mask = (_1 << np.uint64(exponent_bits)) - _1
+    union = np.uint64(0)
+    n = bits.size
+    if with_pairs:
+        # The exponents' own counts are the margins of the pairs'.
+        for i in range(n // 2):
+            a = np.uint64(bits[2 * i])
+            b = np.uint64(bits[2 * i + 1])
+            union |= a | b
+            pairs[((a >> m) & e_mask) | (((b >> m) & e_mask) << np.uint64(8))] += 1
+        for e0 in range(256):
+            for e1 in range(256):
+                c = pairs[e0 | (e1 << 8)]
+                if c:
+                    exponents[e0] += c
+                    exponents[e1] += c
+        if n % 2:
+            a = np.uint64(bits[n - 1])
+            union |= a
+            exponents[(a >> m) & e_mask] += 1
+    else:
+        for i in range(n):
+            a = np.uint64(bits[i])
+            union |= a
+            exponents[(a >> m) & e_mask] += 1
+    return union & ((_1 << m) - _1)
+
+
+@njit(nogil=True, cache=True)
+def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type: ignore[no-untyped-def]
+    m = np.uint64(mantissa_bits)
+    e = np.uint64(exponent_bits)
+    k = np.uint64(kept)
+    e_mask = (_1 << e) - _1
+    k_mask = (_1 << k) - _1
+    for i in range(bits.size):
+        v = np.uint64(bits[i])
+        exponents[i] = (v >> m) & e_mask
+        fields[i] = ((v >> (m + e)) << k) | ((v >> (m - k)) & k_mask)
+
+
+@njit(nogil=True, cache=True)
+def merge(exponents, fields, exponent_bits, mantissa_bits, kept, bits):  # type: ignore[no-untyped-def]
+    m = np.uint64(mantissa_bits)
+    e = np.uint64(exponent_bits)
+    k = np.uint64(kept)
+    k_mask = (_1 << k) - _1
+    for i in range(bits.size):
+        f = np.uint64(fields[i])
+        bits[i] = ((f >> k) << (m + e)) | (np.uint64(exponents[i]) << m) | ((f & k_mask) << (m - k))
+
+
+@njit(nogil=True, cache=True)
+def take_plane(fields, shift, plane):  # type: ignore[no-untyped-def]
+    s = np.uint64(shift)
+    for i in range(plane.size):
+        plane[i] = np.uint64(fields[i]) >> s
+
+
+@njit(nogil=True, cache=True)
+def put_plane(plane, width, fields):  # type: ignore[no-untyped-def]
+    w = np.uint64(width)
+    for i in range(fields.size):
+        fields[i] = (np.uint64(fields[i]) << w) | np.uint64(plane[i])
+
+
+@njit(nogil=True, cache=True)
+def pack_plane(fields, shift, width, plane):  # type: ignore[no-untyped-def]
+    s = np.uint64(shift)
+    mask = (_1 << np.uint64(width)) - _1
+    per = 8 // width
+    for i in range(plane.size):
+        byte = np.uint64(0)
+        for j in range(min(per, fields.size - i * per)):
+            byte |= ((np.uint64(fields[i * per + j]) >> s) & mask) << np.uint64(j * width)
+        plane[i] = byte
+
+
+@njit(nogil=True, cache=True)
+def unpack_plane(plane, width, fields):  # type: ignore[no-untyped-def]
+    w = np.uint64(width)
+    mask = (_1 << w) - _1
+    per = 8 // width
+    for i in range(plane.size):
+        byte = np.uint64(plane[i])
+        for j in range(min(per, fields.size - i * per)):
+            at = i * per + j
+            fields[at] = (np.uint64(fields[at]) << w) | ((byte >> np.uint64(j * width)) & mask)
+
+
+@njit(nogil=True, cache=True)
+def round_mantissa(bits, drop, largest, sign_shift, out):  # type: ignore[no-untyped-def]
+    d = np.uint64(drop)
+    half_less_one = (_1 << (d - _1)) - _1
+    top = np.uint64(largest)
+    s = np.uint64(sign_shift)
+    for i in range(bits.size):
+        v = np.uint64(bits[i])
+        sign = (v >> s) << s
+        magnitude = v ^ sign
+        rounded = ((magnitude + half_less_one + ((magnitude >> d) & _1)) >> d) << d
+        out[i] = sign | min(rounded, top)

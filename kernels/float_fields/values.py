@@ -1,0 +1,61 @@
+"""Bit patterns as numbers, and back: for error measures and for the block normaliser.
+
+numpy has no bf16 and no fp8. Everything is exact except the one rounding each function names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from . import Bits, FloatFormat
+
+_NATIVE = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+def to_float64(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.float64]:
+    """The numbers that patterns stand for, exactly. NaN and infinity for the patterns that are."""
+    if fmt.name == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if fmt.name in _NATIVE:
+        return bits.view(_NATIVE[fmt.name]).astype(np.float64)
+    return _fp8_values(fmt)[bits]
+
+
+def scale(bits: Bits, factors: npt.NDArray[np.float64], fmt: FloatFormat, divide: bool = False) -> Bits:
+    """Patterns times (or divided by) `factors`, in fp32 (fp64 for F64), rounded to nearest even."""
+    if fmt.name == "F64":
+        values = bits.view(np.float64)
+        return (values / factors if divide else values * factors).view(np.uint64)
+    if fmt.name not in ("BF16", "F16", "F32"):
+        raise ValueError(f"{fmt.name} is too coarse to be scaled")
+    wide = (bits.astype(np.uint32) << 16).view(np.float32) if fmt.name == "BF16" else None
+    values32 = bits.view(_NATIVE[fmt.name]).astype(np.float32) if wide is None else wide
+    f = factors.astype(np.float32)
+    with np.errstate(over="ignore"):
+        result = values32 / f if divide else values32 * f
+        if fmt.name == "F16":
+            return result.astype(np.float16).view(np.uint16)
+    pattern = result.view(np.uint32)
+    if fmt.name == "F32":
+        return pattern
+    return ((pattern + np.uint32(0x7FFF) + (pattern >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _fp8_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
+    """The numbers of all 256 patterns of an fp8 format."""
+    p = np.arange(256)
+    exponent = p >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1
+    mantissa = (p & (1 << fmt.mantissa_bits) - 1) / 2**fmt.mantissa_bits
+    bias = 2 ** (fmt.exponent_bits - 1) - (0 if fmt.name.endswith("FNUZ") else 1)
+    values = np.where(
+        exponent == 0, np.ldexp(mantissa, 1 - bias), np.ldexp(1 + mantissa, exponent - bias)
+    ) * np.where(p >> 7, -1.0, 1.0)
+    if fmt.name.endswith("FNUZ"):
+        values[0x80] = np.nan
+    elif fmt.name == "F8_E4M3":
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
+        values[0xFC] = -np.inf
+    return values

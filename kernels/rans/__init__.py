@@ -1,0 +1,113 @@
+"""Entropy coding of exponents with range asymmetric numeral systems (rANS).
+
+READ THIS FIRST. Four things surprise:
+
+1. A coded *symbol* is one exponent or a *pair* of neighbouring ones (`Table.group`), each named by its index
+   in the table's palette. A pair costs one look-up where two exponents would cost two.
+2. A *block* is 16,384 weights coded by 32 *lanes*, 32 rANS states side by side, that share one sequence of
+   16-bit words: in every step all lanes decode a symbol, then those lanes whose state has become small each
+   take the next word, in lane order. A block can be decoded alone.
+3. The encoder runs backwards: it starts at the last step and writes words from the last to the first.
+4. A lane's last two symbols are not coded at all: they are the low 16 bits of the state the encoder starts
+   from, which a decoder finds there at the end. That makes use of bits which would otherwise be lost.
+
+The invariant between steps is  LOWER <= state < LOWER << 16.
+
+What is too rare for the table is an *escape*: a common symbol takes its place, and the true exponent stands,
+with its position, in a list at the end of the block.
+
+| input                                | what happens                                                          |
+|--------------------------------------|-----------------------------------------------------------------------|
+| empty                                | no blocks, no words                                                   |
+| length not a multiple of 256         | the last run is filled up with a frequent exponent; `decode` cuts it  |
+| one exponent only                    | two symbols in the table; a word about every 45,000 steps             |
+| more than 256 exponents (fp64)       | the 256 most frequent in the palette, the others escapes              |
+| incompressible                       | at most `max_words`; storing it raw is the caller's business          |
+
+Everything after the histogram is integer arithmetic: the same exponents give the same words on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from neuzip.errors import NeuzipError
+
+from . import cpu
+from .model import Table, build_table
+from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
+
+__all__ = ["BLOCK", "CorruptStream", "Encoded", "Table", "build_table", "decode", "encode", "max_words"]
+
+Words = npt.NDArray[np.uint16]
+Exponents = npt.NDArray[np.unsignedinteger]
+
+
+class CorruptStream(NeuzipError):
+    """Words that no encoder can have written."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Coded exponents. `words` holds the blocks back to back, `index[b]` the number of words of block b."""
+
+    words: Words
+    index: Words
+
+
+def max_words(numel: int, group: int) -> int:
+    """An upper bound on the words that `encode` writes for `numel` exponents."""
+    padded = -(-numel // (LANES * RUN)) * LANES * RUN
+    blocks = -(-numel // BLOCK)
+    return blocks * HEADER_WORDS + padded // group + 2 * numel
+
+
+def encode(exponents: Exponents, table: Table) -> Encoded:
+    """Code `exponents` (uint8, or uint16 for fp64), whole blocks and perhaps a shorter one at the end.
+
+    The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index.
+    """
+    if exponents.ndim != 1 or exponents.dtype not in (np.uint8, np.uint16):
+        raise ValueError(f"exponents are a one-dimensional uint8 or uint16 array, not {exponents.dtype}")
+    if table.group == 2 and exponents.dtype != np.uint8:
+        raise ValueError("pairs are for exponents of at most 8 bits")
+    numel = exponents.size
+    blocks = -(-numel // BLOCK)
+    padded = np.full(-(-numel // (LANES * RUN)) * LANES * RUN, table.filler, exponents.dtype)
+    padded[:numel] = exponents
+    words = np.empty(max_words(numel, table.group), np.uint16)
+    index = np.empty(blocks, np.uint16)
+    frequencies, starts, reciprocals = table.encoder
+    used = cpu.encode(
+        padded.view(np.uint16) if table.group == 2 else padded,
+        padded, numel, table.group, table.symbols, frequencies, starts, reciprocals, words, index,
+    )  # fmt: skip
+    return Encoded(words[:used].copy(), index)
+
+
+def decode(
+    words: Words, index: Words, table: Table, numel: int, dtype: npt.DTypeLike = np.uint8
+) -> Exponents:
+    """Decode `numel` exponents from whole blocks: the inverse of `encode`.
+
+    Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
+    """
+    blocks = -(-numel // BLOCK)
+    if index.size != blocks:
+        raise CorruptStream(f"{numel} weights take {blocks} blocks, the index has {index.size}")
+    counts = index.astype(np.int64)
+    if int(counts.sum()) != words.size:
+        raise CorruptStream(f"the index counts {int(counts.sum())} words, there are {words.size}")
+    starts = np.cumsum(counts) - counts
+    padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, dtype)
+    bad = cpu.decode(
+        np.ascontiguousarray(words), starts, counts, numel, table.group, table.decoder,
+        table.exponents.astype(np.uint16 if table.group == 2 else dtype),
+        padded.view(np.uint16) if table.group == 2 else padded, padded,
+    )  # fmt: skip
+    if bad >= 0:
+        raise CorruptStream(f"block {bad} is corrupt")
+    return padded[:numel]

@@ -1,0 +1,142 @@
+"""The loops of the coder, compiled by numba. One thread each; they release the GIL."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
+
+_U = np.uint64
+_8, _16, _20 = _U(8), _U(16), _U(20)
+_SCALE, _LOWER, _RECIPROCAL = _U(SCALE), _U(LOWER), _U(RECIPROCAL_BITS)
+_12 = _U(12)
+_SLOT, _BYTE, _WORD = _U(SCALE - 1), _U(0xFF), _U(0xFFFF)
+
+
+@njit(nogil=True, cache=True)
+def encode(keys, exponents, numel, group, symbols, frequencies, starts, reciprocals, words, index):  # type: ignore[no-untyped-def]
+    """Code all blocks; the number of words written. `keys` are the exponents seen in groups."""
+    per_run = RUN // group
+    # Words grow downwards from the end of `scratch`: the encoder runs backwards.
+    scratch = np.empty(BLOCK, np.uint16)
+    escapes = np.empty(2 * BLOCK, np.uint16)
+    coded = np.empty(BLOCK, np.uint8)  # [step, lane]
+    state = np.empty(LANES, np.uint64)
+    used = 0
+    for b in range(index.size):
+        first = b * BLOCK
+        runs = min(exponents.size - first, BLOCK) // (LANES * RUN)
+        steps = runs * per_run
+        n_escapes = 0
+        for i in range(runs):
+            for lane in range(LANES):
+                at = (first + (i * LANES + lane) * RUN) // group
+                for q in range(per_run):
+                    s = symbols[keys[at + q]]
+                    coded[(i * per_run + q) * LANES + lane] = s & np.uint16(0xFF)
+                    if s > np.uint16(0xFF):
+                        for j in range(group):
+                            where = (at + q) * group + j
+                            if (s >> np.uint16(8 + j)) & np.uint16(1) and where < numel:
+                                escapes[2 * n_escapes] = where - first
+                                escapes[2 * n_escapes + 1] = exponents[where]
+                                n_escapes += 1
+
+        p = BLOCK
+        for lane in range(LANES):
+            tail = (steps - RAW_STEPS) * LANES + lane
+            state[lane] = _LOWER | (_U(coded[tail + LANES]) << _8) | _U(coded[tail])
+        for step in range(steps - RAW_STEPS - 1, -1, -1):
+            for lane in range(LANES - 1, -1, -1):
+                s = coded[step * LANES + lane]
+                x = state[lane]
+                f = frequencies[s]
+                full = x >= (f << _20)
+                scratch[p - 1] = x
+                p -= np.int64(full)
+                x = (x >> _16) if full else x
+                # x // f * SCALE + x % f + start, with one product for the division.
+                state[lane] = x + ((x * reciprocals[s]) >> _RECIPROCAL) * (_SCALE - f) + starts[s]
+
+        words[used] = n_escapes
+        for lane in range(LANES):
+            words[used + 1 + lane] = state[lane] & _WORD
+            words[used + 1 + LANES + lane] = state[lane] >> _16
+        n_words = BLOCK - p
+        count = HEADER_WORDS + n_words + 2 * n_escapes
+        words[used + HEADER_WORDS : used + HEADER_WORDS + n_words] = scratch[p:]
+        words[used + HEADER_WORDS + n_words : used + count] = escapes[: 2 * n_escapes]
+        index[b] = count
+        used += count
+    return used
+
+
+@njit(nogil=True, cache=True)
+def decode(words, starts, counts, numel, group, table, exponents_of, keys, exponents):  # type: ignore[no-untyped-def]
+    """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1."""
+    per_run = RUN // group
+    state = np.empty(LANES, np.uint32)
+    for b in range(starts.size):
+        start = starts[b]
+        if counts[b] < HEADER_WORDS:
+            return b
+        n_escapes = np.int64(words[start])
+        # One past the last word that a lane may take.
+        limit = start + counts[b] - 2 * n_escapes
+        p = start + HEADER_WORDS
+        if limit < p:
+            return b
+        for lane in range(LANES):
+            state[lane] = np.uint32(words[start + 1 + lane]) | (
+                np.uint32(words[start + 1 + LANES + lane]) << np.uint32(16)
+            )
+        first = b * BLOCK
+        runs = min(exponents.size - first, BLOCK) // (LANES * RUN)
+        for i in range(runs):
+            at = (first + i * LANES * RUN) // group
+            coded_steps = per_run - RAW_STEPS if i == runs - 1 else per_run
+            for q in range(coded_steps):
+                if p + LANES <= limit:
+                    for lane in range(LANES):
+                        x = state[lane]
+                        entry = table[x & np.uint32(SCALE - 1)]
+                        x = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) * (x >> np.uint32(12)) + (
+                            entry >> np.uint32(20)
+                        )
+                        small = x < np.uint32(LOWER)
+                        word = np.uint32(words[p])
+                        state[lane] = ((x << np.uint32(16)) | word) if small else x
+                        p += np.int64(small)
+                        keys[at + lane * per_run + q] = exponents_of[entry & np.uint32(0xFF)]
+                else:
+                    # The same with a look before every word: the end of the block is near.
+                    for lane in range(LANES):
+                        x = state[lane]
+                        entry = table[x & np.uint32(SCALE - 1)]
+                        x = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) * (x >> np.uint32(12)) + (
+                            entry >> np.uint32(20)
+                        )
+                        if x < np.uint32(LOWER):
+                            if p >= limit:
+                                return b
+                            x = (x << np.uint32(16)) | np.uint32(words[p])
+                            p += 1
+                        state[lane] = x
+                        keys[at + lane * per_run + q] = exponents_of[entry & np.uint32(0xFF)]
+            if i == runs - 1:
+                for lane in range(LANES):
+                    x = state[lane]
+                    if x >> np.uint32(16) != np.uint32(1):
+                        return b
+                    last = at + lane * per_run + per_run - RAW_STEPS
+                    keys[last] = exponents_of[x & np.uint32(0xFF)]
+                    keys[last + 1] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
+        if p != limit:
+            return b
+        for i in range(n_escapes):
+            where = first + np.int64(words[limit + 2 * i])
+            if where >= numel or where >= first + BLOCK:
+                return b
+            exponents[where] = words[limit + 2 * i + 1]
+    return -1

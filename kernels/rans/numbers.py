@@ -1,0 +1,35 @@
+"""The coder's constants, each with its reason. SPEC.md gives the same numbers."""
+
+from __future__ import annotations
+
+LANES = 32
+"""States that share one sequence of words: a warp of a GPU, two vectors of a CPU."""
+
+RUN = 8
+"""Neighbouring weights that one lane decodes before the next run: 16 bytes of bf16, one store."""
+
+RUNS = 64
+"""Runs of a lane in a full block. 512 weights share a lane's 32 bits of state: 0.03 bits each."""
+
+BLOCK = LANES * RUN * RUNS
+"""Weights in a full block."""
+
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+"""Frequencies add up to SCALE: 4,096 table entries of 32 bits stay in a first-level cache."""
+
+LOWER = 1 << 16
+"""Least state between steps. Words have 16 bits, so one word is always enough to restore it."""
+
+RAW_STEPS = 2
+"""The last steps of a lane, whose symbols are the encoder's initial state: 2 x 8 bits below LOWER."""
+
+HEADER_WORDS = 1 + 2 * LANES
+"""A block begins with the number of its escapes and the low and high halves of 32 states."""
+
+# A state is divided by a frequency f < 2^12 through a 64-bit product: before coding, state < f << 20, so
+# state * ceil(2^44 / f) < 2^64, and the rounding of the reciprocal is too small to reach the next integer.
+RECIPROCAL_BITS = 44
+
+assert LOWER % SCALE == 0
+assert LOWER << 16 == SCALE << 20

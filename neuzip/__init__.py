@@ -1,0 +1,36 @@
+"""Makes Hugging Face checkpoints smaller, proves that nothing was lost, and runs the small form.
+
+Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
+name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "compress_checkpoint": ("neuzip.compress", "compress"),
+    "decompress_checkpoint": ("neuzip.compress", "decompress"),
+    "verify_checkpoint": ("neuzip.compress", "verify"),
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("neuzip-toolkit")
+    elif name in _HOME:
+        room, function = _HOME[name]
+        value = getattr(import_module(room), function)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,58 @@
+"""Every error a user can cause, with a sentence that says what is wrong and a hint that says what to do."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+
+class NeuzipError(Exception):
+    """An expected failure. `message` says what is wrong, `hint` what to do about it.
+
+    The command line prints both and exits with `exit_code`.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(NeuzipError):
+    """Options that contradict each other or ask for something that does not exist."""
+
+    exit_code = 2
+
+
+class WouldOverwrite(NeuzipError):
+    """The destination exists already and `--overwrite` was not given."""
+
+
+class FormatError(NeuzipError):
+    """A file that breaks the rules of its format.
+
+    Names the file and, as far as known, the tensor and the field that is wrong.
+    """
+
+    def __init__(
+        self,
+        file: str | PathLike[str],
+        problem: str,
+        *,
+        tensor: str | None = None,
+        field: str | None = None,
+        hint: str = "",
+    ) -> None:
+        self.file = str(file)
+        self.tensor = tensor
+        self.field = field
+        self.problem = problem
+        place = "".join(
+            f", {kind} {name!r}" for kind, name in (("tensor", tensor), ("field", field)) if name is not None
+        )
+        super().__init__(f"{self.file}{place}: {problem}", hint)
+
+
+class VerificationError(NeuzipError):
+    """What was read back is not what was stored."""

@@ -1,0 +1,125 @@
+"""What all tests share: a clean import path, marks, the command line as a function, golden pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# On the path the root would offer `kernels`, `eval` and the others under their bare names, and hide others.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+# The same examples at home and in CI, and no time limit on an example: the first one may compile a kernel.
+hypothesis.settings.register_profile("neuzip", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("neuzip")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate-golden", action="store_true", help="write golden pages, do not compare")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def neuzip_data() -> Path:
+    """The folder of larger checkpoints and texts that `NEUZIP_DATA` names."""
+    folder = os.environ.get("NEUZIP_DATA")
+    if not folder:
+        pytest.skip("NEUZIP_DATA is not set")
+    return Path(folder)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one run of the command line left behind."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The object on stdout."""
+        value = json.loads(self.stdout)
+        assert isinstance(value, dict)
+        return value
+
+
+Speak = Callable[..., Said]
+
+
+@pytest.fixture
+def neuzip(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Speak:
+    """Run `neuzip ARGS...` in this process: `said = neuzip("diff", a, b, "--json")`."""
+    from neuzip.cli import run
+
+    for name in ("NEUZIP_DEBUG", "NEUZIP_NO_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def speak(*arguments: object) -> Said:
+        capsys.readouterr()
+        exit_code = run([str(argument) for argument in arguments])
+        return Said(exit_code, *capsys.readouterr())
+
+    return speak
+
+
+@pytest.fixture
+def in_all_modes(neuzip: Speak) -> Callable[..., dict[str, Said]]:
+    """Run one command in the three modes and check what holds for every command.
+
+    `prepare` is called before each run, for commands that change what they are given.
+    """
+
+    def speak(*arguments: object, prepare: Callable[[], object] = lambda: None) -> dict[str, Said]:
+        said = {}
+        for mode, flags in {"human": [], "json": ["--json"], "quiet": ["--quiet"]}.items():
+            prepare()
+            said[mode] = neuzip(*arguments, *flags)
+        assert len({one.exit_code for one in said.values()}) == 1, said
+        assert said["human"].stdout.strip(), "a person is told nothing"
+        assert said["json"].json["schema"] == 1
+        assert "  " not in said["quiet"].stdout, "quiet prints one path or number a line"
+        return said
+
+    return speak
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the file of that name in tests/golden, or write it with --regenerate-golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = ROOT / "tests" / "golden" / name
+        if request.config.getoption("--regenerate-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is missing; pytest --regenerate-golden writes it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs; is that wanted?"
+
+    return compare

@@ -1,0 +1,486 @@
+"""The frame around the commands: modes, errors, exit codes, and a start that loads nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from neuzip.cli import commands
+from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
+from neuzip.cli.output import Output, plain, printable, render_table
+from neuzip.errors import FormatError, NeuzipError, UsageError
+
+HEAVY = ("torch", "numpy", "numba", "transformers", "matplotlib", "triton", "safetensors", "huggingface_hub")
+PAGES = ("", *commands.VERBS)
+
+
+def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that does not see the working directory."""
+    return subprocess.run(
+        [sys.executable, "-I", "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
+    """Make `neuzip probe SRC` do what a test says."""
+
+    def install(act: Callable[[Output], None]) -> None:
+        def command(src: SourceArgument, json: JsonOption = False, quiet: QuietOption = False) -> None:
+            """Do what a test says"""
+            act(Output(json=json, quiet=quiet))
+
+        module = ModuleType("neuzip.cli.commands.probe")
+        module.command = command  # type: ignore[attr-defined]
+        module.EXAMPLES = ["neuzip probe ./llama", "neuzip probe ./llama --json"]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(commands, "VERBS", ("probe",))
+
+    return install
+
+
+def fail_with(exception: BaseException) -> Callable[[Output], None]:
+    def act(out: Output) -> None:
+        raise exception
+
+    return act
+
+
+# What --help costs
+
+
+def test_help_takes_less_than_300_ms():
+    command = [Path(sys.executable).parent / "neuzip", "--help"]
+    seconds = []
+    for _ in range(5):  # the fastest counts: the others met a busy machine
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3, seconds
+
+
+@pytest.mark.parametrize("verb", PAGES, ids=lambda verb: verb or "neuzip")
+def test_help_imports_nothing_heavy(verb: str):
+    done = python(f"""
+        import sys
+        from neuzip.cli import run
+        assert run([*{[verb] if verb else []!r}, "--help"]) == 0
+        print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
+    """)
+    assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
+
+
+def test_import_neuzip_imports_nothing_heavy():
+    done = python(f"""
+        import sys, neuzip
+        neuzip.__version__, dir(neuzip)
+        print([name for name in {HEAVY!r} if name in sys.modules])
+    """)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# Pages
+
+
+def test_the_list_of_verbs_is_the_folder_of_commands(root: Path):
+    files = {path.stem for path in (root / "cli" / "commands").glob("*.py")} - {"__init__"}
+    assert set(commands.VERBS) == files
+    assert len(set(commands.VERBS)) == len(commands.VERBS)
+
+
+@pytest.mark.parametrize("verb", PAGES, ids=lambda verb: verb or "neuzip")
+def test_help_page(verb: str, neuzip, golden):
+    said = neuzip(*([verb] if verb else []), "--help")
+    assert (said.exit_code, said.stderr) == (0, "")
+    golden(f"help/{verb or 'neuzip'}.txt", said.stdout)
+
+
+@pytest.mark.parametrize("verb", PAGES, ids=lambda verb: verb or "neuzip")
+def test_help_page_fits_80_columns_and_has_no_escapes(verb: str, neuzip):
+    said = neuzip(*([verb] if verb else []), "--help")
+    assert "\x1b" not in said.stdout
+    assert max(map(len, said.stdout.splitlines())) <= 80
+
+
+def test_help_shows_the_examples_line_by_line(probe, neuzip):
+    probe(lambda out: None)
+    page = neuzip("probe", "--help").stdout
+    assert "  Examples:\n    neuzip probe ./llama\n    neuzip probe ./llama --json\n" in page
+    assert "  probe  Do what a test says\n" in neuzip("--help").stdout
+
+
+def test_no_arguments_is_help_on_stderr(neuzip):
+    said = neuzip()
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr.startswith("Usage: neuzip ")
+
+
+def test_version(neuzip, root: Path):
+    said = neuzip("--version")
+    assert (said.exit_code, said.stderr) == (0, "")
+    number = said.stdout.removeprefix("neuzip ").strip()
+    assert f'\nversion = "{number}"\n' in (root / "pyproject.toml").read_text(encoding="utf-8")
+
+
+# Exit codes
+
+
+def test_unknown_command_is_a_usage_error(probe, neuzip):
+    probe(lambda out: None)
+    said = neuzip("prob")
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr == "error: no such command 'prob'. Did you mean 'probe'?\nhint: try `neuzip --help`\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["probe"], "missing argument 'SRC'", id="missing argument"),
+        pytest.param(["probe", "x", "--nope"], "no such option: --nope", id="unknown option"),
+        pytest.param(["probe", "x", "y"], "got unexpected extra argument", id="argument too many"),
+    ],
+)
+def test_wrong_use_names_the_help_page_of_the_command(arguments, message, probe, neuzip):
+    probe(lambda out: None)
+    said = neuzip(*arguments)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr.startswith(f"error: {message}")
+    assert said.stderr.endswith("\nhint: try `neuzip probe --help`\n")
+
+
+def test_json_and_quiet_exclude_each_other(probe, neuzip):
+    probe(lambda out: None)
+    said = neuzip("probe", "x", "--json", "--quiet")
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr == "error: --json and --quiet exclude each other\nhint: leave one of them out\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--quiet"]], ids=["human", "json", "quiet"])
+@pytest.mark.parametrize(
+    ("failure", "code", "stderr"),
+    [
+        pytest.param(
+            FormatError("a.safetensors", "is cut short", tensor="w", field="shape", hint="download it again"),
+            1,
+            "error: a.safetensors, tensor 'w', field 'shape': is cut short\nhint: download it again\n",
+            id="expected failure",
+        ),
+        pytest.param(NeuzipError("no"), 1, "error: no\n", id="no hint"),
+        pytest.param(UsageError("--plan is empty"), 2, "error: --plan is empty\n", id="usage"),
+        pytest.param(typer.Exit(1), 1, "", id="the answer is no"),
+        pytest.param(typer.Exit(0), 0, "", id="left early"),
+        pytest.param(
+            OSError(28, "No space left on device", "/out/model.safetensors"),
+            1,
+            "error: /out/model.safetensors: No space left on device\n",
+            id="full disk",
+        ),
+    ],
+)
+def test_failure_leaves_stdout_empty_in_every_mode(failure, code, stderr, flags, probe, neuzip):
+    probe(fail_with(failure))
+    said = neuzip("probe", "x", *flags)
+    assert (said.exit_code, said.stdout, said.stderr) == (code, "", stderr)
+
+
+@pytest.mark.parametrize("bug", [ValueError("bad"), FileNotFoundError("x"), EOFError("early")], ids=repr)
+def test_any_other_exception_is_a_bug(bug, probe, neuzip):
+    probe(fail_with(bug))
+    said = neuzip("probe", "x")
+    assert (said.exit_code, said.stdout) == (3, "")
+    assert f"error: unexpected {type(bug).__name__}: {bug}\n" in said.stderr
+    assert "this is a bug in neuzip" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("failure", [NeuzipError("no"), ValueError("bad")], ids=["expected", "bug"])
+@pytest.mark.parametrize(("setting", "shown"), [("1", True), ("0", False), ("", False)])
+def test_debug_shows_the_traceback(failure, setting, shown, probe, neuzip, monkeypatch):
+    probe(fail_with(failure))
+    monkeypatch.setenv("NEUZIP_DEBUG", setting)
+    assert ("Traceback (most recent call last)" in neuzip("probe", "x").stderr) is shown
+
+
+def test_interrupt_in_a_command(probe, neuzip):
+    probe(fail_with(KeyboardInterrupt()))
+    said = neuzip("probe", "x")
+    assert (said.exit_code, said.stdout, said.stderr.strip()) == (130, "", "error: interrupted")
+
+
+PROBE = """
+    import signal, sys, time
+    from types import ModuleType
+    from neuzip.cli import commands, run
+    from neuzip.cli.output import Output
+
+    def command() -> None:
+        out = Output()
+        {body}
+
+    module = sys.modules["neuzip.cli.commands.probe"] = ModuleType("probe")
+    module.command, module.EXAMPLES = command, []
+    commands.VERBS = ("probe",)
+    sys.exit(run(["probe"]))
+"""
+
+
+def probe_program(body: str) -> list[str]:
+    inside = textwrap.indent(textwrap.dedent(body).strip(), "    ").lstrip()
+    return [sys.executable, "-I", "-c", textwrap.dedent(PROBE).replace("{body}", inside)]
+
+
+def test_ctrl_c_ends_the_process_with_130():
+    # A shell may start us with SIGINT ignored, so the program asks for Python's own handler.
+    program = probe_program("""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        out.text("ready")
+        sys.stdout.flush()
+        time.sleep(60)
+    """)
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr.strip()) == (130, "error: interrupted")
+
+
+def test_a_reader_that_leaves_is_no_bug():
+    program = probe_program("[out.text('x' * 1000) for _ in range(1000)]")
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (1, b"")
+
+
+# What is said where
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    shape: tuple[int, ...]
+
+
+def report(out: Output) -> None:
+    out.status("reading")
+    out.table(["tensor", "bits"], [["w", 10.5], ["lm_head.weight", 8]], right=["bits"], total=["all", 18.5])
+    out.text("wrote ./small")
+    out.hint("neuzip verify ./small")
+    out.warning("one tensor is odd", "look at w")
+    out.result({"path": Path("small"), "tensors": [Size("w", (2, 3))], "loss": float("nan")}, quiet=["small"])
+
+
+def test_modes_keep_their_part(probe, in_all_modes):
+    probe(report)
+    said = in_all_modes("probe", "x")
+    warning = "warning: one tensor is odd\nhint: look at w\n"
+    assert said["human"].stdout.splitlines() == [
+        "tensor          bits",
+        "────────────────────",
+        "w               10.5",
+        "lm_head.weight     8",
+        "────────────────────",
+        "all             18.5",
+        "wrote ./small",
+    ]
+    assert said["human"].stderr == "reading\nhint: neuzip verify ./small\n" + warning
+    assert said["json"].json == {
+        "schema": 1,
+        "path": "small",
+        "tensors": [{"name": "w", "shape": [2, 3]}],
+        "loss": None,
+    }
+    assert said["json"].stderr == warning
+    assert (said["quiet"].stdout, said["quiet"].stderr) == ("small\n", warning)
+
+
+def test_a_command_has_one_result():
+    out = Output(quiet=True)
+    out.result({})
+    with pytest.raises(RuntimeError, match="one result"):
+        out.result({})
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_it_must_be(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "model.layers.0." * 20 + "[bold]weight"
+    lines = render_table(["tensor", "bits"], [[name, 10.5]], right=["bits"]).splitlines()
+    assert lines[-1] == f"{name}  10.5"
+
+
+def test_an_empty_table_has_its_head():
+    assert render_table(["tensor", "bits"], []).splitlines()[0] == "tensor  bits"
+
+
+def test_names_cannot_steer_the_terminal(probe, neuzip):
+    name = "w\x1b]0;owned\x07\x9b2J\u202eabc\udcff"
+    escaped = "w\\x1b]0;owned\\x07\\x9b2J\\u202eabc\\udcff"
+    assert printable(name) == escaped
+
+    def act(out: Output) -> None:
+        out.text(name)
+        out.table([name], [[name]], total=[name], title=name)
+        out.status(name)
+        raise NeuzipError(name, name)
+
+    probe(act)
+    said = neuzip("probe", "x")
+    assert said.stdout.count(escaped) == 5
+    assert said.stderr.count(escaped) == 3
+    assert (said.stdout + said.stderr).replace("\n", "").isprintable()
+
+
+def test_plain_refuses_what_json_cannot_say():
+    with pytest.raises(TypeError, match="object has no JSON form"):
+        plain({"x": object()})
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_every_encoding_can_show_a_report(encoding: str, tmp_path: Path):
+    body = 'out.table(["größe", "名"], [["é", 1]]); out.text("→ 名")'
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    # Without -I, which would ignore PYTHONIOENCODING, and so in a folder without packages.
+    program = [part for part in probe_program(body) if part != "-I"]
+    done = subprocess.run(program, check=False, capture_output=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "größe" in done.stdout.decode(encoding) or encoding == "ascii"
+
+
+# Progress
+
+
+def stderr_on_a_terminal(body: str, **settings: str) -> str:
+    main, side = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "NEUZIP_NO_PROGRESS": ""}
+    environment.pop("NO_COLOR", None)
+    environment |= settings
+    process = subprocess.Popen(probe_program(body), stdout=subprocess.PIPE, stderr=side, env=environment)
+    os.close(side)
+    seen = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # how Linux says that the last writer has closed a terminal
+            break
+        if not part:
+            break
+        seen += part
+    os.close(main)
+    stdout, _ = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (0, b"")
+    return seen.decode()
+
+
+BAR = """
+    with out.progress("compress", 4_000_000) as advance:
+        for _ in range(4):
+            advance(1_000_000)
+            time.sleep(0.15)
+        out.warning("odd")
+"""
+
+
+def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
+    seen = stderr_on_a_terminal(BAR)
+    assert "compress" in seen
+    assert "4.0/4.0 MB" in seen
+    assert "MB/s" in seen
+    assert "0:00:0" in seen
+    assert "warning: odd" in seen
+
+
+def test_no_color_is_respected():
+    assert "\x1b[38;" in stderr_on_a_terminal(BAR)
+    assert "\x1b[38;" not in stderr_on_a_terminal(BAR, NO_COLOR="1")
+
+
+@pytest.mark.parametrize("setting", ["NEUZIP_NO_PROGRESS=1", "TERM=dumb"])
+def test_no_bar_where_it_is_not_wanted(setting: str):
+    name, value = setting.split("=")
+    assert stderr_on_a_terminal(BAR, **{name: value}).replace("\r", "") == "warning: odd\n"
+
+
+@pytest.mark.parametrize("flags", [{}, {"json": True}, {"quiet": True}], ids=str)
+def test_no_bar_where_nobody_watches(flags: dict[str, bool], capsys):
+    with Output(**flags).progress("compress", None) as advance:
+        advance(5)
+    assert capsys.readouterr() == ("", "")
+
+
+# The other package called neuzip
+
+
+def other_package(site: Path, folder: Path) -> None:
+    info = site / "neuzip-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: neuzip\nVersion: 1.2\n")
+    (site / "neuzip").symlink_to(folder)
+
+
+def test_start_refuses_to_share_a_folder_with_the_other_neuzip(tmp_path, root, neuzip, monkeypatch):
+    other_package(tmp_path / "site", root / "neuzip")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    said = neuzip("--version")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.startswith("error: another package called neuzip (1.2) is mixed with this one in ")
+    assert "hint: pip uninstall neuzip" in said.stderr
+
+
+def test_the_other_neuzip_elsewhere_does_not_matter(tmp_path: Path, neuzip, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other_package(tmp_path / "site", elsewhere)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    assert neuzip("--version").exit_code == 0
+
+
+# The public names
+
+
+def test_public_names_are_found_where_they_are_said_to_be():
+    import neuzip
+
+    for name in neuzip.__all__:
+        assert getattr(neuzip, name) is not None
+        assert name in dir(neuzip)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(neuzip, "nothing")  # noqa: B009
+
+
+def test_no_public_name_is_a_room(root: Path):
+    import neuzip
+
+    assert not [name for name in neuzip.__all__ if (root / name).exists()]
+
+
+def test_json_of_a_failing_answer_is_still_one_object(probe, neuzip):
+    def act(out: Output) -> None:
+        out.result({"equal": False})
+        raise typer.Exit(1)
+
+    probe(act)
+    said = neuzip("probe", "x", "--json")
+    assert said.exit_code == 1
+    assert json.loads(said.stdout) == {"schema": 1, "equal": False}

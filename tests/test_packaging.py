@@ -1,0 +1,304 @@
+"""The folders at the root are one package: what is listed and installed, who imports whom, which versions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+ROOMS = {folder: name for name, folder in SETUPTOOLS["package-dir"].items() if (ROOT / folder).is_dir()}
+FLOORS = ("cli", "eval", "train", "runtime", "compress", "formats", "kernels")
+NOT_PACKAGED = ("tests", "benchmarks")
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def packaged_path(path: Path) -> str:
+    """Where a file of a room lies below site-packages."""
+    room, *rest = path.relative_to(ROOT).parts
+    return "/".join([*ROOMS[room].split("."), *rest])
+
+
+# The list of packages
+
+
+def test_every_folder_with_code_is_a_room():
+    folders = {path.parent.name for path in ROOT.glob("*/*.py") if not path.parent.name.startswith(".")}
+    assert folders - {"build", "dist"} <= {*ROOMS, *NOT_PACKAGED}
+
+
+def test_listed_packages_are_the_folders_with_code():
+    folders = {packaged_path(path.parent).replace("/", ".") for path in sources(*ROOMS)}
+    assert sorted(folders) == sorted(SETUPTOOLS["packages"])
+
+
+def test_every_package_has_an_init():
+    assert not [path.parent for path in sources(*ROOMS) if not (path.parent / "__init__.py").is_file()]
+
+
+def test_installed_version_is_the_written_one():
+    assert importlib.metadata.version("neuzip-toolkit") == PROJECT["project"]["version"]
+
+
+# The wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree, without the network."""
+    tree = tmp_path_factory.mktemp("tree")
+    for folder in [*ROOMS, *NOT_PACKAGED]:
+        if (ROOT / folder).is_dir():
+            shutil.copytree(
+                ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "results")
+            )
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / file).is_file():
+            shutil.copy(ROOT / file, tree)
+    target = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", target, tree)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def inside(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def pip(*arguments: object) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=Path(sys.executable).parent
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wheel_adds_one_name_to_site_packages(inside: set[str]):
+    version = PROJECT["project"]["version"]
+    assert {name.split("/")[0] for name in inside} == {"neuzip", f"neuzip_toolkit-{version}.dist-info"}
+
+
+def test_wheel_holds_every_source_file(inside: set[str]):
+    assert {name for name in inside if name.endswith(".py")} == {
+        packaged_path(path) for path in sources(*ROOMS)
+    }
+
+
+def test_wheel_holds_the_data(inside: set[str]):
+    wanted = [ROOT / "neuzip" / "py.typed", *(ROOT / "eval").rglob("*.j2")]
+    wanted += [path for path in (ROOT / "eval" / "demo" / "checkpoint").glob("*") if path.is_file()]
+    wanted += (ROOT / "formats").glob("SPEC.md")
+    missing = {packaged_path(path) for path in wanted} - inside
+    assert not missing
+    assert any(name.endswith("/LICENSE") for name in inside)
+
+
+def test_wheel_runs_where_it_is_installed(wheel: Path, tmp_path: Path):
+    pip("install", "--no-deps", "--no-index", "--target", tmp_path, wheel)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import neuzip.cli as c; print(c.__file__); "
+    )
+    program += "sys.exit(c.run(['--version']))"
+
+    def start() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-I", "-c", program], check=False, capture_output=True, text=True, cwd=tmp_path
+        )
+
+    first = start()
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.splitlines() == [
+        str(tmp_path / "neuzip" / "cli" / "__init__.py"),
+        f"neuzip {PROJECT['project']['version']}",
+    ]
+
+    # The other PyPI package called neuzip, unpacked over ours.
+    info = tmp_path / "neuzip-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: neuzip\nVersion: 1.2\n")
+    (tmp_path / "neuzip" / "manager.py").write_text("")
+    second = start()
+    assert second.returncode == 1
+    assert "another package called neuzip (1.2) is mixed with this one" in second.stderr
+
+
+# Who imports whom
+
+
+@pytest.mark.parametrize("path", sources(*ROOMS, *NOT_PACKAGED), ids=lambda path: str(path.relative_to(ROOT)))
+def test_rooms_are_imported_by_their_full_names(path: Path):
+    bare = set(ROOMS) - {"neuzip"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        wrong = [name for name in names if name.split(".")[0] in bare]
+        assert not wrong, f"{path}:{getattr(node, 'lineno', 0)}: say neuzip.{wrong[0]}"
+
+
+def lint_imports(rooms: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts on a package made of links or of files, as `make lint` does."""
+    tree = tmp_path / "typing" / "neuzip"
+    tree.mkdir(parents=True)
+    (tree / "__init__.py").write_text("")
+    (tree / "errors.py").write_text("")
+    for name, source in rooms.items():
+        if source.startswith("/"):
+            (tree / name).symlink_to(source)
+        else:
+            (tree / name).mkdir()
+            (tree / name / "__init__.py").write_text(source)
+    return subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache", "--config", ROOT / "pyproject.toml"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tree.parent,
+    )
+
+
+def test_imports_between_rooms_point_down(tmp_path: Path):
+    rooms = {folder: str(ROOT / folder) for folder in ROOMS if (ROOT / folder / "__init__.py").is_file()}
+    done = lint_imports({name: place for name, place in rooms.items() if name != "neuzip"}, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("formats", "compress"),
+        ("formats", "kernels"),
+        ("kernels", "formats"),
+        ("compress", "runtime"),
+        ("runtime", "eval"),
+        ("eval", "train"),
+        ("train", "eval"),
+        ("eval", "cli"),
+        ("cli", "kernels"),
+    ],
+)
+def test_the_contract_finds_an_import_against_the_arrows(importer: str, imported: str, tmp_path: Path):
+    rooms = dict.fromkeys(("cli", "compress", "eval", "formats", "kernels", "runtime", "train"), "")
+    rooms[importer] = (
+        f"def later():\n    import neuzip.{imported}\n" if imported != "neuzip" else "import neuzip.cli\n"
+    )
+    done = lint_imports(rooms, tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BROKEN" in done.stdout
+
+
+def test_the_contract_finds_a_new_room(tmp_path: Path):
+    rooms = dict.fromkeys(
+        ("cli", "compress", "eval", "formats", "kernels", "runtime", "train", "helpers"), ""
+    )
+    done = lint_imports(rooms, tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+# Versions
+
+PINS = [
+    Requirement(line.split("#")[0])
+    for line in (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
+    if line.split("#")[0].strip()
+]
+RANGES = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+
+
+def pins_for(python: str) -> dict[str, str]:
+    """The pinned versions on Linux with this Python; each name once."""
+    here = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "extra": "",
+    }
+    chosen: dict[str, str] = {}
+    for pin in PINS:
+        if pin.marker is None or pin.marker.evaluate(here):
+            (exact,) = pin.specifier
+            name = canonicalize_name(pin.name)
+            assert exact.operator == "==", pin
+            assert "*" not in exact.version, pin
+            assert name not in chosen, f"{name} is pinned twice for Python {python}"
+            chosen[name] = exact.version
+    return chosen
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_pins_lie_in_the_ranges(python: str):
+    pins = pins_for(python)
+    for wanted in RANGES:
+        if wanted.marker is None or wanted.marker.evaluate(
+            {"python_version": python, "sys_platform": "linux"}
+        ):
+            assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)], prereleases=True), wanted
+    setuptools = Requirement(
+        next(line for line in PROJECT["build-system"]["requires"] if "setuptools" in line)
+    )
+    assert setuptools.specifier.contains(pins["setuptools"])
+
+
+def test_pins_are_complete():
+    pins = pins_for(f"{sys.version_info.major}.{sys.version_info.minor}")
+    unpinned = {
+        f"{name} needs {needed.name}"
+        for name in pins
+        for needed in map(Requirement, importlib.metadata.requires(name) or [])
+        if (needed.marker is None or needed.marker.evaluate({"extra": ""}))
+        and canonicalize_name(needed.name) not in pins
+        # A CUDA build of torch pins what it needs itself, and a CPU build has none of it.
+        and not re.match(r"nvidia-|cuda-", needed.name)
+    }
+    assert not unpinned
+
+
+def test_pins_are_needed():
+    pins = pins_for(f"{sys.version_info.major}.{sys.version_info.minor}")
+    tools = {"hypothesis", "import-linter", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools"}
+    needed = tools | {canonicalize_name(wanted.name) for wanted in RANGES}
+    for name in pins:
+        needed |= {
+            canonicalize_name(Requirement(line).name) for line in importlib.metadata.requires(name) or []
+        }
+    assert set(pins) <= needed
+
+
+# Files of the repository
+
+
+def test_ci_runs_strictly():
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111 == 0o111
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+def test_no_page_tells_to_install_the_other_package(path: Path):
+    assert not re.search(r"pip install neuzip\b(?!-toolkit)", path.read_text(encoding="utf-8"))
