@@ -117,12 +117,8 @@ def compress(
     began = time.monotonic()
     dst = Path(dst)
     with TensorSource(src) as source, Workers(jobs) as workers:
-        if source.is_compressed:
-            raise NeuzipError(f"{src}: is compressed already", "To restore it: neuzip decompress")
+        require_plain(source, dst)
         checkpoint = source.checkpoint
-        _refuse_nesting(checkpoint.path, dst)
-        if any(f.startswith(OWN_FOLDER + "/") for f in checkpoint.others):
-            raise NeuzipError(f"{src}: has a folder {OWN_FOLDER!r} of its own", "Rename it first.")
         plan = make_plan(source, rules, workers)
         job = _Compression(source, plan, workers, verify, on_bytes)
         if checkpoint.is_file:
@@ -136,6 +132,16 @@ def compress(
         else:
             job.folder(dst, overwrite)
         return job.report(dst, time.monotonic() - began)
+
+
+def require_plain(source: TensorSource, dst: Path) -> None:
+    """Raise NeuzipError unless `source` is a checkpoint that can be compressed to `dst`."""
+    path = source.checkpoint.path
+    if source.is_compressed:
+        raise NeuzipError(f"{path}: is compressed already", "to restore it: neuzip decompress SRC DST")
+    _refuse_nesting(path, dst)
+    if any(f.startswith(OWN_FOLDER + "/") for f in source.checkpoint.others):
+        raise NeuzipError(f"{path}: has a folder {OWN_FOLDER!r} of its own", "rename it first")
 
 
 class _Compression:
@@ -202,7 +208,7 @@ class _Compression:
             if not overwrite:
                 raise NeuzipError(
                     f"{work}: was begun with other options or from another source",
-                    "Repeat the command that began it, or give --overwrite to begin anew.",
+                    "repeat the command that began it, or give --overwrite to begin anew",
                 )
             for entry in work.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -225,7 +231,7 @@ class _Compression:
             if not same:
                 raise NeuzipError(
                     f"{folder / file}: was made from another {source.checkpoint.root / file}",
-                    "The source has changed. Give --overwrite to begin anew, or delete the folder.",
+                    "the source has changed; give --overwrite to begin anew",
                 )
 
     def container(self, file: str, path: Path) -> None:
@@ -272,7 +278,7 @@ class _Compression:
                 if not verdict.identical and verdict.scheme != "truncated":
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
-                        "This is a bug in neuzip, or faulty memory. Please report it.",
+                        "this is a bug in neuzip, or faulty memory; please report it",
                     )
 
     def _alias(self, tensor: SourceTensor, target: SourceTensor) -> TensorRecord:
@@ -425,7 +431,7 @@ def decompress(
     with TensorSource(src) as source, Workers(jobs) as workers:
         checkpoint = source.checkpoint
         if not source.is_compressed:
-            raise NeuzipError(f"{src}: is not compressed", "There is nothing to restore.")
+            raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
         _refuse_nesting(checkpoint.path, dst)
         if checkpoint.is_file:
             _refuse_existing(dst, overwrite)
@@ -453,7 +459,7 @@ def _restore_folder(
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(
             f"{checkpoint.root}: has containers but no {MANIFEST_PATH}",
-            "Restore its files one by one: neuzip decompress FILE.safetensors DST",
+            "restore its files one by one: neuzip decompress FILE.safetensors DST",
         )
     verify_files(source)
     stored = read_stored_files(checkpoint.root)
@@ -533,7 +539,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NeuzipError(
                 f"{path}: no space left on the disk",
-                "Free some space and repeat the command: it goes on where it stopped.",
+                "free some space and repeat the command: it goes on where it stopped",
             ) from error
         raise NeuzipError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
 
@@ -550,7 +556,7 @@ def workspace(dst: Path) -> Iterator[Path]:
     except OSError as error:
         os.close(lock)
         raise NeuzipError(
-            f"{work}: another run is writing there", "Wait for it, or choose another DST."
+            f"{work}: another run is writing there", "wait for it, or choose another DST"
         ) from error
     try:
         yield work
@@ -606,14 +612,14 @@ def copy_file(source: Path, target: Path) -> None:
 
 def _refuse_existing(dst: Path, overwrite: bool) -> None:
     if dst.exists() and not overwrite and not (dst.is_dir() and not any(dst.iterdir())):
-        raise WouldOverwrite(f"{dst}: exists already", "Choose another DST, or give --overwrite.")
+        raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
 
 
 def _refuse_nesting(src: Path, dst: Path) -> None:
     """Neither may contain the other: a run must not read what it writes, nor replace its source."""
     a, b = src.resolve(), dst.resolve()
     if a == b or a in b.parents or b in a.parents:
-        raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "Choose a DST beside it.")
+        raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
 
 
 def _partial(path: Path) -> Path:

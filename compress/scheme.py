@@ -34,13 +34,13 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.kind not in ("raw", "lossless", "truncated"):
-            raise UsageError(f"unknown scheme {self.kind!r}", "The schemes are raw, lossless and truncated.")
+            raise UsageError(f"unknown scheme {self.kind!r}", "the schemes are raw, lossless and truncated")
         if (self.kind == "truncated") != (self.mantissa_bits is not None):
             raise UsageError(f"the scheme {self.kind!r} with mantissa bits {self.mantissa_bits}")
         if self.mantissa_bits is not None and not 0 <= self.mantissa_bits <= 51:
-            raise UsageError(f"{self.mantissa_bits} mantissa bits", "Give 0 to 6 for bf16 (7 is lossless).")
+            raise UsageError(f"{self.mantissa_bits} mantissa bits", "give 0 to 6 for bf16; 7 is lossless")
         if self.block_size is not None and self.mantissa_bits is None:
-            raise UsageError("a block size needs mantissa bits to be dropped", "Add --mantissa-bits K.")
+            raise UsageError("a block size needs mantissa bits to be dropped", "add --mantissa-bits K")
         if self.block_size is not None and not is_block_size(self.block_size):
             raise UsageError(f"the block size {self.block_size} is not {BLOCK_SIZES}")
 
@@ -71,6 +71,14 @@ class Rule:
         return entry
 
 
+def of_options(mantissa_bits: int | None, block_size: str) -> Scheme:
+    """The scheme that --mantissa-bits and --block-size (a number or "none") ask for. Raises UsageError."""
+    if block_size != "none" and not block_size.isdecimal():
+        raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
+    size = None if block_size == "none" else int(block_size)
+    return Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
+
+
 def choose(rules: Iterable[Rule], name: str) -> Scheme:
     """The scheme of the first rule that matches a tensor's name; raw if none does.
 
@@ -91,7 +99,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         raise NeuzipError(f"{path}: not a TOML file: {error}") from error
     entries = document.get("rule")
     if set(document) != {"rule"} or not isinstance(entries, list):
-        raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "See `neuzip compress --help`.")
+        raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = []
     for number, entry in enumerate(entries, 1):
         unknown = set(entry) - {"match", "scheme", "mantissa_bits", "block_size"}

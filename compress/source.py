@@ -188,6 +188,12 @@ class TensorSource:
         self.close()
 
 
+def weight_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of all tensors of a checkpoint as they are restored."""
+    with TensorSource(path) as source:
+        return sum(t.info.nbytes for t in source.tensors())
+
+
 def open_weights(path: Path) -> TensorFile | Container:
     """A .safetensors file, opened as what it is."""
     with TensorFile(path) as file:

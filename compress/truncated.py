@@ -186,12 +186,15 @@ class Error:
     @property
     def relative_l2(self) -> float:
         """|restored - original| / |original| in the Euclidean norm."""
+        if math.isinf(self.squares) or math.isinf(self.original_squares):
+            return math.nan  # weights above 1e154, whose squares fp64 cannot hold
         return math.sqrt(self.squares / self.original_squares) if self.original_squares else 0.0
 
 
 def _sum_of_squares(values: npt.NDArray[np.float64]) -> float:
     # cumsum adds from left to right on every machine; sum and dot do not say how they add.
-    return float(np.cumsum(np.square(values))[-1]) if values.size else 0.0
+    with np.errstate(over="ignore"):
+        return float(np.cumsum(np.square(values))[-1]) if values.size else 0.0
 
 
 def _six_digits(value: float) -> float:

@@ -76,7 +76,7 @@ def verify(
     """
     with TensorSource(src) as source, Workers(jobs) as workers:
         if not source.is_compressed:
-            raise NeuzipError(f"{src}: is not compressed", "To compare two checkpoints: neuzip diff A B")
+            raise NeuzipError(f"{src}: is not compressed", "to compare two checkpoints: neuzip diff A B")
         files, tensors = verify_files(source), list(source.tensors())
 
         def tell(data: Bytes) -> None:
@@ -96,7 +96,7 @@ def verify(
         if verdict.identical is False and verdict.scheme != "truncated":
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
-                f"Is {against} the checkpoint that was compressed? See: neuzip diff {src} {against}",
+                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
             )
     return VerifyReport(verdicts, files)
 

@@ -65,7 +65,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """List the files of a checkpoint. Raises NeuzipError when there are no safetensors to be found."""
     path = Path(path)
     if not path.exists():
-        raise NeuzipError(f"{path}: no such file or folder", "Give a folder, a .safetensors file or a Hub id.")
+        raise NeuzipError(f"{path}: no such file or folder", "give a folder, a .safetensors file or a Hub id")
     if path.is_file():
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
@@ -80,7 +80,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise FormatError(
                 path / pickles[0], "is a pickle, and there are no .safetensors files", hint=_CONVERT
             )
-        raise NeuzipError(f"{path}: there are no .safetensors files", "Is this the right folder?")
+        raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
     checkpoint = Checkpoint(path, path, weights, tuple(f for f in files if f not in weights))
     for index in index_files(checkpoint):
         read_weight_map(checkpoint, index)
@@ -88,7 +88,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 _CONVERT = (
-    "Convert it first: load the model with transformers where you trust it, and save_pretrained writes safetensors."
+    "load the model with transformers where you trust it: save_pretrained writes safetensors"
 )
 
 
@@ -219,7 +219,7 @@ def read_stored_files(root: Path) -> dict[str, StoredFile]:
     if document.get("version") != VERSION:
         raise FormatError(
             path, f"format version {document.get('version')!r}; this neuzip reads version {VERSION}",
-            field="version", hint="Update neuzip to read it.",
+            field="version", hint="update neuzip to read it",
         )  # fmt: skip
     check_requirements(document, path)
     files = {}

@@ -131,7 +131,7 @@ class ContainerWriter:
         if name in self._entries:
             raise FormatError(
                 self.path, "has the name that neuzip gives to a stream of another tensor", tensor=name,
-                hint="Exclude the shorter-named tensor with --exclude, so that it has no streams.",
+                hint="give --exclude with the shorter name: a raw tensor has no streams",
             )  # fmt: skip
         self._entries[name] = TensorInfo(name, dtype, shape, self._offset, self._offset + nbytes)
         self._offset += nbytes
@@ -171,11 +171,11 @@ class Container:
     def _read_manifest(self) -> Manifest:
         metadata = self._file.header.metadata
         if "neuzip" not in metadata:
-            raise FormatError(self.path, "not a neuzip container", hint="Compress it first: neuzip compress")
+            raise FormatError(self.path, "not a neuzip container", hint="compress it first: neuzip compress SRC DST")
         if metadata["neuzip"] != str(VERSION):
             raise FormatError(
                 self.path, f"format version {metadata['neuzip']!r}; this neuzip reads version {VERSION}",
-                field="neuzip", hint="Update neuzip to read it.",
+                field="neuzip", hint="update neuzip to read it",
             )  # fmt: skip
         text = self._entry_bytes(MANIFEST_ENTRY)
         if checksum(text) != metadata.get("neuzip_manifest"):

@@ -104,7 +104,7 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
     if version != VERSION or type(version) is not int:
         raise FormatError(
             file, f"format version {version!r}; this neuzip reads version {VERSION}", field="version",
-            hint="Update neuzip to read it.",
+            hint="update neuzip to read it",
         )  # fmt: skip
     check_requirements(document, file)
     header = document.get("header")
@@ -125,7 +125,7 @@ def check_requirements(document: dict[str, Any], file: str | os.PathLike[str]) -
         if name not in KNOWN_REQUIREMENTS:
             raise FormatError(
                 file, f"requires {name!r}, which this neuzip does not know", field="requires",
-                hint="Update neuzip to read it.",
+                hint="update neuzip to read it",
             )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
     if scheme not in SCHEMES:
         raise FormatError(
             file, f"unknown scheme {scheme!r}", tensor=name, field="scheme",
-            hint="Update neuzip to read it.",
+            hint="update neuzip to read it",
         )  # fmt: skip
     if not _is_checksum(entry.get("checksum")):
         raise bad("checksum")

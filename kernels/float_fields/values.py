@@ -15,10 +15,11 @@ _NATIVE = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 def to_float64(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.float64]:
     """The numbers that patterns stand for, exactly. NaN and infinity for the patterns that are."""
-    if fmt.name == "BF16":
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if fmt.name in _NATIVE:
-        return bits.view(_NATIVE[fmt.name]).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        if fmt.name == "BF16":
+            return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        if fmt.name in _NATIVE:
+            return bits.view(_NATIVE[fmt.name]).astype(np.float64)
     return _fp8_values(fmt)[bits]
 
 

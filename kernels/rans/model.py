@@ -141,7 +141,7 @@ def _most_frequent(exponents: Ints, limit: int) -> Ints:
 
 
 def _table(group: int, palette: Ints, counts: Ints) -> Table:
-    frequencies = _quantise(counts)
+    frequencies = _quantise(np.pad(counts, (0, 256 - counts.size)))
     frequencies = frequencies[: int(np.flatnonzero(frequencies)[-1]) + 1]
     return Table(group, palette.astype(np.uint16), frequencies.astype(np.uint16))
 

@@ -1,0 +1,187 @@
+"""neuzip compress: make a checkpoint smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.errors import UsageError
+
+EXAMPLES = [
+    "neuzip compress my-model my-model.nz",
+    "neuzip compress meta-llama/Llama-3.2-1B llama.nz --dry-run",
+    "neuzip compress my-model small --mantissa-bits 3 --block-size 512",
+    "neuzip compress my-model mixed --plan plan.toml",
+    "",
+    "A plan file has rules in order; the first whose glob matches a name decides:",
+    "",
+    '[[rule]]                      [[rule]]',
+    'match = "*embed_tokens*"      match = "*"',
+    'scheme = "lossless"           mantissa_bits = 3',
+]
+
+BlockSize = Annotated[
+    str,
+    typer.Option(metavar="N|none", help="Let N weights share a normaliser, a power of two from 8 to 16384"),
+]
+
+
+def command(
+    src: options.SourceArgument,
+    dst: options.DestinationArgument,
+    mantissa_bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", min=0, help="Keep K mantissa bits (bf16 has 7); all if not given: lossless"
+        ),
+    ] = None,
+    block_size: BlockSize = "none",
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Choose schemes by the rules in a TOML file")
+    ] = None,
+    include: options.IncludeOption = None,
+    exclude: options.ExcludeOption = None,
+    dry_run: options.DryRunOption = False,
+    verify: Annotated[
+        bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
+    ] = True,
+    jobs: options.JobsOption = None,
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Compress a checkpoint, without loss unless told otherwise"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress import compress, scheme
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import resolve_source
+
+    if plan is not None and (mantissa_bits is not None or block_size != "none" or include):
+        raise UsageError(
+            "--plan excludes --mantissa-bits, --block-size and --include", "write them into the plan"
+        )
+    if plan is not None:
+        rules = scheme.read_plan_file(plan)
+    else:
+        chosen = scheme.of_options(mantissa_bits, block_size)
+        rules = [scheme.Rule(glob, chosen) for glob in include or ["*"]]
+    rules = [*(scheme.Rule(glob, scheme.RAW) for glob in exclude or []), *rules]
+    path = resolve_source(src)
+    if dry_run:
+        _show_plan(out, path, dst, rules, jobs)
+        return
+    total = weight_bytes(path)
+    with out.progress("compress", total) as advance:
+        report = compress(
+            path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance
+        )
+    for warning in report.warnings:
+        out.warning(warning)
+    _report(out, report)
+
+
+def _report(out: Output, report: object) -> None:
+    from neuzip.compress import CompressionReport
+
+    assert isinstance(report, CompressionReport)
+    if report.resumed_files:
+        out.status(f"{report.resumed_files} files were finished already and match the source")
+    notes = [t for t in report.tensors if t.note]
+    for t in notes[:10]:
+        out.status(f"{t.name}: {t.scheme}: {t.note}")
+    if len(notes) > 10:
+        out.status(f"... and {len(notes) - 10} more (--json lists them all)")
+    lossy = [t.loss for t in report.tensors if t.loss is not None]
+    speed = report.weight_bytes / report.seconds if report.seconds else 0.0
+    out.table(
+        ["", "before", "after", "ratio", "bits/weight"],
+        [
+            ["weights", bytes_text(report.weight_bytes), bytes_text(report.stored_weight_bytes),
+             percent_text(report.stored_weight_bytes, report.weight_bytes), f"{report.bits_per_weight:.2f}"],
+            ["all files", bytes_text(report.original_bytes), bytes_text(report.stored_bytes),
+             percent_text(report.stored_bytes, report.original_bytes), ""],
+        ],
+        right=["before", "after", "ratio", "bits/weight"],
+    )  # fmt: skip
+    if lossy:
+        out.text(
+            f"{len(lossy)} of {len(report.tensors)} tensors rounded: "
+            f"largest relative error {max(x.max_relative for x in lossy):.3g}, "
+            f"largest RMS {max(x.rms_relative for x in lossy):.3g}"
+        )
+    else:
+        out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
+    out.text(f"{report.dst} in {seconds_text(report.seconds)} ({bytes_text(speed)}/s)")
+    out.result(
+        {
+            "dry_run": False,
+            "src": report.src,
+            "dst": report.dst,
+            "original_bytes": report.original_bytes,
+            "stored_bytes": report.stored_bytes,
+            "weight_bytes": report.weight_bytes,
+            "stored_weight_bytes": report.stored_weight_bytes,
+            "ratio": report.ratio,
+            "bits_per_weight": report.bits_per_weight,
+            "lossless": not lossy,
+            "seconds": report.seconds,
+            "resumed_files": report.resumed_files,
+            "warnings": report.warnings,
+            "tensors": report.tensors,
+        },
+        quiet=[report.dst],
+    )
+
+
+def _show_plan(out: Output, path: Path, dst: Path, rules: list[object], jobs: int | None) -> None:
+    from neuzip.compress import make_plan
+    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.source import TensorSource
+    from neuzip.compress.workers import Workers
+
+    with TensorSource(path) as source, Workers(jobs) as workers:
+        require_plain(source, dst)
+        plan = make_plan(source, rules, workers, predict=True)  # type: ignore[arg-type]
+    predicted = plan.predicted_bytes or 0
+    rows = []
+    for t in plan.tensors:
+        info = t.tensor.info
+        scheme = f"same as {t.alias_of.name}" if t.alias_of is not None else str(t.scheme)
+        note = f" ({t.note})" if t.note else ""
+        rows.append(
+            [info.name, "x".join(map(str, info.shape)) or "scalar", info.dtype, scheme + note,
+             bytes_text(info.nbytes), percent_text(t.predicted or 0, info.nbytes)]
+        )  # fmt: skip
+    out.table(["tensor", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=["bytes", "predicted"])
+    out.text(
+        f"all files: {bytes_text(plan.original_bytes)}, predicted {bytes_text(predicted)} "
+        f"({percent_text(predicted, plan.original_bytes)})"
+    )
+    out.result(
+        {
+            "dry_run": True,
+            "src": path,
+            "dst": dst,
+            "original_bytes": plan.original_bytes,
+            "stored_bytes": predicted,
+            "ratio": predicted / plan.original_bytes if plan.original_bytes else 1.0,
+            "tensors": [
+                {
+                    "file": t.tensor.file,
+                    "name": t.tensor.name,
+                    "dtype": t.tensor.info.dtype,
+                    "shape": t.tensor.info.shape,
+                    "scheme": "alias" if t.alias_of is not None else str(t.scheme),
+                    "original_bytes": t.tensor.info.nbytes,
+                    "stored_bytes": t.predicted,
+                    "note": t.note,
+                }
+                for t in plan.tensors
+            ],
+        },
+        quiet=[predicted],
+    )

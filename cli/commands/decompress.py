@@ -1,0 +1,37 @@
+"""neuzip decompress: restore a compressed checkpoint."""
+
+from __future__ import annotations
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, seconds_text
+
+EXAMPLES = [
+    "neuzip decompress my-model.nz my-model",
+    "neuzip decompress model.safetensors restored.safetensors",
+]
+
+
+def command(
+    src: options.SourceArgument,
+    dst: options.DestinationArgument,
+    jobs: options.JobsOption = None,
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Restore a compressed checkpoint: byte for byte what was compressed, if that was lossless"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress import decompress
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import resolve_source
+
+    path = resolve_source(src)
+    with out.progress("decompress", weight_bytes(path)) as advance:
+        report = decompress(path, dst, jobs=jobs, overwrite=overwrite, on_bytes=advance)
+    kind = "byte for byte the original" if report.lossless else "with the tensors that were rounded as they are"
+    speed = report.restored_bytes / report.seconds if report.seconds else 0.0
+    out.text(
+        f"{report.dst}: {report.files} files, {bytes_text(report.restored_bytes)}, {kind}, "
+        f"in {seconds_text(report.seconds)} ({bytes_text(speed)}/s)"
+    )
+    out.result(vars(report), quiet=[report.dst])

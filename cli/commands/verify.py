@@ -1,0 +1,61 @@
+"""neuzip verify: prove that a compressed checkpoint is intact."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text
+
+EXAMPLES = [
+    "neuzip verify my-model.nz",
+    "neuzip verify my-model.nz --against my-model",
+]
+
+
+def command(
+    src: options.SourceArgument,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="ORIGINAL", help="Compare every tensor with this checkpoint, bit for bit"),
+    ] = None,
+    jobs: options.JobsOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Check all checksums of a compressed checkpoint and decode everything"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress import verify
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import resolve_source
+
+    path = resolve_source(src)
+    original = resolve_source(against) if against is not None else None
+    with out.progress("verify", weight_bytes(path)) as advance:
+        report = verify(path, original, jobs=jobs, on_bytes=advance)
+    if report.different:
+        out.table(
+            ["tensor", "scheme", "largest relative error", "relative L2 error"],
+            [[t.name, t.scheme, f"{t.max_relative:.4g}", f"{t.relative_l2:.4g}"] for t in report.different],
+            right=["largest relative error", "relative L2 error"],
+        )
+    out.text(
+        f"intact: {len(report.tensors)} tensors ({bytes_text(report.nbytes)}) in {report.files} files, "
+        "every checksum right, everything decoded"
+    )
+    if original is not None:
+        same = len(report.tensors) - len(report.different)
+        out.text(f"against {against}: {same} tensors identical, {len(report.different)} rounded as recorded")
+    out.result(
+        {
+            "src": path,
+            "against": original,
+            "intact": True,
+            "files": report.files,
+            "identical": None if original is None else not report.different,
+            "tensors": report.tensors,
+        },
+        quiet=[t.name for t in report.different],
+    )

@@ -1,0 +1,543 @@
+"""Compress and restore whole checkpoints: nothing lost, nothing half-written, always the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, verify
+from neuzip.compress.source import TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
+from neuzip.formats.container import Container
+from neuzip.kernels.float_fields import FORMATS
+
+Save = Callable[..., Path]
+K3 = [Rule("*", Scheme("truncated", 3))]
+
+
+def weights(dtype: str, size: int, seed: int = 0) -> np.ndarray:  # type: ignore[type-arg]
+    """Trained-looking patterns of a float dtype."""
+    values = np.random.default_rng(seed).standard_normal(size) * 0.05
+    if dtype == "F64":
+        return values.view(np.uint64)
+    if dtype == "F16":
+        return values.astype(np.float16).view(np.uint16)
+    single = values.astype(np.float32).view(np.uint32)
+    if dtype == "F32":
+        return single
+    rounded = single + 0x7FFF + (single >> 16 & 1)
+    if dtype == "BF16":
+        return (rounded >> 16).astype(np.uint16)
+    fmt = FORMATS[dtype]  # fp8: sign, four or five exponent bits, three or two mantissa bits
+    exponent = np.clip((single >> 23 & 0xFF).astype(int) - 120, 0, (1 << fmt.exponent_bits) - 2)
+    mantissa = single >> (23 - fmt.mantissa_bits) & ((1 << fmt.mantissa_bits) - 1)
+    return (single >> 31 << 7 | exponent.astype(np.uint32) << fmt.mantissa_bits | mantissa).astype(np.uint8)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, save: Save) -> Path:
+    """A folder with two shards, an index, a tied tensor in the other shard, integers, and a subfolder."""
+    root = tmp_path / "model"
+    tied = weights("BF16", 128 * 96, 1)
+    save(
+        root / "model-00001-of-00002.safetensors",
+        {
+            "embed.weight": ("BF16", (128, 96), tied),
+            "norm.weight": ("BF16", (96,), weights("BF16", 96)),
+            "ids": ("I64", (300,), np.arange(300)),
+            "empty": ("F32", (0, 4), np.zeros(0, np.uint32)),
+        },
+        {"format": "pt"},
+        padding=3,
+    )
+    save(
+        root / "model-00002-of-00002.safetensors",
+        {
+            "half.weight": ("F16", (100, 333), weights("F16", 33300)),
+            "head.weight": ("BF16", (128, 96), tied),
+            "scalar": ("F32", (), np.array([0x7FC00001], np.uint32)),
+            "flags": ("BOOL", (7,), np.array([1, 0, 1, 1, 0, 0, 1], np.uint8)),
+        },
+    )
+    weight_map = {
+        name: f"model-0000{i}-of-00002.safetensors"
+        for i, names in enumerate(
+            (["embed.weight", "norm.weight", "ids", "empty"], ["half.weight", "head.weight", "scalar", "flags"]), 1
+        )
+        for name in names
+    }
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (root / "config.json").write_text('{"model_type":   "llama"}\n')
+    (root / "tokenizer.json").write_bytes(b"\x00not json\xff")
+    save(root / "vae" / "diffusion.safetensors", {"w": ("F32", (9000,), weights("F32", 9000))})
+    (root / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
+    (root / "README.md").write_text("# A model\n")
+    return root
+
+
+def folder_bytes(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def test_a_folder_comes_back_byte_by_byte(checkpoint: Path, tmp_path: Path) -> None:
+    report = compress(checkpoint, tmp_path / "small")
+    restored = decompress(tmp_path / "small", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(checkpoint)
+    assert restored.lossless
+    assert report.stored_weight_bytes < report.weight_bytes
+    assert report.stored_bytes == sum(map(len, folder_bytes(tmp_path / "small").values()))
+
+
+def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
+    """Containers open with the safetensors library, the index names its tensors, the config says how."""
+    safetensors = pytest.importorskip("safetensors")
+    small = tmp_path / "small"
+    compress(checkpoint, small)
+    index = json.loads((small / "model.safetensors.index.json").read_text())["weight_map"]
+    for shard in sorted(set(index.values())):
+        with safetensors.safe_open(small / shard, "np") as file:
+            names = set(file.keys())
+            assert file.metadata()["format"] == "pt"
+        assert {name for name, where in index.items() if where == shard} == {
+            name for name in names if not name.startswith("neuzip:")
+        }
+    assert json.loads((small / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "neuzip", "version": 1, "lossless": True,
+    }  # fmt: skip
+    inner = json.loads((small / "vae" / "config.json").read_text())["quantization_config"]
+    assert inner["original"] == {"quant_method": "other"}
+
+
+def test_a_tied_tensor_is_stored_once(checkpoint: Path, tmp_path: Path) -> None:
+    compress(checkpoint, tmp_path / "small")
+    with Container(tmp_path / "small" / "model-00002-of-00002.safetensors") as container:
+        record = container.manifest.tensors["head.weight"]
+        assert (record.scheme, record.alias_of) == ("alias", "embed.weight")
+        assert record.alias_file == "model-00001-of-00002.safetensors"
+        assert container.stored_bytes("head.weight") == 0
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_dtype_shrinks_and_returns(dtype: str, tmp_path: Path, save: Save) -> None:
+    data = weights(dtype, 200_003)
+    source = save(tmp_path / "a.safetensors", {"w": (dtype, (200_003,), data)})
+    report = compress(source, tmp_path / "b.safetensors")
+    assert report.tensors[0].scheme == "lossless"
+    assert report.ratio < 0.97
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"])
+def test_every_pattern_of_a_dtype_returns(dtype: str, tmp_path: Path, save: Save) -> None:
+    """NaN payloads, both zeros, infinities and denormals among them."""
+    fmt = FORMATS[dtype]
+    data = np.concatenate([np.arange(1 << fmt.bits).astype(fmt.dtype), weights(dtype, 1 << 20)])
+    source = save(tmp_path / "a.safetensors", {"w": (dtype, (data.size,), data)})
+    assert compress(source, tmp_path / "b.safetensors").tensors[0].scheme == "lossless"
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+
+
+def test_upcast_weights_take_their_true_size(tmp_path: Path, save: Save) -> None:
+    """fp32 that was bf16 or fp16 once: a third of its size, byte-exact."""
+    from_bf16 = weights("BF16", 300_000).astype(np.uint32) << 16
+    from_fp16 = weights("F16", 300_000).view(np.float16).astype(np.float32).view(np.uint32)
+    for data, kept, limit in ((from_bf16, 7, 0.345), (from_fp16, 10, 0.44)):
+        source = save(tmp_path / "a.safetensors", {"w": ("F32", (300_000,), data)})
+        report = compress(source, tmp_path / "b.safetensors", overwrite=True)
+        assert report.tensors[0].scheme == f"lossless, {kept} of 23 mantissa bits"
+        assert report.ratio < limit
+        decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors", overwrite=True)
+        assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+
+
+def test_a_million_weights_cost_at_most_0_6_percent_over_the_entropy(tmp_path: Path, save: Save) -> None:
+    data = weights("BF16", 1 << 20)
+    compress(save(tmp_path / "a.safetensors", {"w": ("BF16", (1024, 1024), data)}), tmp_path / "b.safetensors")
+    counts = np.bincount(data >> 7 & 0xFF)
+    p = counts[counts > 0] / data.size
+    bound = (8 - float((p * np.log2(p)).sum())) / 8 * data.size
+    assert (tmp_path / "b.safetensors").stat().st_size <= 1.006 * bound
+
+
+def test_incompressible_tensors_grow_by_a_small_constant(tmp_path: Path, save: Save) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "noise16": ("BF16", (50_000,), rng.integers(0, 1 << 16, 50_000).astype(np.uint16)),
+        "noise64": ("F64", (9_000,), rng.integers(0, 1 << 63, 9_000).astype(np.uint64)),
+        "bytes": ("U8", (1001,), rng.integers(0, 256, 1001).astype(np.uint8)),
+        "one": ("F32", (1,), np.array([1], np.uint32)),
+    }
+    source = save(tmp_path / "a.safetensors", tensors)
+    report = compress(source, tmp_path / "b.safetensors")
+    assert {t.scheme for t in report.tensors} == {"raw"}
+    assert report.stored_bytes <= report.original_bytes + 700 * len(tensors) + 700
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+
+
+def test_large_tensors_are_split_among_the_workers_with_the_same_bytes(
+    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "a.safetensors", {"w": ("BF16", (1_300_001,), weights("BF16", 1_300_001))})
+    compress(source, tmp_path / "whole.safetensors", jobs=1)
+    monkeypatch.setattr("neuzip.compress.pipeline.SMALL", 1000)
+    compress(source, tmp_path / "split.safetensors", jobs=3)
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "split.safetensors").read_bytes()
+
+
+def test_the_same_input_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    for rules in ([Rule("*", Scheme())], [Rule("*", Scheme("truncated", 2, 64))]):
+        for jobs, name in ((1, "a"), (2, "b")):
+            compress(checkpoint, tmp_path / name, rules, jobs=jobs, overwrite=True)
+        assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+
+
+@pytest.mark.parametrize("block", [None, 32, 512])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E5M2"])
+def test_truncated_tensors_state_their_loss(
+    dtype: str, block: int | None, tmp_path: Path, save: Save
+) -> None:
+    data = weights(dtype, 70_001)
+    source = save(tmp_path / "a.safetensors", {"w": (dtype, (70_001,), data)})
+    kept = 1
+    report = compress(source, tmp_path / "b.safetensors", [Rule("*", Scheme("truncated", kept, block))])
+    assert report.tensors[0].scheme.startswith("k=1")
+    checked = verify(tmp_path / "b.safetensors", source)
+    loss = report.tensors[0].loss
+    assert loss is not None
+    assert loss.max_relative == pytest.approx(checked.tensors[0].max_relative, rel=1e-5)
+    assert 0 < loss.rms_relative < loss.max_relative
+    if block is None and dtype in ("BF16", "F32", "F64"):  # the others have denormals among these weights
+        assert loss.max_relative <= 2.0 ** -(kept + 1)
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert verify(tmp_path / "b.safetensors", tmp_path / "c.safetensors").different == []
+
+
+def test_a_block_normaliser_keeps_every_blocks_largest_weight(tmp_path: Path, save: Save) -> None:
+    """The published reference divides by one number and multiplies by another: this would show it."""
+    data = weights("BF16", 64 * 700)
+    source = save(tmp_path / "a.safetensors", {"w": ("BF16", (data.size,), data)})
+    compress(source, tmp_path / "b.safetensors", [Rule("*", Scheme("truncated", 0, 64))])
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    restored = np.frombuffer((tmp_path / "c.safetensors").read_bytes()[-data.nbytes :], np.uint16)
+    blocks, rows = (data & 0x7FFF).reshape(-1, 64), np.arange(700)
+    largest = blocks.argmax(1)
+    assert (restored.reshape(-1, 64)[rows, largest] == data.reshape(-1, 64)[rows, largest]).all()
+
+
+def test_rounding_never_makes_an_infinity(tmp_path: Path, save: Save) -> None:
+    for dtype in ("BF16", "F16", "F32", "F64"):
+        fmt = FORMATS[dtype]
+        top = ((1 << fmt.exponent_bits) - 1 << fmt.mantissa_bits) - 1
+        data = np.concatenate([weights(dtype, 5000), np.full(5000, top, np.uint64).astype(fmt.dtype)])
+        data[5000:] -= np.arange(5000).astype(fmt.dtype) % (1 << min(fmt.mantissa_bits, 12))
+        source = save(tmp_path / "a.safetensors", {"w": (dtype, (10_000,), data)})
+        for scheme in (Scheme("truncated", 0), Scheme("truncated", 1, 8), Scheme("truncated", 3, 16)):
+            compress(source, tmp_path / "b.safetensors", [Rule("*", scheme)], overwrite=True)
+            decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors", overwrite=True)
+            restored = np.frombuffer((tmp_path / "c.safetensors").read_bytes()[-data.nbytes :], fmt.dtype)
+            assert (restored >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1).max() < (
+                1 << fmt.exponent_bits
+            ) - 1
+
+
+def test_a_tensor_with_a_nan_is_kept_lossless_and_said_to_be(tmp_path: Path, save: Save) -> None:
+    data = weights("BF16", 30_000)
+    data[77] = 0x7FA1
+    source = save(tmp_path / "a.safetensors", {"w": ("BF16", (30_000,), data)})
+    report = compress(source, tmp_path / "b.safetensors", K3)
+    assert report.tensors[0].scheme == "lossless"
+    assert "NaN" in report.tensors[0].note
+    assert verify(tmp_path / "b.safetensors", source).different == []
+
+
+@pytest.mark.parametrize("scheme", [Scheme(), Scheme("truncated", 3), Scheme("truncated", 1, 128)], ids=str)
+def test_any_range_decodes_alone(scheme: Scheme, tmp_path: Path, save: Save) -> None:
+    """Row ranges for sharded loading, at any boundary."""
+    data = weights("BF16", 50_000)
+    source = save(tmp_path / "a.safetensors", {"w": ("BF16", (50_000,), data)})
+    compress(source, tmp_path / "b.safetensors", [Rule("*", scheme)])
+    with TensorSource(tmp_path / "b.safetensors") as opened:
+        (tensor,) = opened.tensors()
+        whole, read = opened.read(tensor), opened.reader(tensor)
+        for start, stop in ((0, 0), (0, 1), (1, 3), (16383, 16385), (20_001, 49_999), (49_999, 50_000)):
+            assert (read(2 * start, 2 * stop) == whole[2 * start : 2 * stop]).all()
+
+
+@given(
+    st.sampled_from(list(FORMATS)),
+    st.integers(0, 3000),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["random", "normal", "few", "sorted"]),
+)
+@settings(max_examples=60)
+def test_any_tensor_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, save: Save, dtype: str, size: int, seed: int, kind: str
+) -> None:
+    folder, fmt = tmp_path_factory.mktemp("any"), FORMATS[dtype]
+    rng = np.random.default_rng(seed)
+    data = weights(dtype, size, seed)
+    if kind == "random":
+        data = rng.integers(0, 1 << min(fmt.bits, 63), size, np.uint64).astype(fmt.dtype)
+    elif kind == "few":
+        data = rng.choice(rng.integers(0, 1 << min(fmt.bits, 63), 3, np.uint64), size).astype(fmt.dtype)
+    elif kind == "sorted":
+        data = np.sort(data)
+    source = save(folder / "a.safetensors", {"w": (dtype, (size,), data)})
+    compress(source, folder / "b.safetensors")
+    decompress(folder / "b.safetensors", folder / "c.safetensors")
+    assert (folder / "c.safetensors").read_bytes() == source.read_bytes()
+    assert (folder / "b.safetensors").stat().st_size <= source.stat().st_size + 1500
+    shutil.rmtree(folder)
+
+
+def test_rules_decide_in_order(checkpoint: Path, tmp_path: Path) -> None:
+    rules = [Rule("norm.*", Scheme("raw")), Rule("*embed*", Scheme()), Rule("*", Scheme("truncated", 1))]
+    report = compress(checkpoint, tmp_path / "small", rules)
+    schemes = {t.name: t.scheme for t in report.tensors}
+    assert schemes["norm.weight"] == "raw"
+    assert schemes["embed.weight"] == "lossless"
+    assert schemes["half.weight"] == "k=1"
+    assert schemes["head.weight"] == "k=1", "equal bytes under another scheme are no alias"
+    assert schemes["ids"] == "raw"
+
+
+@pytest.mark.parametrize("scheme", [Scheme(), Scheme("truncated", 3, 512), Scheme("truncated", 0)], ids=str)
+def test_a_plan_predicts_the_size_within_one_percent(
+    scheme: Scheme, tmp_path: Path, save: Save
+) -> None:
+    root = tmp_path / "model"
+    spread = np.exp(np.random.default_rng(3).standard_normal(900_000)) * 0.01
+    uneven = (spread.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    save(
+        root / "model.safetensors",
+        {
+            "a": ("BF16", (900, 1000), uneven),
+            "b": ("F16", (400_000,), weights("F16", 400_000)),
+            "c": ("F32", (300_000,), weights("F32", 300_000)),
+            "small": ("BF16", (512,), weights("BF16", 512)),
+        },
+    )
+    rules = [Rule("*", scheme)]
+    with TensorSource(root) as source, Workers(2) as workers:
+        plan = make_plan(source, rules, workers, predict=True)
+    report = compress(root, tmp_path / "small", rules)
+    assert plan.predicted_bytes == pytest.approx(report.stored_bytes, rel=0.01)
+    assert plan.original_bytes == report.original_bytes
+
+
+class TestRefusals:
+    """Nothing is lost, nothing is overwritten, and the reason is named."""
+
+    def test_an_existing_destination(self, checkpoint: Path, tmp_path: Path) -> None:
+        (tmp_path / "small").mkdir()
+        (tmp_path / "small" / "mine.txt").write_text("mine")
+        with pytest.raises(WouldOverwrite, match="exists already"):
+            compress(checkpoint, tmp_path / "small")
+        assert folder_bytes(tmp_path / "small") == {"mine.txt": b"mine"}
+        compress(checkpoint, tmp_path / "small", overwrite=True)
+        assert "mine.txt" not in folder_bytes(tmp_path / "small")
+
+    @pytest.mark.parametrize("where", [".", "inside", ".."])
+    def test_a_destination_that_would_swallow_the_source(self, checkpoint: Path, where: str) -> None:
+        before = folder_bytes(checkpoint)
+        with pytest.raises(NeuzipError, match="within"):
+            compress(checkpoint, checkpoint / where, overwrite=True)
+        assert folder_bytes(checkpoint) == before
+
+    def test_compressing_twice(self, checkpoint: Path, tmp_path: Path) -> None:
+        compress(checkpoint, tmp_path / "small")
+        with pytest.raises(NeuzipError, match="compressed already"):
+            compress(tmp_path / "small", tmp_path / "smaller")
+        with pytest.raises(NeuzipError, match="not compressed"):
+            decompress(checkpoint, tmp_path / "back")
+
+    def test_a_pickle(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+        for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+            with pytest.raises(FormatError, match=r"pytorch_model\.bin.*pickle"):
+                compress(path, tmp_path / "small")
+
+    def test_an_index_that_leaves_the_folder(self, checkpoint: Path, tmp_path: Path) -> None:
+        index = checkpoint / "model.safetensors.index.json"
+        for shard in ("../secret.safetensors", "/etc/passwd", "missing.safetensors"):
+            index.write_text(json.dumps({"weight_map": {"w": shard}}))
+            with pytest.raises(FormatError, match="weight_map"):
+                compress(checkpoint, tmp_path / "small")
+
+    def test_a_loop_of_links(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "loop").symlink_to(checkpoint, target_is_directory=True)
+        with pytest.raises(FormatError, match="symbolic link"):
+            compress(checkpoint, tmp_path / "small")
+
+    def test_a_link_to_nowhere(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "gone.json").symlink_to(checkpoint / "nowhere")
+        with pytest.raises(FormatError, match=r"gone\.json"):
+            compress(checkpoint, tmp_path / "small")
+
+    def test_the_original_is_another_one(self, checkpoint: Path, tmp_path: Path) -> None:
+        compress(checkpoint, tmp_path / "small")
+        shard = checkpoint / "vae" / "diffusion.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x11")
+        with pytest.raises(VerificationError, match="tensor 'w'"):
+            verify(tmp_path / "small", checkpoint)
+
+    def test_a_damaged_file_is_named(self, checkpoint: Path, tmp_path: Path) -> None:
+        small = tmp_path / "small"
+        compress(checkpoint, small)
+        tokenizer = small / "tokenizer.json"
+        tokenizer.write_bytes(tokenizer.read_bytes() + b"x")
+        with pytest.raises(FormatError, match=r"tokenizer\.json"):
+            verify(small)
+        with pytest.raises(FormatError, match=r"tokenizer\.json"):
+            decompress(small, tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+
+    def test_a_missing_shard_of_an_alias(self, checkpoint: Path, tmp_path: Path) -> None:
+        compress(checkpoint, tmp_path / "small")
+        alone = tmp_path / "model-00002-of-00002.safetensors"
+        shutil.copy(tmp_path / "small" / alone.name, alone)
+        with pytest.raises(FormatError, match="not here"):
+            verify(alone)
+
+
+class TestResume:
+    """A killed run goes on where it stopped, and ends with the bytes of an uninterrupted one."""
+
+    def test_kill_at_any_moment(self, tmp_path: Path, save: Save) -> None:
+        root = tmp_path / "model"
+        for shard in range(6):
+            save(root / f"s{shard}.safetensors", {f"w{shard}": ("BF16", (400_000,), weights("BF16", 400_000, shard))})
+        (root / "config.json").write_text("{}")
+        compress(root, tmp_path / "reference")
+        expected = folder_bytes(tmp_path / "reference")
+        script = (
+            "import sys; from neuzip.compress import compress;"
+            "compress(sys.argv[1], sys.argv[2], jobs=2); print('finished')"
+        )
+        command = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", script, str(root)]
+        killed = 0
+        for attempt in range(8):
+            target = tmp_path / f"killed-{attempt}"
+            run = subprocess.Popen([*command, str(target)], cwd=tmp_path)
+            # The runs take one to two seconds, most of it start-up: wait for the first traces, then a bit more.
+            deadline = time.monotonic() + 30
+            while not _partial(target).exists() and run.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(0.04 * attempt)
+            run.kill()
+            killed += run.wait() < 0
+            assert not target.exists() or folder_bytes(target) == expected
+            compress(root, target)
+            assert folder_bytes(target) == expected
+            assert not _partial(target).exists()
+        assert killed >= 3, "the test must kill some runs half-way"
+
+    def test_finished_shards_are_not_done_again(self, checkpoint: Path, tmp_path: Path) -> None:
+        target = tmp_path / "small"
+        self._interrupt_after(1, checkpoint, target)
+        report = compress(checkpoint, target)
+        assert report.resumed_files == 1
+        compress(checkpoint, tmp_path / "other")
+        assert folder_bytes(target) == folder_bytes(tmp_path / "other")
+
+    def test_a_finished_run_is_recognised(self, checkpoint: Path, tmp_path: Path) -> None:
+        compress(checkpoint, tmp_path / "small")
+        before = (tmp_path / "small" / "vae" / "diffusion.safetensors").stat()
+        assert compress(checkpoint, tmp_path / "small").resumed_files == 3
+        assert (tmp_path / "small" / "vae" / "diffusion.safetensors").stat().st_ino == before.st_ino
+
+    def test_changed_options_are_refused(self, checkpoint: Path, tmp_path: Path) -> None:
+        self._interrupt_after(1, checkpoint, tmp_path / "small")
+        with pytest.raises(NeuzipError, match="other options"):
+            compress(checkpoint, tmp_path / "small", K3)
+        compress(checkpoint, tmp_path / "small", K3, overwrite=True)
+        assert verify(tmp_path / "small", checkpoint).different
+
+    def test_a_changed_source_is_refused(self, checkpoint: Path, tmp_path: Path) -> None:
+        self._interrupt_after(1, checkpoint, tmp_path / "small")
+        shard = checkpoint / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(NeuzipError, match="made from another"):
+            compress(checkpoint, tmp_path / "small")
+
+    def test_two_runs_at_once(self, checkpoint: Path, tmp_path: Path) -> None:
+        from neuzip.compress.pipeline import workspace
+
+        with workspace(tmp_path / "small"), pytest.raises(NeuzipError, match="another run"):
+            compress(checkpoint, tmp_path / "small")
+
+    def test_an_overwrite_killed_between_its_two_renames(self, checkpoint: Path, tmp_path: Path) -> None:
+        target = tmp_path / "small"
+        compress(checkpoint, target, K3)
+        target.rename(tmp_path / "small.neuzip-old")
+        with pytest.raises(WouldOverwrite):
+            compress(checkpoint, target)
+        assert verify(target, checkpoint).different, "the older folder has its name again"
+
+    @staticmethod
+    def _interrupt_after(shards: int, src: Path, dst: Path) -> None:
+        from neuzip.compress import pipeline
+
+        done, original = 0, pipeline._Compression.container
+
+        def container(self: Any, file: str, path: Path) -> None:
+            nonlocal done
+            if done == shards:
+                raise KeyboardInterrupt
+            done += 1
+            original(self, file, path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline._Compression, "container", container)
+            with pytest.raises(KeyboardInterrupt):
+                compress(src, dst)
+        assert not dst.exists()
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".neuzip-partial")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, save: Save) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    try:
+        root = tmp_path / "model"
+        for i in range(3):
+            save(root / f"{i}.safetensors", {f"w{i}": ("BF16", (200_000,), weights("BF16", 200_000, i))})
+        with pytest.raises(NeuzipError, match="no space left"):
+            compress(root, disk / "small")
+        assert not (disk / "small").exists()
+        for leftover in (disk / "small.neuzip-partial").glob("*.safetensors"):
+            verify(leftover)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_real_checkpoint(neuzip_data: Path, tmp_path: Path) -> None:
+    source = neuzip_data / "wikilm-26m"
+    report = compress(source, tmp_path / "small")
+    assert report.ratio <= 0.666
+    decompress(tmp_path / "small", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(source)

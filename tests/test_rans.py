@@ -1,0 +1,244 @@
+"""The exponent coder: bytes and sizes, and what it does with words that no encoder wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuzip.kernels import rans
+from neuzip.kernels.rans import reference
+from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, SCALE
+
+SIZES = [1, 2, 255, 256, 257, 4095, 16383, 16384, 16385, 40000]
+
+
+def gaussian_exponents(size: int, seed: int = 0) -> rans.Exponents:
+    values = np.random.default_rng(seed).standard_normal(size).astype(np.float32) * 0.02
+    return (values.view(np.uint32) >> 23 & 0xFF).astype(np.uint8)
+
+
+def table_for(exponents: rans.Exponents, pairs: bool = True) -> rans.Table:
+    counts = np.bincount(exponents, minlength=256).astype(np.int64)
+    if not pairs:
+        return rans.build_table(counts, None)
+    even = exponents[: exponents.size // 2 * 2].astype(np.int64)
+    return rans.build_table(counts, np.bincount(even[::2] | even[1::2] << 8, minlength=1 << 16))
+
+
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "singles"])
+@pytest.mark.parametrize("size", SIZES)
+def test_round_trip(size: int, pairs: bool) -> None:
+    exponents = gaussian_exponents(size)
+    table = table_for(exponents, pairs)
+    coded = rans.encode(exponents, table)
+    assert coded.words.size == int(coded.index.astype(int).sum()) <= rans.max_words(size, table.group)
+    assert rans.decode(coded.words, coded.index, table, size).tobytes() == exponents.tobytes()
+
+
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "singles"])
+def test_the_fast_form_gives_the_words_of_the_reference(pairs: bool) -> None:
+    exponents = gaussian_exponents(BLOCK + 700, seed=3)
+    exponents[[5, 6000, BLOCK + 1]] = [1, 254, 3]  # escapes
+    table = table_for(exponents, pairs)
+    coded = rans.encode(exponents, table)
+    cut = int(coded.index[0])
+    first, second = exponents[:BLOCK].tolist(), exponents[BLOCK:].tolist()
+    assert reference.encode_block(first, table) == coded.words[:cut].tolist()
+    assert reference.encode_block(second, table) == coded.words[cut:].tolist()
+    assert reference.decode_block(coded.words[:cut].tolist(), table, BLOCK) == first
+    assert reference.decode_block(coded.words[cut:].tolist(), table, 700) == second
+
+
+def test_blocks_stand_alone() -> None:
+    """Any block decodes from its own words: ranges of a tensor need nothing before them."""
+    exponents = gaussian_exponents(5 * BLOCK)
+    table = table_for(exponents)
+    coded = rans.encode(exponents, table)
+    starts = np.concatenate([[0], np.cumsum(coded.index.astype(np.int64))])
+    for b in range(5):
+        words = coded.words[starts[b] : starts[b + 1]]
+        part = rans.decode(words, coded.index[b : b + 1], table, BLOCK)
+        assert (part == exponents[b * BLOCK : (b + 1) * BLOCK]).all()
+
+
+def test_pieces_are_coded_like_the_whole() -> None:
+    exponents = gaussian_exponents(3 * BLOCK + 99)
+    table = table_for(exponents)
+    whole = rans.encode(exponents, table)
+    pieces = [rans.encode(exponents[at : at + BLOCK], table) for at in range(0, exponents.size, BLOCK)]
+    assert np.concatenate([p.words for p in pieces]).tobytes() == whole.words.tobytes()
+    assert np.concatenate([p.index for p in pieces]).tobytes() == whole.index.tobytes()
+
+
+def test_gaussian_weights_cost_at_most_the_promised_bits() -> None:
+    """At most 0.6 % over the bound, and 2.62 bits an exponent, table and index included."""
+    exponents = gaussian_exponents(1 << 20)
+    counts = np.bincount(exponents, minlength=256)
+    p = counts[counts > 0] / exponents.size
+    entropy = float(-(p * np.log2(p)).sum())
+    table = table_for(exponents)
+    coded = rans.encode(exponents, table)
+    bits = 16 * (coded.words.size + coded.index.size + table.frequencies.size + 19) / exponents.size
+    assert table.group == 2
+    assert bits <= 2.62
+    assert 8 + bits <= 1.006 * (8 + entropy)
+
+
+def test_one_symbol_costs_almost_nothing() -> None:
+    """A wrong bound on the state would cost a word a symbol, and still round-trip."""
+    for value in (0, 127, 255):
+        exponents = np.full(BLOCK, value, np.uint8)
+        table = table_for(exponents)
+        coded = rans.encode(exponents, table)
+        assert coded.words.size == HEADER_WORDS + reference_refills(exponents, table)
+        assert coded.words.size <= HEADER_WORDS + 32
+        assert (rans.decode(coded.words, coded.index, table, BLOCK) == value).all()
+
+
+def reference_refills(exponents: rans.Exponents, table: rans.Table) -> int:
+    return len(reference.encode_block(exponents.tolist(), table)) - HEADER_WORDS
+
+
+def test_many_exponents_take_single_symbols() -> None:
+    exponents = np.random.default_rng(0).integers(0, 256, 3 * BLOCK).astype(np.uint8)
+    table = table_for(exponents)
+    assert table.group == 1
+    coded = rans.encode(exponents, table)
+    assert (rans.decode(coded.words, coded.index, table, exponents.size) == exponents).all()
+    assert coded.words.size * 16 <= exponents.size * 8.1
+
+
+def test_wide_exponents_with_more_than_a_palette() -> None:
+    rng = np.random.default_rng(0)
+    exponents = np.where(
+        rng.random(2 * BLOCK) < 0.999, rng.integers(1000, 1020, 2 * BLOCK), rng.integers(0, 2048, 2 * BLOCK)
+    )
+    exponents = exponents.astype(np.uint16)
+    table = rans.build_table(np.bincount(exponents, minlength=2048).astype(np.int64), None)
+    coded = rans.encode(exponents, table)
+    assert (rans.decode(coded.words, coded.index, table, exponents.size, np.uint16) == exponents).all()
+
+
+def test_pairs_outside_the_table_are_escapes() -> None:
+    """Weights whose pair is unheard of: the table was made from others."""
+    usual = gaussian_exponents(BLOCK)
+    table = table_for(usual)
+    strange = np.random.default_rng(1).integers(0, 256, BLOCK).astype(np.uint8)
+    coded = rans.encode(strange, table)
+    assert (rans.decode(coded.words, coded.index, table, BLOCK) == strange).all()
+    assert coded.words.size <= rans.max_words(BLOCK, 2)
+
+
+@given(
+    st.lists(st.integers(0, 255), min_size=1, max_size=8, unique=True),
+    st.integers(1, 700),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_exponents_round_trip(alphabet: list[int], size: int, seed: int, pairs: bool) -> None:
+    rng = np.random.default_rng(seed)
+    skew = rng.random(len(alphabet)) ** 8 + 1e-9
+    exponents = rng.choice(alphabet, size, p=skew / skew.sum()).astype(np.uint8)
+    table = table_for(exponents, pairs)
+    coded = rans.encode(exponents, table)
+    assert (rans.decode(coded.words, coded.index, table, size) == exponents).all()
+    assert reference.encode_block(exponents.tolist(), table) == coded.words.tolist()
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=256).filter(any))
+@settings(max_examples=300, deadline=None)
+def test_frequencies_add_up_for_any_histogram(counts: list[int]) -> None:
+    table = rans.build_table(np.array(counts + [0] * (256 - len(counts)), np.int64), None)
+    assert int(table.frequencies.astype(int).sum()) == SCALE
+    assert int(table.frequencies.max()) < SCALE
+
+
+def test_poisoned_buffers_do_not_show_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    exponents = gaussian_exponents(BLOCK + 300)
+    table = table_for(exponents)
+    results = []
+    for poison in (0x00, 0xFF):
+
+        def poisoned(shape: int, dtype: object = float, poison: int = poison) -> np.ndarray:  # type: ignore[type-arg]
+            made = np.ndarray(shape, dtype)  # type: ignore[call-overload]
+            made.view(np.uint8)[:] = poison
+            return made  # type: ignore[no-any-return]
+
+        monkeypatch.setattr("neuzip.kernels.rans.np.empty", poisoned)
+        coded = rans.encode(exponents, table)
+        restored = rans.decode(coded.words, coded.index, table, exponents.size)
+        monkeypatch.undo()
+        results.append((coded.words.tobytes(), restored.tobytes()))
+    assert results[0] == results[1]
+
+
+class TestCorruption:
+    """Whatever the words hold, decoding ends with exponents or with CorruptStream."""
+
+    def setup_method(self) -> None:
+        self.exponents = gaussian_exponents(BLOCK + 900, seed=5)
+        self.exponents[[3, 4000]] = [2, 250]
+        self.table = table_for(self.exponents)
+        self.coded = rans.encode(self.exponents, self.table)
+
+    def decode(self, words: rans.Words) -> rans.Exponents:
+        return rans.decode(words, self.coded.index, self.table, self.exponents.size)
+
+    @pytest.mark.parametrize("where", [0, 1, 33, 64, HEADER_WORDS, 500, -1])
+    def test_a_flipped_bit_is_an_error_or_stays_in_its_block(self, where: int) -> None:
+        for bit in range(16):
+            words = self.coded.words.copy()
+            words[where] ^= 1 << bit
+            try:
+                decoded = self.decode(words)
+            except rans.CorruptStream:
+                continue
+            assert decoded.size == self.exponents.size
+
+    @given(st.integers(0, 2**32 - 1))
+    @settings(max_examples=200, deadline=None)
+    def test_random_words(self, seed: int) -> None:
+        self.setup_method()
+        words = np.random.default_rng(seed).integers(0, 1 << 16, self.coded.words.size).astype(np.uint16)
+        with pytest.raises(rans.CorruptStream):
+            self.decode(words)
+
+    def test_an_index_that_does_not_add_up(self) -> None:
+        with pytest.raises(rans.CorruptStream, match="words"):
+            self.decode(self.coded.words[:-1])
+        with pytest.raises(rans.CorruptStream, match="blocks"):
+            rans.decode(self.coded.words, self.coded.index, self.table, 3 * BLOCK)
+
+    def test_a_block_too_short_for_its_header(self) -> None:
+        index = np.array([HEADER_WORDS - 1], np.uint16)
+        with pytest.raises(rans.CorruptStream):
+            rans.decode(np.zeros(HEADER_WORDS - 1, np.uint16), index, self.table, 5)
+
+    def test_more_escapes_than_words(self) -> None:
+        words = self.coded.words.copy()
+        words[0] = 0xFFFF
+        with pytest.raises(rans.CorruptStream):
+            self.decode(words)
+
+
+@pytest.mark.parametrize(
+    ("group", "palette", "frequencies"),
+    [
+        (3, [1], [4095, 1]),
+        (1, [], [4095, 1]),
+        (1, [5, 5], [4095, 1]),
+        (1, [5, 4], [4095, 1]),
+        (2, [300], [4095, 1]),
+        (2, list(range(17)), [4095, 1]),
+        (1, [5], [4096]),
+        (1, [5], [4095]),
+        (1, [5], [1] * 257),
+        (1, [5], []),
+    ],
+)
+def test_a_table_that_breaks_a_rule(group: int, palette: list[int], frequencies: list[int]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        rans.Table(group, np.array(palette, np.uint16), np.array(frequencies, np.uint16))
