@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.

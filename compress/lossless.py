@@ -1,10 +1,10 @@
 """Floats to streams and back, exactly: exponents through rANS, sign and mantissa as they are.
 
-Mantissa bits that are zero in every weight of a tensor are not stored. So fp32 that was bf16 once takes a third
-of its size, and a tensor rounded to k bits (see `truncated`) takes 1 + k bits and its exponents.
+Mantissa bits that are zero in every weight of a tensor are not stored. So fp32 that was bf16 once takes a
+third of its size, and a tensor rounded to k bits (see `truncated`) takes 1 + k bits and its exponents.
 
-`encode` reads its tensor twice, piece by piece: a histogram first, then the coding. `Decoder` reads any range.
-Neither holds more than the streams.
+`encode` reads its tensor twice, piece by piece: a histogram first, then the coding. `Decoder` reads any
+range. Neither holds more than the streams.
 """
 
 from __future__ import annotations
@@ -137,12 +137,13 @@ class Decoder:
             words, self._index[first:last], self._table, end - begin, self._fmt.exponent_dtype
         )
         planes = {
-            width: self._read_stream(
-                "sign_mantissa", at + begin * width // 8, at + begin * width // 8 + plane_bytes(width, end - begin)
-            )
+            width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
             for width, at in self._plane_starts.items()
-        }  # fmt: skip
+        }
         return merge(exponents, planes, self._fmt, self._kept)[start - begin : stop - begin]
+
+    def _read_plane(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        return self._read_stream("sign_mantissa", at, at + nbytes)
 
 
 def expect_length(stream: str, nbytes: int, expected: int) -> None:

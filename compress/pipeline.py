@@ -1,8 +1,8 @@
 """From checkpoint to compressed checkpoint and back, file by file, never more than a tensor in memory.
 
 A run works in `DST.neuzip-partial`, a folder beside its destination, and renames it when everything is there
-and checked. Files in it with their final names are complete, so a killed run resumes with the next one. What was
-finished is compared with the source again before it is believed.
+and checked. Files in it with their final names are complete, so a killed run resumes with the next one. What
+was finished is compared with the source again before it is believed.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def compress(
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
-    With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is told
-    of weights done, as bytes of the original. Raises NeuzipError.
+    With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
+    told of weights done, as bytes of the original. Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
@@ -369,13 +369,22 @@ class _Compression:
                     info = t.tensor.info
                     tensors.append(
                         TensorReport(
-                            file, info.name, info.dtype, info.shape, describe(record, info.dtype), info.nbytes,
-                            container.stored_bytes(info.name), record.loss, note,
+                            file,
+                            info.name,
+                            info.dtype,
+                            info.shape,
+                            describe(record, info.dtype),
+                            info.nbytes,
+                            container.stored_bytes(info.name),
+                            record.loss,
+                            note,
                         )
-                    )  # fmt: skip
+                    )
         weight_paths = [dst] if checkpoint.is_file else [dst / file for file in checkpoint.weights]
         stored_weights = sum(p.stat().st_size for p in weight_paths)
-        others = [] if checkpoint.is_file else [p for p in dst.rglob("*") if p.is_file() and p not in weight_paths]
+        others = (
+            [] if checkpoint.is_file else [p for p in dst.rglob("*") if p.is_file() and p not in weight_paths]
+        )
         return CompressionReport(
             checkpoint.path, dst, self._plan.original_bytes,
             stored_weights + sum(p.stat().st_size for p in others),
@@ -447,9 +456,7 @@ def decompress(
         restored = sum(p.stat().st_size for p in _files(dst))
         lossless_only = all(r is None or r.lossless for r in records)
         seconds = time.monotonic() - began
-        return DecompressionReport(
-            checkpoint.path, dst, stored, restored, files, lossless_only, seconds
-        )
+        return DecompressionReport(checkpoint.path, dst, stored, restored, files, lossless_only, seconds)
 
 
 def _restore_folder(
@@ -483,9 +490,7 @@ def _restore_folder(
     return len(stored)
 
 
-def _restore(
-    source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes
-) -> None:
+def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
     """Write one original weight file: its header as it was, and every tensor decoded and checked."""
     temporary = _partial(target)
     try:
@@ -523,7 +528,8 @@ def _is_restored_file(source: TensorSource, name: str, path: Path) -> bool:
     try:
         with TensorFile(path) as file:
             return file.header.raw == source.header(name).raw and all(
-                t.record is not None and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
+                t.record is not None
+                and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
                 for t in source.tensors(name)
             )
     except FormatError:

@@ -12,7 +12,7 @@ from neuzip.formats.checkpoint import config_files, index_files
 from neuzip.formats.container import STREAM_DTYPES, header_room
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, Bits
+from neuzip.kernels.float_fields import FORMATS, Bits, has_non_finite
 
 from . import lossless, truncated
 from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
@@ -30,8 +30,8 @@ SAMPLED_BLOCKS = 12
 class PlannedTensor:
     """A tensor and its scheme. `note` says why it is another than the rules asked for.
 
-    `alias_of` is the earlier tensor with the same bytes, if there is one; `predicted` its stored size in bytes,
-    if that was asked for.
+    `alias_of` is the earlier tensor with the same bytes, if there is one; `predicted` its stored size in
+    bytes, if that was asked for.
     """
 
     tensor: SourceTensor
@@ -129,7 +129,7 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
     ).view(fmt.dtype)
     normalisers = 0
     try:
-        if planned.scheme.mantissa_bits is not None and not truncated.has_non_finite(sample, fmt):
+        if planned.scheme.mantissa_bits is not None and not has_non_finite(sample, fmt):
             block_size = planned.scheme.block_size
             rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
             sample, _ = rounding.apply(sample)
@@ -154,4 +154,6 @@ def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor])
         for t in planned
     }
     manifest = Manifest(zeros, records).to_bytes()
-    return header_room(header, False) + len(header.raw) + len(manifest) + sum(t.predicted or 0 for t in planned)
+    return (
+        header_room(header, False) + len(header.raw) + len(manifest) + sum(t.predicted or 0 for t in planned)
+    )

@@ -110,9 +110,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
             raise NeuzipError(f"{path}: rule {number}: mantissa_bits and block_size are whole numbers")
         try:
             default = "truncated" if "mantissa_bits" in entry else "lossless"
-            scheme = Scheme(
-                entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size")
-            )
+            scheme = Scheme(entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size"))
         except UsageError as error:
             raise NeuzipError(f"{path}: rule {number}: {error.message}", error.hint) from error
         rules.append(Rule(entry["match"], scheme))

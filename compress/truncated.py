@@ -1,11 +1,11 @@
-"""Fewer mantissa bits, as NeuZip has it (arXiv 2410.20650, section 2.2): round, then code what is left losslessly.
+"""Fewer mantissa bits, as in NeuZip (arXiv 2410.20650, section 2.2): round, then code the rest losslessly.
 
-With a block normaliser every block of B weights is divided by n = 1 + q/256, the fraction of its largest weight,
-before rounding, and multiplied by the same n after it. The largest weight then has an empty mantissa and survives
-the rounding; q is one byte a block.
+With a block normaliser every block of B weights is divided by n = 1 + q/256, the fraction of its largest
+weight, before rounding, and multiplied by the same n after it. The largest weight then has an empty mantissa
+and survives the rounding; q is one byte a block.
 
-    bf16, fp16: n is found from the weight's own fraction, so a block's largest weight comes back exactly in bf16
-    fp32, fp64: n has 8 bits of a longer fraction
+    bf16               n holds a weight's whole fraction: a block's largest weight comes back exactly
+    fp16, fp32, fp64   n holds the first 8 bits of it, rounded up
 
 Encoder and decoder use the same quantised n. Rounding is to nearest even, carries into the exponent and never
 reaches infinity. A tensor with an infinity or a NaN is not rounded at all: it is kept lossless.
@@ -29,8 +29,6 @@ from neuzip.kernels.float_fields.values import scale, to_float64
 from . import lossless
 from .lossless import Map, Read, ReadStream, pieces
 
-MAX_BLOCK = lossless.rans.BLOCK
-
 
 class NonFinite(Exception):
     """The tensor holds an infinity or a NaN."""
@@ -43,7 +41,7 @@ def normalisable(fmt: FloatFormat) -> bool:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of a format to `mantissa_bits`, normalised by blocks of `block_size` weights, or not (None)."""
+    """Rounding to `mantissa_bits`, normalised by blocks of `block_size` weights, or not (None)."""
 
     fmt: FloatFormat
     mantissa_bits: int
@@ -76,7 +74,7 @@ class Rounding:
         )
         mantissa, _ = np.frexp(largest)  # in [0.5, 1), or 0 for a block of zeros
         fraction = np.where(largest > 0, 2 * mantissa - 1, 0.0)
-        return np.minimum(np.ceil(fraction * 256), 255).astype(np.uint8)
+        return np.asarray(np.minimum(np.ceil(fraction * 256), 255), np.uint8)
 
     def _factors(self, normaliser: npt.NDArray[np.uint8], numel: int) -> npt.NDArray[np.float64]:
         return np.repeat(1 + normaliser / 256, self.block_size or 1)[:numel]

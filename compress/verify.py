@@ -72,7 +72,7 @@ def verify(
     """Check a compressed checkpoint: all checksums, and all tensors by decoding them.
 
     With `against`, the original, also every byte of the lossless tensors, and the errors of the others.
-    Raises FormatError for a damaged file and VerificationError for a lossless tensor that is not the original's.
+    Raises FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's.
     """
     with TensorSource(src) as source, Workers(jobs) as workers:
         if not source.is_compressed:
@@ -122,9 +122,7 @@ def verify_files(source: TensorSource) -> int:
 
 def require_same_tensors(a: TensorSource, b: TensorSource) -> None:
     """Raise VerificationError unless two checkpoints have the same tensors, by file, dtype and shape."""
-    kinds = [
-        {(_file(s, t), t.name): (t.info.dtype, t.info.shape) for t in s.tensors()} for s in (a, b)
-    ]
+    kinds = [{(_file(s, t), t.name): (t.info.dtype, t.info.shape) for t in s.tensors()} for s in (a, b)]
     for key in sorted(set(kinds[0]) | set(kinds[1])):
         if kinds[0].get(key) != kinds[1].get(key):
             raise VerificationError(

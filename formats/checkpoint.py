@@ -87,9 +87,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-_CONVERT = (
-    "load the model with transformers where you trust it: save_pretrained writes safetensors"
-)
+_CONVERT = "load the model with transformers where you trust it: save_pretrained writes safetensors"
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -167,7 +165,9 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
 def config_files(checkpoint: Checkpoint) -> list[str]:
     """Every config.json that lies beside weights."""
     folders = {_folder(w) for w in checkpoint.weights}
-    return [f"{folder}config.json" for folder in sorted(folders) if f"{folder}config.json" in checkpoint.others]
+    return [
+        f"{folder}config.json" for folder in sorted(folders) if f"{folder}config.json" in checkpoint.others
+    ]
 
 
 def rewritten_config(checkpoint: Checkpoint, config: str, lossless: bool) -> bytes:
@@ -199,11 +199,11 @@ class StoredFile:
 
 def stored_files_to_json(files: dict[str, StoredFile]) -> bytes:
     """The folder's manifest."""
-    entries = {
-        path: {"kind": f.kind}
-        | ({} if f.kind == "container" else {"bytes": f.nbytes, "checksum": f.checksum})
-        for path, f in sorted(files.items())
-    }
+    entries: dict[str, dict[str, object]] = {}
+    for path, file in sorted(files.items()):
+        entries[path] = {"kind": file.kind}
+        if file.kind != "container":
+            entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
     return _pretty({"version": VERSION, "files": entries})
 
 

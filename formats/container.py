@@ -55,9 +55,7 @@ class ContainerWriter:
     safetensors allows. Nothing is flushed to disk before `close`.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], original: Header, normalisers: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], original: Header, normalisers: bool = False) -> None:
         """Open `path` for the tensors of `original`. `normalisers` says that some have that stream."""
         self.path = Path(path)
         self._original = original
@@ -171,7 +169,9 @@ class Container:
     def _read_manifest(self) -> Manifest:
         metadata = self._file.header.metadata
         if "neuzip" not in metadata:
-            raise FormatError(self.path, "not a neuzip container", hint="compress it first: neuzip compress SRC DST")
+            raise FormatError(
+                self.path, "not a neuzip container", hint="compress it first: neuzip compress SRC DST"
+            )
         if metadata["neuzip"] != str(VERSION):
             raise FormatError(
                 self.path, f"format version {metadata['neuzip']!r}; this neuzip reads version {VERSION}",

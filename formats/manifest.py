@@ -108,7 +108,7 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
         )  # fmt: skip
     check_requirements(document, file)
     header = document.get("header")
-    if not _is_checksum(header):
+    if not isinstance(header, str) or not _is_checksum(header):
         raise FormatError(file, f"{header!r} is not a checksum", field="header")
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):

@@ -1,7 +1,7 @@
 """Safetensors files, read with suspicion.
 
 Nothing of the file is trusted before it was checked: the header's length, its JSON, every dtype, shape and
-offset. Data is read by position, never mapped, so that a file cut short under us is an error and not a signal.
+offset. Data is read by position, never mapped: a file cut short under us is an error then, and not a signal.
 Source: the format section of https://github.com/huggingface/safetensors.
 """
 
@@ -186,7 +186,7 @@ class TensorFile:
         return data.tobytes()
 
     def _pread_into(self, offset: int, target: npt.NDArray[np.uint8]) -> None:
-        view = memoryview(target)
+        view = target.data
         done = 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], offset + done)

@@ -7,15 +7,22 @@ name of a room: importing `neuzip.compress` binds the room to that attribute and
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neuzip.compress import compress as compress_checkpoint
+    from neuzip.compress import decompress as decompress_checkpoint
+    from neuzip.compress import verify as verify_checkpoint
+
+__version__: str
+
+__all__ = ["__version__", "compress_checkpoint", "decompress_checkpoint", "verify_checkpoint"]
 
 _HOME = {
     "compress_checkpoint": ("neuzip.compress", "compress"),
     "decompress_checkpoint": ("neuzip.compress", "decompress"),
     "verify_checkpoint": ("neuzip.compress", "verify"),
 }
-
-__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -123,3 +123,30 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{path} differs; is that wanted?"
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def save() -> Callable[..., Path]:
+    """Write a safetensors file by hand: `save(path, {"name": ("BF16", (2, 3), array)}, metadata, padding)`.
+
+    Tensors lie in the order given, so that files can be made which the safetensors library would order otherwise.
+    """
+
+    def write(
+        path: Path,
+        tensors: dict[str, tuple[str, tuple[int, ...], Any]],
+        metadata: dict[str, str] | None = None,
+        padding: int = 0,
+    ) -> Path:
+        header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        at = 0
+        for name, (dtype, shape, array) in tensors.items():
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + array.nbytes]}
+            at += array.nbytes
+        text = json.dumps(header).encode() + b" " * padding
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = b"".join(array.tobytes() for _, _, array in tensors.values())
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        return path
+
+    return write

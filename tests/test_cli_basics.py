@@ -462,6 +462,7 @@ def test_the_other_neuzip_elsewhere_does_not_matter(tmp_path: Path, neuzip, monk
 def test_public_names_are_found_where_they_are_said_to_be():
     import neuzip
 
+    assert set(neuzip.__all__) == {"__version__", *neuzip._HOME}
     for name in neuzip.__all__:
         assert getattr(neuzip, name) is not None
         assert name in dir(neuzip)

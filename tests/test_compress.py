@@ -75,7 +75,11 @@ def checkpoint(tmp_path: Path, save: Save) -> Path:
     weight_map = {
         name: f"model-0000{i}-of-00002.safetensors"
         for i, names in enumerate(
-            (["embed.weight", "norm.weight", "ids", "empty"], ["half.weight", "head.weight", "scalar", "flags"]), 1
+            (
+                ["embed.weight", "norm.weight", "ids", "empty"],
+                ["half.weight", "head.weight", "scalar", "flags"],
+            ),
+            1,
         )
         for name in names
     }
@@ -167,7 +171,9 @@ def test_upcast_weights_take_their_true_size(tmp_path: Path, save: Save) -> None
 
 def test_a_million_weights_cost_at_most_0_6_percent_over_the_entropy(tmp_path: Path, save: Save) -> None:
     data = weights("BF16", 1 << 20)
-    compress(save(tmp_path / "a.safetensors", {"w": ("BF16", (1024, 1024), data)}), tmp_path / "b.safetensors")
+    compress(
+        save(tmp_path / "a.safetensors", {"w": ("BF16", (1024, 1024), data)}), tmp_path / "b.safetensors"
+    )
     counts = np.bincount(data >> 7 & 0xFF)
     p = counts[counts > 0] / data.size
     bound = (8 - float((p * np.log2(p)).sum())) / 8 * data.size
@@ -318,9 +324,7 @@ def test_rules_decide_in_order(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", [Scheme(), Scheme("truncated", 3, 512), Scheme("truncated", 0)], ids=str)
-def test_a_plan_predicts_the_size_within_one_percent(
-    scheme: Scheme, tmp_path: Path, save: Save
-) -> None:
+def test_a_plan_predicts_the_size_within_one_percent(scheme: Scheme, tmp_path: Path, save: Save) -> None:
     root = tmp_path / "model"
     spread = np.exp(np.random.default_rng(3).standard_normal(900_000)) * 0.01
     uneven = (spread.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -422,7 +426,10 @@ class TestResume:
     def test_kill_at_any_moment(self, tmp_path: Path, save: Save) -> None:
         root = tmp_path / "model"
         for shard in range(6):
-            save(root / f"s{shard}.safetensors", {f"w{shard}": ("BF16", (400_000,), weights("BF16", 400_000, shard))})
+            save(
+                root / f"s{shard}.safetensors",
+                {f"w{shard}": ("BF16", (400_000,), weights("BF16", 400_000, shard))},
+            )
         (root / "config.json").write_text("{}")
         compress(root, tmp_path / "reference")
         expected = folder_bytes(tmp_path / "reference")
@@ -435,7 +442,7 @@ class TestResume:
         for attempt in range(8):
             target = tmp_path / f"killed-{attempt}"
             run = subprocess.Popen([*command, str(target)], cwd=tmp_path)
-            # The runs take one to two seconds, most of it start-up: wait for the first traces, then a bit more.
+            # A run takes one to two seconds, most of it start-up: wait for its first trace, and a bit more.
             deadline = time.monotonic() + 30
             while not _partial(target).exists() and run.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -520,7 +527,9 @@ def _partial(target: Path) -> Path:
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, save: Save) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("no right to mount")
     try:
         root = tmp_path / "model"

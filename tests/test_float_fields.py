@@ -17,7 +17,14 @@ SIZES = [0, 1, 2, 7, 8, 9, 31, 255, 257, 4097]
 def some_patterns(fmt: ff.FloatFormat, size: int, seed: int = 0) -> ff.Bits:
     """Random patterns, among them the special ones."""
     bits = np.random.default_rng(seed).integers(0, 1 << min(fmt.bits, 63), size, np.uint64).astype(fmt.dtype)
-    special = [0, 1 << (fmt.bits - 1), 1, ff.largest_finite(fmt), (1 << fmt.bits) - 1, (1 << (fmt.bits - 1)) - 1]
+    special = [
+        0,
+        1 << (fmt.bits - 1),
+        1,
+        ff.largest_finite(fmt),
+        (1 << fmt.bits) - 1,
+        (1 << (fmt.bits - 1)) - 1,
+    ]
     bits[: len(special)] = np.array(special, np.uint64).astype(fmt.dtype)[:size]
     return bits
 
@@ -80,7 +87,7 @@ def test_census_counts_exponents_pairs_and_used_bits(fmt: ff.FloatFormat) -> Non
 
 @pytest.mark.parametrize("name", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"])
 def test_rounding_is_to_nearest_even_and_never_overflows(name: str) -> None:
-    """Every finite pattern against exact fractions. This would catch round-half-up and a carry to infinity."""
+    """Finite patterns against exact fractions: would catch round-half-up and a carry to infinity."""
     fmt = FORMATS[name]
     every = np.arange(1 << fmt.bits).astype(fmt.dtype)
     finite = every[[not ff.has_non_finite(every[i : i + 1], fmt) for i in range(every.size)]]

@@ -202,20 +202,15 @@ def test_imports_between_rooms_point_down(tmp_path: Path):
     ],
 )
 def test_the_contract_finds_an_import_against_the_arrows(importer: str, imported: str, tmp_path: Path):
-    rooms = dict.fromkeys(("cli", "compress", "eval", "formats", "kernels", "runtime", "train"), "")
-    rooms[importer] = (
-        f"def later():\n    import neuzip.{imported}\n" if imported != "neuzip" else "import neuzip.cli\n"
-    )
+    rooms = dict.fromkeys(FLOORS, "")
+    rooms[importer] = f"def later():\n    import neuzip.{imported}\n"
     done = lint_imports(rooms, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN" in done.stdout
 
 
 def test_the_contract_finds_a_new_room(tmp_path: Path):
-    rooms = dict.fromkeys(
-        ("cli", "compress", "eval", "formats", "kernels", "runtime", "train", "helpers"), ""
-    )
-    done = lint_imports(rooms, tmp_path)
+    done = lint_imports(dict.fromkeys((*FLOORS, "helpers"), ""), tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.compress import CompressionReport, Rule
 
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
@@ -19,7 +23,7 @@ EXAMPLES = [
     "",
     "A plan file has rules in order; the first whose glob matches a name decides:",
     "",
-    '[[rule]]                      [[rule]]',
+    "[[rule]]                      [[rule]]",
     'match = "*embed_tokens*"      match = "*"',
     'scheme = "lossless"           mantissa_bits = 3',
 ]
@@ -76,18 +80,13 @@ def command(
         return
     total = weight_bytes(path)
     with out.progress("compress", total) as advance:
-        report = compress(
-            path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance
-        )
+        report = compress(path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance)
     for warning in report.warnings:
         out.warning(warning)
     _report(out, report)
 
 
-def _report(out: Output, report: object) -> None:
-    from neuzip.compress import CompressionReport
-
-    assert isinstance(report, CompressionReport)
+def _report(out: Output, report: CompressionReport) -> None:
     if report.resumed_files:
         out.status(f"{report.resumed_files} files were finished already and match the source")
     notes = [t for t in report.tensors if t.note]
@@ -137,7 +136,7 @@ def _report(out: Output, report: object) -> None:
     )
 
 
-def _show_plan(out: Output, path: Path, dst: Path, rules: list[object], jobs: int | None) -> None:
+def _show_plan(out: Output, path: Path, dst: Path, rules: Sequence[Rule], jobs: int | None) -> None:
     from neuzip.compress import make_plan
     from neuzip.compress.pipeline import require_plain
     from neuzip.compress.source import TensorSource
@@ -145,7 +144,7 @@ def _show_plan(out: Output, path: Path, dst: Path, rules: list[object], jobs: in
 
     with TensorSource(path) as source, Workers(jobs) as workers:
         require_plain(source, dst)
-        plan = make_plan(source, rules, workers, predict=True)  # type: ignore[arg-type]
+        plan = make_plan(source, rules, workers, predict=True)
     predicted = plan.predicted_bytes or 0
     rows = []
     for t in plan.tensors:
@@ -156,7 +155,9 @@ def _show_plan(out: Output, path: Path, dst: Path, rules: list[object], jobs: in
             [info.name, "x".join(map(str, info.shape)) or "scalar", info.dtype, scheme + note,
              bytes_text(info.nbytes), percent_text(t.predicted or 0, info.nbytes)]
         )  # fmt: skip
-    out.table(["tensor", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=["bytes", "predicted"])
+    out.table(
+        ["tensor", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=["bytes", "predicted"]
+    )
     out.text(
         f"all files: {bytes_text(plan.original_bytes)}, predicted {bytes_text(predicted)} "
         f"({percent_text(predicted, plan.original_bytes)})"

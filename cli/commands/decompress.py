@@ -28,7 +28,9 @@ def command(
     path = resolve_source(src)
     with out.progress("decompress", weight_bytes(path)) as advance:
         report = decompress(path, dst, jobs=jobs, overwrite=overwrite, on_bytes=advance)
-    kind = "byte for byte the original" if report.lossless else "with the tensors that were rounded as they are"
+    kind = (
+        "byte for byte the original" if report.lossless else "with the tensors that were rounded as they are"
+    )
     speed = report.restored_bytes / report.seconds if report.seconds else 0.0
     out.text(
         f"{report.dst}: {report.files} files, {bytes_text(report.restored_bytes)}, {kind}, "

@@ -95,8 +95,8 @@ def plane_bytes(plane: int, numel: int) -> int:
 class Census:
     """What a tensor is made of, gathered in one pass: the coder's model comes from here.
 
-    `exponents[e]` counts exponent e. `pairs[e0 | e1 << 8]` counts neighbours (weights 2i and 2i+1), or is None
-    for formats with more than 8 exponent bits. `mantissa_union` is the bitwise or of all mantissas.
+    `exponents[e]` counts exponent e. `pairs[e0 | e1 << 8]` counts neighbours (weights 2i and 2i+1), or is
+    None for formats with more than 8 exponent bits. `mantissa_union` is the bitwise or of all mantissas.
     Censuses of consecutive pieces of even length add up to the census of the whole.
     """
 
@@ -106,9 +106,7 @@ class Census:
 
     def __add__(self, other: Census) -> Census:
         pairs = None if self.pairs is None or other.pairs is None else self.pairs + other.pairs
-        return Census(
-            self.exponents + other.exponents, pairs, self.mantissa_union | other.mantissa_union
-        )
+        return Census(self.exponents + other.exponents, pairs, self.mantissa_union | other.mantissa_union)
 
     @property
     def numel(self) -> int:
@@ -194,7 +192,7 @@ def round_mantissa(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:
     drop = fmt.mantissa_bits - kept
     if drop == 0:
         return bits.copy()
-    out = np.empty_like(bits)
+    out = np.empty(bits.size, fmt.dtype)
     cpu.round_mantissa(bits, drop, largest_finite(fmt) >> drop << drop, fmt.bits - 1, out)
     if fmt.name.endswith("FNUZ"):
         out[out == 1 << (fmt.bits - 1)] = 0  # these formats have one zero; -0 is their NaN
@@ -226,7 +224,9 @@ def _field_dtype(width: int) -> np.dtype[np.unsignedinteger]:
 
 def _checked(bits: Bits, fmt: FloatFormat) -> Bits:
     if bits.ndim != 1 or bits.dtype != fmt.dtype:
-        raise ValueError(f"{fmt.name} takes a one-dimensional {fmt.dtype} array, not {bits.ndim}-d {bits.dtype}")
+        raise ValueError(
+            f"{fmt.name} takes a one-dimensional {fmt.dtype} array, not {bits.ndim}-d {bits.dtype}"
+        )
     return np.ascontiguousarray(bits)
 
 

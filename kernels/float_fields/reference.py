@@ -45,4 +45,4 @@ def value(magnitude: int, fmt: FloatFormat) -> Fraction:
     mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
     if exponent == 0:
         return Fraction(2 * mantissa)
-    return Fraction(mantissa + (1 << fmt.mantissa_bits)) * 2**exponent
+    return Fraction((mantissa + (1 << fmt.mantissa_bits)) << exponent)

@@ -37,10 +37,10 @@ def scale(bits: Bits, factors: npt.NDArray[np.float64], fmt: FloatFormat, divide
         result = values32 / f if divide else values32 * f
         if fmt.name == "F16":
             return result.astype(np.float16).view(np.uint16)
-    pattern = result.view(np.uint32)
+    pattern: Bits = result.view(np.uint32)
     if fmt.name == "F32":
         return pattern
-    return ((pattern + np.uint32(0x7FFF) + (pattern >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.asarray((pattern + np.uint32(0x7FFF) + (pattern >> 16 & 1)) >> 16, np.uint16)
 
 
 def _fp8_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
@@ -49,7 +49,7 @@ def _fp8_values(fmt: FloatFormat) -> npt.NDArray[np.float64]:
     exponent = p >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1
     mantissa = (p & (1 << fmt.mantissa_bits) - 1) / 2**fmt.mantissa_bits
     bias = 2 ** (fmt.exponent_bits - 1) - (0 if fmt.name.endswith("FNUZ") else 1)
-    values = np.where(
+    values: npt.NDArray[np.float64] = np.where(
         exponent == 0, np.ldexp(mantissa, 1 - bias), np.ldexp(1 + mantissa, exponent - bias)
     ) * np.where(p >> 7, -1.0, 1.0)
     if fmt.name.endswith("FNUZ"):

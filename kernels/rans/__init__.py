@@ -16,13 +16,13 @@ The invariant between steps is  LOWER <= state < LOWER << 16.
 What is too rare for the table is an *escape*: a common symbol takes its place, and the true exponent stands,
 with its position, in a list at the end of the block.
 
-| input                                | what happens                                                          |
-|--------------------------------------|-----------------------------------------------------------------------|
-| empty                                | no blocks, no words                                                   |
-| length not a multiple of 256         | the last run is filled up with a frequent exponent; `decode` cuts it  |
-| one exponent only                    | two symbols in the table; a word about every 45,000 steps             |
-| more than 256 exponents (fp64)       | the 256 most frequent in the palette, the others escapes              |
-| incompressible                       | at most `max_words`; storing it raw is the caller's business          |
+| input                                | what happens                                                        |
+|--------------------------------------|---------------------------------------------------------------------|
+| empty                                | no blocks, no words                                                 |
+| length not a multiple of 256         | the last run is filled up with a frequent exponent; `decode` cuts it|
+| one exponent only                    | two symbols in the table; a word about every 45,000 steps           |
+| more than 256 exponents (fp64)       | the 256 most frequent in the palette, the others escapes            |
+| incompressible                       | at most `max_words`; storing it raw is the caller's business        |
 
 Everything after the histogram is integer arithmetic: the same exponents give the same words on any machine.
 """

@@ -53,13 +53,13 @@ class Table:
 
     @cached_property
     def exponents(self) -> npt.NDArray[np.uint16]:
-        """The exponents of every symbol: one, or two as first | second << 8. Symbols without meaning give 0."""
+        """The exponents of every symbol: one, or two as first | second << 8. 0 where it has no meaning."""
         wide = np.zeros(256, np.uint16)
         wide[: self.palette.size] = self.palette
         if self.group == 1:
             return wide
         s = np.arange(256)
-        return (wide[s & 15] | wide[s >> 4] << 8).astype(np.uint16)
+        return np.asarray(wide[s & 15] | wide[s >> 4] << 8, np.uint16)
 
     @cached_property
     def decoder(self) -> npt.NDArray[np.uint32]:

@@ -27,9 +27,7 @@ def encode_block(exponents: list[int], table: Table) -> list[int]:
             if state[lane] >= frequency[s] << (32 - SCALE_BITS):
                 words.append(state[lane] & MASK)
                 state[lane] >>= 16
-            state[lane] = (
-                (state[lane] // frequency[s] << SCALE_BITS) + state[lane] % frequency[s] + start[s]
-            )
+            state[lane] = (state[lane] // frequency[s] << SCALE_BITS) + state[lane] % frequency[s] + start[s]
     words.reverse()
     return [len(escapes), *(x & MASK for x in state), *(x >> 16 for x in state), *words] + [
         word for escape in escapes for word in escape
@@ -83,9 +81,7 @@ def _symbols(padded: list[int], numel: int, table: Table) -> tuple[list[list[int
             members = padded[at : at + table.group]
             coded = int(table.symbols[sum(e << 8 * i for i, e in enumerate(members))])
             symbols[step][lane] = coded & 0xFF
-            escapes += [
-                (at + i, e) for i, e in enumerate(members) if coded >> (8 + i) & 1 and at + i < numel
-            ]
+            escapes += [(at + i, e) for i, e in enumerate(members) if coded >> (8 + i) & 1 and at + i < numel]
     return symbols, sorted(escapes)
 
 

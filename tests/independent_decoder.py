@@ -1,0 +1,428 @@
+"""A second decoder of the neuzip container format, written from formats/SPEC.md alone.
+
+It shares no code with neuzip and is meant to be read beside the specification, section by section. Without
+the package `xxhash` it leaves the checksums unchecked.
+
+    python tests/independent_decoder.py CONTAINER_OR_FOLDER OUT
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+xxhash: Any
+try:
+    import xxhash
+except ImportError:
+    xxhash = None
+
+
+class SpecViolation(ValueError):
+    """The file breaks a rule of the specification."""
+
+
+def must(condition: object, sentence: str) -> None:
+    if not condition:
+        raise SpecViolation(sentence)
+
+
+# --- 1. Conventions -----------------------------------------------------------------------------------------
+
+
+def check(data: bytes, checksum: Any, what: str) -> None:
+    """XXH3 of 64 bits, seed 0, as 16 lower-case hexadecimal digits."""
+    digits = isinstance(checksum, str) and len(checksum) == 16 and set(checksum) <= set("0123456789abcdef")
+    must(digits, f"The checksum of {what} is not 16 lower-case hexadecimal digits.")
+    must(xxhash is None or xxhash.xxh3_64_hexdigest(data) == checksum, f"The checksum of {what} differs.")
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        must(len(dict(pairs)) == len(pairs), f"An object of {what} has duplicate keys.")
+        return dict(pairs)
+
+    def refuse(constant: str) -> None:
+        raise SpecViolation(f"{what} has {constant}, which is not JSON.")
+
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse)
+    except SpecViolation:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise SpecViolation(f"{what} is not JSON in UTF-8: {error}.") from error
+    must(isinstance(value, dict), f"{what} is not an object.")
+    return dict(value)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pad16(length: int) -> int:
+    return 16 * ceil_div(length, 16)
+
+
+def check_path(path: Any, what: str) -> None:
+    """Sections 3 and 10: relative, and no part is empty, `.` or `..`."""
+    good = isinstance(path, str) and not {"", ".", ".."} & set(path.split("/"))
+    must(good, f"{what} is not a relative path of plain parts.")
+
+
+# --- 2. File structure --------------------------------------------------------------------------------------
+
+# The specification has no list; these are the dtypes of safetensors, by their bits.
+DTYPES = {
+    4: ["F4"],
+    6: ["F6_E2M3", "F6_E3M2"],
+    8: ["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"],
+    16: ["U16", "I16", "F16", "BF16"],
+    32: ["U32", "I32", "F32"],
+    64: ["U64", "I64", "F64", "C64"],
+}
+BITS = {dtype: bits for bits, dtypes in DTYPES.items() for dtype in dtypes}
+
+
+class Header:
+    """A safetensors header: metadata and, by offset, entries (dtype, shape, begin, end)."""
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self.end = 8 + int.from_bytes(data[:8], "little")
+        must(self.end <= 8 + 100_000_000, f"The header of {what} is too long.")
+        must(8 <= self.end <= len(data), f"The header of {what} is cut off.")
+        fields = parse_json(data[8 : self.end], f"The header of {what}")
+        self.metadata = fields.pop("__metadata__", {})
+        good = isinstance(self.metadata, dict) and all(isinstance(v, str) for v in self.metadata.values())
+        must(good, f"The metadata of {what} are not an object of strings.")
+
+        self.entries: dict[str, tuple[str, list[int], int, int]] = {}
+        for name, field in fields.items():
+            must(isinstance(field, dict), f"Entry {name!r} of {what} is not an object.")
+            dtype, shape, offsets = (field.get(key) for key in ("dtype", "shape", "data_offsets"))
+            lists = all(isinstance(v, list) and all(map(is_count, v)) for v in (shape, offsets))
+            must(lists and len(offsets) == 2, f"Entry {name!r} of {what} lacks a shape or offsets.")
+            must(isinstance(dtype, str) and dtype in BITS, f"Entry {name!r} of {what} has no known dtype.")
+            size = 8 * (offsets[1] - offsets[0])
+            must(size == math.prod(shape) * BITS[dtype], f"Offsets and shape of entry {name!r} disagree.")
+            self.entries[name] = (dtype, shape, *offsets)
+        self.entries = dict(sorted(self.entries.items(), key=lambda item: item[1][2:]))
+        self.size = 0
+        for name, (_, _, begin, end) in self.entries.items():
+            must(begin == self.size, f"There is a hole or an overlap before entry {name!r} of {what}.")
+            self.size = end
+
+
+class Container:
+    """A container whose structure is right. `opened` keeps containers that aliases lead to."""
+
+    def __init__(self, path: Path, opened: dict[Path, Container]) -> None:
+        self.path, self.opened = path, opened
+        opened[path] = self
+        self.data = path.read_bytes()
+        self.header = Header(self.data, "the container")
+        must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
+        filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
+        must(filled, "The header is filled up with something else than spaces.")
+        must(self.header.end + self.header.size == len(self.data), "The entries do not fill the file.")
+
+        metadata = self.header.metadata
+        must("neuzip" in metadata, "This is not a container.")
+        must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
+        must(metadata.get("format") == "pt", 'The metadata `format` is not "pt".')
+        manifest_bytes, self.original_header = self.entry("neuzip:manifest"), self.entry("neuzip:header")
+        check(manifest_bytes, metadata.get("neuzip_manifest"), "neuzip:manifest")
+        manifest = parse_json(manifest_bytes, "The manifest")
+        self.records = check_manifest(manifest)
+        check(self.original_header, manifest.get("header"), "neuzip:header")
+        original = Header(self.original_header, "neuzip:header")
+        must(original.end == len(self.original_header), "neuzip:header is longer than its header.")
+        self.tensors = {name: (dtype, shape) for name, (dtype, shape, _, _) in original.entries.items()}
+        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
+
+        entries = ["neuzip:header", "neuzip:manifest"]
+        for name, record in self.records.items():
+            entries += [name] * (record["scheme"] == "raw")
+            entries += [f"{name}:{stream}" for stream in record.get("streams", ())]
+        must(len(set(entries)) == len(entries), "Two entries have the same name.")
+        must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
+        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:2]}
+        for name, record in self.records.items():
+            if record["scheme"] == "raw":
+                expected[name] = self.tensors[name]
+            elif record["scheme"] != "alias":
+                expected |= self.expected_streams(name)
+        for name, value in expected.items():
+            must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
+
+    def entry(self, name: str) -> bytes:
+        must(name in self.header.entries, f"There is no entry {name!r}.")
+        begin, end = self.header.entries[name][2:]
+        return self.data[self.header.end + begin : self.header.end + end]
+
+    def words(self, name: str) -> np.ndarray:
+        must(self.header.entries[name][0] == "U16", f"Entry {name!r} is not U16.")
+        return np.frombuffer(self.entry(name), "<u2").astype(np.int64)
+
+    def expected_streams(self, name: str) -> dict[str, tuple[str, list[int]]]:
+        """Sections 4 and 5: dtype and shape of every stream of a tensor."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
+        must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
+        must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
+        must(B is None or dtype in ("BF16", "F16", "F32", "F64"), f"{dtype} has no block_size.")
+        table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
+        must(len(table) >= 3, f"The table of {name!r} is too short.")
+        lengths = {
+            "table": 2 * (3 + int(table[1]) + int(table[2])),
+            "index": 2 * ceil_div(n, 16384),
+            "words": 2 * int(index[: ceil_div(n, 16384)].sum()),
+            "sign_mantissa": sum(pad16(ceil_div(n * width, 8)) for width in plane_widths(1 + k)),
+            "normaliser": ceil_div(n, B or n),
+        }
+        for stream in record["streams"]:
+            padding = self.entry(f"{name}:{stream}")[lengths[stream] :]
+            must(not any(padding), f"The padding of {name}:{stream} is not zero.")
+        return {
+            f"{name}:{stream}": (
+                STREAMS[stream],
+                [pad16(lengths[stream]) // (2 if STREAMS[stream] == "U16" else 1)],
+            )
+            for stream in record["streams"]
+        }
+
+    def tensor(self, name: str) -> bytes:
+        """Section 4: the bytes of a tensor."""
+        record = self.records[name]
+        if record["scheme"] == "raw":
+            restored = self.entry(name)
+        elif record["scheme"] == "alias":
+            path, of = self.path.parent / record.get("file", self.path.name), record["of"]
+            target = self.opened.get(path) or Container(path, self.opened)
+            must(of in target.tensors, f"{name!r} is an alias of {of!r}, which is not there.")
+            must(target.tensors[of] == self.tensors[name], f"{name!r} and {of!r} differ in dtype or shape.")
+            scheme = target.records[of]["scheme"]
+            must(scheme != "alias", f"{name!r} is an alias of the alias {of!r}.")
+            must(("original" in record) == (scheme == "truncated"), f"`original` of {name!r} is wrong.")
+            restored = target.tensor(of)
+        else:
+            for stream, checksum in record["streams"].items():
+                check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
+            restored = self.decode(name).tobytes()
+        check(restored, record["checksum"], f"tensor {name!r}")
+        return restored
+
+    def decode(self, name: str) -> np.ndarray:
+        """Sections 4 to 8: the patterns of a tensor that is lossless or truncated."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        (E, M), k, n = FLOATS[dtype], record["mantissa_bits"], math.prod(shape)
+        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
+        words, blocks = self.words(f"{name}:words"), []
+        for b in range(ceil_div(n, 16384)):
+            blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
+            words = words[index[b] :]
+        exponent = np.concatenate(blocks).astype(np.uint64)
+        field = join_planes(self.entry(f"{name}:sign_mantissa"), n, 1 + k)
+        sign, mantissa = field >> np.uint64(k), (field & np.uint64((1 << k) - 1)) << np.uint64(M - k)
+        pattern = sign << np.uint64(E + M) | exponent << np.uint64(M) | mantissa
+        pattern = np.asarray(pattern, f"<u{(1 + E + M) // 8}")
+        if "block_size" in record:
+            q = np.frombuffer(self.entry(f"{name}:normaliser"), np.uint8)
+            pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
+        return pattern
+
+
+# --- 3. Manifest --------------------------------------------------------------------------------------------
+
+
+def check_version(manifest: dict[str, Any], what: str) -> None:
+    version, requires = manifest.get("version"), manifest.get("requires", [])
+    must(type(version) is int and version == 1, f"The version {version!r} of {what} is not known.")
+    must(requires == [], f"{what} requires {requires!r}, which is not known.")
+
+
+def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The records, each of which has the keys of its scheme."""
+    check_version(manifest, "the manifest")
+    records = manifest.get("tensors")
+    must(isinstance(records, dict), "The manifest has no object `tensors`.")
+    for name, record in dict(records or {}).items():
+        must(isinstance(record, dict), f"The record of {name!r} is not an object.")
+        scheme, B = record.get("scheme"), record.get("block_size")
+        must(scheme in ["raw", "lossless", "truncated", "alias"], f"The scheme {scheme!r} is not known.")
+        needed = ["checksum"]
+        if scheme == "alias":
+            needed += ["of"]
+            must(isinstance(record.get("of"), str), f"Alias {name!r} does not name its tensor.")
+            check_path(record.get("file", "this"), f"`file` of alias {name!r}")
+        if scheme in ("lossless", "truncated"):
+            must(is_count(record.get("mantissa_bits")), f"The mantissa_bits of {name!r} are not a count.")
+            good = "block_size" not in record or (is_count(B) and B in [1 << bit for bit in range(3, 15)])
+            must(good, f"{name!r} has the block_size {B!r}.")
+            must(scheme == "truncated" or B is None, f"{name!r} is lossless and has a block_size.")
+            streams = set(STREAMS) - ({"normaliser"} if B is None else set())
+            needed += ["streams"] + ["original", "loss"] * (scheme == "truncated")
+            good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
+            must(good, f"{name!r} has not the streams of its scheme.")
+        must(set(needed) <= set(record), f"The record of {name!r} lacks one of {needed}.")
+    return dict(records or {})
+
+
+# --- 4. Schemes ---------------------------------------------------------------------------------------------
+
+FLOATS = {  # exponent bits E, mantissa bits M
+    "BF16": (8, 7),
+    "F16": (5, 10),
+    "F32": (8, 23),
+    "F64": (11, 52),
+    "F8_E4M3": (4, 3),
+    "F8_E4M3FNUZ": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F8_E5M2FNUZ": (5, 2),
+}
+
+# --- 5. Streams ---------------------------------------------------------------------------------------------
+
+STREAMS = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8"}
+
+
+def plane_widths(w: int) -> list[int]:
+    return [width for width in (32, 16, 8, 4, 2, 1) if w & width]
+
+
+def join_planes(data: bytes, n: int, w: int) -> np.ndarray:
+    """The fields of w bits of all weights."""
+    fields = np.zeros(n, np.uint64)
+    for width in plane_widths(w):
+        length = ceil_div(n * width, 8)
+        plane = np.frombuffer(data[:length], f"<u{max(width // 8, 1)}")
+        if width < 8:
+            shifts = np.arange(0, 8, width, dtype=np.uint8)
+            plane = (plane[:, None] >> shifts & np.uint8((1 << width) - 1)).reshape(-1)
+        must(not any(plane[n:]) and not any(data[length : pad16(length)]), "A plane's padding is not zero.")
+        fields = fields << np.uint64(width) | plane[:n].astype(np.uint64)
+        data = data[pad16(length) :]
+    return fields
+
+
+# --- 6. Table -----------------------------------------------------------------------------------------------
+
+
+class Table:
+    """What every symbol stands for, and the slots it owns."""
+
+    def __init__(self, words: np.ndarray, E: int) -> None:
+        self.g, p, f = (int(word) for word in words[:3])
+        palette, F = words[3 : 3 + p], words[3 + p : 3 + p + f]
+        must(self.g == 1 or (self.g == 2 and E <= 8), f"The group cannot be {self.g}.")
+        must(1 <= p <= (256 if self.g == 1 else 16), f"The palette cannot have {p} exponents.")
+        must(1 <= f <= 256, f"There cannot be {f} frequencies.")
+        must((np.diff(palette) > 0).all(), "The palette is not in strictly rising order.")
+        must(palette[-1] < 1 << E, "The palette has an exponent that the dtype does not have.")
+        must(F.sum() == 4096 and F.max() < 4096, "The frequencies are not parts of 4096.")
+        self.exponent = np.zeros(256, np.int64)
+        self.exponent[:p] = palette
+        self.F = np.zeros(256, np.int64)
+        self.F[:f] = F
+        self.C = np.cumsum(self.F) - self.F
+        self.owner = np.repeat(np.arange(256), self.F)
+        self.exponents = 1 << E
+
+
+# --- 7. Blocks ----------------------------------------------------------------------------------------------
+
+
+def decode_block(words: np.ndarray, m: int, table: Table) -> np.ndarray:
+    """The m exponents of one block; all 32 lanes take a step at once."""
+    g, R = table.g, ceil_div(m, 256)
+    T = 8 * R // g
+    e = int(words[0]) if len(words) else 0
+    must(len(words) >= 65 + 2 * e, "A block is too short for its states and escapes.")
+    x = words[33:65] << 16 | words[1:33]
+    refill, escapes = np.split(words[65:], [len(words) - 65 - 2 * e])
+    symbols, used = np.empty((T, 32), np.int64), 0
+    for t in range(T - 2):
+        slot = x & 4095
+        symbols[t] = s = table.owner[slot]
+        x = table.F[s] * (x >> 12) + slot - table.C[s]
+        low = np.flatnonzero(x < 65536)
+        must(used + len(low) <= len(refill), "A block has too few refill words.")
+        x[low] = x[low] << 16 | refill[used : used + len(low)]
+        used += len(low)
+    symbols[T - 2], symbols[T - 1] = x & 255, x >> 8 & 255
+    must(used == len(refill), "A block has refill words that are not used.")
+    must((x >> 16 == 1).all(), "A lane does not end in the state it has to.")
+
+    s = symbols.reshape(R, 8 // g, 32).transpose(0, 2, 1)
+    exponents = table.exponent[s if g == 1 else np.stack([s & 15, s >> 4], axis=-1)].reshape(-1)[:m]
+    for position, exponent in escapes.reshape(e, 2):
+        must(position < m, f"An escape is at {position}, outside its block.")
+        must(exponent < table.exponents, f"An escape has the exponent {exponent}, which the dtype has not.")
+        exponents[position] = exponent
+    return np.asarray(exponents)
+
+
+# --- 8. Normaliser ------------------------------------------------------------------------------------------
+
+
+def normalise(pattern: np.ndarray, dtype: str, q: np.ndarray) -> np.ndarray:
+    """Every weight times 1 + q / 256."""
+    with np.errstate(all="ignore"):
+        factor = (1 + q / 256).astype("<f8" if dtype == "F64" else "<f4")
+        if dtype == "BF16":
+            product = ((pattern.astype("<u4") << np.uint32(16)).view("<f4") * factor).view("<u4")
+            # To nearest, ties to even, which must not carry the mantissa of a NaN into its exponent.
+            rounded = product + np.uint32(0x7FFF) + (product >> np.uint32(16) & np.uint32(1))
+            is_nan = np.isnan(product.view("<f4"))
+            return np.asarray(np.where(is_nan, product, rounded) >> np.uint32(16), "<u2")
+        value = pattern.view({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dtype])
+        return np.asarray((value.astype(factor.dtype) * factor).astype(value.dtype).view(pattern.dtype))
+
+
+# --- 9. and 10. What a reader checks, which is above; files and folders -------------------------------------
+
+
+def restore_file(path: Path) -> bytes:
+    """The bytes of the original file."""
+    container = Container(Path(path), {})
+    return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
+
+
+def restore_folder(path: Path) -> dict[str, bytes]:
+    """The files of the original folder, by their paths in it."""
+    folder, restored = Path(path), {}
+    manifest = parse_json((folder / "neuzip/manifest.json").read_bytes(), "neuzip/manifest.json")
+    check_version(manifest, "neuzip/manifest.json")
+    files = manifest.get("files")
+    must(isinstance(files, dict), "neuzip/manifest.json has no object `files`.")
+    for name, entry in dict(files or {}).items():
+        check_path(name, f"The path {name!r}")
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        must(kind in ["container", "carried", "rewritten"], f"{name!r} has the kind {kind!r}.")
+        if kind == "container":
+            restored[name] = restore_file(folder / name)
+            continue
+        data = (folder / ("neuzip/original" if kind == "rewritten" else "") / name).read_bytes()
+        must(entry.get("bytes") == len(data), f"{name!r} has not the length of the original.")
+        check(data, entry.get("checksum"), name)
+        restored[name] = data
+    return restored
+
+
+if __name__ == "__main__":
+    source, out = map(Path, sys.argv[1:])
+    if source.is_dir():
+        for name, data in restore_folder(source).items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_bytes(data)
+    else:
+        out.write_bytes(restore_file(source))
