@@ -191,7 +191,7 @@ def round_mantissa(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:
     _check_kept(kept, fmt)
     drop = fmt.mantissa_bits - kept
     if drop == 0:
-        return bits.copy()
+        return np.asarray(bits.copy())
     out = np.empty(bits.size, fmt.dtype)
     cpu.round_mantissa(bits, drop, largest_finite(fmt) >> drop << drop, fmt.bits - 1, out)
     if fmt.name.endswith("FNUZ"):

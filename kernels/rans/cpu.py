@@ -30,18 +30,28 @@ def encode(keys, exponents, numel, group, symbols, frequencies, starts, reciproc
         steps = runs * per_run
         n_escapes = 0
         for i in range(runs):
-            for lane in range(LANES):
-                at = (first + (i * LANES + lane) * RUN) // group
-                for q in range(per_run):
-                    s = symbols[keys[at + q]]
-                    coded[(i * per_run + q) * LANES + lane] = s & np.uint16(0xFF)
-                    if s > np.uint16(0xFF):
-                        for j in range(group):
-                            where = (at + q) * group + j
-                            if (s >> np.uint16(8 + j)) & np.uint16(1) and where < numel:
-                                escapes[2 * n_escapes] = where - first
-                                escapes[2 * n_escapes + 1] = exponents[where]
-                                n_escapes += 1
+            at = (first + i * LANES * RUN) // group
+            flags = np.uint16(0)
+            if group == 2:  # twice the same loop, with a count that the compiler knows
+                for lane in range(LANES):
+                    for q in range(RUN // 2):
+                        s = symbols[keys[at + lane * (RUN // 2) + q]]
+                        flags |= s
+                        coded[(i * (RUN // 2) + q) * LANES + lane] = s & np.uint16(0xFF)
+            else:
+                for lane in range(LANES):
+                    for q in range(RUN):
+                        s = symbols[keys[at + lane * RUN + q]]
+                        flags |= s
+                        coded[(i * RUN + q) * LANES + lane] = s & np.uint16(0xFF)
+            if flags > np.uint16(0xFF):
+                for k in range(at, at + LANES * per_run):
+                    for j in range(group):
+                        where = k * group + j
+                        if (symbols[keys[k]] >> np.uint16(8 + j)) & np.uint16(1) and where < numel:
+                            escapes[2 * n_escapes] = where - first
+                            escapes[2 * n_escapes + 1] = exponents[where]
+                            n_escapes += 1
 
         p = BLOCK
         for lane in range(LANES):

@@ -1,0 +1,1 @@
+"""Measurements: perplexity, histograms, and the demo checkpoint they are shown on."""

@@ -1,0 +1,372 @@
+"""What weights are made of: histograms of sign, exponent and mantissa, and the entropies that follow from them.
+
+Everything is counted, nothing sampled. The leading 16 bits of a weight are counted whole (65,536 counters; all
+8 bits of an fp8, 256 counters), so for formats of up to 16 bits every figure is exact. Of a wider format that
+leaves mantissa bits over, which are counted byte by byte:
+
+    F32    s eeeeeeee mmmmmmm | mmmmmmmm mmmmmmmm
+    F64    s eeeeeeeeeee mmmm | mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm
+
+Their mantissa entropy is the sum over these parts, an upper bound: it would be exact were the parts
+independent. The entropy of a whole F32 or F64 weight is not given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neuzip.compress import Rule, make_plan
+from neuzip.compress.pipeline import describe
+from neuzip.compress.scheme import LOSSLESS, RAW
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import NeuzipError
+from neuzip.formats.container import Container
+from neuzip.formats.manifest import Loss
+from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
+
+Histogram = npt.NDArray[np.int64]
+
+TOP_BITS = 16
+"""Leading bits of a weight that are counted together."""
+
+
+def entropy(histogram: Histogram) -> float:
+    """Shannon entropy of a histogram in bits a symbol; 0 for an empty one.
+
+    >>> entropy(np.array([2, 1, 1])), entropy(np.array([7, 0]))
+    (1.5, 0.0)
+    """
+    present = histogram[histogram > 0]
+    shares = present / present.sum()
+    return 0.0 - float((shares * np.log2(shares)).sum())
+
+
+def bias(fmt: FloatFormat) -> int:
+    """What is subtracted from a stored exponent to get the power of two.
+
+    >>> bias(FORMATS["BF16"]), bias(FORMATS["F8_E4M3FNUZ"])
+    (127, 8)
+    """
+    return (1 << (fmt.exponent_bits - 1)) - (0 if fmt.name.endswith("FNUZ") else 1)
+
+
+@dataclass(frozen=True)
+class Entropies:
+    """Bits a weight of the fields, and of the whole weight (`joint`, None for more than 16 bits).
+
+    `mantissa` is an upper bound for formats of more than 16 bits.
+    """
+
+    sign: float
+    exponent: float
+    mantissa: float
+    joint: float | None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often every bit pattern occurs.
+
+    `top` counts the leading 16 (or all 8) bits, int64 [65536] or [256]; `rest` the bytes after them, int64
+    [bytes, 256]. Counts of the parts of a tensor add up.
+    """
+
+    fmt: FloatFormat
+    top: Histogram
+    rest: Histogram
+
+    @classmethod
+    def of(cls, bits: Bits, fmt: FloatFormat) -> Counts:
+        """Count patterns: one-dimensional, little-endian, of the format's dtype."""
+        rows = bits.view(np.uint8).reshape(bits.size, fmt.bits // 8)
+        step = fmt.bits // TOP_BITS
+        top = bits if step <= 1 else bits.view("<u2")[step - 1 :: step]
+        rest = [np.bincount(rows[:, i], minlength=256) for i in reversed(range(fmt.bits // 8 - 2))]
+        return cls(
+            fmt,
+            np.bincount(top, minlength=1 << min(fmt.bits, TOP_BITS)),
+            np.array(rest, np.int64).reshape(-1, 256),
+        )
+
+    @classmethod
+    def none(cls, fmt: FloatFormat) -> Counts:
+        """The counts of no weights."""
+        return cls.of(np.empty(0, fmt.dtype), fmt)
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.fmt, self.top + other.top, self.rest + other.rest)
+
+    @functools.cached_property
+    def _fields(self) -> Histogram:
+        return self.top.reshape(2, 1 << self.fmt.exponent_bits, -1)
+
+    @property
+    def numel(self) -> int:
+        """How many weights were counted."""
+        return int(self.top.sum())
+
+    @property
+    def signs(self) -> Histogram:
+        """Weights without and with the sign bit: [2]."""
+        return self._fields.sum((1, 2))
+
+    @property
+    def exponents(self) -> Histogram:
+        """Weights by stored exponent: [2 ** exponent bits]."""
+        return self._fields.sum((0, 2))
+
+    @property
+    def mantissas(self) -> Histogram:
+        """Weights by the leading mantissa bits, all of them in formats of up to 16 bits."""
+        return self._fields.sum((0, 1))
+
+    @property
+    def used_mantissa_bits(self) -> int:
+        """Leading mantissa bits that any weight uses: 7 of 23 for fp32 that was bf16 once."""
+        used = before = 0
+        for part in (self.mantissas, *self.rest):
+            width = part.size.bit_length() - 1
+            union = int(np.bitwise_or.reduce(np.flatnonzero(part), initial=0))
+            if union:
+                used = before + width - ((union & -union).bit_length() - 1)
+            before += width
+        return used
+
+    @functools.cached_property
+    def entropies(self) -> Entropies:
+        """The entropies of the fields and of the whole weight."""
+        return Entropies(
+            entropy(self.signs),
+            entropy(self.exponents),
+            sum(map(entropy, self.rest), entropy(self.mantissas)),
+            entropy(self.top) if self.fmt.bits <= TOP_BITS else None,
+        )
+
+    @property
+    def bound_bits(self) -> float:
+        """Bits a weight when exponents are coded perfectly, sign and used mantissa bits as they are."""
+        return self.entropies.exponent + 1 + self.used_mantissa_bits
+
+
+@dataclass(frozen=True)
+class TensorFigures:
+    """One tensor. `label` is its name for people: with its folder, and nothing that steers a terminal.
+
+    `stored_bytes` is what it takes in a container, predicted for a plain checkpoint. Without entropies: a
+    tensor that is empty or no float. `bound_bytes` is the Shannon bound of the exponent split, the whole size
+    of a tensor that is no float, 0 where another tensor holds the bytes, and None behind a block normaliser:
+    there the weights are not what is coded.
+    """
+
+    label: str
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_bytes: int
+    scheme: str
+    loss: Loss | None
+    entropies: Entropies | None
+    used_mantissa_bits: int | None
+    bound_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, the label excepted."""
+        return {key: value for key, value in asdict(self).items() if key != "label"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All tensors looked at, and their `counts` by dtype, the most frequent first."""
+
+    compressed: bool
+    tensors: tuple[TensorFigures, ...]
+    counts: tuple[Counts, ...]
+
+    @property
+    def weights(self) -> int:
+        """Number of floats."""
+        return sum(c.numel for c in self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Stored size of all tensors, predicted for a plain checkpoint."""
+        return sum(t.stored_bytes for t in self.tensors)
+
+    @property
+    def bound_bytes(self) -> int | None:
+        """The bounds of all tensors together, if all have one."""
+        bounds = [t.bound_bytes for t in self.tensors]
+        return sum(b for b in bounds if b is not None) if None not in bounds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, histograms included."""
+        return {
+            "compressed": self.compressed,
+            "tensors": [t.to_json() for t in self.tensors],
+            "totals": {
+                "tensors": len(self.tensors),
+                "weights": self.weights,
+                "nbytes": self.nbytes,
+                "stored_bytes": self.stored_bytes,
+                "bound_bytes": self.bound_bytes,
+            },
+            "histograms": [
+                {
+                    "dtype": c.fmt.name,
+                    "weights": c.numel,
+                    "entropies": asdict(c.entropies),
+                    "used_mantissa_bits": c.used_mantissa_bits,
+                    "bound_bits": c.bound_bits,
+                    "exponent_bias": bias(c.fmt),
+                    "signs": c.signs.tolist(),
+                    "exponents": c.exponents.tolist(),
+                    "leading_mantissa_bits": c.mantissas.size.bit_length() - 1,
+                    "mantissas": c.mantissas.tolist(),
+                }
+                for c in self.counts
+            ],
+        }
+
+
+def select(source: TensorSource, globs: Sequence[str] = ()) -> list[SourceTensor]:
+    """The tensors whose name matches any of `globs`; all if there are none. Raises NeuzipError for no match."""
+    tensors = list(source.tensors())
+    if not globs:
+        return tensors
+    chosen = [t for t in tensors if any(fnmatchcase(n, g) for g in globs for n in (t.name, _place(t)))]
+    if not chosen:
+        raise NeuzipError(
+            f"{source.checkpoint.path}: no tensor matches {' or '.join(globs)}",
+            "leave out --tensor to see all names",
+        )
+    return chosen
+
+
+def inspect(
+    source: TensorSource,
+    tensors: Sequence[SourceTensor],
+    *,
+    jobs: int | None = None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Inspection:
+    """Count the weights of some tensors of a checkpoint, piece by piece. Raises FormatError.
+
+    `on_bytes` is told of every byte of the tensors once.
+    """
+    totals: dict[str, Counts] = {}
+    with Workers(jobs) as workers:
+        storage = _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
+        figures = []
+        for tensor, label in zip(tensors, labels(tensors), strict=True):
+            counts = _count(source, tensor, workers, on_bytes)
+            if counts is not None:
+                dtype = tensor.info.dtype
+                totals[dtype] = totals[dtype] + counts if dtype in totals else counts
+            figures.append(_figures(source, tensor, label, counts, *storage[tensor.file, tensor.name]))
+    by_weight = sorted(totals.values(), key=lambda c: (-c.numel, c.fmt.name))
+    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight))
+
+
+def labels(tensors: Iterable[SourceTensor]) -> list[str]:
+    """Names for people: with the folder, or the file where a folder has two of a name, and escaped."""
+    tensors = list(tensors)
+    seen = Counter(_place(t) for t in tensors)
+    return [visible(_place(t) if seen[_place(t)] == 1 else f"{t.file}/{t.name}") for t in tensors]
+
+
+def visible(text: str) -> str:
+    r"""Escape everything that is not a printable character, line breaks and lone surrogates included.
+
+    >>> visible("a\nb")
+    'a\\nb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _place(tensor: SourceTensor) -> str:
+    """A tensor's name within the checkpoint: that of its folder, and its own."""
+    return tensor.file[: tensor.file.rfind("/") + 1] + tensor.name
+
+
+def _count(
+    source: TensorSource, tensor: SourceTensor, workers: Workers, on_bytes: Callable[[int], None]
+) -> Counts | None:
+    """The counts of a tensor; None for one without floats."""
+    fmt = FORMATS.get(tensor.info.dtype)
+    if fmt is None or tensor.info.numel == 0:
+        on_bytes(tensor.info.nbytes)
+        return None
+    read = source.reader(tensor)
+    total = Counts.none(fmt)
+    for part in workers.map(lambda piece: Counts.of(read(*piece).view(fmt.dtype), fmt), tensor.pieces()):
+        total += part
+        on_bytes(part.numel * fmt.bits // 8)
+    return total
+
+
+def _figures(
+    source: TensorSource,
+    tensor: SourceTensor,
+    label: str,
+    counts: Counts | None,
+    stored_bytes: int,
+    scheme: str,
+) -> TensorFigures:
+    info, record = tensor.info, source.resolve(tensor).record
+    if scheme.startswith("same as "):
+        bound: int | None = 0
+    elif record is not None and record.block_size is not None:
+        bound = None
+    else:
+        bound = info.nbytes if counts is None else math.ceil(counts.bound_bits * counts.numel / 8)
+    return TensorFigures(
+        label, tensor.file, tensor.name, info.dtype, info.shape, info.nbytes, stored_bytes, scheme,
+        record.loss if record is not None else None,
+        counts.entropies if counts is not None else None,
+        counts.used_mantissa_bits if counts is not None else None,
+        bound,
+    )  # fmt: skip
+
+
+def _actual_storage(source: TensorSource) -> dict[tuple[str, str], tuple[int, str]]:
+    """Stored bytes and scheme of every tensor of a compressed checkpoint."""
+    storage = {}
+    for t in source.tensors():
+        opened = source.opened(t.file)
+        if isinstance(opened, Container) and t.record is not None:
+            storage[t.file, t.name] = opened.stored_bytes(t.name), describe(t.record, t.info.dtype)
+        else:  # a plain file among containers
+            storage[t.file, t.name] = t.info.nbytes, "plain"
+    return storage
+
+
+def _predicted_storage(source: TensorSource, workers: Workers) -> dict[tuple[str, str], tuple[int, str]]:
+    """Predicted bytes and scheme of every tensor of a plain checkpoint, compressed without loss."""
+    storage = {}
+    for planned in make_plan(source, [Rule("*", LOSSLESS)], workers, predict=True).tensors:
+        t, size = planned.tensor, planned.predicted or 0
+        if planned.alias_of is not None:
+            scheme = f"same as {planned.alias_of.name}"
+        else:
+            scheme = str(RAW if size == t.info.nbytes else planned.scheme)
+        storage[t.file, t.name] = size, scheme
+    return storage

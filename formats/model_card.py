@@ -1,0 +1,205 @@
+"""The page that describes a compressed checkpoint on the Hub, written from its manifests.
+
+A card is new metadata, a summary of what compression did, and below it the original's own page, if it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuzip.errors import FormatError
+
+from .checkpoint import ORIGINAL_FOLDER, Checkpoint
+from .container import Container
+from .manifest import Loss, TensorRecord
+
+CARD = "README.md"
+ENDING = "<!-- This page was written by neuzip. Below the line is the original's. -->"
+
+KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "base_model")
+"""What the original's metadata still says of the compressed checkpoint. Its evaluation results are not among it."""
+
+_METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+Metadata = dict[str, str | list[str]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that are stored alike, or all weight files: sizes in bytes."""
+
+    dtype: str
+    scheme: str
+    tensors: int
+    weights: int
+    original_bytes: int
+    stored_bytes: int
+
+
+def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str) -> str:
+    """The card of a compressed folder. `original` is the original's own, or empty; `source` what to restore from."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    metadata, text = split_card(original)
+    base_model = metadata.get("base_model") or _base_model(checkpoint)
+    stored = [t for file in checkpoint.weights for t in _tensors(checkpoint.root / file)]
+    rounded = [(t.name, t.scheme, t.loss) for t in stored if t.loss is not None]
+    original_bytes = sum(_original_bytes(path) for path in checkpoint.weight_paths())
+    stored_bytes = sum(path.stat().st_size for path in checkpoint.weight_paths())
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701  Markdown; what others wrote in it is quoted by the filters
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
+    return environment.get_template("model_card.md.j2").render(
+        metadata=_new_metadata(metadata, base_model, lossless=not rounded),
+        base_model=", ".join(_listed(base_model)),
+        repo_id=repo_id,
+        source=source,
+        lossless=not rounded,
+        files=len(checkpoint.weights),
+        tensors=len(stored),
+        total=Part("", "", len(stored), sum(t.weights for t in stored), original_bytes, stored_bytes),
+        parts=_parts(stored),
+        rounded=rounded,
+        max_relative=max((loss.max_relative for *_, loss in rounded), default=0.0),
+        rms_relative=max((loss.rms_relative for *_, loss in rounded), default=0.0),
+        original=text.strip("\r\n"),
+        ending=ENDING,
+    )
+
+
+def split_card(card: str) -> tuple[Metadata, str]:
+    """A card's metadata, strings and lists of strings only, and its text. Metadata that is no YAML counts as none.
+
+    >>> split_card("---\\nlicense: mit\\nlanguage: [no, en]\\n---\\n# Model\\n")
+    ({'license': 'mit', 'language': ['no', 'en']}, '# Model\\n')
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    match = _METADATA.match(card)
+    if match is None:
+        return {}, card
+    try:
+        # The loader that leaves every scalar a string: to the other one the language `no` is a boolean.
+        loaded = yaml.load(match[1], Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError):
+        return {}, card[match.end() :]
+    metadata: Metadata = {}
+    for key, value in loaded.items() if isinstance(loaded, dict) else ():
+        if isinstance(value, str) and value:
+            metadata[key] = value
+        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            metadata[key] = value
+    return metadata, card[match.end() :]
+
+
+def _new_metadata(original: Metadata, base_model: str | list[str] | None, lossless: bool) -> Metadata:
+    metadata: Metadata = {key: original[key] for key in KEPT if key in original}
+    if base_model:
+        metadata["base_model"] = base_model
+    metadata["library_name"] = "neuzip"
+    tags = ["neuzip", "lossless" if lossless else "lossy", *_listed(original.get("library_name"))]
+    metadata["tags"] = list(dict.fromkeys([*tags, *_listed(original.get("tags"))]))
+    return metadata
+
+
+def _base_model(checkpoint: Checkpoint) -> str | None:
+    """The Hub id in `_name_or_path` of the original's config.json, if there is one."""
+    for file in (f"{ORIGINAL_FOLDER}/config.json", "config.json"):
+        if file in checkpoint.others:
+            try:
+                name = json.loads((checkpoint.root / file).read_bytes())["_name_or_path"]
+            except (ValueError, KeyError, TypeError):
+                return None
+            return name if isinstance(name, str) and _REPO_ID.fullmatch(name) else None
+    return None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    name: str
+    dtype: str
+    scheme: str
+    weights: int
+    original_bytes: int
+    stored_bytes: int
+    loss: Loss | None
+
+
+def _tensors(path: Path) -> Iterator[_Stored]:
+    with Container(path) as container:
+        for info in container.original.in_file_order:
+            record = container.manifest.tensors[info.name]
+            yield _Stored(
+                info.name, info.dtype, _scheme(record), info.numel, info.nbytes,
+                container.stored_bytes(info.name), record.loss,
+            )  # fmt: skip
+
+
+def _original_bytes(path: Path) -> int:
+    with Container(path) as container:
+        return len(container.original.raw) + container.original.data_bytes
+
+
+def _scheme(record: TensorRecord) -> str:
+    if record.scheme == "truncated":
+        normalised = f" in blocks of {record.block_size}" if record.block_size is not None else ""
+        return f"{record.mantissa_bits} mantissa bits{normalised}"
+    return {"raw": "stored as it is", "alias": "shared with another tensor"}.get(record.scheme, record.scheme)
+
+
+def _parts(stored: Iterable[_Stored]) -> list[Part]:
+    groups: dict[tuple[str, str], list[_Stored]] = {}
+    for tensor in stored:
+        groups.setdefault((tensor.dtype, tensor.scheme), []).append(tensor)
+    return [
+        Part(
+            *kind, len(group), sum(t.weights for t in group), sum(t.original_bytes for t in group),
+            sum(t.stored_bytes for t in group),
+        )
+        for kind, group in sorted(groups.items())
+    ]  # fmt: skip
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def _yaml(value: object) -> str:
+    """JSON, which YAML includes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{count} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+
+
+def _ratio(part: Part) -> str:
+    return f"{100 * part.stored_bytes / part.original_bytes:.2f} %" if part.original_bytes else "-"
+
+
+def _bits(part: Part) -> str:
+    return f"{8 * part.stored_bytes / part.weights:.2f}" if part.weights else "-"
+
+
+def _code(name: str) -> str:
+    """A tensor's name in a cell of a table."""
+    ticks = "``" if "`" in name else "`"
+    return ticks + re.sub(r"\s", " ", name).replace("|", "\\|") + ticks

@@ -1,0 +1,1 @@
+"""From a checkpoint at rest to a live model."""
