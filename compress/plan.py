@@ -57,7 +57,9 @@ class Plan:
 
 def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, predict: bool = False) -> Plan:
     """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples."""
-    planned = [_apply(tensor, choose(rules, tensor.name)) for tensor in source.tensors()]
+    planned = [
+        _apply(tensor, choose(rules, tensor.name, len(tensor.info.shape))) for tensor in source.tensors()
+    ]
     planned = _find_aliases(source, planned)
     checkpoint = source.checkpoint
     sizes = {f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)}

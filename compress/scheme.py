@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_NUMBERS = ("mantissa_bits", "block_size", "min_dimensions")
 BLOCK_SIZES = "a power of two from 8 to 16384"
 
 
@@ -56,10 +57,14 @@ LOSSLESS = Scheme("lossless")
 
 @dataclass(frozen=True)
 class Rule:
-    """A scheme for the tensors whose names match a glob. The first rule that matches decides."""
+    """A scheme for the tensors whose names match a glob and that have at least `min_dimensions` dimensions.
+
+    The first rule that matches decides.
+    """
 
     match: str
     scheme: Scheme
+    min_dimensions: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The rule as a plan file has it."""
@@ -68,29 +73,46 @@ class Rule:
             entry["mantissa_bits"] = self.scheme.mantissa_bits
         if self.scheme.block_size is not None:
             entry["block_size"] = self.scheme.block_size
+        if self.min_dimensions:
+            entry["min_dimensions"] = self.min_dimensions
         return entry
 
 
-def of_options(mantissa_bits: int | None, block_size: str) -> Scheme:
-    """The scheme that --mantissa-bits and --block-size (a number or "none") ask for. Raises UsageError."""
+def rules_of_options(
+    mantissa_bits: int | None, block_size: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> list[Rule]:
+    """The rules that the options of `neuzip compress` stand for. Raises UsageError.
+
+    `block_size` is a number or "none". Only tensors of two and more dimensions are rounded: norms and biases
+    weigh little and matter much, so they stay lossless.
+    """
     if block_size != "none" and not block_size.isdecimal():
         raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
     size = None if block_size == "none" else int(block_size)
-    return Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
+    scheme = Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
+    rules = [Rule(glob, RAW) for glob in exclude]
+    for glob in include or ["*"]:
+        if scheme.mantissa_bits is not None:
+            rules.append(Rule(glob, scheme, min_dimensions=2))
+        rules.append(Rule(glob, LOSSLESS))
+    return rules
 
 
-def choose(rules: Iterable[Rule], name: str) -> Scheme:
+def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
     """The scheme of the first rule that matches a tensor's name; raw if none does.
 
-    >>> rules = [Rule("*.norm.weight", RAW), Rule("*", LOSSLESS)]
-    >>> str(choose(rules, "model.norm.weight")), str(choose(rules, "lm_head.weight"))
-    ('raw', 'lossless')
+    >>> rules = [Rule("*", Scheme("truncated", 3), min_dimensions=2), Rule("*", LOSSLESS)]
+    >>> str(choose(rules, "model.norm.weight", 1)), str(choose(rules, "lm_head.weight", 2))
+    ('lossless', 'k=3')
     """
-    return next((rule.scheme for rule in rules if fnmatchcase(name, rule.match)), RAW)
+    for rule in rules:
+        if dimensions >= rule.min_dimensions and fnmatchcase(name, rule.match):
+            return rule.scheme
+    return RAW
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
-    """Rules from a TOML file: [[rule]] tables with match, scheme, mantissa_bits and block_size, in order."""
+    """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,16 +124,16 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = []
     for number, entry in enumerate(entries, 1):
-        unknown = set(entry) - {"match", "scheme", "mantissa_bits", "block_size"}
+        unknown = set(entry) - {"match", "scheme", *_NUMBERS}
         if unknown or not isinstance(entry.get("match"), str):
             problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "match is missing"
             raise NeuzipError(f"{path}: rule {number}: {problem}")
-        if any(type(entry.get(k, 0)) is not int for k in ("mantissa_bits", "block_size")):
-            raise NeuzipError(f"{path}: rule {number}: mantissa_bits and block_size are whole numbers")
+        if any(type(entry.get(key, 0)) is not int for key in _NUMBERS):
+            raise NeuzipError(f"{path}: rule {number}: {', '.join(_NUMBERS)} are whole numbers")
         try:
             default = "truncated" if "mantissa_bits" in entry else "lossless"
             scheme = Scheme(entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size"))
         except UsageError as error:
             raise NeuzipError(f"{path}: rule {number}: {error.message}", error.hint) from error
-        rules.append(Rule(entry["match"], scheme))
+        rules.append(Rule(entry["match"], scheme, entry.get("min_dimensions", 0)))
     return rules

@@ -24,7 +24,7 @@ import xxhash
 from neuzip.formats.container import Stream, pad
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.float_fields import Bits, FloatFormat, has_non_finite, largest_finite, round_mantissa
-from neuzip.kernels.float_fields.values import scale, to_float64
+from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
 
 from . import lossless
 from .lossless import Map, Read, ReadStream, pieces
@@ -154,17 +154,7 @@ class Error:
     @classmethod
     def between(cls, original: Bits, restored: Bits, fmt: FloatFormat) -> Error:
         """Errors of `restored` against `original`, both finite. In fp64, summed in a fixed order."""
-        a, b = to_float64(original, fmt), to_float64(restored, fmt)
-        difference = b - a
-        nonzero = a != 0
-        relative = difference[nonzero] / a[nonzero]
-        return cls(
-            float(np.abs(relative).max(initial=0.0)),
-            _sum_of_squares(relative),
-            int(nonzero.sum()),
-            _sum_of_squares(difference),
-            _sum_of_squares(a),
-        )
+        return cls(*error_sums(to_float64(original, fmt), to_float64(restored, fmt)))
 
     def __add__(self, other: Error) -> Error:
         return Error(
@@ -187,12 +177,6 @@ class Error:
         if math.isinf(self.squares) or math.isinf(self.original_squares):
             return math.nan  # weights above 1e154, whose squares fp64 cannot hold
         return math.sqrt(self.squares / self.original_squares) if self.original_squares else 0.0
-
-
-def _sum_of_squares(values: npt.NDArray[np.float64]) -> float:
-    # cumsum adds from left to right on every machine; sum and dot do not say how they add.
-    with np.errstate(over="ignore"):
-        return float(np.cumsum(np.square(values))[-1]) if values.size else 0.0
 
 
 def _six_digits(value: float) -> float:

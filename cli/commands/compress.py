@@ -28,6 +28,9 @@ EXAMPLES = [
     'scheme = "lossless"           mantissa_bits = 3',
 ]
 
+WORTH_A_WORD = 1 << 16
+"""Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
+
 BlockSize = Annotated[
     str,
     typer.Option(metavar="N|none", help="Let N weights share a normaliser, a power of two from 8 to 16384"),
@@ -40,7 +43,7 @@ def command(
     mantissa_bits: Annotated[
         int | None,
         typer.Option(
-            metavar="K", min=0, help="Keep K mantissa bits (bf16 has 7); all if not given: lossless"
+            metavar="K", min=0, help="Round matrices to K mantissa bits (bf16 has 7); lossless if not given"
         ),
     ] = None,
     block_size: BlockSize = "none",
@@ -68,12 +71,9 @@ def command(
         raise UsageError(
             "--plan excludes --mantissa-bits, --block-size and --include", "write them into the plan"
         )
+    rules = scheme.rules_of_options(mantissa_bits, block_size, include or [], exclude or [])
     if plan is not None:
-        rules = scheme.read_plan_file(plan)
-    else:
-        chosen = scheme.of_options(mantissa_bits, block_size)
-        rules = [scheme.Rule(glob, chosen) for glob in include or ["*"]]
-    rules = [*(scheme.Rule(glob, scheme.RAW) for glob in exclude or []), *rules]
+        rules = [*(scheme.Rule(glob, scheme.RAW) for glob in exclude or []), *scheme.read_plan_file(plan)]
     path = resolve_source(src)
     if dry_run:
         _show_plan(out, path, dst, rules, jobs)
@@ -89,11 +89,11 @@ def command(
 def _report(out: Output, report: CompressionReport) -> None:
     if report.resumed_files:
         out.status(f"{report.resumed_files} files were finished already and match the source")
-    notes = [t for t in report.tensors if t.note]
+    notes = [t for t in report.tensors if t.note and t.original_bytes >= WORTH_A_WORD]
     for t in notes[:10]:
         out.status(f"{t.name}: {t.scheme}: {t.note}")
     if len(notes) > 10:
-        out.status(f"... and {len(notes) - 10} more (--json lists them all)")
+        out.status(f"... and {len(notes) - 10} more; --json lists them all")
     lossy = [t.loss for t in report.tensors if t.loss is not None]
     speed = report.weight_bytes / report.seconds if report.seconds else 0.0
     out.table(

@@ -114,3 +114,23 @@ def round_mantissa(bits, drop, largest, sign_shift, out):  # type: ignore[no-unt
         magnitude = v ^ sign
         rounded = ((magnitude + half_less_one + ((magnitude >> d) & _1)) >> d) << d
         out[i] = sign | min(rounded, top)
+
+
+@njit(nogil=True, cache=True)
+def error_sums(original, restored):  # type: ignore[no-untyped-def]
+    largest = 0.0
+    relative_squares = 0.0
+    squares = 0.0
+    original_squares = 0.0
+    nonzero = 0
+    for i in range(original.size):
+        a = original[i]
+        d = restored[i] - a
+        squares += d * d
+        original_squares += a * a
+        if a != 0.0:
+            nonzero += 1
+            r = d / a
+            relative_squares += r * r
+            largest = max(largest, abs(r))
+    return largest, relative_squares, nonzero, squares, original_squares

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from . import Bits, FloatFormat
+from . import Bits, FloatFormat, cpu
 
 _NATIVE = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
@@ -21,6 +21,17 @@ def to_float64(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.float64]:
         if fmt.name in _NATIVE:
             return bits.view(_NATIVE[fmt.name]).astype(np.float64)
     return _fp8_values(fmt)[bits]
+
+
+def error_sums(
+    original: npt.NDArray[np.float64], restored: npt.NDArray[np.float64]
+) -> tuple[float, float, int, float, float]:
+    """How far `restored` is from `original`, both finite: what the errors of a tensor are made of.
+
+    The largest |relative error|, the sum of its squares, the number of non-zero originals, and the sums of
+    the squares of differences and originals. Added from first to last: every machine gets the same sums.
+    """
+    return cpu.error_sums(original, restored)  # type: ignore[no-any-return]
 
 
 def scale(bits: Bits, factors: npt.NDArray[np.float64], fmt: FloatFormat, divide: bool = False) -> Bits:

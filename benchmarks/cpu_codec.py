@@ -1,0 +1,188 @@
+"""The lossless codec on the CPU beside ZipNN and zstd: the same bytes, the same threads, one run.
+
+    python benchmarks/cpu_codec.py [--threads 2] [--rounds 7] [--weights 67108864]
+
+Everything happens in memory. A codec whose output is not the input is not timed. Codecs take turns round by
+round, and the median of the rounds counts. Peers: pip install -r benchmarks/requirements.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from environment import describe, save
+from zipnn import ZipNN
+
+from neuzip.compress import lossless
+from neuzip.compress.source import TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.kernels.float_fields import FORMATS
+
+Bits = npt.NDArray[np.uint16]
+FORMAT = FORMATS["BF16"]
+
+
+@dataclass
+class Codec:
+    """`encode` gives whatever `decode` restores the tensors from; `size` is what that takes on disk."""
+
+    name: str
+    encode: Callable[[list[Bits]], object]
+    decode: Callable[[object], list[Bits]]
+    size: Callable[[object], int]
+
+
+def main() -> None:
+    """Measure all cases, print the table, save the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--weights", type=int, default=1 << 26)
+    arguments = parser.parse_args()
+    results = []
+    with Workers(arguments.threads) as workers:
+        codecs = [neuzip_codec(workers), zipnn_codec(arguments.threads), zstd_codec(arguments.threads)]
+        for case, tensors in cases(arguments.weights):
+            results += measure(case, tensors, codecs, arguments.rounds)
+    path = save(
+        "cpu_codec",
+        {
+            "what": "lossless bf16 on a CPU, in memory; GB/s of bf16, medians",
+            "threads": arguments.threads,
+            "rounds": arguments.rounds,
+            "environment": describe("neuzip-toolkit", "numba", "numpy", "zipnn", "zstandard"),
+            "results": results,
+        },
+    )
+    print(f"saved {path}")
+
+
+def cases(weights: int) -> Iterator[tuple[str, list[Bits]]]:
+    """Made-up weights, and the real checkpoint if there is one."""
+    rng = np.random.default_rng(0)
+    yield "gaussian", [bf16(rng.standard_normal(weights, np.float32) * np.float32(0.02))]
+    heavy = rng.standard_t(4, weights // 4).astype(np.float32) * np.float32(0.02)
+    yield "student-t4", [bf16(heavy)]
+    if data := os.environ.get("NEUZIP_DATA"):
+        with TensorSource(Path(data) / "wikilm-26m") as source:
+            yield "wikilm-26m", [source.read(t).view(np.uint16) for t in source.tensors()]
+
+
+def bf16(values: npt.NDArray[np.float32]) -> Bits:
+    """Round to nearest even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def neuzip_codec(workers: Workers) -> Codec:
+    """Streams as they stand in a container, without names and checksums."""
+
+    def encode(tensors: list[Bits]) -> list[tuple[int, int, dict[str, npt.NDArray[np.uint8]]]]:
+        coded = []
+        for bits in tensors:
+            try:
+                kept, streams = lossless.encode(lambda a, b, x=bits: x[a:b], bits.size, FORMAT, workers.map)
+            except lossless.NotWorthwhile:
+                coded.append((-1, bits.size, {"raw": bits.view(np.uint8)}))
+                continue
+            coded.append((kept, bits.size, {name: s.view(np.uint8) for name, s in streams.items()}))
+        return coded
+
+    def decode(coded: object) -> list[Bits]:
+        restored = []
+        for kept, numel, streams in coded:  # type: ignore[attr-defined]
+            out = np.empty(numel, np.uint16)
+            restored.append(out)
+            if kept < 0:
+                out[:] = streams["raw"].view(np.uint16)
+                continue
+            decoder = lossless.Decoder(
+                lambda name, a, b, s=streams: s[name][a:b], lambda name, s=streams: s[name].size,
+                numel, FORMAT, kept,
+            )  # fmt: skip
+
+            def job(piece: tuple[int, int], out: Bits = out, decoder: lossless.Decoder = decoder) -> None:
+                out[slice(*piece)] = decoder.read(*piece)
+
+            for _ in workers.map(job, lossless.pieces(numel)):
+                pass
+        return restored
+
+    def size(coded: object) -> int:
+        return sum(s.nbytes for _, _, streams in coded for s in streams.values())  # type: ignore[attr-defined]
+
+    return Codec("neuzip", encode, decode, size)
+
+
+def zipnn_codec(threads: int) -> Codec:
+    """ZipNN on the bytes of each tensor."""
+    zipnn = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=threads)
+    return Codec(
+        "zipnn",
+        lambda tensors: [zipnn.compress(bytearray(t.tobytes())) for t in tensors],
+        lambda coded: [np.frombuffer(zipnn.decompress(c), np.uint16) for c in coded],  # type: ignore[attr-defined]
+        lambda coded: sum(len(c) for c in coded),  # type: ignore[attr-defined]
+    )
+
+
+def zstd_codec(threads: int) -> Codec:
+    """zstd at level 3. Its decoder has one thread."""
+    compressor = zstandard.ZstdCompressor(level=3, threads=threads)
+    decompressor = zstandard.ZstdDecompressor()
+    return Codec(
+        "zstd -3",
+        lambda tensors: [compressor.compress(t.data) for t in tensors],
+        lambda coded: [np.frombuffer(decompressor.decompress(c), np.uint16) for c in coded],  # type: ignore[attr-defined]
+        lambda coded: sum(len(c) for c in coded),  # type: ignore[attr-defined]
+    )
+
+
+def measure(case: str, tensors: list[Bits], codecs: list[Codec], rounds: int) -> list[dict[str, object]]:
+    """Check every codec, then time them in turns."""
+    total = sum(t.nbytes for t in tensors)
+    sizes, encode_times, decode_times = {}, {c.name: [] for c in codecs}, {c.name: [] for c in codecs}
+    for codec in codecs:
+        coded = codec.encode(tensors)
+        restored = codec.decode(coded)
+        if any(a.tobytes() != b.tobytes() for a, b in zip(tensors, restored, strict=True)):
+            raise SystemExit(f"{codec.name} does not restore {case}: not timed")
+        sizes[codec.name] = codec.size(coded)
+    for _ in range(rounds):
+        for codec in codecs:
+            began = time.perf_counter()
+            coded = codec.encode(tensors)
+            between = time.perf_counter()
+            codec.decode(coded)
+            decode_times[codec.name].append(time.perf_counter() - between)
+            encode_times[codec.name].append(between - began)
+    print(f"\n{case}: {total / 1e6:.1f} MB\n{'':10}{'size':>9}{'encode GB/s':>13}{'decode GB/s':>13}")
+    rows: list[dict[str, object]] = []
+    for codec in codecs:
+        fast = [total / t / 1e9 for t in encode_times[codec.name]]
+        back = [total / t / 1e9 for t in decode_times[codec.name]]
+        row = {
+            "case": case,
+            "codec": codec.name,
+            "bytes": total,
+            "ratio": sizes[codec.name] / total,
+            "encode_gb_s": statistics.median(fast),
+            "encode_range": [min(fast), max(fast)],
+            "decode_gb_s": statistics.median(back),
+            "decode_range": [min(back), max(back)],
+        }
+        rows.append(row)
+        print(f"{codec.name:10}{row['ratio']:>9.2%}{row['encode_gb_s']:>13.2f}{row['decode_gb_s']:>13.2f}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
