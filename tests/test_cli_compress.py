@@ -1,0 +1,157 @@
+"""The commands compress, decompress and verify as a person or a script meets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Save = Callable[..., Path]
+Speak = Callable[..., Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path, save: Save) -> Path:
+    """A folder with one small model."""
+    rng = np.random.default_rng(0)
+    bits = (rng.standard_normal(60_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    root = tmp_path / "model"
+    save(
+        root / "model.safetensors",
+        {"a.weight": ("BF16", (200, 300), bits), "norm.weight": ("BF16", (3000,), bits[:3000])},
+    )
+    (root / "config.json").write_text('{"model_type": "llama"}')
+    return root
+
+
+def test_the_three_modes(in_all_modes: Callable[..., dict[str, Any]], model: Path, tmp_path: Path) -> None:
+    said = in_all_modes("compress", model, tmp_path / "small", "--overwrite")
+    assert "lossless: all 2 tensors" in said["human"].stdout
+    result = said["json"].json
+    assert result["lossless"] is True
+    assert result["dst"] == str(tmp_path / "small")
+    assert result["stored_weight_bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
+    assert [t["name"] for t in result["tensors"]] == ["a.weight", "norm.weight"]
+    assert said["quiet"].stdout == f"{tmp_path / 'small'}\n"
+    said = in_all_modes("verify", tmp_path / "small", "--against", model)
+    assert said["json"].json["identical"] is True
+    assert said["quiet"].stdout == ""
+    said = in_all_modes("decompress", tmp_path / "small", tmp_path / "back")
+    assert said["json"].json["lossless"] is True
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_dry_run_predicts_and_touches_nothing(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    said = neuzip("compress", model, tmp_path / "small", "--dry-run", "--json")
+    assert sorted(tmp_path.rglob("*")) == before
+    predicted = said.json["stored_bytes"]
+    real = neuzip("compress", model, tmp_path / "small", "--json").json
+    assert predicted == pytest.approx(real["stored_bytes"], rel=0.01)
+    assert set(said.json["tensors"][0]) <= set(real["tensors"][0])
+    assert "predicted" in neuzip("compress", model, tmp_path / "other", "--dry-run").stdout
+
+
+def test_rounding_spares_what_is_no_matrix(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    result = neuzip("compress", model, tmp_path / "small", "--mantissa-bits", 2, "--json").json
+    schemes = {t["name"]: (t["scheme"], t["loss"]) for t in result["tensors"]}
+    assert schemes["a.weight"][0] == "k=2"
+    assert 0 < schemes["a.weight"][1]["max_relative"] <= 0.125
+    assert schemes["norm.weight"] == ("lossless", None)
+    said = neuzip("verify", tmp_path / "small", "--against", model)
+    assert said.exit_code == 0
+    assert "1 tensors identical, 1 rounded as recorded" in said.stdout
+
+
+def test_a_plan_file(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[[rule]]\nmatch = "norm*"\nscheme = "raw"\n'
+        '[[rule]]\nmatch = "*"\nmantissa_bits = 1\nblock_size = 64\n'
+    )
+    result = neuzip("compress", model, tmp_path / "small", "--plan", plan, "--json").json
+    assert [t["scheme"] for t in result["tensors"]] == ["k=1 block=64", "raw"]
+    recorded = json.loads((tmp_path / "small" / "neuzip" / "plan.json").read_text())
+    assert recorded["rules"][1] == {
+        "match": "*", "scheme": "truncated", "mantissa_bits": 1, "block_size": 64,
+    }  # fmt: skip
+
+
+def test_include_and_exclude(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    for option, raw in (("--exclude", "a.weight"), ("--include", "norm.weight")):
+        result = neuzip("compress", model, tmp_path / option, option, "a.*", "--json").json
+        assert [t["name"] for t in result["tensors"] if t["scheme"] == "raw"] == [raw]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--mantissa-bits", "60"], 2, "60 mantissa bits"),
+        (["--block-size", "64"], 2, "needs mantissa bits"),
+        (["--mantissa-bits", "3", "--block-size", "100"], 2, "power of two"),
+        (["--mantissa-bits", "3", "--block-size", "many"], 2, "--block-size"),
+        (["--plan", "none.toml"], 1, "none.toml"),
+        (["--plan", "none.toml", "--include", "*"], 2, "--plan excludes"),
+        (["--json", "--quiet"], 2, "--json and --quiet"),
+        (["--jobs", "0"], 2, "--jobs"),
+    ],
+)
+def test_wrong_options_are_named(
+    neuzip: Speak, model: Path, tmp_path: Path, options: list[str], code: int, words: str
+) -> None:
+    said = neuzip("compress", model, tmp_path / "small", *options)
+    assert (said.exit_code, said.stdout) == (code, "")
+    assert words in said.stderr
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rule = 3",
+        "[[rule]]\nscheme = 'raw'",
+        "[[rule]]\nmatch = '*'\nk = 3",
+        "[[rule]]\nmatch = '*'\nmantissa_bits = 'x'",
+        "[[rule]]\nmatch = '*'\nscheme = 'zip'",
+        "[[rule",
+        "[[rule]]\nmatch = '*'\nscheme = 'raw'\nmantissa_bits = 1",
+        "other = 1\n[[rule]]\nmatch = '*'",
+    ],
+)
+def test_a_broken_plan_is_named(neuzip: Speak, model: Path, tmp_path: Path, text: str) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(text)
+    said = neuzip("compress", model, tmp_path / "small", "--plan", plan)
+    assert said.exit_code == 1
+    assert str(plan) in said.stderr
+
+
+def test_a_damaged_container_is_named_with_tensor_and_stream(
+    neuzip: Speak, model: Path, tmp_path: Path
+) -> None:
+    neuzip("compress", model, tmp_path / "small")
+    file = tmp_path / "small" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    said = neuzip("verify", tmp_path / "small")
+    assert said.exit_code == 1
+    assert said.stdout == ""
+    for word in ("model.safetensors", "a.weight", "sign_mantissa", "damaged"):
+        assert word in said.stderr
+    assert neuzip("decompress", tmp_path / "small", tmp_path / "back").exit_code == 1
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_single_file(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    original = model / "model.safetensors"
+    assert neuzip("compress", original, tmp_path / "small.safetensors").exit_code == 0
+    assert neuzip("verify", tmp_path / "small.safetensors", "--against", original).exit_code == 0
+    assert neuzip("decompress", tmp_path / "small.safetensors", tmp_path / "back.safetensors").exit_code == 0
+    assert (tmp_path / "back.safetensors").read_bytes() == original.read_bytes()
