@@ -18,7 +18,16 @@ import numpy.typing as npt
 from neuzip.errors import NeuzipError
 from neuzip.formats.container import ALIGNMENT, Stream, pad
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import Bits, FloatFormat, census, merge, plane_bytes, plane_widths, split
+from neuzip.kernels.float_fields import (
+    Bits,
+    Census,
+    FloatFormat,
+    census,
+    merge,
+    plane_bytes,
+    plane_widths,
+    split,
+)
 
 PIECE = 16 * rans.BLOCK
 """Weights that are worked on at once: their fields stay in a core's second-level cache."""
@@ -39,6 +48,8 @@ class Map(Protocol):
 Read = Callable[[int, int], Bits]
 """read(start, stop): the bit patterns of weights start to stop."""
 
+Observe = Callable[[Bits], None]
+
 ReadStream = Callable[[str, int, int], npt.NDArray[np.uint8]]
 """read_stream(name, start, stop): bytes start to stop of a stream."""
 
@@ -51,22 +62,34 @@ OVERHEAD = 512
 """Bytes by which streams must be smaller than their tensor: about what their names and checksums take."""
 
 
+def ignore(_: Bits) -> None:
+    """Look away."""
+
+
 def pieces(numel: int) -> list[tuple[int, int]]:
     """Ranges of PIECE weights that cover a tensor."""
     return [(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE)]
 
 
-def encode(read: Read, numel: int, fmt: FloatFormat, parallel: Map = map) -> tuple[int, dict[str, Stream]]:
+def encode(
+    read: Read, numel: int, fmt: FloatFormat, parallel: Map = map, observe: Observe = ignore
+) -> tuple[int, dict[str, Stream]]:
     """Code a tensor of `numel` weights: the mantissa bits kept, and the streams.
 
-    Raises NotWorthwhile when the streams would be no smaller than the tensor.
+    `observe` is shown all pieces in order, once. Raises NotWorthwhile when the streams would be no smaller
+    than the tensor.
     """
+
+    def count(piece: tuple[int, int]) -> tuple[Census, Bits]:
+        bits = read(*piece)
+        return census(bits, fmt), bits
+
+    counted = census(np.empty(0, fmt.dtype), fmt)
+    for part, bits in parallel(count, pieces(numel)):
+        counted += part
+        observe(bits)
     if numel == 0:
         raise NotWorthwhile
-    counted = None
-    for part in parallel(lambda piece: census(read(*piece), fmt), pieces(numel)):
-        counted = part if counted is None else counted + part
-    assert counted is not None
     kept = counted.kept_bits(fmt)
     table = rans.build_table(counted.exponents, counted.pairs)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import (
@@ -40,18 +41,18 @@ from neuzip.formats.checkpoint import (
 from neuzip.formats.container import Container, ContainerWriter, Stream, checksum
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS, TensorFile
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
-from .lossless import PIECE, Map
+from .lossless import PIECE, Map, Read
 from .plan import Plan, PlannedTensor, make_plan
 from .scheme import LOSSLESS, Rule
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore, verify_files
-from .workers import Workers
+from .workers import Workers, ahead
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
-SMALL = 32 * PIECE
+SMALL = 16 * PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
 DEFAULT_RULES = (Rule("*", LOSSLESS),)
@@ -241,7 +242,7 @@ class _Compression:
         writer = ContainerWriter(path, self._source.header(file), normalisers)
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
-            for t, (record, streams) in self._encoded([t for t in planned if t.alias_of is None]):
+            for t, (record, streams) in ahead(self._encoded([t for t in planned if t.alias_of is None])):
                 self._records[file, t.tensor.name] = record
                 if streams:
                     writer.add(t.tensor.name, record, streams)
@@ -304,36 +305,47 @@ class _Compression:
         """The record and streams of one tensor; no streams for one that is stored raw."""
         tensor, scheme = planned.tensor, planned.scheme
         reader, nbytes = self._source.reader(tensor), tensor.info.nbytes
+        if scheme.kind == "raw":
+            return TensorRecord("raw", digest(reader, nbytes)), {}
         if tensor.info.numel <= SMALL:
             data = reader(0, nbytes)
             reader = lambda start, stop: data[start:stop]  # noqa: E731
-        original = digest(reader, nbytes)
-        if scheme.kind == "raw":
-            return TensorRecord("raw", original), {}
         fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
         size = fmt.bits // 8
 
-        def read(start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]:
+        def read(start: int, stop: int) -> Bits:
             return reader(start * size, stop * size).view(fmt.dtype)
 
         try:
             if scheme.mantissa_bits is not None:
                 rounding = truncated.Rounding(fmt, scheme.mantissa_bits, scheme.block_size)
-                try:
-                    kept, streams, loss, restored = truncated.encode(read, numel, rounding, parallel)
-                except truncated.NonFinite:
-                    self._notes[tensor.file, tensor.name] = "holds infinities or NaNs: kept lossless"
-                else:
-                    if restored != original:
-                        sums = {name: checksum(data) for name, data in streams.items()}
-                        return TensorRecord(
-                            "truncated", restored, kept, scheme.block_size, original, loss, sums
-                        ), streams
-            kept, streams = lossless.encode(read, numel, fmt, parallel)
+                rounded = self._encode_rounded(tensor, read, rounding, parallel)
+                if rounded is not None:
+                    return rounded
+            whole = xxhash.xxh3_64()
+            kept, streams = lossless.encode(read, numel, fmt, parallel, lambda bits: whole.update(bits.data))
         except lossless.NotWorthwhile:
-            return TensorRecord("raw", original), {}
-        sums = {name: checksum(data) for name, data in streams.items()}
-        return TensorRecord("lossless", original, kept, streams=sums), streams
+            return TensorRecord("raw", digest(reader, nbytes)), {}
+        return TensorRecord("lossless", whole.hexdigest(), kept, streams=checksums(streams)), streams
+
+    def _encode_rounded(
+        self, tensor: SourceTensor, read: Read, rounding: truncated.Rounding, parallel: Map
+    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
+        """The same for a rounded tensor; None for one that stays as it is."""
+        whole = xxhash.xxh3_64()
+        try:
+            kept, streams, loss, restored = truncated.encode(
+                read, tensor.info.numel, rounding, parallel, lambda bits: whole.update(bits.data)
+            )
+        except truncated.NonFinite:
+            self._notes[tensor.file, tensor.name] = "holds infinities or NaNs: kept lossless"
+            return None
+        original = whole.hexdigest()
+        if restored == original:
+            return None
+        return TensorRecord(
+            "truncated", restored, kept, rounding.block_size, original, loss, checksums(streams)
+        ), streams
 
     def _other_files(self, work: Path) -> None:
         """Carry the files that are not weights, rewrite those that name weights, and list them all."""
@@ -392,6 +404,11 @@ class _Compression:
             sum(t.info.numel for t in source.tensors()), tuple(tensors), seconds, self._resumed,
             tuple(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
         )  # fmt: skip
+
+
+def checksums(streams: dict[str, Stream]) -> dict[str, str]:
+    """The checksum of every stream."""
+    return {name: checksum(data) for name, data in streams.items()}
 
 
 def describe(record: TensorRecord, dtype: str) -> str:

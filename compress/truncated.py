@@ -27,7 +27,7 @@ from neuzip.kernels.float_fields import Bits, FloatFormat, has_non_finite, large
 from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
 
 from . import lossless
-from .lossless import Map, Read, ReadStream, pieces
+from .lossless import Map, Observe, Read, ReadStream, pieces
 
 
 class NonFinite(Exception):
@@ -87,24 +87,26 @@ def has_exploded(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.bool_]:
 
 
 def encode(
-    read: Read, numel: int, rounding: Rounding, parallel: Map = map
+    read: Read, numel: int, rounding: Rounding, parallel: Map = map, observe: Observe = lossless.ignore
 ) -> tuple[int, dict[str, Stream], Loss, str]:
     """Round and code a tensor: the mantissa bits stored, the streams, the loss, and the restored checksum.
 
-    Raises NonFinite, or NotWorthwhile when the streams would be no smaller than the tensor.
+    `observe` is shown all pieces in order, once, before they are rounded. Raises NonFinite, or NotWorthwhile
+    when the streams would be no smaller than the tensor.
     """
     fmt = rounding.fmt
 
-    def check(piece: tuple[int, int]) -> tuple[npt.NDArray[np.uint8], Error, Bits]:
+    def check(piece: tuple[int, int]) -> tuple[Bits, Bits, npt.NDArray[np.uint8], Error]:
         bits = read(*piece)
         if has_non_finite(bits, fmt):
             raise NonFinite
         stored, normaliser = rounding.apply(bits)
         restored = rounding.restore(stored, normaliser)
-        return normaliser, Error.between(bits, restored, fmt), restored
+        return bits, restored, normaliser, Error.between(bits, restored, fmt)
 
     normalisers, error, running = [np.empty(0, np.uint8)], Error(), xxhash.xxh3_64()
-    for normaliser, part, restored in parallel(check, pieces(numel)):
+    for bits, restored, normaliser, part in parallel(check, pieces(numel)):
+        observe(bits)
         normalisers.append(normaliser)
         error += part
         running.update(restored.data)

@@ -18,6 +18,16 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each begun while the one before it is still in use."""
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="neuzip-ahead") as pool:
+        coming = pool.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, items, end)
+            yield item  # type: ignore[misc]
+
+
 class Workers:
     """A pool of `jobs` threads with an ordered, bounded map: a few results wait, never all of them."""
 
