@@ -35,6 +35,9 @@ PIECE = 16 * rans.BLOCK
 TABLE_HEAD = 3
 """The table stream begins with the group and the lengths of palette and frequencies."""
 
+LARGEST_TABLE = 2 * (TABLE_HEAD + 256 + 256)
+"""Bytes of a table stream of a full palette and all frequencies."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -58,7 +61,7 @@ class NotWorthwhile(Exception):
     """The streams would not be smaller than the tensor: store it raw."""
 
 
-OVERHEAD = 512
+OVERHEAD = 768
 """Bytes by which streams must be smaller than their tensor: about what their names and checksums take."""
 
 
@@ -131,6 +134,8 @@ class Decoder:
         self._kept = kept
         if not 0 <= kept <= fmt.mantissa_bits:
             raise NeuzipError(f"{fmt.name} has no {kept} mantissa bits")
+        if numel == 0:
+            raise NeuzipError("a tensor without weights has no streams: it is stored raw")
         blocks = -(-numel // rans.BLOCK)
         planes, end = {}, 0
         for width in plane_widths(1 + kept):
@@ -139,6 +144,8 @@ class Decoder:
         self._plane_starts = planes
         expect_length("sign_mantissa", length("sign_mantissa"), end)
         expect_length("index", length("index"), padded(2 * blocks))
+        if length("table") > padded(LARGEST_TABLE):
+            raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
         self._table = _parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
         counts = read_stream("index", 0, 2 * blocks).view("<u2").astype(np.int64)
         self._word_starts = np.concatenate([[0], np.cumsum(counts)])
@@ -156,9 +163,12 @@ class Decoder:
         words = self._read_stream(
             "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
         ).view("<u2")
-        exponents = rans.decode(
-            words, self._index[first:last], self._table, end - begin, self._fmt.exponent_dtype
-        )
+        try:
+            exponents = rans.decode(
+                words, self._index[first:last], self._table, end - begin, self._fmt.exponent_bits
+            )
+        except rans.CorruptStream as error:
+            raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
         planes = {
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
             for width, at in self._plane_starts.items()

@@ -45,7 +45,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
 from .lossless import PIECE, Map, Read
-from .plan import Plan, PlannedTensor, make_plan
+from .plan import Plan, PlannedTensor, coded_streams, make_plan
 from .scheme import LOSSLESS, Rule
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore, verify_files
@@ -123,6 +123,7 @@ def compress(
         plan = make_plan(source, rules, workers)
         job = _Compression(source, plan, workers, verify, on_bytes)
         if checkpoint.is_file:
+            _refuse_folder(dst)
             _refuse_existing(dst, overwrite)
             with writing(dst):
                 dst.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +142,7 @@ def require_plain(source: TensorSource, dst: Path) -> None:
     if source.is_compressed:
         raise NeuzipError(f"{path}: is compressed already", "to restore it: neuzip decompress SRC DST")
     _refuse_nesting(path, dst)
+    _require_name(dst)
     if any(f.startswith(OWN_FOLDER + "/") for f in source.checkpoint.others):
         raise NeuzipError(f"{path}: has a folder {OWN_FOLDER!r} of its own", "rename it first")
 
@@ -212,7 +214,7 @@ class _Compression:
                     "repeat the command that began it, or give --overwrite to begin anew",
                 )
             for entry in work.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                _remove(entry)
         if not path.exists():
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,8 +240,7 @@ class _Compression:
     def container(self, file: str, path: Path) -> None:
         """Write the container of one weight file to `path`, and check it."""
         planned = self._plan.of_file(file)
-        normalisers = any(t.scheme.block_size is not None for t in planned)
-        writer = ContainerWriter(path, self._source.header(file), normalisers)
+        writer = ContainerWriter(path, self._source.header(file), coded_streams(planned))
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
             for t, (record, streams) in ahead(self._encoded([t for t in planned if t.alias_of is None])):
@@ -366,6 +367,8 @@ class _Compression:
             if file in rewritten:
                 write_file(work / file, rewritten[file])
         write_file(work / MANIFEST_PATH, stored_files_to_json(stored))
+        originals = {f"{ORIGINAL_FOLDER}/{file}" for file in rewritten}
+        _refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH})
 
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
@@ -459,7 +462,9 @@ def decompress(
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
         _refuse_nesting(checkpoint.path, dst)
+        _require_name(dst)
         if checkpoint.is_file:
+            _refuse_folder(dst)
             _refuse_existing(dst, overwrite)
             with writing(dst):
                 dst.parent.mkdir(parents=True, exist_ok=True)
@@ -503,6 +508,7 @@ def _restore_folder(
                 else:
                     folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
                     copy_file(checkpoint.root / (folder + name), target)
+        _refuse_strangers(work, set(stored))
         publish(work, dst)
     return len(stored)
 
@@ -564,7 +570,9 @@ def writing(path: Path) -> Iterator[None]:
                 f"{path}: no space left on the disk",
                 "free some space and repeat the command: it goes on where it stopped",
             ) from error
-        raise NeuzipError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
+        raise NeuzipError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 @contextmanager
@@ -593,21 +601,21 @@ def publish(work: Path, dst: Path) -> None:
         for folder in (work, *(p for p in work.rglob("*") if p.is_dir())):
             _sync_folder(folder)
         old = _old(dst)
-        if dst.exists():
+        if os.path.lexists(dst):
             os.replace(dst, old)
         os.replace(work, dst)
         _sync_folder(dst.parent)
-        if old.exists():
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        if os.path.lexists(old):
+            _remove(old)
 
 
 def recover(dst: Path) -> None:
     """Undo a `publish` that was killed half-way: the older folder gets its name back."""
     old = _old(dst)
-    if old.exists():
+    if os.path.lexists(old):
         with writing(dst):
-            if dst.exists():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            if os.path.lexists(dst):
+                _remove(old)
             else:
                 os.replace(old, dst)
 
@@ -633,14 +641,52 @@ def copy_file(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
+def _remove(path: Path) -> None:
+    """Delete a file, a folder, or a link but not what it leads to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _require_name(dst: Path) -> None:
+    """Raise NeuzipError for a DST that nothing new can be called."""
+    if dst.name in ("", ".."):
+        raise NeuzipError(f"{dst}: has no name of its own", "end DST with the name of what is to be made")
+    try:
+        os.lstat(_partial(dst))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+
+
+def _refuse_folder(dst: Path) -> None:
+    if dst.is_dir():
+        raise NeuzipError(f"{dst}: is a folder", "end DST with the name of the file that is to be made")
+
+
+def _refuse_strangers(work: Path, expected: set[str]) -> None:
+    """Raise NeuzipError unless a finished workspace holds exactly the files that it should."""
+    found = {p.relative_to(work).as_posix() for p in _files(work)}
+    for name in sorted(found ^ expected):
+        problem = (
+            "is left from something else"
+            if name in found
+            else "was lost: are there names that differ in case?"
+        )
+        raise NeuzipError(f"{work / name}: {problem}", f"remove {work} and repeat the command")
+
+
 def _refuse_existing(dst: Path, overwrite: bool) -> None:
-    if dst.exists() and not overwrite and not (dst.is_dir() and not any(dst.iterdir())):
+    empty = dst.is_dir() and not dst.is_symlink() and not any(dst.iterdir())
+    if os.path.lexists(dst) and not overwrite and not empty:
         raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
 
 
 def _refuse_nesting(src: Path, dst: Path) -> None:
     """Neither may contain the other: a run must not read what it writes, nor replace its source."""
-    a, b = src.resolve(), dst.resolve()
+    try:
+        a, b = src.resolve(), dst.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name that a file can have
+        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
     if a == b or a in b.parents or b in a.parents:
         raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
 

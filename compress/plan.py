@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from neuzip.formats.checkpoint import config_files, index_files
-from neuzip.formats.container import STREAM_DTYPES, header_room
+from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, has_non_finite
@@ -18,6 +18,9 @@ from . import lossless, truncated
 from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
 from .source import SourceTensor, TensorSource
 from .workers import Workers
+
+CODED_MINIMUM = 4096
+"""Bytes from which on coding can pay."""
 
 ALIAS_MINIMUM = 4096
 """Bytes from which on equal tensors are stored once."""
@@ -55,6 +58,15 @@ class Plan:
         return [t for t in self.tensors if t.tensor.file == file]
 
 
+def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
+    """The streams that tensors of one file may get."""
+    return {
+        t.tensor.name: streams_of(t.scheme.block_size)
+        for t in planned
+        if t.scheme.kind != "raw" and t.alias_of is None
+    }
+
+
 def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, predict: bool = False) -> Plan:
     """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples."""
     planned = [
@@ -80,6 +92,8 @@ def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
         return PlannedTensor(tensor, scheme)
     if fmt is None:
         return PlannedTensor(tensor, RAW, f"{tensor.info.dtype} has no exponent to code")
+    if tensor.info.nbytes < CODED_MINIMUM:
+        return PlannedTensor(tensor, RAW, "too small to shrink")
     if scheme.mantissa_bits is not None and scheme.mantissa_bits >= fmt.mantissa_bits:
         return PlannedTensor(tensor, LOSSLESS, f"{fmt.name} has {fmt.mantissa_bits} mantissa bits")
     if scheme.block_size is not None and not truncated.normalisable(fmt):
@@ -148,7 +162,7 @@ def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor])
     """The size of a container: tensors, names and records."""
     header = source.header(file)
     zeros = "0" * 16
-    streams = {stream: zeros for stream in STREAM_DTYPES if stream != "normaliser"}
+    streams = dict.fromkeys(streams_of(None), zeros)
     records = {
         t.tensor.name: TensorRecord("raw", zeros)
         if t.scheme.kind == "raw"
@@ -157,5 +171,8 @@ def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor])
     }
     manifest = Manifest(zeros, records).to_bytes()
     return (
-        header_room(header, False) + len(header.raw) + len(manifest) + sum(t.predicted or 0 for t in planned)
+        header_room(header, coded_streams(planned))
+        + len(header.raw)
+        + len(manifest)
+        + sum(t.predicted or 0 for t in planned)
     )

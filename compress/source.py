@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +39,24 @@ class SourceTensor:
         """Its name in the checkpoint."""
         return self.info.name
 
-    def pieces(self) -> list[tuple[int, int]]:
+    def pieces(self) -> Sequence[tuple[int, int]]:
         """Byte ranges that cover it, cut where the coder cuts."""
-        width = PIECE * DTYPE_BITS.get(self.info.dtype, 8) // 8
-        return [(at, min(at + width, self.info.nbytes)) for at in range(0, self.info.nbytes, width)]
+        return _Pieces(self.info.nbytes, PIECE * DTYPE_BITS.get(self.info.dtype, 8) // 8)
+
+
+@dataclass(frozen=True)
+class _Pieces(Sequence[tuple[int, int]]):
+    """Ranges of `width` bytes that cover `total`. Not a list: `total` may be what a hostile header claims."""
+
+    total: int
+    width: int
+
+    def __len__(self) -> int:
+        return -(-self.total // self.width)
+
+    def __getitem__(self, i: Any) -> Any:
+        start = range(0, self.total, self.width)[i]
+        return start, min(start + self.width, self.total)
 
 
 class TensorSource:
@@ -121,13 +136,15 @@ class TensorSource:
         path = self.checkpoint.root / tensor.file
         folder = tensor.file[: tensor.file.rfind("/") + 1]
         file = folder + record.alias_file if record.alias_file is not None else tensor.file
+        if file not in self._files and os.path.isfile(self.checkpoint.root / file):
+            self._files[file] = open_weights(self.checkpoint.root / file)  # a shard beside a single file
         other = self._files.get(file)
         if not isinstance(other, Container):
             raise FormatError(
                 path, f"its data is in {file!r}, which is not here", tensor=tensor.name, field="file"
             )
         info = other.original.tensors.get(record.alias_of or "")
-        if info is None or (info.dtype, info.shape) != (tensor.info.dtype, tensor.info.shape):
+        if info is None or not info.same_kind(tensor.info):
             raise FormatError(path, f"no tensor of this kind in {file!r}", tensor=tensor.name, field="of")
         target = SourceTensor(file, info, other.manifest.tensors[info.name])
         if target.record is not None and target.record.scheme == "alias":

@@ -12,6 +12,7 @@ import xxhash
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
+from neuzip.formats.container import Container
 from neuzip.kernels.float_fields import FORMATS
 
 from .source import Bytes, SourceTensor, TensorSource
@@ -107,12 +108,17 @@ def verify_files(source: TensorSource) -> int:
         return len(source.checkpoint.weights)
     root = source.checkpoint.root
     stored = read_stored_files(root)
+    present = {*source.checkpoint.weights, *source.checkpoint.others}
     for name, file in stored.items():
-        path = root / (f"{ORIGINAL_FOLDER}/{name}" if file.kind == "rewritten" else name)
-        if not path.is_file():
+        place = f"{ORIGINAL_FOLDER}/{name}" if file.kind == "rewritten" else name
+        path = root / place
+        if place not in present:
             raise FormatError(path, "is missing")
-        if file.checksum is not None and file_checksum(path) != file.checksum:
-            raise FormatError(path, f"does not have the checksum {file.checksum}: the file is damaged")
+        if file.kind == "container":
+            if not isinstance(source.opened(name), Container):
+                raise FormatError(path, "is not the container that the folder's manifest says it is")
+        elif path.stat().st_size != file.nbytes or file_checksum(path) != file.checksum:
+            raise FormatError(path, "does not have the checksum of the folder's manifest: it is damaged")
     listed = {name for name, file in stored.items() if file.kind == "container"}
     for name in source.checkpoint.weights:
         if name not in listed:
@@ -122,7 +128,10 @@ def verify_files(source: TensorSource) -> int:
 
 def require_same_tensors(a: TensorSource, b: TensorSource) -> None:
     """Raise VerificationError unless two checkpoints have the same tensors, by file, dtype and shape."""
-    kinds = [{(_file(s, t), t.name): (t.info.dtype, t.info.shape) for t in s.tensors()} for s in (a, b)]
+    kinds = [
+        {(_file(s, t), t.name): (t.info.dtype, t.info.shape, t.info.nbytes) for t in s.tensors()}
+        for s in (a, b)
+    ]
     for key in sorted(set(kinds[0]) | set(kinds[1])):
         if kinds[0].get(key) != kinds[1].get(key):
             raise VerificationError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .container import stream_name
-from .manifest import VERSION, TensorRecord, check_requirements, is_safe_path
-from .tensor_file import parse_json
+from .manifest import VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
+from .tensor_file import MAX_HEADER, parse_json
 
 OWN_FOLDER = "neuzip"
 MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
@@ -32,6 +33,9 @@ ORIGINAL_FOLDER = f"{OWN_FOLDER}/original"
 SKIPPED_FOLDERS = (".git", ".cache/huggingface")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CHUNK = 1 << 24
+MAX_DEPTH = 32
+MAX_ENTRIES = 100_000
+"""Folders below each other, and files and folders in all: links can make a small folder look endless."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ class Checkpoint:
 def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """List the files of a checkpoint. Raises NeuzipError when there are no safetensors to be found."""
     path = Path(path)
-    if not path.exists():
+    try:
+        exists, is_file = path.exists(), path.is_file()
+    except OSError as error:
+        raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
+    if not exists:
         raise NeuzipError(f"{path}: no such file or folder", "give a folder, a .safetensors file or a Hub id")
-    if path.is_file():
+    if is_file:
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
         if path.suffix != ".safetensors":
@@ -81,7 +89,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 path / pickles[0], "is a pickle, and there are no .safetensors files", hint=_CONVERT
             )
         raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
-    checkpoint = Checkpoint(path, path, weights, tuple(f for f in files if f not in weights))
+    checkpoint = Checkpoint(path, path, weights, tuple(f for f in files if not f.endswith(".safetensors")))
     for index in index_files(checkpoint):
         read_weight_map(checkpoint, index)
     return checkpoint
@@ -90,16 +98,28 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 _CONVERT = "load the model with transformers where you trust it: save_pretrained writes safetensors"
 
 
+_INDEX = re.compile(r"\.safetensors\.index(\.[^/]+)?\.json\Z")
+
+
 def _walk(root: Path) -> Iterator[str]:
-    def visit(folder: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[str]:
+    seen = 0
+
+    def visit(folder: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+        nonlocal seen
         try:
-            real = folder.resolve(strict=True)
+            status = folder.stat()
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
-        except (OSError, RuntimeError) as error:
-            raise FormatError(folder, f"cannot be listed: {error}") from error
+        except OSError as error:
+            raise FormatError(folder, f"cannot be listed: {error.strerror}") from error
+        real = status.st_dev, status.st_ino
         if real in above:
             raise FormatError(folder, "is a symbolic link to a folder above it")
+        if len(above) > MAX_DEPTH:
+            raise FormatError(root, f"has folders more than {MAX_DEPTH} deep")
         for entry in entries:
+            seen += 1
+            if seen > MAX_ENTRIES:
+                raise FormatError(root, f"has more than {MAX_ENTRIES} files and folders")
             name = prefix + entry.name
             if name in SKIPPED_FOLDERS or entry.name == ".git":
                 continue
@@ -122,26 +142,23 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def index_files(checkpoint: Checkpoint) -> list[str]:
-    """The JSON files that map tensors to shards, such as model.safetensors.index.json."""
-    return [
-        f
-        for f in checkpoint.others
-        if f.endswith(".json") and ".safetensors.index." in f and not f.startswith(OWN_FOLDER + "/")
-    ]
+    """The JSON files that map tensors to shards: *.safetensors.index.json, or with a variant before .json."""
+    own = OWN_FOLDER + "/"
+    return [f for f in checkpoint.others if _INDEX.search(f) and not f.startswith(own)]
 
 
 def read_weight_map(checkpoint: Checkpoint, index: str) -> dict[str, str]:
     """The weight_map of an index file: tensor -> shard, a path inside the index's folder."""
     path = checkpoint.root / index
-    document = parse_json(path.read_bytes(), path)
+    document = parse_json(_read_limited(path), path)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError(path, "not an object", field="weight_map")
-    folder = _folder(index)
+    folder, weights = _folder(index), frozenset(checkpoint.weights)
     for tensor, shard in weight_map.items():
         if not is_safe_path(shard):
             raise FormatError(path, f"{shard!r} leaves the folder", tensor=tensor, field="weight_map")
-        if folder + shard not in checkpoint.weights:
+        if folder + shard not in weights:
             raise FormatError(path, f"the shard {shard!r} is missing", tensor=tensor, field="weight_map")
     return weight_map
 
@@ -151,7 +168,8 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
 
     `records[file][tensor]` says how a tensor is stored.
     """
-    document = parse_json((checkpoint.root / index).read_bytes(), index)
+    path = checkpoint.root / index
+    document = parse_json(_read_limited(path), path)
     weight_map: dict[str, str] = {}
     for tensor, shard in document["weight_map"].items():
         record = records[_folder(index) + shard].get(tensor)
@@ -159,7 +177,7 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
             continue
         streams = record.streams if record is not None else {}
         weight_map |= {stream_name(tensor, s): shard for s in streams} or {tensor: shard}
-    return _pretty(document | {"weight_map": weight_map})
+    return _pretty(document | {"weight_map": weight_map}, path)
 
 
 def config_files(checkpoint: Checkpoint) -> list[str]:
@@ -174,7 +192,9 @@ def rewritten_config(checkpoint: Checkpoint, config: str, lossless: bool) -> byt
     """A config.json that says how its weights are stored, in the words of transformers."""
     path = checkpoint.root / config
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(_read_limited(path))
+    except RecursionError as error:
+        raise FormatError(path, "the JSON is nested too deeply") from error
     except ValueError as error:
         raise FormatError(path, f"the JSON is broken: {error}") from error
     if not isinstance(document, dict):
@@ -182,7 +202,7 @@ def rewritten_config(checkpoint: Checkpoint, config: str, lossless: bool) -> byt
     how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
     if "quantization_config" in document:
         how["original"] = document["quantization_config"]
-    return _pretty(document | {"quantization_config": how})
+    return _pretty(document | {"quantization_config": how}, path)
 
 
 @dataclass(frozen=True)
@@ -204,21 +224,19 @@ def stored_files_to_json(files: dict[str, StoredFile]) -> bytes:
         entries[path] = {"kind": file.kind}
         if file.kind != "container":
             entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
-    return _pretty({"version": VERSION, "files": entries})
+    return _pretty({"version": VERSION, "files": entries}, MANIFEST_PATH)
 
 
 def read_stored_files(root: Path) -> dict[str, StoredFile]:
     """Read and check a compressed folder's manifest. Raises FormatError."""
     path = root / MANIFEST_PATH
-    try:
-        document = parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise FormatError(path, f"cannot be read: {error.strerror}") from error
+    document = parse_json(_read_limited(path), path)
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise FormatError(path, "not an object with files")
-    if document.get("version") != VERSION:
+    version = document.get("version")
+    if version != VERSION or type(version) is not int:
         raise FormatError(
-            path, f"format version {document.get('version')!r}; this neuzip reads version {VERSION}",
+            path, f"format version {version!r}; this neuzip reads version {VERSION}",
             field="version", hint="update neuzip to read it",
         )  # fmt: skip
     check_requirements(document, path)
@@ -228,13 +246,15 @@ def read_stored_files(root: Path) -> dict[str, StoredFile]:
             raise FormatError(path, f"{name!r} is not a path inside the folder", field="files")
         kind = entry.get("kind") if isinstance(entry, dict) else None
         if kind not in ("container", "carried", "rewritten"):
-            raise FormatError(path, f"{kind!r} is not a kind of file", tensor=name, field="kind")
+            raise FormatError(path, f"{kind!r} is not a kind of file (of {name!r})", field="kind")
         if kind == "container":
+            if not name.endswith(".safetensors"):
+                raise FormatError(path, f"{name!r} cannot be a container", field="kind")
             files[name] = StoredFile(kind)
             continue
         nbytes, check = entry.get("bytes"), entry.get("checksum")
-        if type(nbytes) is not int or not isinstance(check, str):
-            raise FormatError(path, f"the file {name!r} lacks bytes or checksum", field="files")
+        if type(nbytes) is not int or nbytes < 0 or not isinstance(check, str) or not is_checksum(check):
+            raise FormatError(path, f"the file {name!r} lacks a valid bytes or checksum", field="files")
         files[name] = StoredFile(kind, nbytes, check)
     return files
 
@@ -242,10 +262,25 @@ def read_stored_files(root: Path) -> dict[str, StoredFile]:
 def file_checksum(path: Path) -> str:
     """xxh3-64 of a file's content."""
     digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise FormatError(path, f"cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def _read_limited(path: Path) -> bytes:
+    """A JSON file's content, which may be as long as a safetensors header."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_HEADER + 1)
+    except OSError as error:
+        raise FormatError(path, f"cannot be read: {error.strerror}") from error
+    if len(text) > MAX_HEADER:
+        raise FormatError(path, f"has more than {MAX_HEADER} bytes, which is no sensible JSON")
+    return text
 
 
 def _folder(path: str) -> str:
@@ -253,5 +288,8 @@ def _folder(path: str) -> str:
     return path[: path.rfind("/") + 1]
 
 
-def _pretty(document: object) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()
+def _pretty(document: object, file: str | os.PathLike[str]) -> bytes:
+    try:
+        return (json.dumps(document, indent=2) + "\n").encode()
+    except RecursionError as error:
+        raise FormatError(file, "the JSON is nested too deeply") from error

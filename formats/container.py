@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from neuzip.errors import FormatError
+from neuzip.errors import FormatError, NeuzipError
 
 from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
-from .tensor_file import Header, TensorFile, TensorInfo, parse_header
+from .tensor_file import MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
 
 Stream = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
@@ -48,6 +48,11 @@ def checksum(data: npt.NDArray[np.generic] | bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
 
 
+def streams_of(block_size: int | None) -> list[str]:
+    """The streams of a coded tensor with or without a normaliser."""
+    return [s for s in STREAM_DTYPES if s != "normaliser" or block_size is not None]
+
+
 class ContainerWriter:
     """Writes one container file: coded tensors first, raw ones after them, the manifest last.
 
@@ -55,13 +60,23 @@ class ContainerWriter:
     safetensors allows. Nothing is flushed to disk before `close`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], original: Header, normalisers: bool = False) -> None:
-        """Open `path` for the tensors of `original`. `normalisers` says that some have that stream."""
+    def __init__(
+        self, path: str | os.PathLike[str], original: Header, streams: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Open `path` for the tensors of `original`. `streams[name]` are those that a tensor may get.
+
+        Raises NeuzipError when there are too many tensors for the header of one safetensors file.
+        """
         self.path = Path(path)
         self._original = original
         self._entries: dict[str, TensorInfo] = {}
         self._records: dict[str, TensorRecord] = {}
-        self._room = header_room(original, normalisers)
+        self._room = header_room(original, streams)
+        if self._room - 8 > MAX_HEADER:
+            raise NeuzipError(
+                f"{self.path}: the names of its streams take more than safetensors' {MAX_HEADER} bytes",
+                "give --exclude for many of the smaller tensors, or split the file",
+            )
         self._offset = 0
         self._file: BinaryIO = open(self.path, "wb")
         self._file.seek(self._room)
@@ -135,13 +150,15 @@ class ContainerWriter:
         self._offset += nbytes
 
 
-def header_room(original: Header, normalisers: bool) -> int:
-    """An upper bound on the header of a container, its length field included, from the largest entries."""
-    streams = [s for s in STREAM_DTYPES if normalisers or s != "normaliser"]
+def header_room(original: Header, streams: Mapping[str, Sequence[str]]) -> int:
+    """An upper bound on the header of a container, its length field included.
+
+    `streams[name]` are those that a tensor may get; it may still turn out raw.
+    """
     limit = 2 * original.data_bytes + (1 << 30)
     widest: dict[str, tuple[str, list[int]]] = {}
     for t in original.tensors.values():
-        coded = {stream_name(t.name, s): ("U16", [limit]) for s in streams}
+        coded = {stream_name(t.name, s): ("U16", [limit]) for s in streams.get(t.name, ())}
         raw = {t.name: (t.dtype, list(t.shape))}
         widest |= max((coded, raw), key=lambda entries: len(_json(entries)))
     widest[HEADER_ENTRY] = widest[MANIFEST_ENTRY] = ("U8", [limit])
@@ -177,6 +194,12 @@ class Container:
                 self.path, f"format version {metadata['neuzip']!r}; this neuzip reads version {VERSION}",
                 field="neuzip", hint="update neuzip to read it",
             )  # fmt: skip
+        if metadata.get("format") != "pt":
+            raise FormatError(self.path, f"{metadata.get('format')!r} instead of 'pt'", field="format")
+        if self._file.data_start % ALIGNMENT:
+            raise FormatError(
+                self.path, f"the data do not begin at a multiple of {ALIGNMENT}", field="header length"
+            )
         text = self._entry_bytes(MANIFEST_ENTRY)
         if checksum(text) != metadata.get("neuzip_manifest"):
             raise FormatError(self.path, "does not have the checksum in the metadata", field=MANIFEST_ENTRY)
@@ -192,8 +215,10 @@ class Container:
 
     def _entry_bytes(self, name: str) -> bytes:
         info = self._file.header.tensors.get(name)
-        if info is None or info.dtype != "U8":
-            raise FormatError(self.path, "is missing", field=name)
+        if info is None or info.dtype != "U8" or len(info.shape) != 1:
+            raise FormatError(self.path, "is missing, or no array of U8", field=name)
+        if info.nbytes > 8 + MAX_HEADER:
+            raise FormatError(self.path, f"{info.nbytes} bytes are too many", field=name)
         return self._file.read(info).tobytes()
 
     def _check_entries(self) -> None:
@@ -201,20 +226,32 @@ class Container:
         if set(self.manifest.tensors) != set(self.original.tensors):
             raise FormatError(self.path, "the manifest and the original's header list different tensors")
         expected = {HEADER_ENTRY, MANIFEST_ENTRY}
+
+        def expect(entry: str, tensor: str) -> None:
+            if entry in expected:
+                raise FormatError(
+                    self.path, "is wanted twice, under the same name", tensor=tensor, field=entry
+                )
+            expected.add(entry)
+
         for name, record in self.manifest.tensors.items():
             info = self.original.tensors[name]
             if record.scheme == "raw":
+                expect(name, name)
                 self._check_entry(name, name, info.dtype, info.shape)
-                expected.add(name)
+                if self._file.header.tensors[name].nbytes != info.nbytes:
+                    raise FormatError(
+                        self.path, f"has not the {info.nbytes} bytes of the original", tensor=name
+                    )
             elif record.scheme == "alias":
                 self._check_alias(info, record)
             else:
-                wanted = [s for s in STREAM_DTYPES if s != "normaliser" or record.block_size is not None]
-                if list(record.streams) != wanted:
+                wanted = streams_of(record.block_size)
+                if set(record.streams) != set(wanted):
                     raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
                 for stream in wanted:
+                    expect(stream_name(name, stream), name)
                     self._check_entry(stream_name(name, stream), name, STREAM_DTYPES[stream], None)
-                expected |= {stream_name(name, stream) for stream in wanted}
         for extra in sorted(set(self._file.header.tensors) - expected):
             raise FormatError(self.path, "belongs to no tensor of the manifest", field=extra)
 
@@ -235,7 +272,7 @@ class Container:
         """An alias in this file points at a stored tensor of the same kind. Others are checked on reading."""
         if record.alias_file is None:
             target = self.original.tensors.get(record.alias_of or "")
-            if target is None or (target.dtype, target.shape) != (info.dtype, info.shape):
+            if target is None or not target.same_kind(info):
                 raise FormatError(self.path, "no tensor of this kind", tensor=info.name, field="of")
             if self.manifest.tensors[target.name].scheme == "alias":
                 raise FormatError(self.path, "an alias of an alias", tensor=info.name, field="of")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,7 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
         )  # fmt: skip
     check_requirements(document, file)
     header = document.get("header")
-    if not isinstance(header, str) or not _is_checksum(header):
+    if not isinstance(header, str) or not is_checksum(header):
         raise FormatError(file, f"{header!r} is not a checksum", field="header")
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
@@ -141,7 +142,7 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
             file, f"unknown scheme {scheme!r}", tensor=name, field="scheme",
             hint="update neuzip to read it",
         )  # fmt: skip
-    if not _is_checksum(entry.get("checksum")):
+    if not is_checksum(entry.get("checksum")):
         raise bad("checksum")
     if scheme == "alias":
         if not isinstance(entry.get("of"), str):
@@ -149,7 +150,7 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
         alias_file, original = entry.get("file"), entry.get("original")
         if alias_file is not None and not is_safe_path(alias_file):
             raise bad("file")
-        if original is not None and not _is_checksum(original):
+        if original is not None and not is_checksum(original):
             raise bad("original")
         return TensorRecord(
             scheme, entry["checksum"], original=original, alias_of=entry["of"], alias_file=alias_file
@@ -159,17 +160,18 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
     mantissa_bits, streams = entry.get("mantissa_bits"), entry.get("streams")
     if type(mantissa_bits) is not int or not 0 <= mantissa_bits <= 52:
         raise bad("mantissa_bits")
-    if not isinstance(streams, dict) or not all(_is_checksum(c) for c in streams.values()):
+    if not isinstance(streams, dict) or not all(is_checksum(c) for c in streams.values()):
         raise bad("streams")
     if scheme == "lossless":
         return TensorRecord(scheme, entry["checksum"], mantissa_bits, streams=streams)
     block_size, original, loss = entry.get("block_size"), entry.get("original"), entry.get("loss")
     if block_size is not None and (type(block_size) is not int or not is_block_size(block_size)):
         raise bad("block_size")
-    if not _is_checksum(original):
+    if not is_checksum(original):
         raise bad("original")
     if not isinstance(loss, dict) or not all(
-        type(loss.get(k)) in (int, float) and loss[k] >= 0 for k in ("max_relative", "rms_relative")
+        type(loss.get(k)) in (int, float) and 0 <= loss[k] <= sys.float_info.max
+        for k in ("max_relative", "rms_relative")
     ):
         raise bad("loss")
     return TensorRecord(
@@ -190,5 +192,6 @@ def is_safe_path(path: object) -> bool:
     return all(part not in ("", ".", "..") for part in path.split("/"))
 
 
-def _is_checksum(value: object) -> bool:
+def is_checksum(value: object) -> bool:
+    """Whether `value` is an xxh3-64 as 16 lower-case hexadecimal digits."""
     return isinstance(value, str) and _HEX.match(value) is not None

@@ -1,6 +1,6 @@
 """The page that describes a compressed checkpoint on the Hub, written from its manifests.
 
-A card is new metadata, a summary of what compression did, and below it the original's own page, if it has one.
+A card is new metadata, a summary of what compression did, and below it the original's own page if it has one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from neuzip.errors import FormatError
 
 from .checkpoint import ORIGINAL_FOLDER, Checkpoint
 from .container import Container
 from .manifest import Loss, TensorRecord
 
 CARD = "README.md"
-ENDING = "<!-- This page was written by neuzip. Below the line is the original's. -->"
+ENDING = "<!-- neuzip wrote this page as far as this line -->"
 
 KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "base_model")
-"""What the original's metadata still says of the compressed checkpoint. Its evaluation results are not among it."""
+"""What of the original's metadata holds for the compressed checkpoint. Evaluation results need not."""
 
 _METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -43,20 +40,28 @@ class Part:
 
 
 def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str) -> str:
-    """The card of a compressed folder. `original` is the original's own, or empty; `source` what to restore from."""
+    """The card of a compressed folder, restored from `source`. `original` is the original's, or empty."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     metadata, text = split_card(original)
     base_model = metadata.get("base_model") or _base_model(checkpoint)
-    stored = [t for file in checkpoint.weights for t in _tensors(checkpoint.root / file)]
-    rounded = [(t.name, t.scheme, t.loss) for t in stored if t.loss is not None]
-    original_bytes = sum(_original_bytes(path) for path in checkpoint.weight_paths())
-    stored_bytes = sum(path.stat().st_size for path in checkpoint.weight_paths())
+    stored: dict[tuple[str, str], _Stored] = {}
+    original_bytes = stored_bytes = 0
+    for file in checkpoint.weights:
+        with Container(checkpoint.root / file) as container:
+            stored |= {(file, tensor.name): tensor for tensor in _tensors(file, container)}
+            original_bytes += len(container.original.raw) + container.original.data_bytes
+            stored_bytes += container.path.stat().st_size
+    rounded = []
+    for tensor in stored.values():
+        holder = stored.get(tensor.holder) if tensor.holder is not None else tensor
+        if holder is not None and holder.loss is not None:
+            rounded.append((tensor.name, tensor.scheme, holder.loss))
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
-        autoescape=False,  # noqa: S701  Markdown; what others wrote in it is quoted by the filters
+        autoescape=False,  # it is Markdown; the filters quote what others wrote
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -64,14 +69,16 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
     environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
     return environment.get_template("model_card.md.j2").render(
         metadata=_new_metadata(metadata, base_model, lossless=not rounded),
-        base_model=", ".join(_listed(base_model)),
+        base_models=_listed(base_model),
         repo_id=repo_id,
         source=source,
         lossless=not rounded,
         files=len(checkpoint.weights),
         tensors=len(stored),
-        total=Part("", "", len(stored), sum(t.weights for t in stored), original_bytes, stored_bytes),
-        parts=_parts(stored),
+        total=Part(
+            "", "", len(stored), sum(t.weights for t in stored.values()), original_bytes, stored_bytes
+        ),
+        parts=_parts(stored.values()),
         rounded=rounded,
         max_relative=max((loss.max_relative for *_, loss in rounded), default=0.0),
         rms_relative=max((loss.rms_relative for *_, loss in rounded), default=0.0),
@@ -81,7 +88,9 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
 
 
 def split_card(card: str) -> tuple[Metadata, str]:
-    """A card's metadata, strings and lists of strings only, and its text. Metadata that is no YAML counts as none.
+    """A card's metadata, as far as it is strings and lists of strings, and its text.
+
+    Metadata that is not YAML counts as none.
 
     >>> split_card("---\\nlicense: mit\\nlanguage: [no, en]\\n---\\n# Model\\n")
     ({'license': 'mit', 'language': ['no', 'en']}, '# Model\\n')
@@ -98,9 +107,8 @@ def split_card(card: str) -> tuple[Metadata, str]:
         return {}, card[match.end() :]
     metadata: Metadata = {}
     for key, value in loaded.items() if isinstance(loaded, dict) else ():
-        if isinstance(value, str) and value:
-            metadata[key] = value
-        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        strings = [value] if isinstance(value, str) else value
+        if isinstance(strings, list) and strings and all(isinstance(s, str) and s for s in strings):
             metadata[key] = value
     return metadata, card[match.end() :]
 
@@ -121,7 +129,7 @@ def _base_model(checkpoint: Checkpoint) -> str | None:
         if file in checkpoint.others:
             try:
                 name = json.loads((checkpoint.root / file).read_bytes())["_name_or_path"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return None
             return name if isinstance(name, str) and _REPO_ID.fullmatch(name) else None
     return None
@@ -129,6 +137,8 @@ def _base_model(checkpoint: Checkpoint) -> str | None:
 
 @dataclass(frozen=True)
 class _Stored:
+    """A tensor; `holder` is the file and name of the one with its bytes, if that is another."""
+
     name: str
     dtype: str
     scheme: str
@@ -136,27 +146,27 @@ class _Stored:
     original_bytes: int
     stored_bytes: int
     loss: Loss | None
+    holder: tuple[str, str] | None
 
 
-def _tensors(path: Path) -> Iterator[_Stored]:
-    with Container(path) as container:
-        for info in container.original.in_file_order:
-            record = container.manifest.tensors[info.name]
-            yield _Stored(
-                info.name, info.dtype, _scheme(record), info.numel, info.nbytes,
-                container.stored_bytes(info.name), record.loss,
-            )  # fmt: skip
-
-
-def _original_bytes(path: Path) -> int:
-    with Container(path) as container:
-        return len(container.original.raw) + container.original.data_bytes
+def _tensors(file: str, container: Container) -> Iterator[_Stored]:
+    for info in container.original.in_file_order:
+        record = container.manifest.tensors[info.name]
+        holder = None
+        if record.alias_of is not None:
+            folder = file[: file.rfind("/") + 1]
+            holder = (file if record.alias_file is None else folder + record.alias_file, record.alias_of)
+        yield _Stored(
+            info.name, info.dtype, _scheme(record), info.numel, info.nbytes,
+            container.stored_bytes(info.name), record.loss, holder,
+        )  # fmt: skip
 
 
 def _scheme(record: TensorRecord) -> str:
     if record.scheme == "truncated":
         normalised = f" in blocks of {record.block_size}" if record.block_size is not None else ""
-        return f"{record.mantissa_bits} mantissa bits{normalised}"
+        bits = "1 mantissa bit" if record.mantissa_bits == 1 else f"{record.mantissa_bits} mantissa bits"
+        return bits + normalised
     return {"raw": "stored as it is", "alias": "shared with another tensor"}.get(record.scheme, record.scheme)
 
 

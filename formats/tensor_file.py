@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,10 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.stop - self.start
+
+    def same_kind(self, other: TensorInfo) -> bool:
+        """Whether both have the same dtype, shape and size (which an unknown dtype leaves open)."""
+        return (self.dtype, self.shape, self.nbytes) == (other.dtype, other.shape, other.nbytes)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,8 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: to open a named pipe would wait for its writer.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise FormatError(path, f"cannot be read: {error.strerror}") from error
         try:
@@ -167,7 +173,10 @@ class TensorFile:
             raise
 
     def _read_header(self) -> Header:
-        size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(self.path, "is not a regular file")
+        size = status.st_size
         if size < 8:
             raise FormatError(self.path, f"{size} bytes are too few for a safetensors file")
         length = int.from_bytes(self._pread(0, 8), "little")
@@ -189,7 +198,10 @@ class TensorFile:
         view = target.data
         done = 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise FormatError(self.path, f"cannot be read: {error.strerror}") from error
             if got == 0:
                 raise FormatError(self.path, f"ends at byte {offset + done}: it was cut short while read")
             done += got

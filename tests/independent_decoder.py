@@ -100,6 +100,7 @@ class Header:
         self.end = 8 + int.from_bytes(data[:8], "little")
         must(self.end <= 8 + 100_000_000, f"The header of {what} is too long.")
         must(8 <= self.end <= len(data), f"The header of {what} is cut off.")
+        must(data[8:9] == b"{", f"The header of {what} does not begin with a brace.")
         fields = parse_json(data[8 : self.end], f"The header of {what}")
         self.metadata = fields.pop("__metadata__", {})
         good = isinstance(self.metadata, dict) and all(isinstance(v, str) for v in self.metadata.values())
@@ -120,125 +121,6 @@ class Header:
         for name, (_, _, begin, end) in self.entries.items():
             must(begin == self.size, f"There is a hole or an overlap before entry {name!r} of {what}.")
             self.size = end
-
-
-class Container:
-    """A container whose structure is right. `opened` keeps containers that aliases lead to."""
-
-    def __init__(self, path: Path, opened: dict[Path, Container]) -> None:
-        self.path, self.opened = path, opened
-        opened[path] = self
-        self.data = path.read_bytes()
-        self.header = Header(self.data, "the container")
-        must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
-        filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
-        must(filled, "The header is filled up with something else than spaces.")
-        must(self.header.end + self.header.size == len(self.data), "The entries do not fill the file.")
-
-        metadata = self.header.metadata
-        must("neuzip" in metadata, "This is not a container.")
-        must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
-        must(metadata.get("format") == "pt", 'The metadata `format` is not "pt".')
-        manifest_bytes, self.original_header = self.entry("neuzip:manifest"), self.entry("neuzip:header")
-        check(manifest_bytes, metadata.get("neuzip_manifest"), "neuzip:manifest")
-        manifest = parse_json(manifest_bytes, "The manifest")
-        self.records = check_manifest(manifest)
-        check(self.original_header, manifest.get("header"), "neuzip:header")
-        original = Header(self.original_header, "neuzip:header")
-        must(original.end == len(self.original_header), "neuzip:header is longer than its header.")
-        self.tensors = {name: (dtype, shape) for name, (dtype, shape, _, _) in original.entries.items()}
-        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
-
-        entries = ["neuzip:header", "neuzip:manifest"]
-        for name, record in self.records.items():
-            entries += [name] * (record["scheme"] == "raw")
-            entries += [f"{name}:{stream}" for stream in record.get("streams", ())]
-        must(len(set(entries)) == len(entries), "Two entries have the same name.")
-        must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
-        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:2]}
-        for name, record in self.records.items():
-            if record["scheme"] == "raw":
-                expected[name] = self.tensors[name]
-            elif record["scheme"] != "alias":
-                expected |= self.expected_streams(name)
-        for name, value in expected.items():
-            must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
-
-    def entry(self, name: str) -> bytes:
-        must(name in self.header.entries, f"There is no entry {name!r}.")
-        begin, end = self.header.entries[name][2:]
-        return self.data[self.header.end + begin : self.header.end + end]
-
-    def words(self, name: str) -> np.ndarray:
-        must(self.header.entries[name][0] == "U16", f"Entry {name!r} is not U16.")
-        return np.frombuffer(self.entry(name), "<u2").astype(np.int64)
-
-    def expected_streams(self, name: str) -> dict[str, tuple[str, list[int]]]:
-        """Sections 4 and 5: dtype and shape of every stream of a tensor."""
-        record, (dtype, shape) = self.records[name], self.tensors[name]
-        n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
-        must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
-        must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
-        must(B is None or dtype in ("BF16", "F16", "F32", "F64"), f"{dtype} has no block_size.")
-        table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
-        must(len(table) >= 3, f"The table of {name!r} is too short.")
-        lengths = {
-            "table": 2 * (3 + int(table[1]) + int(table[2])),
-            "index": 2 * ceil_div(n, 16384),
-            "words": 2 * int(index[: ceil_div(n, 16384)].sum()),
-            "sign_mantissa": sum(pad16(ceil_div(n * width, 8)) for width in plane_widths(1 + k)),
-            "normaliser": ceil_div(n, B or n),
-        }
-        for stream in record["streams"]:
-            padding = self.entry(f"{name}:{stream}")[lengths[stream] :]
-            must(not any(padding), f"The padding of {name}:{stream} is not zero.")
-        return {
-            f"{name}:{stream}": (
-                STREAMS[stream],
-                [pad16(lengths[stream]) // (2 if STREAMS[stream] == "U16" else 1)],
-            )
-            for stream in record["streams"]
-        }
-
-    def tensor(self, name: str) -> bytes:
-        """Section 4: the bytes of a tensor."""
-        record = self.records[name]
-        if record["scheme"] == "raw":
-            restored = self.entry(name)
-        elif record["scheme"] == "alias":
-            path, of = self.path.parent / record.get("file", self.path.name), record["of"]
-            target = self.opened.get(path) or Container(path, self.opened)
-            must(of in target.tensors, f"{name!r} is an alias of {of!r}, which is not there.")
-            must(target.tensors[of] == self.tensors[name], f"{name!r} and {of!r} differ in dtype or shape.")
-            scheme = target.records[of]["scheme"]
-            must(scheme != "alias", f"{name!r} is an alias of the alias {of!r}.")
-            must(("original" in record) == (scheme == "truncated"), f"`original` of {name!r} is wrong.")
-            restored = target.tensor(of)
-        else:
-            for stream, checksum in record["streams"].items():
-                check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
-            restored = self.decode(name).tobytes()
-        check(restored, record["checksum"], f"tensor {name!r}")
-        return restored
-
-    def decode(self, name: str) -> np.ndarray:
-        """Sections 4 to 8: the patterns of a tensor that is lossless or truncated."""
-        record, (dtype, shape) = self.records[name], self.tensors[name]
-        (E, M), k, n = FLOATS[dtype], record["mantissa_bits"], math.prod(shape)
-        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
-        words, blocks = self.words(f"{name}:words"), []
-        for b in range(ceil_div(n, 16384)):
-            blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
-            words = words[index[b] :]
-        exponent = np.concatenate(blocks).astype(np.uint64)
-        field = join_planes(self.entry(f"{name}:sign_mantissa"), n, 1 + k)
-        sign, mantissa = field >> np.uint64(k), (field & np.uint64((1 << k) - 1)) << np.uint64(M - k)
-        pattern = sign << np.uint64(E + M) | exponent << np.uint64(M) | mantissa
-        pattern = np.asarray(pattern, f"<u{(1 + E + M) // 8}")
-        if "block_size" in record:
-            q = np.frombuffer(self.entry(f"{name}:normaliser"), np.uint8)
-            pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
-        return pattern
 
 
 # --- 3. Manifest --------------------------------------------------------------------------------------------
@@ -270,9 +152,14 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             must(good, f"{name!r} has the block_size {B!r}.")
             must(scheme == "truncated" or B is None, f"{name!r} is lossless and has a block_size.")
             streams = set(STREAMS) - ({"normaliser"} if B is None else set())
-            needed += ["streams"] + ["original", "loss"] * (scheme == "truncated")
+            needed += ["original"] * (scheme == "truncated")
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
             must(good, f"{name!r} has not the streams of its scheme.")
+        if scheme == "truncated":
+            loss = record.get("loss")
+            figures = loss if isinstance(loss, dict) else {}
+            for figure in (figures.get("max_relative"), figures.get("rms_relative")):
+                must(type(figure) in (int, float), f"The loss of {name!r} is not two numbers.")
         must(set(needed) <= set(record), f"The record of {name!r} lacks one of {needed}.")
     return dict(records or {})
 
@@ -297,6 +184,18 @@ STREAMS = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8"
 
 def plane_widths(w: int) -> list[int]:
     return [width for width in (32, 16, 8, 4, 2, 1) if w & width]
+
+
+def stream_bytes(n: int, k: int, B: int | None, table: np.ndarray, index: np.ndarray) -> dict[str, int]:
+    """The lengths of the streams of a tensor, without their padding."""
+    blocks = ceil_div(n, 16384)
+    return {
+        "table": 2 * (3 + int(table[1]) + int(table[2])),
+        "index": 2 * blocks,
+        "words": 2 * int(index[:blocks].sum()),
+        "sign_mantissa": sum(pad16(ceil_div(n * width, 8)) for width in plane_widths(1 + k)),
+        "normaliser": ceil_div(n, B or n),
+    }
 
 
 def join_planes(data: bytes, n: int, w: int) -> np.ndarray:
@@ -380,21 +279,133 @@ def normalise(pattern: np.ndarray, dtype: str, q: np.ndarray) -> np.ndarray:
         factor = (1 + q / 256).astype("<f8" if dtype == "F64" else "<f4")
         if dtype == "BF16":
             product = ((pattern.astype("<u4") << np.uint32(16)).view("<f4") * factor).view("<u4")
-            # To nearest, ties to even, which must not carry the mantissa of a NaN into its exponent.
-            rounded = product + np.uint32(0x7FFF) + (product >> np.uint32(16) & np.uint32(1))
-            is_nan = np.isnan(product.view("<f4"))
-            return np.asarray(np.where(is_nan, product, rounded) >> np.uint32(16), "<u2")
+            nearest = product + np.uint32(0x7FFF) + (product >> np.uint32(16) & np.uint32(1))  # ties to even
+            return np.asarray(nearest >> np.uint32(16), "<u2")
         value = pattern.view({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dtype])
         return np.asarray((value.astype(factor.dtype) * factor).astype(value.dtype).view(pattern.dtype))
 
 
-# --- 9. and 10. What a reader checks, which is above; files and folders -------------------------------------
+# --- 9. What a reader checks --------------------------------------------------------------------------------
+
+
+class Container:
+    """A container whose structure is right (sections 2 to 5). `opened` has all that aliases led to."""
+
+    def __init__(self, path: Path, opened: dict[Path, Container]) -> None:
+        self.path, self.opened = path, opened
+        opened[path] = self
+        self.data = path.read_bytes()
+        self.header = Header(self.data, "the container")
+        metadata = self.header.metadata
+        must("neuzip" in metadata, "This is not a container.")
+        must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
+        must(metadata.get("format") == "pt", 'The metadata `format` is not "pt".')
+        must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
+        filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
+        must(filled, "The header is filled up with something else than spaces.")
+        must(self.header.end + self.header.size == len(self.data), "The entries do not fill the file.")
+        manifest_bytes, self.original_header = self.entry("neuzip:manifest"), self.entry("neuzip:header")
+        check(manifest_bytes, metadata.get("neuzip_manifest"), "neuzip:manifest")
+        manifest = parse_json(manifest_bytes, "The manifest")
+        self.records = check_manifest(manifest)
+        check(self.original_header, manifest.get("header"), "neuzip:header")
+        original = Header(self.original_header, "neuzip:header")
+        must(original.end == len(self.original_header), "neuzip:header is longer than its header.")
+        self.tensors = {name: (dtype, shape) for name, (dtype, shape, _, _) in original.entries.items()}
+        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
+
+        entries = ["neuzip:header", "neuzip:manifest"]
+        for name, record in self.records.items():
+            if record["scheme"] == "raw":
+                entries.append(name)
+            elif record["scheme"] != "alias":
+                entries += [f"{name}:{stream}" for stream in record["streams"]]
+        must(len(set(entries)) == len(entries), "Two entries have the same name.")
+        must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
+        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:2]}
+        for name, record in self.records.items():
+            if record["scheme"] == "raw":
+                expected[name] = self.tensors[name]
+            elif record["scheme"] != "alias":
+                expected |= self.expected_streams(name)
+        for name, value in expected.items():
+            must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
+
+    def entry(self, name: str) -> bytes:
+        must(name in self.header.entries, f"There is no entry {name!r}.")
+        begin, end = self.header.entries[name][2:]
+        return self.data[self.header.end + begin : self.header.end + end]
+
+    def words(self, name: str) -> np.ndarray:
+        must(self.header.entries[name][0] == "U16", f"Entry {name!r} is not U16.")
+        return np.frombuffer(self.entry(name), "<u2").astype(np.int64)
+
+    def expected_streams(self, name: str) -> dict[str, tuple[str, list[int]]]:
+        """Dtype and shape of every stream of a tensor."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
+        must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
+        must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
+        must(B is None or dtype in ("BF16", "F16", "F32", "F64"), f"{dtype} has no block_size.")
+        table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
+        must(len(table) >= 3, f"The table of {name!r} is too short.")
+        expected, lengths = {}, stream_bytes(n, k, B, table, index)
+        for stream in record["streams"]:
+            padding = self.entry(f"{name}:{stream}")[lengths[stream] :]
+            must(not any(padding), f"The padding of {name}:{stream} is not zero.")
+            itemsize = 2 if STREAMS[stream] == "U16" else 1
+            expected[f"{name}:{stream}"] = (STREAMS[stream], [pad16(lengths[stream]) // itemsize])
+        return expected
+
+    def tensor(self, name: str) -> bytes:
+        """Section 4: the bytes of a tensor."""
+        record = self.records[name]
+        if record["scheme"] == "raw":
+            restored = self.entry(name)
+        elif record["scheme"] == "alias":
+            path, of = self.path.parent / record.get("file", self.path.name), record["of"]
+            must(path.is_file(), f"{name!r} is an alias into {path.name!r}, which is not there.")
+            target = self.opened.get(path) or Container(path, self.opened)
+            must(of in target.tensors, f"{name!r} is an alias of {of!r}, which is not there.")
+            must(target.tensors[of] == self.tensors[name], f"{name!r} and {of!r} differ in dtype or shape.")
+            scheme = target.records[of]["scheme"]
+            must(scheme != "alias", f"{name!r} is an alias of the alias {of!r}.")
+            must(("original" in record) == (scheme == "truncated"), f"`original` of {name!r} is wrong.")
+            restored = target.tensor(of)
+        else:
+            for stream, checksum in record["streams"].items():
+                check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
+            restored = self.decode(name).tobytes()
+        check(restored, record["checksum"], f"tensor {name!r}")
+        return restored
+
+    def decode(self, name: str) -> np.ndarray:
+        """Sections 4 to 8: the patterns of a tensor that is lossless or truncated."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        (E, M), k, n = FLOATS[dtype], record["mantissa_bits"], math.prod(shape)
+        table, index = Table(self.words(f"{name}:table"), E), self.words(f"{name}:index")
+        words, blocks = self.words(f"{name}:words"), []
+        for b in range(ceil_div(n, 16384)):
+            blocks.append(decode_block(words[: index[b]], min(16384, n - 16384 * b), table))
+            words = words[index[b] :]
+        exponent = np.concatenate(blocks).astype(np.uint64)
+        field = join_planes(self.entry(f"{name}:sign_mantissa"), n, 1 + k)
+        sign, mantissa = field >> np.uint64(k), (field & np.uint64((1 << k) - 1)) << np.uint64(M - k)
+        pattern = sign << np.uint64(E + M) | exponent << np.uint64(M) | mantissa
+        pattern = np.asarray(pattern, f"<u{(1 + E + M) // 8}")
+        if "block_size" in record:
+            q = np.frombuffer(self.entry(f"{name}:normaliser"), np.uint8)
+            pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
+        return pattern
 
 
 def restore_file(path: Path) -> bytes:
     """The bytes of the original file."""
     container = Container(Path(path), {})
     return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
+
+
+# --- 10. Folders --------------------------------------------------------------------------------------------
 
 
 def restore_folder(path: Path) -> dict[str, bytes]:
@@ -408,10 +419,12 @@ def restore_folder(path: Path) -> dict[str, bytes]:
         check_path(name, f"The path {name!r}")
         kind = entry.get("kind") if isinstance(entry, dict) else None
         must(kind in ["container", "carried", "rewritten"], f"{name!r} has the kind {kind!r}.")
+        stored = folder / ("neuzip/original" if kind == "rewritten" else "") / name
+        must(stored.is_file(), f"{name!r} is not there.")
         if kind == "container":
-            restored[name] = restore_file(folder / name)
+            restored[name] = restore_file(stored)
             continue
-        data = (folder / ("neuzip/original" if kind == "rewritten" else "") / name).read_bytes()
+        data = stored.read_bytes()
         must(entry.get("bytes") == len(data), f"{name!r} has not the length of the original.")
         check(data, entry.get("checksum"), name)
         restored[name] = data

@@ -88,13 +88,12 @@ def encode(exponents: Exponents, table: Table) -> Encoded:
     return Encoded(words[:used].copy(), index)
 
 
-def decode(
-    words: Words, index: Words, table: Table, numel: int, dtype: npt.DTypeLike = np.uint8
-) -> Exponents:
-    """Decode `numel` exponents from whole blocks: the inverse of `encode`.
+def decode(words: Words, index: Words, table: Table, numel: int, exponent_bits: int = 8) -> Exponents:
+    """Decode `numel` exponents of `exponent_bits` from whole blocks: the inverse of `encode`.
 
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
+    dtype = np.uint8 if exponent_bits <= 8 else np.uint16
     blocks = -(-numel // BLOCK)
     if index.size != blocks:
         raise CorruptStream(f"{numel} weights take {blocks} blocks, the index has {index.size}")
@@ -104,7 +103,7 @@ def decode(
     starts = np.cumsum(counts) - counts
     padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, dtype)
     bad = cpu.decode(
-        np.ascontiguousarray(words), starts, counts, numel, table.group, table.decoder,
+        np.ascontiguousarray(words), starts, counts, numel, exponent_bits, table.group, table.decoder,
         table.exponents.astype(np.uint16 if table.group == 2 else dtype),
         padded.view(np.uint16) if table.group == 2 else padded, padded,
     )  # fmt: skip

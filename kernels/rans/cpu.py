@@ -83,7 +83,7 @@ def encode(keys, exponents, numel, group, symbols, frequencies, starts, reciproc
 
 
 @njit(nogil=True, cache=True)
-def decode(words, starts, counts, numel, group, table, exponents_of, keys, exponents):  # type: ignore[no-untyped-def]
+def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents):  # type: ignore[no-untyped-def]
     """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1."""
     per_run = RUN // group
     state = np.empty(LANES, np.uint32)
@@ -144,9 +144,12 @@ def decode(words, starts, counts, numel, group, table, exponents_of, keys, expon
                     keys[last + 1] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
         if p != limit:
             return b
+        before = first - 1
         for i in range(n_escapes):
             where = first + np.int64(words[limit + 2 * i])
-            if where >= numel or where >= first + BLOCK:
+            exponent = np.int64(words[limit + 2 * i + 1])
+            if where <= before or where >= min(numel, first + BLOCK) or exponent >> exponent_bits:
                 return b
-            exponents[where] = words[limit + 2 * i + 1]
+            exponents[where] = exponent
+            before = where
     return -1

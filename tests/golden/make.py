@@ -1,0 +1,214 @@
+"""The inputs of the golden containers, from integer arithmetic alone; run it to write tests/golden anew.
+
+    python tests/golden/make.py
+
+Every release has to read the containers in v1. While version 1 has not been released they follow the writer;
+afterwards a writer that codes differently gets a folder of its own, and v1 stays as it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from neuzip.compress import Rule, Scheme, compress, decompress
+
+HERE = Path(__file__).resolve().parent
+V1 = HERE / "v1"
+EXPECTED = V1 / "expected.json"
+SIZES = HERE / "sizes.csv"
+
+FIELDS = {  # exponent bits, mantissa bits
+    "BF16": (8, 7),
+    "F16": (5, 10),
+    "F32": (8, 23),
+    "F64": (11, 52),
+    "F8_E4M3": (4, 3),
+    "F8_E4M3FNUZ": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F8_E5M2FNUZ": (5, 2),
+}
+LOSSLESS = Rule("*", Scheme())
+
+
+class Tensor(NamedTuple):
+    """A tensor as a safetensors file has it."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class Input(NamedTuple):
+    """A safetensors file, and the rules by which it is compressed."""
+
+    tensors: dict[str, Tensor]
+    rules: tuple[Rule, ...] = (LOSSLESS,)
+    metadata: dict[str, str] | None = None
+    padding: int = 0
+
+    def to_bytes(self) -> bytes:
+        header: dict[str, object] = {} if self.metadata is None else {"__metadata__": self.metadata}
+        end = 0
+        for name, (dtype, shape, data) in self.tensors.items():
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+            end += len(data)
+        text = json.dumps(header, separators=(",", ":")).encode() + b" " * self.padding
+        return len(text).to_bytes(8, "little") + text + b"".join(t.data for t in self.tensors.values())
+
+
+def numbers(seed: str, n: int, bits: int = 64) -> np.ndarray:
+    """`n` random integers that never change."""
+    return np.frombuffer(hashlib.shake_256(seed.encode()).digest(n * bits // 8), f"<u{bits // 8}")
+
+
+def bell(seed: str, n: int, top: int) -> np.ndarray:
+    """Exponents as trained weights have them: each one below `top` is half as frequent as the next."""
+    halvings = np.unpackbits(numbers(seed, n, 16).view(np.uint8).reshape(n, 2), axis=1).argmax(axis=1)
+    return np.asarray(np.maximum(top - halvings, 1), np.uint64)
+
+
+def weights(dtype: str, seed: str, exponents: np.ndarray, kept: int | None = None) -> Tensor:
+    """Random signs, and random mantissas of `kept` bits (all of them by default)."""
+    E, M = FIELDS[dtype]
+    kept = M if kept is None else kept
+    random = numbers(seed, len(exponents))
+    mantissas = (random & np.uint64((1 << kept) - 1)) << np.uint64(M - kept)
+    patterns = (random >> np.uint64(63)) << np.uint64(E + M) | exponents << np.uint64(M) | mantissas
+    return Tensor(dtype, [len(exponents)], patterns.astype(f"<u{(1 + E + M) // 8}").tobytes())
+
+
+def normal(dtype: str, n: int, kept: int | None = None, seed: str = "") -> Tensor:
+    E = FIELDS[dtype][0]
+    seed = f"{dtype} {seed}"
+    return weights(dtype, "weights of " + seed, bell("exponents of " + seed, n, (1 << E - 1) - 1), kept)
+
+
+def uniform(seed: str, n: int, low: int, high: int) -> np.ndarray:
+    return np.asarray(np.uint64(low) + numbers(seed, n) % np.uint64(high - low))
+
+
+def lossless_escapes() -> Input:
+    rare = bell("rare", 16384 + 100, 120)
+    rare[::1024] = 200 + np.arange(len(rare[::1024]))
+    rare[-1] = 255
+    return Input(
+        {
+            "pairs": weights("BF16", "pairs", rare, kept=0),
+            "more than 256 exponents": weights("F64", "F64", uniform("F64", 3000, 700, 1300), kept=2),
+        }
+    )
+
+
+def alias_raw_metadata() -> Input:
+    bf16, fp32 = normal("BF16", 4800, seed="alias"), normal("F32", 1600, seed="alias")
+    return Input(
+        {
+            "scalar": Tensor("I64", [], bytes(range(8))),
+            "weight": bf16._replace(shape=[60, 80]),
+            "truncated": fp32,
+            "odd": Tensor("U8", [3], b"\x00\xff\x7f"),
+            "none": Tensor("F32", [0, 4], b""),
+            "tied weight": bf16._replace(shape=[60, 80]),
+            "tied truncated": fp32,
+            "small ü": normal("F16", 6),
+            "as it is": normal("F16", 300, seed="raw"),
+        },
+        (Rule("*truncated", Scheme("truncated", 5)), Rule("as it is", Scheme("raw")), LOSSLESS),
+        {"format": "pt", "note": "naïve"},
+        padding=5,
+    )
+
+
+GOLDEN: dict[str, Callable[[], Input]] = {
+    "smallest": lambda: Input({}),
+    "lossless_pairs": lambda: Input({"w": normal("BF16", 16384 + 257)._replace(shape=[43, 387])}),
+    "lossless_group_1": lambda: Input({"w": weights("BF16", "wide", uniform("wide", 7000, 60, 100))}),
+    "lossless_escapes": lossless_escapes,
+    "lossless_dtypes": lambda: Input(
+        {
+            "fp16": normal("F16", 9000),
+            "fp32": normal("F32", 2000),
+            "fp32 that was bf16": normal("F32", 2000, kept=7, seed="bf16"),
+            "fp32 that was fp16": normal("F32", 2000, kept=10, seed="fp16"),
+            "constant": weights("BF16", "constant", np.full(3000, 127, np.uint64), kept=0),
+        }
+    ),
+    "lossless_fp64": lambda: Input({"fp64": normal("F64", 2000), "k=31": normal("F64", 1000, 31, "k")}),
+    "lossless_fp8": lambda: Input({name: normal(name, 8000) for name in FIELDS if name.startswith("F8")}),
+    "truncated": lambda: Input(
+        {name: normal(name, 5000, seed="truncated") for name in FIELDS},
+        (Rule("F8_*", Scheme("truncated", 1)), Rule("*", Scheme("truncated", 3))),
+    ),
+    "truncated_normaliser": lambda: Input(
+        {name: normal(name, 3001, seed="normaliser") for name in ("BF16", "F16", "F32", "F64")},
+        (
+            Rule("BF16", Scheme("truncated", 3, 64)),
+            Rule("F16", Scheme("truncated", 0, 8)),
+            Rule("F32", Scheme("truncated", 6, 512)),
+            Rule("F64", Scheme("truncated", 13, 16384)),
+        ),
+    ),
+    "alias_raw_metadata": alias_raw_metadata,
+}
+
+# Too large to keep, but their sizes are watched.
+WATCHED: dict[str, Callable[[], Input]] = {
+    "large_bf16": lambda: Input({"w": normal("BF16", 300_000, seed="large")}),
+    "large_fp16": lambda: Input({"w": normal("F16", 300_000, seed="large")}),
+    "large_fp32": lambda: Input({"w": normal("F32", 200_000, seed="large")}),
+    "large_fp32_that_was_bf16": lambda: Input({"w": normal("F32", 200_000, kept=7, seed="large bf16")}),
+    "large_fp8": lambda: Input({"w": normal("F8_E4M3", 300_000, seed="large")}),
+    "large_truncated": lambda: Input(
+        {"w": normal("BF16", 300_000, seed="large")}, (Rule("*", Scheme("truncated", 3)),)
+    ),
+    "large_normaliser": lambda: Input(
+        {"w": normal("BF16", 300_000, seed="large")}, (Rule("*", Scheme("truncated", 3, 512)),)
+    ),
+    "many_small": lambda: Input({f"layer.{i}.w": normal("BF16", 1200, seed=str(i)) for i in range(60)}),
+}
+
+
+class Made(NamedTuple):
+    """An input and what neuzip made of it."""
+
+    original: bytes
+    container: bytes
+    restored: bytes
+
+
+def make(recipe: Callable[[], Input], folder: Path) -> Made:
+    """Compress an input and restore it, in an empty folder."""
+    source, packed, restored = (folder / f"{step}.safetensors" for step in ("source", "packed", "restored"))
+    source.write_bytes(recipe().to_bytes())
+    compress(source, packed, recipe().rules, overwrite=True, verify=False)
+    decompress(packed, restored, overwrite=True)
+    return Made(source.read_bytes(), packed.read_bytes(), restored.read_bytes())
+
+
+def write() -> None:
+    """Write the containers, the checksums of what they restore to, and the sizes."""
+    V1.mkdir(exist_ok=True)
+    expected, sizes = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, recipe in (GOLDEN | WATCHED).items():
+            made = make(recipe, Path(folder))
+            sizes.append([name, len(made.original), len(made.container)])
+            if name in GOLDEN:
+                (V1 / f"{name}.safetensors").write_bytes(made.container)
+                expected[name] = hashlib.sha256(made.restored).hexdigest()
+    EXPECTED.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+    with open(SIZES, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([["name", "original_bytes", "compressed_bytes"], *sizes])
+
+
+if __name__ == "__main__":
+    write()
