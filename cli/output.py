@@ -43,6 +43,11 @@ class Output:
         self._finished = False
         self._live: Console | None = None
 
+    @property
+    def watched(self) -> bool:
+        """Whether something may move on the screen: a person is watching."""
+        return self.mode == "human" and _person_watches()
+
     def text(self, line: str = "") -> None:
         """Say a line of the result (human only)."""
         if self.mode == "human":
@@ -97,7 +102,7 @@ class Output:
 
         Nothing moves unless a person is watching. `total` is None when it is not known.
         """
-        if not (self.mode == "human" and self._live is None and _person_watches()):
+        if not (self.watched and self._live is None):
             yield lambda amount: None
             return
 

@@ -194,12 +194,6 @@ class Container:
                 self.path, f"format version {metadata['neuzip']!r}; this neuzip reads version {VERSION}",
                 field="neuzip", hint="update neuzip to read it",
             )  # fmt: skip
-        if metadata.get("format") != "pt":
-            raise FormatError(self.path, f"{metadata.get('format')!r} instead of 'pt'", field="format")
-        if self._file.data_start % ALIGNMENT:
-            raise FormatError(
-                self.path, f"the data do not begin at a multiple of {ALIGNMENT}", field="header length"
-            )
         text = self._entry_bytes(MANIFEST_ENTRY)
         if checksum(text) != metadata.get("neuzip_manifest"):
             raise FormatError(self.path, "does not have the checksum in the metadata", field=MANIFEST_ENTRY)

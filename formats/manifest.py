@@ -119,7 +119,9 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
 
 def check_requirements(document: dict[str, Any], file: str | os.PathLike[str]) -> None:
     """Refuse, by name, what the file requires and this reader does not know."""
-    requires = document.get("requires", [])
+    requires = document.get("requires")
+    if requires is None:
+        return
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError(file, "not a list of names", field="requires")
     for name in requires:

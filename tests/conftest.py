@@ -129,7 +129,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def save() -> Callable[..., Path]:
     """Write a safetensors file by hand: `save(path, {"name": ("BF16", (2, 3), array)}, metadata, padding)`.
 
-    Tensors lie in the order given, so that files can be made which the safetensors library would order otherwise.
+    Tensors lie in the order given: the safetensors library would order them otherwise.
     """
 
     def write(

@@ -263,10 +263,13 @@ def decode_block(words: np.ndarray, m: int, table: Table) -> np.ndarray:
 
     s = symbols.reshape(R, 8 // g, 32).transpose(0, 2, 1)
     exponents = table.exponent[s if g == 1 else np.stack([s & 15, s >> 4], axis=-1)].reshape(-1)[:m]
-    for position, exponent in escapes.reshape(e, 2):
+    before = -1
+    for position, exponent in escapes.reshape(e, 2).tolist():
+        must(position > before, "The positions of the escapes do not rise.")
         must(position < m, f"An escape is at {position}, outside its block.")
         must(exponent < table.exponents, f"An escape has the exponent {exponent}, which the dtype has not.")
         exponents[position] = exponent
+        before = position
     return np.asarray(exponents)
 
 

@@ -109,7 +109,7 @@ def test_wheel_holds_every_source_file(inside: set[str]):
 def test_wheel_holds_the_data(inside: set[str]):
     wanted = [ROOT / "neuzip" / "py.typed", *(ROOT / "eval").rglob("*.j2")]
     wanted += [path for path in (ROOT / "eval" / "demo" / "checkpoint").glob("*") if path.is_file()]
-    wanted += (ROOT / "formats").glob("SPEC.md")
+    wanted += [ROOT / "formats" / "SPEC.md", *(ROOT / "formats").glob("*.j2")]
     missing = {packaged_path(path) for path in wanted} - inside
     assert not missing
     assert any(name.endswith("/LICENSE") for name in inside)

@@ -74,7 +74,7 @@ def command(
     rules = scheme.rules_of_options(mantissa_bits, block_size, include or [], exclude or [])
     if plan is not None:
         rules = [*(scheme.Rule(glob, scheme.RAW) for glob in exclude or []), *scheme.read_plan_file(plan)]
-    path = resolve_source(src)
+    path = resolve_source(src, note=out.status, progress=out.watched)
     if dry_run:
         _show_plan(out, path, dst, rules, jobs)
         return

@@ -25,7 +25,7 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src)
+    path = resolve_source(src, note=out.status, progress=out.watched)
     with out.progress("decompress", weight_bytes(path)) as advance:
         report = decompress(path, dst, jobs=jobs, overwrite=overwrite, on_bytes=advance)
     kind = (

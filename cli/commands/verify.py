@@ -31,8 +31,8 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src)
-    original = resolve_source(against) if against is not None else None
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    original = resolve_source(against, note=out.status, progress=out.watched) if against is not None else None
     with out.progress("verify", weight_bytes(path)) as advance:
         report = verify(path, original, jobs=jobs, on_bytes=advance)
     if report.different:

@@ -1,0 +1,76 @@
+"""neuzip push: upload a compressed checkpoint to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text
+
+EXAMPLES = [
+    "neuzip push my-model.nz me/my-model-nz --dry-run",
+    "neuzip push my-model.nz me/my-model-nz --private",
+    "neuzip decompress me/my-model-nz my-model",
+]
+
+
+def command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that neuzip compressed", show_default=False)
+    ],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="Repository, as owner/name", show_default=False)
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Let nobody else see the repository, if it is new")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="R", help="Upload to this branch, made if there is none")
+    ] = None,
+    message: Annotated[str | None, typer.Option(metavar="M", help="Describe the commit")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already")
+    ] = False,
+    dry_run: options.DryRunOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Upload a compressed checkpoint to the Hugging Face Hub, with a model card"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress import verify
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import plan_push, push, require_token
+
+    plan = plan_push(folder, repo_id, revision=revision)
+    if not dry_run:
+        require_token()
+    with out.progress("verify", weight_bytes(folder)) as advance:
+        verify(folder, on_bytes=advance)
+    pushed = None
+    if dry_run:
+        out.table(["file", "bytes"], [[f.path, f.nbytes] for f in plan.files], right=["bytes"])
+        out.text(f"\nREADME.md:\n\n{plan.card}")
+        out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}, would go to {plan.url}")
+    else:
+        pushed = push(plan, private=private, message=message, overwrite=overwrite, progress=out.watched)
+        if pushed.deleted:
+            out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
+        out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}: {plan.url}")
+    out.result(
+        {
+            "dry_run": dry_run,
+            "src": folder,
+            "repo_id": repo_id,
+            "revision": revision,
+            "url": plan.url,
+            "commit": pushed.commit if pushed is not None else None,
+            "deleted": pushed.deleted if pushed is not None else None,
+            "nbytes": plan.nbytes,
+            "files": [{"path": f.path, "bytes": f.nbytes} for f in plan.files],
+            "card": plan.card,
+        },
+        quiet=[plan.url],
+    )

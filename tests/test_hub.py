@@ -1,0 +1,943 @@
+"""Push to and pull from a Hub that runs here: nothing is lost, and every refusal says what to do."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
+from neuzip.formats.hub import plan_push, push, resolve_source
+from neuzip.formats.model_card import ENDING, split_card
+
+TOKEN = "hf_write0123456789"
+READ_TOKEN = "hf_read0123456789"
+LARGE = 4000  # bytes from which the Hub here stores a file with LFS
+
+
+# A Hub
+
+
+@dataclass
+class Repository:
+    """Commits by their ids, each a whole tree, and branches."""
+
+    private: bool = False
+    gated: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+
+    def commit(self, branch: str, tree: dict[str, bytes]) -> str:
+        text = repr((len(self.commits), sorted(tree.items())))
+        oid = hashlib.sha1(text.encode()).hexdigest()
+        self.commits[oid] = tree
+        self.branches[branch] = oid
+        return oid
+
+    def tree(self, branch: str = "main") -> dict[str, bytes]:
+        return self.commits[self.branches[branch]]
+
+
+class Refusal(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, code: str = "", message: str = "", **body: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.body = status, code, message, body
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the Hub's API as huggingface_hub needs to push and to pull."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.empty()
+
+    def empty(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.before: Callable[[Handler], None] = lambda handler: None
+
+    def add(self, repo_id: str, files: dict[str, bytes], **flags: bool) -> Repository:
+        repository = self.repositories[repo_id] = Repository(**flags)
+        repository.commit("main", files)
+        return repository
+
+
+def git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 20
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        if name.startswith("do_"):
+            return self.serve
+        raise AttributeError(name)
+
+    def serve(self) -> None:
+        self.path = urlsplit(self.path).path
+        self.data = self.read_body()
+        self.server.requests.append(f"{self.command} {self.path}")
+        try:
+            self.server.before(self)
+            for pattern, action in ROUTES:
+                match = re.fullmatch(pattern, f"{self.command} {self.path}")
+                if match is not None:
+                    action(self, *map(unquote, match.groups()))
+                    return
+            raise Refusal(404, message=f"the tests' Hub has no {self.command} {self.path}")
+        except Refusal as refusal:
+            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
+            self.answer(
+                {"error": refusal.message, **refusal.body},
+                {k: v for k, v in headers.items() if v},
+                refusal.status,
+            )
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def answer(self, body: object, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    @property
+    def token(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def repository(self, repo_id: str, write: bool = False) -> Repository:
+        if self.token not in ("", TOKEN, READ_TOKEN):
+            raise Refusal(401, message="Invalid credentials in Authorization header")
+        repository = self.server.repositories.get(repo_id)
+        if repository is None or (repository.private and not self.token):
+            raise Refusal(404 if self.token else 401, "RepoNotFound", "Repository not found")
+        if repository.gated:
+            raise Refusal(403, "GatedRepo", f"Access to model {repo_id} is restricted")
+        if write:
+            self.require_write()
+        return repository
+
+    def require_write(self) -> None:
+        if self.token != TOKEN:
+            raise Refusal(
+                403 if self.token == READ_TOKEN else 401, message=f"No write access with {self.token}"
+            )
+
+    def commit_of(self, repository: Repository, revision: str) -> str:
+        oid = repository.branches.get(revision, revision)
+        if oid not in repository.commits:
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return oid
+
+    def create(self) -> None:
+        self.require_write()
+        asked = json.loads(self.data)
+        repo_id = f"{asked['organization']}/{asked['name']}"
+        url = f"{self.server.url}/{repo_id}"
+        if repo_id in self.server.repositories:
+            raise Refusal(409, message="You already created this model repo", url=url)
+        private = asked.get("visibility") == "private" or asked.get("private", False)
+        self.server.add(repo_id, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
+        self.answer({"url": url})
+
+    def branch(self, repo_id: str, name: str) -> None:
+        repository = self.repository(repo_id, write=True)
+        if name in repository.branches:
+            raise Refusal(409, message="Reference already exists")
+        repository.branches[name] = repository.branches["main"]
+        self.answer({})
+
+    def refs(self, repo_id: str) -> None:
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
+            for name, oid in self.repository(repo_id).branches.items()
+        ]
+        self.answer({"branches": branches, "tags": [], "converts": []})
+
+    def info(self, repo_id: str, revision: str = "main") -> None:
+        repository = self.repository(repo_id)
+        oid = self.commit_of(repository, revision)
+        siblings = [
+            {"rfilename": path, "size": len(data), "blobId": git_oid(data)}
+            for path, data in repository.commits[oid].items()
+        ]
+        self.answer(
+            {"_id": "1", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private,
+             "siblings": siblings, "tags": [], "downloads": 0, "likes": 0}
+        )  # fmt: skip
+
+    def list_tree(self, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id)
+        entries = []
+        for path, data in repository.commits[self.commit_of(repository, revision)].items():
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
+            if path in repository.large:
+                oid = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
+            entries.append(entry)
+        self.answer(entries)
+
+    def preupload(self, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id, write=True)
+        tree = repository.commits[self.commit_of(repository, revision)]
+        asked = json.loads(self.data)
+        ignored = asked.get("gitIgnore", tree.get(".gitignore", b"").decode()).split()
+        self.answer(
+            {
+                "files": [
+                    {
+                        "path": file["path"],
+                        "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
+                        "shouldIgnore": any(fnmatch.fnmatch(file["path"], glob) for glob in ignored),
+                        "oid": git_oid(tree[file["path"]]) if file["path"] in tree else None,
+                    }
+                    for file in asked["files"]
+                ]
+            }
+        )
+
+    def batch(self, repo_id: str) -> None:
+        self.repository(repo_id, write=True)
+        objects = []
+        for wanted in json.loads(self.data)["objects"]:
+            actions = {
+                "upload": {"href": f"{self.server.url}/lfs/{wanted['oid']}"},
+                "verify": {"href": f"{self.server.url}/lfs-verify/{wanted['oid']}"},
+            }
+            objects.append(
+                {**wanted, **({} if wanted["oid"] in self.server.objects else {"actions": actions})}
+            )
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def upload(self, oid: str) -> None:
+        if hashlib.sha256(self.data).hexdigest() != oid:
+            raise Refusal(400, message="these bytes have another checksum")
+        self.server.objects[oid] = self.data
+        self.answer({})
+
+    def verify_upload(self, oid: str) -> None:
+        if len(self.server.objects.get(oid, b"")) != json.loads(self.data)["size"]:
+            raise Refusal(404, message="this object was not uploaded")
+        self.answer({})
+
+    def commit(self, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id, write=True)
+        tree = dict(repository.tree(revision))
+        for line in self.data.splitlines():
+            operation = json.loads(line)
+            value = operation["value"]
+            if operation["key"] == "header":
+                if value.get("parentCommit", repository.branches[revision]) != repository.branches[revision]:
+                    raise Refusal(412, message="A commit has happened since")
+            elif operation["key"] == "file":
+                tree[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                tree[value["path"]] = self.server.objects[value["oid"]]
+                repository.large.add(value["path"])
+                if not value["path"].endswith(".safetensors"):  # the real Hub notes such files there, too
+                    tree[".gitattributes"] += f"{value['path']} filter=lfs\n".encode()
+            elif operation["key"] == "deletedFile":
+                del tree[value["path"]]
+            else:
+                raise Refusal(400, message=f"unknown operation {operation['key']}")
+        oid = repository.commit(revision, tree)
+        self.answer({"commitUrl": f"{self.server.url}/{repo_id}/commit/{oid}", "commitOid": oid})
+
+    def resolve(self, repo_id: str, revision: str, path: str) -> None:
+        repository = self.repository(repo_id)
+        oid = self.commit_of(repository, revision)
+        data = repository.commits[oid].get(path)
+        if data is None:
+            raise Refusal(404, "EntryNotFound", "Entry not found")
+        etag = hashlib.sha256(data).hexdigest() if path in repository.large else git_oid(data)
+        self.answer(data, {"ETag": f'"{etag}"', "X-Repo-Commit": oid})
+
+    def validate_card(self) -> None:
+        metadata, _ = split_card(json.loads(self.data)["content"])
+        if metadata.get("license") == "none-such":
+            raise Refusal(400, errors=[{"message": '"license" must be one of those'}])  # type: ignore[arg-type]
+        self.answer({"errors": [], "warnings": []})
+
+
+ID = "([^/]+/[^/]+)"
+ROUTES: list[tuple[str, Callable[..., None]]] = [
+    ("POST /api/repos/create", Handler.create),
+    ("POST /api/validate-yaml", Handler.validate_card),
+    (f"GET /api/models/{ID}", Handler.info),
+    (f"GET /api/models/{ID}/revision/([^/]+)", Handler.info),
+    (f"GET /api/models/{ID}/refs", Handler.refs),
+    (f"GET /api/models/{ID}/tree/([^/]+)", Handler.list_tree),
+    (f"POST /api/models/{ID}/branch/([^/]+)", Handler.branch),
+    (f"POST /api/models/{ID}/preupload/([^/]+)", Handler.preupload),
+    (f"POST /api/models/{ID}/commit/([^/]+)", Handler.commit),
+    (rf"POST /{ID}\.git/info/lfs/objects/batch", Handler.batch),
+    ("PUT /lfs/([0-9a-f]+)", Handler.upload),
+    ("POST /lfs-verify/([0-9a-f]+)", Handler.verify_upload),
+    (f"(?:HEAD|GET) /{ID}/resolve/([^/]+)/(.+)", Handler.resolve),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture
+def hub(server: Hub) -> Hub:
+    """An empty Hub."""
+    server.empty()
+    return server
+
+
+@pytest.fixture
+def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The Hub of this process, with a token that may write and an empty cache. No other can be reached."""
+    from huggingface_hub import constants
+
+    be_the_hub(hub.url, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    look_up = socket.getaddrinfo
+
+    def look_up_here(host: object, *arguments: Any, **options: Any) -> Any:
+        assert host in ("127.0.0.1", b"127.0.0.1"), f"a test asks {host}"
+        return look_up(host, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
+    return hub
+
+
+def be_the_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do to a running huggingface_hub what HF_ENDPOINT does to a new one."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+
+
+# Checkpoints
+
+README = """\
+---
+license: apache-2.0
+language: [no, en]
+library_name: transformers
+tags: [llama, neuzip]
+base_model: someone/base
+model-index: [{name: x, results: []}]
+---
+# The original
+
+It has a [picture](picture.png).
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Path]) -> Path:
+    """A checkpoint with the files that mean something to the Hub, and one that only LFS takes."""
+    root = tmp_path_factory.mktemp("hub") / "model"
+    values = (np.random.default_rng(0).standard_normal(30_000) * 0.05).astype(np.float32)
+    bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
+    save(root / "model-1.safetensors", {"a": ("BF16", (150, 200), bf16), "i": ("I64", (9,), np.arange(9))})
+    save(root / "model-2.safetensors", {"b": ("F32", (30_000,), values)}, {"format": "pt"}, padding=3)
+    weight_map = {"a": "model-1.safetensors", "i": "model-1.safetensors", "b": "model-2.safetensors"}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (root / "config.json").write_text('{"model_type":   "llama", "_name_or_path": "me/trained"}\n')
+    (root / "tokenizer.json").write_bytes(os.urandom(LARGE))
+    (root / "README.md").write_bytes(README.replace("\n", "\r\n").encode())
+    (root / ".gitattributes").write_text("*.bin filter=lfs diff=lfs merge=lfs -text\n")
+    (root / ".gitignore").write_text("*.json\nmodel-2*\n")
+    save(root / "vae" / "diffusion.safetensors", {"w": ("F16", (500,), values[:500].astype(np.float16))})
+    (root / "vae" / "pytorch_model.bin").write_bytes(b"carried, since the original has it")
+    return root
+
+
+@pytest.fixture(scope="module")
+def small(original: Path) -> Path:
+    compress(original, original.with_name("small"))
+    return original.with_name("small")
+
+
+@pytest.fixture
+def bare(tmp_path: Path, save: Callable[..., Path]) -> Path:
+    """The smallest compressed folder: one file, no card."""
+    save(tmp_path / "one" / "model.safetensors", {"w": ("F32", (3,), np.ones(3, np.float32))})
+    compress(tmp_path / "one", tmp_path / "one.nz")
+    return tmp_path / "one.nz"
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+# There and back
+
+
+def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small: Path, tmp_path: Path):
+    """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+
+    def neuzip(*arguments: object) -> str:
+        done = subprocess.run(
+            [Path(sys.executable).parent / "neuzip", *map(str, arguments)],
+            check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        assert TOKEN not in done.stdout
+        return done.stdout
+
+    before = contents(small)
+    assert neuzip("push", small, "me/model", "--private").endswith(f": {hub.url}/me/model\n")
+    assert contents(small) == before
+    assert hub.repositories["me/model"].private
+    assert "intact: 4 tensors" in neuzip("verify", "me/model", "--against", original)
+    neuzip("decompress", "me/model", "restored")
+    assert contents(tmp_path / "restored") == contents(original)
+
+
+def test_a_pulled_checkpoint_is_pushed_again_and_restored(
+    here: Hub, original: Path, small: Path, tmp_path: Path
+):
+    push(plan_push(small, "me/one"))
+    pulled = resolve_source("me/one")
+    push(plan_push(pulled, "me/two"))
+    one, two = here.repositories["me/one"].tree(), here.repositories["me/two"].tree()
+    assert two.pop("README.md").decode() == one.pop("README.md").decode().replace("me/one", "me/two").replace(
+        "# one", "# two"
+    )
+    assert one == two
+    decompress(resolve_source("me/two"), tmp_path / "restored")
+    assert contents(tmp_path / "restored") == contents(original)
+
+
+def test_the_files_of_the_hub_make_room(here: Hub, original: Path, small: Path):
+    """The Hub edits .gitattributes and obeys .gitignore: neither may reach a file that has a checksum."""
+    push(plan_push(small, "me/model"))
+    tree = here.repositories["me/model"].tree()
+    assert b"tokenizer.json" in tree[".gitattributes"]
+    assert ".gitignore" not in tree
+    for name in ("README.md", ".gitattributes", ".gitignore"):
+        assert tree[f"neuzip/original/{name}"] == (original / name).read_bytes()
+    assert set(contents(small)) - {".gitignore"} <= set(tree)
+
+
+def test_a_folder_without_a_card_gets_one(here: Hub, bare: Path, tmp_path: Path):
+    push(plan_push(bare, "me/bare"))
+    pulled = resolve_source("me/bare")
+    assert {p.name for p in pulled.iterdir()} == {
+        ".gitattributes",
+        "README.md",
+        "model.safetensors",
+        "neuzip",
+    }
+    assert verify(pulled).files == 1
+    decompress(pulled, tmp_path / "restored")
+    assert contents(tmp_path / "restored") == contents(tmp_path / "one")
+
+
+def test_a_plain_checkpoint_is_compressed_from_the_hub(here: Hub, tmp_path: Path, original: Path):
+    files = contents(original)
+    extra = {"onnx/model.onnx": b"x" * 2000, "pytorch_model-1.bin": b"y" * 1000}
+    here.add("some.one/Model_1", files | extra)
+    notes: list[str] = []
+    path = resolve_source("some.one/Model_1", note=notes.append)
+    assert notes == [
+        "some.one/Model_1: left out 3,034 bytes of weights in other formats: "
+        "vae/pytorch_model.bin, onnx/model.onnx, pytorch_model-1.bin"
+    ]
+    del files["vae/pytorch_model.bin"]
+    assert contents(path) == files
+    compress(path, tmp_path / "small")
+    decompress(tmp_path / "small", tmp_path / "restored")
+    assert contents(tmp_path / "restored") == files
+
+
+def test_a_revision_is_pushed_and_pulled(here: Hub, small: Path):
+    pushed = push(plan_push(small, "me/model", revision="v1/final"), message="First")
+    assert pushed.url == f"{here.url}/me/model/tree/v1%2Ffinal"
+    repository = here.repositories["me/model"]
+    assert set(repository.tree()) == {".gitattributes"}
+    assert b"neuzip decompress me/model@v1/final DST" in repository.tree("v1/final")["README.md"]
+    for wanted in ("v1/final", pushed.commit):
+        assert len(verify(resolve_source(f"me/model@{wanted}")).tensors) == 4
+    with pytest.raises(NeuzipError, match=r"me/model: the repository has no \.safetensors files"):
+        resolve_source("me/model")
+
+
+def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Path, small: Path):
+    push(plan_push(small, "me/model"))
+    main = here.repositories["me/model"].branches["main"]
+    pushed = push(plan_push(bare, "me/model", revision="tiny"))
+    assert "vae/diffusion.safetensors" in pushed.deleted
+    assert len(verify(resolve_source("me/model@tiny")).tensors) == 1
+    assert here.repositories["me/model"].branches["main"] == main
+    with pytest.raises(WouldOverwrite, match=r"me/model: holds a checkpoint already"):
+        push(plan_push(small, "me/model", revision="tiny"))
+
+
+def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
+    here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch
+):
+    push(plan_push(small, "me/model"))
+    first = resolve_source("me/model")
+    be_the_hub("http://127.0.0.1:9", monkeypatch)
+    notes: list[str] = []
+    assert resolve_source("me/model", note=notes.append) == first
+    assert notes == ["me/model: the Hub cannot be reached; taken from the cache"]
+
+
+# What is a Hub id
+
+
+@pytest.mark.parametrize(
+    "src",
+    [
+        "gpt2",
+        "./a/b",
+        "a/b/c",
+        "/a/b",
+        "a/",
+        "a/model.safetensors",
+        "../a",
+        "a b/c",
+        "a/b@",
+        "a/b@v\n",
+        "~/a",
+    ],
+)
+def test_what_has_not_the_form_of_an_id_is_a_path(src: str, hub: Hub):
+    assert resolve_source(src) == Path(src)
+    assert not hub.requests
+
+
+def test_what_exists_is_a_path(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here.add("me/model", {"model.safetensors": b""})
+    (tmp_path / "me").mkdir()
+    (tmp_path / "me" / "model").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("me/model") == Path("me/model")
+    assert not here.requests
+
+
+# Refusals
+
+
+def unreachable(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_the_hub("http://user:secret@127.0.0.1:9", monkeypatch)
+
+
+def offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def token(value: str | None) -> Callable[[Hub, pytest.MonkeyPatch], None]:
+    def set_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HF_TOKEN")
+        if value is not None:
+            monkeypatch.setenv("HF_TOKEN", value)
+
+    return set_token
+
+
+def failing(command: str, *refusal: Any) -> Callable[[Hub, pytest.MonkeyPatch], None]:
+    def install(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        def before(handler: Handler) -> None:
+            if re.match(command, f"{handler.command} {handler.path}"):
+                raise Refusal(*refusal)
+
+        hub.before = before
+
+    return install
+
+
+def nothing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+REFUSED_SOURCES = {
+    "no such repository": (
+        "me/typo", nothing,
+        "me/typo: there is no such folder here, and the Hub has no such repository, or it is private",
+        "check the spelling; log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "private, without a token": (
+        "me/private", token(None),
+        "me/private: there is no such folder here, and the Hub has no such repository, or it is private",
+        "check the spelling; log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "gated": (
+        "me/gated", nothing,
+        "me/gated: the repository is gated, and this account has no access",
+        "ask for it at URL/me/gated; log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "no such revision": (
+        "me/plain@v2", nothing,
+        "me/plain@v2: the repository has no such revision",
+        "its branches and tags: URL/me/plain/tree/main",
+    ),
+    "a wrong token": (
+        "me/plain", token("hf_wrong"),
+        "me/plain: the Hub does not accept the access token: Invalid credentials in Authorization header",
+        "log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "a token that is none": (
+        "me/plain", token("hf_wr\x01ong"),
+        "the access token for the Hub has characters that no token has",
+        "log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "unreachable": (
+        "me/plain", unreachable,
+        "me/plain: there is no such folder here, and the Hub at http://127.0.0.1:9 cannot be reached (",
+        "check the connection, and HF_ENDPOINT if it is set",
+    ),
+    "offline": (
+        "me/plain", offline,
+        "me/plain: there is no such folder here, and HF_HUB_OFFLINE forbids to ask the Hub",
+        "unset it, or give a folder",
+    ),
+    "out of order": (
+        "me/plain", failing("GET", 503, "", "Back soon"),
+        "me/plain: the Hub is overloaded or out of order (503): Back soon",
+        "try again later",
+    ),
+    "no download": (
+        "me/plain", failing("HEAD", 404, "EntryNotFound", "gone"),
+        "me/plain: the Hub refuses this (404): gone",
+        "",
+    ),
+    "an id that the Hub does not accept": (
+        "me/a--b", nothing,
+        "me/a--b: is no id that the Hub accepts",
+        "an id has the form owner/name",
+    ),
+    "pickles only": (
+        "me/pickles", nothing,
+        "me/pickles: the repository has no .safetensors files, only pickles, which can run code",
+        "load the model with transformers where you trust it: save_pretrained writes safetensors",
+    ),
+    "no weights": (
+        "me/empty", nothing, "me/empty: the repository has no .safetensors files", "is this the right one?",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("src", "prepare", "message", "hint"), REFUSED_SOURCES.values(), ids=REFUSED_SOURCES.keys()
+)
+def test_a_source_that_cannot_be_had(
+    src: str, prepare: Any, message: str, hint: str, here: Hub, neuzip: Any, monkeypatch: pytest.MonkeyPatch
+):
+    here.add("me/plain", {"model.safetensors": b""})
+    here.add("me/private", {"model.safetensors": b""}, private=True)
+    here.add("me/gated", {"model.safetensors": b""}, gated=True)
+    here.add("me/pickles", {"pytorch_model.bin": b""})
+    here.add("me/empty", {".gitattributes": b""})
+    prepare(here, monkeypatch)
+    said = neuzip("verify", src)
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert f"error: {message}" in said.stderr
+    assert (f"hint: {hint.replace('URL', here.url)}\n" if hint else "") in said.stderr
+    for secret in (TOKEN, "hf_wr", "secret"):
+        assert secret not in said.stderr
+
+
+def test_a_repository_cannot_write_outside_its_folder(here: Hub, tmp_path: Path):
+    here.add("me/evil", {"model.safetensors": b"", "../../evil": b"x"})
+    with pytest.raises(FormatError, match=r"me/evil: '../../evil' is not a path inside the folder"):
+        resolve_source("me/evil")
+    assert not (tmp_path / "cache").exists()
+
+
+REFUSED_PUSHES = {
+    "no token": (
+        token(None), "there is no access token for the Hub", "log in with `hf auth login`, or set HF_TOKEN"
+    ),
+    "a token that is none": (
+        token("hf_\x01\x02"), "the access token for the Hub has characters that no token has",
+        "log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "a wrong token": (
+        token("hf_wrong"), "me/bare: the Hub does not accept the access token: No write access with ***",
+        "log in with `hf auth login`, or set HF_TOKEN",
+    ),
+    "a token that may only read": (
+        token(READ_TOKEN), "me/bare: the Hub forbids this: No write access with ***",
+        "the access token needs the right to do it; `hf auth whoami` tells whose it is",
+    ),
+    "unreachable": (
+        unreachable, "me/bare: the Hub at http://127.0.0.1:9 cannot be reached (",
+        "check the connection, and HF_ENDPOINT if it is set",
+    ),
+    "changed meanwhile": (
+        failing("POST .*/commit/", 412, "", "A commit has happened since"),
+        "me/bare: the repository has changed meanwhile: A commit has happened since", "repeat the command",
+    ),
+    "an upload that fails": (
+        failing("PUT /lfs/", 403, "", "Request has expired"),
+        "me/bare: the Hub forbids this: Request has expired",
+        "the access token needs the right to do it; `hf auth whoami` tells whose it is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("prepare", "message", "hint"), REFUSED_PUSHES.values(), ids=REFUSED_PUSHES.keys())
+def test_a_push_that_the_hub_refuses(
+    prepare: Any, message: str, hint: str, here: Hub, bare: Path, neuzip: Any, monkeypatch: pytest.MonkeyPatch
+):
+    (bare / "notes.bin").write_bytes(os.urandom(LARGE))
+    prepare(here, monkeypatch)
+    said = neuzip("push", bare, "me/bare")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert f"error: {message}" in said.stderr
+    assert said.stderr.endswith(f"\nhint: {hint}\n")
+    for secret in (TOKEN, READ_TOKEN, "hf_wrong", "secret"):
+        assert secret not in said.stderr
+    assert all(set(r.tree()) == {".gitattributes"} for r in here.repositories.values())
+
+
+def test_a_card_that_the_hub_refuses(here: Hub, bare: Path):
+    (bare / "README.md").write_text("---\nlicense: none-such\n---\n")
+    with pytest.raises(NeuzipError, match=r'me/bare: Invalid metadata in README.md. - "license" must be'):
+        push(plan_push(bare, "me/bare"))
+
+
+def test_nothing_is_pushed_that_does_not_verify(here: Hub, bare: Path, neuzip):
+    plan = json.loads((bare / "neuzip" / "manifest.json").read_bytes())
+    (bare / "config.json").write_text("{}")
+    plan["files"]["config.json"] = {"kind": "carried", "bytes": 2, "checksum": "0" * 16}
+    (bare / "neuzip" / "manifest.json").write_text(json.dumps(plan))
+    said = neuzip("push", bare, "me/bare")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert "config.json: does not have the checksum" in said.stderr
+    assert not here.requests
+
+
+def test_only_a_compressed_folder_is_pushed(original: Path, small: Path):
+    with pytest.raises(NeuzipError, match="is not a folder that neuzip compressed"):
+        plan_push(original, "me/model")
+    with pytest.raises(NeuzipError, match="is not a folder that neuzip compressed"):
+        plan_push(small / "model-1.safetensors", "me/model")
+
+
+@pytest.mark.parametrize("repo_id", ["model", "a/b/c", "me/model@v1", "-a/b", ""])
+def test_a_repository_has_an_owner_and_a_name(repo_id: str, small: Path):
+    with pytest.raises(UsageError, match="has not the form owner/name"):
+        plan_push(small, repo_id)
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(here: Hub, bare: Path):
+    here.add("me/bare", {})
+    with pytest.raises(NeuzipError, match="me/bare: is there already, and is public"):
+        push(plan_push(bare, "me/bare"), private=True)
+    assert here.repositories["me/bare"].tree() == {}
+
+
+def test_a_checkpoint_is_replaced_only_when_asked_for(here: Hub, bare: Path, neuzip):
+    older = {
+        "model-1.safetensors": b"1", "model.safetensors": b"2", "model.safetensors.index.json": b"{}",
+        "neuzip/original/config.json": b"{}", "picture.png": b"3", ".gitattributes": b"",
+    }  # fmt: skip
+    here.add("me/bare", older)
+    with pytest.raises(
+        WouldOverwrite, match=r"me/bare: holds a checkpoint already, with model-1.safetensors"
+    ):
+        push(plan_push(bare, "me/bare"))
+    assert here.repositories["me/bare"].tree() == older
+    said = neuzip("push", bare, "me/bare", "--overwrite", "--json").json
+    assert said["deleted"] == [
+        "model-1.safetensors", "model.safetensors.index.json", "neuzip/original/config.json"
+    ]  # fmt: skip
+    assert set(here.repositories["me/bare"].tree()) == {
+        ".gitattributes", "README.md", "model.safetensors", "neuzip/manifest.json", "neuzip/plan.json",
+        "picture.png",
+    }  # fmt: skip
+    verify(resolve_source("me/bare"))
+
+
+def test_what_did_not_arrive_is_noticed(here: Hub, bare: Path):
+    """A repository's own .gitignore makes the Hub drop files without a word."""
+    here.add("me/bare", {".gitignore": b"*.safetensors", ".gitattributes": b""})
+    with pytest.raises(VerificationError, match=r"1 of 4 files are not there as they were sent: model.safe"):
+        push(plan_push(bare, "me/bare"))
+
+
+def test_the_hub_takes_no_caches(bare: Path):
+    (bare / ".cache" / "mine").mkdir(parents=True)
+    (bare / ".cache" / "mine" / "x").write_text("")
+    with pytest.raises(NeuzipError, match=r"the Hub takes no files from folders named \.cache"):
+        plan_push(bare, "me/bare")
+
+
+# The command
+
+
+def test_a_dry_run_shows_everything_and_touches_nothing(here: Hub, small: Path, in_all_modes, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    before = contents(small)
+    said = in_all_modes("push", small, "me/model", "--dry-run")
+    assert contents(small) == before
+    assert not here.requests
+    plan = plan_push(small, "me/model")
+    answer = said["json"].json
+    assert answer["card"] == plan.card
+    assert answer["files"] == [{"path": f.path, "bytes": f.nbytes} for f in plan.files]
+    assert answer["commit"] is None
+    assert said["quiet"].stdout == f"{here.url}/me/model\n"
+    assert plan.card.splitlines()[-1] in said["human"].stdout
+    assert f"would go to {here.url}/me/model" in said["human"].stdout
+
+
+def test_json_has_the_same_keys_when_it_is_done(here: Hub, bare: Path, neuzip):
+    planned = neuzip("push", bare, "me/bare", "--dry-run", "--json").json
+    said = neuzip("push", bare, "me/bare", "--json")
+    done = said.json
+    assert list(planned) == list(done)
+    assert done["commit"] == here.repositories["me/bare"].branches["main"]
+    assert said.stderr == ""
+
+
+# The card
+
+
+def test_the_card_carries_on_the_original_and_its_licence(small: Path):
+    card = plan_push(small, "me/model").card
+    metadata, text = split_card(card)
+    assert metadata == {
+        "license": "apache-2.0",
+        "language": ["no", "en"],
+        "base_model": "someone/base",
+        "library_name": "neuzip",
+        "tags": ["neuzip", "lossless", "transformers", "llama"],
+    }
+    ours, theirs = text.split(ENDING)
+    assert theirs.replace("\r\n", "\n").endswith(
+        "---\n\n# The original\n\nIt has a [picture](picture.png).\n"
+    )
+    assert "identical to the original" in ours
+    assert "neuzip decompress me/model DST\n" in ours
+    assert "neuzip verify me/model\n" in ours
+
+
+def test_the_figures_of_the_card_are_those_of_the_files(original: Path, small: Path):
+    card = plan_push(small, "me/model").card
+    before = sum(p.stat().st_size for p in original.rglob("*.safetensors"))
+    after = sum(p.stat().st_size for p in small.rglob("*.safetensors"))
+    total = (
+        f"| 3 weight files | {before / 1000:.2f} kB | {after / 1000:.2f} kB | {100 * after / before:.2f} % "
+        f"| {8 * after / 60_509:.2f} |"
+    )
+    assert total in card.splitlines()
+    assert re.search(r"\| BF16, lossless: 1 tensor \| 60\.00 kB \| 4\d\.\d\d kB \|", card)
+    assert "| I64, stored as it is: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
+
+
+def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path: Path):
+    compress(
+        original, tmp_path / "lossy", [Rule("a", Scheme("truncated", 3, 512)), Rule("*", Scheme("lossless"))]
+    )
+    plan = plan_push(tmp_path / "lossy", "me/model")
+    loss = json.loads(next(f.content for f in plan.files if f.path == "neuzip/manifest.json"))  # type: ignore[arg-type]
+    assert loss["files"]["README.md"]["kind"] == "rewritten"
+    assert split_card(plan.card)[0]["tags"][:2] == ["neuzip", "lossy"]
+    assert "with loss: the mantissas of 1 of its 4\ntensors were rounded" in plan.card
+    row = re.search(r"\| `a` \| 3 mantissa bits in blocks of 512 \| (0\.\d+) \| (0\.\d+) \|", plan.card)
+    assert row is not None
+    assert 0 < float(row[2]) < float(row[1]) < 0.2
+    assert f"at most {float(row[1]):.3g};" in plan.card
+
+
+def test_the_base_model_may_come_from_the_config(tmp_path: Path, save):
+    save(tmp_path / "one" / "model.safetensors", {"w": ("F32", (3,), np.ones(3, np.float32))})
+    for name, known in {"me/trained": True, "../local": False, "a b/c": False}.items():
+        (tmp_path / "one" / "config.json").write_text(json.dumps({"_name_or_path": name}))
+        compress(tmp_path / "one", tmp_path / "nz", overwrite=True)
+        card = plan_push(tmp_path / "nz", "me/model").card
+        assert split_card(card)[0].get("base_model") == (name if known else None)
+        assert (f"Base model: `{name}`\n" in card) == known
+
+
+@pytest.mark.parametrize(
+    ("card", "metadata", "text"),
+    [
+        ("", {}, ""),
+        ("# no metadata\n---\na: b\n---\n", {}, "# no metadata\n---\na: b\n---\n"),
+        ("---\n---\ntext", {}, "text"),
+        ("---\nlicense: mit\n---", {"license": "mit"}, ""),
+        ("---\nbroken: [\n---\ntext", {}, "text"),
+        ("---\n- a list\n---\ntext", {}, "text"),
+        ("---\na: {b: c}\ntags: [x, {y: z}]\nempty:\n---\ntext", {}, "text"),
+        ("---\na: &x [" + "[" * 9000 + "\n---\ntext", {}, "text"),
+        ("---\r\nlicense: mit\r\n---\r\ntext", {"license": "mit"}, "text"),
+    ],
+)
+def test_metadata_of_any_kind(card: str, metadata: dict[str, object], text: str):
+    assert split_card(card) == (metadata, text)
+
+
+def test_tensors_of_any_name_are_listed_with_their_loss(tmp_path: Path, save):
+    values = np.linspace(0.01, 1, 4000, dtype=np.float32)
+    tensors = {name: ("F32", (4000,), values * (i + 1)) for i, name in enumerate(["a|b", "c`d", "e\nf"])}
+    save(tmp_path / "one" / "1.safetensors", tensors)
+    save(tmp_path / "one" / "2.safetensors", {"tied": tensors["a|b"]})
+    compress(tmp_path / "one", tmp_path / "nz", [Rule("*", Scheme("truncated", 3))])
+    card = plan_push(tmp_path / "nz", "me/model").card
+    assert "the mantissas of 4 of its 4\n" in card
+    for name in ("`a\\|b`", "``c`d``", "`e f`"):
+        assert f"| {name} | 3 mantissa bits | 0.0" in card
+    assert "| `tied` | shared with another tensor | 0.0" in card
