@@ -78,7 +78,7 @@ class Output:
             print(json_module.dumps({"schema": SCHEMA, **plain(data)}, indent=2, allow_nan=False))
         elif self.mode == "quiet":
             for line in quiet:
-                print(line)
+                print(printable(str(line), one_line=True))
 
     def status(self, message: str) -> None:
         """Say what is going on (stderr, human only)."""
@@ -139,8 +139,10 @@ def make_streams_forgiving() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def printable(text: str) -> str:
+def printable(text: str, one_line: bool = False) -> str:
     r"""Escape what could move the cursor or reorder the line: anyone may have written the names in a file.
+
+    `one_line` also escapes line ends and tabs, which would make one entry look like two.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -149,7 +151,7 @@ def printable(text: str) -> str:
         return text
     return "".join(
         char
-        if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs"
+        if char.isprintable() or (char in "\n\t" and not one_line) or unicodedata.category(char) == "Zs"
         else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
@@ -199,7 +201,7 @@ def render_table(
         justify: Literal["left", "right"] = "right" if name in right else "left"
         table.add_column(printable(name), footer, justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
+        table.add_row(*(printable(str(cell), one_line=True) for cell in row))
 
     page = _Page()
     terminal = sys.stdout.isatty()

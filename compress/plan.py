@@ -12,7 +12,7 @@ from neuzip.formats.checkpoint import config_files, index_files
 from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, Bits, has_non_finite
+from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
 
 from . import lossless, truncated
 from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
@@ -145,7 +145,7 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
     ).view(fmt.dtype)
     normalisers = 0
     try:
-        if planned.scheme.mantissa_bits is not None and not has_non_finite(sample, fmt):
+        if planned.scheme.mantissa_bits is not None and not non_finite(sample, fmt).any():
             block_size = planned.scheme.block_size
             rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
             sample, _ = rounding.apply(sample)

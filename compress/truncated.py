@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from neuzip.errors import NeuzipError
 from neuzip.formats.container import Stream, pad
 from neuzip.formats.manifest import Loss
-from neuzip.kernels.float_fields import Bits, FloatFormat, has_non_finite, largest_finite, round_mantissa
+from neuzip.kernels.float_fields import Bits, FloatFormat, non_finite, round_mantissa
 from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
 
 from . import lossless
@@ -55,7 +56,7 @@ class Rounding:
         divided = scale(bits, self._factors(normaliser, bits.size), self.fmt, divide=True)
         stored = round_mantissa(divided, self.fmt, self.mantissa_bits)
         # A weight near the largest finite one may round up past it: then take the step below.
-        overflow = has_exploded(self.restore(stored, normaliser), self.fmt)
+        overflow = non_finite(self.restore(stored, normaliser), self.fmt)
         stored[overflow] -= self.fmt.dtype.type(1 << (self.fmt.mantissa_bits - self.mantissa_bits))
         return stored, normaliser
 
@@ -80,12 +81,6 @@ class Rounding:
         return np.repeat(1 + normaliser / 256, self.block_size or 1)[:numel]
 
 
-def has_exploded(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.bool_]:
-    """Which patterns are infinite (or NaN)."""
-    magnitudes = bits & fmt.dtype.type((1 << (fmt.bits - 1)) - 1)
-    return np.asarray(magnitudes > largest_finite(fmt))
-
-
 def encode(
     read: Read, numel: int, rounding: Rounding, parallel: Map = map, observe: Observe = lossless.ignore
 ) -> tuple[int, dict[str, Stream], Loss, str]:
@@ -98,7 +93,7 @@ def encode(
 
     def check(piece: tuple[int, int]) -> tuple[Bits, Bits, npt.NDArray[np.uint8], Error]:
         bits = read(*piece)
-        if has_non_finite(bits, fmt):
+        if non_finite(bits, fmt).any():
             raise NonFinite
         stored, normaliser = rounding.apply(bits)
         restored = rounding.restore(stored, normaliser)
@@ -128,6 +123,8 @@ class Decoder:
         self._read_stream = read_stream
         self._rounding = rounding
         if rounding.block_size is not None:
+            if not normalisable(rounding.fmt):
+                raise NeuzipError(f"{rounding.fmt.name} takes no normaliser, so no block_size")
             blocks = -(-numel // rounding.block_size)
             lossless.expect_length("normaliser", length("normaliser"), lossless.padded(blocks))
 
@@ -178,7 +175,9 @@ class Error:
         """|restored - original| / |original| in the Euclidean norm."""
         if math.isinf(self.squares) or math.isinf(self.original_squares):
             return math.nan  # weights above 1e154, whose squares fp64 cannot hold
-        return math.sqrt(self.squares / self.original_squares) if self.original_squares else 0.0
+        if self.original_squares == 0:
+            return math.inf if self.squares else 0.0
+        return math.sqrt(self.squares / self.original_squares)
 
 
 def _six_digits(value: float) -> float:

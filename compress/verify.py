@@ -13,10 +13,10 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
 from neuzip.formats.container import Container
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FORMATS, non_finite
 
 from .source import Bytes, SourceTensor, TensorSource
-from .truncated import Error, has_exploded
+from .truncated import Error
 from .workers import Workers
 
 OnBytes = Callable[[int], None]
@@ -208,5 +208,5 @@ def _check_piece(dtype: str, exact: bool, read: Reader, other: Reader | None, st
     if fmt is None or (same and exact):
         return data, same, Error()
     a, b = expected.view(fmt.dtype), data.view(fmt.dtype)
-    finite = ~(has_exploded(a, fmt) | has_exploded(b, fmt))
+    finite = ~(non_finite(a, fmt) | non_finite(b, fmt))
     return data, same, Error.between(a[finite], b[finite], fmt)

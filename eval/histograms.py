@@ -1,8 +1,8 @@
-"""What weights are made of: histograms of sign, exponent and mantissa, and the entropies that follow from them.
+"""What weights are made of: histograms of sign, exponent and mantissa, and their entropies.
 
-Everything is counted, nothing sampled. The leading 16 bits of a weight are counted whole (65,536 counters; all
-8 bits of an fp8, 256 counters), so for formats of up to 16 bits every figure is exact. Of a wider format that
-leaves mantissa bits over, which are counted byte by byte:
+Everything is counted, nothing sampled. The leading 16 bits of a weight are counted whole (65,536 counters; an
+fp8 has 8 and 256), so for formats of up to 16 bits every figure is exact. Of a wider format that leaves
+mantissa bits over, which are counted byte by byte:
 
     F32    s eeeeeeee mmmmmmm | mmmmmmmm mmmmmmmm
     F64    s eeeeeeeeeee mmmm | mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm mmmmmmmm
@@ -106,10 +106,6 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return Counts(self.fmt, self.top + other.top, self.rest + other.rest)
 
-    @functools.cached_property
-    def _fields(self) -> Histogram:
-        return self.top.reshape(2, 1 << self.fmt.exponent_bits, -1)
-
     @property
     def numel(self) -> int:
         """How many weights were counted."""
@@ -118,17 +114,20 @@ class Counts:
     @property
     def signs(self) -> Histogram:
         """Weights without and with the sign bit: [2]."""
-        return self._fields.sum((1, 2))
+        return self._margin(1, 2)
 
     @property
     def exponents(self) -> Histogram:
         """Weights by stored exponent: [2 ** exponent bits]."""
-        return self._fields.sum((0, 2))
+        return self._margin(0, 2)
 
     @property
     def mantissas(self) -> Histogram:
         """Weights by the leading mantissa bits, all of them in formats of up to 16 bits."""
-        return self._fields.sum((0, 1))
+        return self._margin(0, 1)
+
+    def _margin(self, *axes: int) -> Histogram:
+        return np.asarray(self.top.reshape(2, 1 << self.fmt.exponent_bits, -1).sum(axes))
 
     @property
     def used_mantissa_bits(self) -> int:
@@ -215,6 +214,11 @@ class Inspection:
         bounds = [t.bound_bytes for t in self.tensors]
         return sum(b for b in bounds if b is not None) if None not in bounds else None
 
+    @property
+    def lossy(self) -> bool:
+        """Whether any tensor was rounded."""
+        return any(t.loss is not None for t in self.tensors)
+
     def to_json(self) -> dict[str, Any]:
         """Everything, histograms included."""
         return {
@@ -233,7 +237,6 @@ class Inspection:
                     "weights": c.numel,
                     "entropies": asdict(c.entropies),
                     "used_mantissa_bits": c.used_mantissa_bits,
-                    "bound_bits": c.bound_bits,
                     "exponent_bias": bias(c.fmt),
                     "signs": c.signs.tolist(),
                     "exponents": c.exponents.tolist(),
@@ -246,7 +249,7 @@ class Inspection:
 
 
 def select(source: TensorSource, globs: Sequence[str] = ()) -> list[SourceTensor]:
-    """The tensors whose name matches any of `globs`; all if there are none. Raises NeuzipError for no match."""
+    """The tensors whose name matches any of `globs`; without globs, all. Raises NeuzipError for no match."""
     tensors = list(source.tensors())
     if not globs:
         return tensors
@@ -332,7 +335,7 @@ def _figures(
     scheme: str,
 ) -> TensorFigures:
     info, record = tensor.info, source.resolve(tensor).record
-    if scheme.startswith("same as "):
+    if stored_bytes == 0:
         bound: int | None = 0
     elif record is not None and record.block_size is not None:
         bound = None

@@ -1,33 +1,41 @@
 """A checkpoint, plain or compressed, as a live model with dense weights.
 
-transformers builds the module, renames, merges and ties tensors, and computes what is not stored, exactly as
-its `from_pretrained` does. It is handed tensors that are decoded when it asks for their values, one at a time,
-so the weights exist once: in the model.
+transformers builds the module, renames, merges and ties tensors, and computes what is not stored, as in every
+`from_pretrained`. It is handed tensors that are decoded when it asks for their values, a few at a time: the
+weights exist once, in the model.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import __version__ as transformers_version
+from transformers.utils import logging
 
-from neuzip.compress.source import SourceTensor, TensorSource, digest
+from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.verify import check_tensors
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint
+from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
 SHOWN_NAMES = 5
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""A tokenizer of transformers has at least one of these."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
@@ -41,3 +49,227 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
     TORCH_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+
+def load_model(
+    path: str | os.PathLike[str], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """The causal language model of a checkpoint folder, dense, in evaluation mode.
+
+    `dtype` None is the checkpoint's own, as with `dtype="auto"` in transformers. Code that lies in the folder
+    is never run. Raises FormatError for damaged files, and NeuzipError for what is not such a model or for
+    tensors that are missing, left over or of the wrong shape.
+    """
+    folder = Path(path)
+    failures: list[NeuzipError] = []
+    with TensorSource(folder) as source, Workers() as workers, quiet_transformers():
+        config = load_config(source.checkpoint)
+        tensors = _model_tensors(source)
+        stored = {t.name: _Stored(source, t, workers, failures) for t in tensors}
+        try:
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model, found = type(skeleton).from_pretrained(
+                None,
+                config=skeleton.config,
+                state_dict=stored,
+                dtype="auto" if dtype is None else dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below, by name
+            )
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            raise failures[0] if failures else _refusal(folder, "make a model of it", error) from error
+        _require_a_perfect_fit(folder, model, found)
+    model.config.name_or_path = os.fspath(path)
+    placed: PreTrainedModel = model.to(device)
+    return placed
+
+
+def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder, of a compressed one the original's. Raises NeuzipError."""
+    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
+    folder = checkpoint.root
+    if f"{ORIGINAL_FOLDER}/config.json" in checkpoint.others:
+        folder = folder / ORIGINAL_FOLDER
+    elif "config.json" not in checkpoint.others:
+        raise NeuzipError(
+            f"{checkpoint.path}: has no config.json, so it is not known which model the weights belong to",
+            "give a folder with config.json and model.safetensors",
+        )
+    with quiet_transformers():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:
+            raise _refusal(checkpoint.path, "read its config.json", error) from error
+    return config
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder, plain or compressed. Raises NeuzipError."""
+    folder = Path(path)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # version 5.0 would make one up
+        raise NeuzipError(f"{path}: there is no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
+    with quiet_transformers():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False
+            )
+        except Exception as error:
+            raise _refusal(folder, "load its tokenizer", error) from error
+    return tokenizer
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by name, one at a time, with their own dtypes, on the CPU.
+
+    A folder's subfolders are part of it. Raises NeuzipError for a name that is in two files, and FormatError
+    for damaged files and for dtypes that torch does not have.
+    """
+    with TensorSource(path) as source, Workers() as workers:
+        files: dict[str, str] = {}
+        for tensor in source.tensors():
+            if tensor.name in files:
+                raise NeuzipError(
+                    f"{path}: the tensor {tensor.name!r} is in {files[tensor.name]} and in {tensor.file}",
+                    "give one of these files, or the subfolder",
+                )
+            files[tensor.name] = tensor.file
+        for tensor in source.tensors():
+            yield tensor.name, read_tensor(source, tensor, workers)
+
+
+def read_tensor(source: TensorSource, tensor: SourceTensor, workers: Workers) -> torch.Tensor:
+    """A tensor, decoded on the CPU and compared with its checksums. Raises FormatError."""
+    info = tensor.info
+    dtype = _torch_dtype(source, tensor)
+    data = torch.empty(info.nbytes, dtype=torch.uint8)  # better aligned than numpy's, which kernels like
+    target, done = data.numpy(), 0
+
+    def put(piece: Bytes) -> None:
+        nonlocal done
+        target[done : done + piece.size] = piece
+        done += piece.size
+
+    for _ in check_tensors(source, [tensor], workers, on_data=put):
+        pass
+    return data.view(dtype).view(info.shape)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the warnings and bars of transformers off the terminal."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+class _Stored:
+    """A tensor of which transformers knows the kind, and that is decoded when it asks for the values.
+
+    Version 5 does so with `tensor[...]`, as it does with the slices of safetensors, 4.57 with
+    `tensor.to(device)`. What goes wrong then is noted in `failures`, as transformers would wrap it up.
+    """
+
+    def __init__(
+        self, source: TensorSource, tensor: SourceTensor, workers: Workers, failures: list[NeuzipError]
+    ) -> None:
+        self._source, self._tensor, self._workers, self._failures = source, tensor, workers, failures
+        self.dtype = _torch_dtype(source, tensor)
+        self.shape = torch.Size(tensor.info.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def to(self, *target: Any, **options: Any) -> torch.Tensor:
+        return self._read().to(*target, **options)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._read()[index]
+
+    def _read(self) -> torch.Tensor:
+        try:
+            return read_tensor(self._source, self._tensor, self._workers)
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+
+
+def _torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
+    dtype = TORCH_DTYPES.get(tensor.info.dtype)
+    if dtype is None:
+        raise FormatError(
+            source.checkpoint.root / tensor.file,
+            f"torch {torch.__version__} has no dtype for {tensor.info.dtype}",
+            tensor=tensor.name,
+            field="dtype",
+        )
+    return dtype
+
+
+def _model_tensors(source: TensorSource) -> list[SourceTensor]:
+    """The tensors that `from_pretrained` would take; some repositories hold the weights in a second form."""
+    return [tensor for file in _model_files(source.checkpoint) for tensor in source.tensors(file)]
+
+
+def _model_files(checkpoint: Checkpoint) -> list[str]:
+    if "model.safetensors" in checkpoint.weights:
+        return ["model.safetensors"]
+    for index in (f"{ORIGINAL_FOLDER}/{INDEX}", INDEX):
+        if index not in checkpoint.others:
+            continue
+        path = checkpoint.root / index
+        document = parse_json(path.read_bytes(), path)
+        weight_map = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise FormatError(path, "not an object of strings", field="weight_map")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if file not in checkpoint.weights:
+                raise FormatError(path, f"the shard {file!r} is missing", field="weight_map")
+        return files
+    raise NeuzipError(f"{checkpoint.path}: has neither model.safetensors nor {INDEX}")
+
+
+def _refusal(folder: Path, what: str, error: Exception) -> NeuzipError:
+    """What transformers would not do, with the first line of its reason."""
+    lines = str(error).strip().splitlines()
+    reason = f": {lines[0].rstrip('.')}" if lines else f": {type(error).__name__}"
+    return NeuzipError(
+        f"{folder}: transformers {transformers_version} cannot {what}{reason}",
+        "another version of transformers may; code that comes with a checkpoint is never run",
+    )
+
+
+def _require_a_perfect_fit(folder: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raise NeuzipError unless every tensor of the checkpoint found its place, and every place its tensor."""
+    kind = type(model).__name__
+    # Version 5 has (name, shape, expected shape) here, 4.57 names.
+    mismatched = {m if isinstance(m, str) else m[0] for m in found["mismatched_keys"]}
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            (f"tensors that {kind} needs are missing", set(found["missing_keys"]) - mismatched),
+            (f"{kind} has no place for", set(found["unexpected_keys"])),
+            ("tensors have another shape than the config says", mismatched),
+            ("transformers reports", set(found["error_msgs"])),
+        )
+        if names
+    ]
+    if problems:
+        raise NeuzipError(
+            f"{folder}: the weights do not fit the config: " + "; ".join(problems),
+            "compare config.json with `neuzip inspect`",
+        )
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:SHOWN_NAMES])
+    return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES} more"

@@ -209,13 +209,11 @@ def largest_finite(fmt: FloatFormat) -> int:
     return top - (1 << fmt.mantissa_bits)
 
 
-def has_non_finite(bits: Bits, fmt: FloatFormat) -> bool:
-    """Whether any of `bits` is an infinity or a NaN."""
+def non_finite(bits: Bits, fmt: FloatFormat) -> npt.NDArray[np.bool_]:
+    """Which of `bits` are infinities or NaNs."""
     sign = 1 << (fmt.bits - 1)
-    magnitudes = bits & fmt.dtype.type(sign - 1)
-    if bool((magnitudes > largest_finite(fmt)).any()):
-        return True
-    return fmt.name.endswith("FNUZ") and bool((bits == sign).any())
+    beyond: npt.NDArray[np.bool_] = (bits & fmt.dtype.type(sign - 1)) > largest_finite(fmt)
+    return beyond | (bits == sign) if fmt.name.endswith("FNUZ") else beyond
 
 
 def _field_dtype(width: int) -> np.dtype[np.unsignedinteger]:

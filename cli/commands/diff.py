@@ -1,0 +1,80 @@
+"""neuzip diff: compare two checkpoints tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, percent_text
+
+if TYPE_CHECKING:
+    from neuzip.eval.difference import TensorDifference
+
+EXAMPLES = [
+    "neuzip diff my-model my-model.nz",
+    "neuzip diff my-model fine-tuned --json",
+    "neuzip diff a.safetensors b.safetensors --quiet",
+    "",
+    "Exit code 0 if all tensors are identical, 1 if not.",
+]
+
+NUMBERS = ["differ", "max abs", "max rel", "rel L2"]
+
+
+def command(
+    a: Annotated[str, typer.Argument(metavar="A", help="Folder, .safetensors file or Hub id")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same, plain or compressed")],
+    jobs: options.JobsOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Compare two checkpoints: identical, or how far apart"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress.source import TensorSource
+    from neuzip.eval.difference import comparable_bytes, compare, match
+    from neuzip.formats.hub import resolve_source
+
+    paths = resolve_source(a), resolve_source(b)
+    with TensorSource(paths[0]) as first, TensorSource(paths[1]) as second:
+        pairs = match(first, second)
+        compared = comparable_bytes(pairs)
+        with out.progress("diff", compared) as advance:
+            tensors = compare(first, second, pairs, jobs=jobs, on_bytes=advance)
+    different = [t for t in tensors if t.status != "identical"]
+    if different:
+        out.table(["tensor", "what", *NUMBERS], [_row(t) for t in different], right=NUMBERS)
+        out.text(f"{len(different)} of {len(tensors)} tensors are not the same")
+    else:
+        out.text(f"identical: {len(tensors)} tensors, {bytes_text(compared)}")
+    out.result(
+        {
+            "a": paths[0],
+            "b": paths[1],
+            "identical": not different,
+            "compared_bytes": compared,
+            "totals": {"tensors": len(tensors)} | Counter(t.status for t in tensors),
+            "tensors": [t.to_json() for t in tensors],
+        },
+        quiet=[t.label for t in different],
+    )
+    if different:
+        raise typer.Exit(1)
+
+
+def _row(t: TensorDifference) -> list[str]:
+    sides = [side for side in (t.a, t.b) if side is not None]
+    what = {
+        "different": "values" + (f", {t.not_finite} not finite" if t.not_finite else ""),
+        "dtype": f"dtype {' / '.join(side.dtype for side in sides)}",
+        "shape": f"shape {' / '.join('x'.join(map(str, side.shape)) or 'scalar' for side in sides)}",
+        "only_a": "only in A",
+        "only_b": "only in B",
+    }[t.status]
+    errors = (t.max_absolute, t.max_relative, t.relative_l2)
+    share = "-" if t.differing is None else percent_text(t.differing, t.elements)
+    if t.differing and share == "0.00 %":
+        share = "< 0.01 %"
+    return [t.label, what, share, *("-" if error is None else f"{error:.3g}" for error in errors)]

@@ -1,0 +1,126 @@
+"""neuzip inspect: show what a checkpoint's weights are made of."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, percent_text
+
+if TYPE_CHECKING:
+    from neuzip.eval.histograms import Inspection, TensorFigures
+
+EXAMPLES = [
+    "neuzip inspect my-model",
+    "neuzip inspect my-model --tensor '*.mlp.*' --json",
+    "neuzip inspect my-model.nz --plot weights.html",
+]
+
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the histograms too: .png, .svg, or .html with the table"),
+]
+
+
+def command(
+    src: options.SourceArgument,
+    tensor: options.TensorOption = None,
+    plot: Plot = None,
+    overwrite: options.OverwriteOption = False,
+    jobs: options.JobsOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Show entropies, sizes and histograms of a checkpoint's weights"""
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress.source import TensorSource
+    from neuzip.eval import histograms, pictures
+    from neuzip.formats.hub import resolve_source
+
+    if plot is not None:
+        pictures.check_target(plot, overwrite)
+    path = resolve_source(src)
+    title = Path(src).resolve().name if Path(src).exists() else src
+    with TensorSource(path) as source:
+        tensors = histograms.select(source, tensor or [])
+        with out.progress("inspect", sum(t.info.nbytes for t in tensors)) as advance:
+            inspection = histograms.inspect(source, tensors, jobs=jobs, on_bytes=advance)
+    if plot is not None:
+        pictures.write(inspection, title, plot)
+    _show_table(out, inspection)
+    for counts in inspection.counts:
+        out.text()
+        for line in pictures.sketch(counts, ascii_only=not _can_show(pictures.BLOCKS)):
+            out.text(line)
+    if plot is not None:
+        out.status(f"wrote {plot}")
+    out.result(
+        {"src": path, **inspection.to_json(), "plot": plot},
+        quiet=[inspection.stored_bytes if plot is None else plot],
+    )
+
+
+def _show_table(out: Output, inspection: Inspection) -> None:
+    from neuzip.eval.histograms import visible
+
+    stored = "stored" if inspection.compressed else "predicted"
+    columns = ["tensor", "dtype", "shape", "scheme", "sign", "exp", "mant", "joint", "bound", stored, "ratio"]
+    lines = []
+    for t in inspection.tensors:
+        e = t.entropies
+        entropies = (e.sign, e.exponent, e.mantissa, e.joint) if e is not None else (None,) * 4
+        lines.append(
+            [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.scheme),
+             *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
+        )  # fmt: skip
+    lines.append([f"{len(lines)} tensors", *[""] * 7, *_sizes(inspection)])
+    if inspection.lossy:
+        columns.append("max error")
+        for line, t in zip(lines, inspection.tensors, strict=False):
+            line.append("-" if t.loss is None else percent_text(t.loss.max_relative, 1))
+        lines[-1].append("")
+    left_out = _left_out(columns, lines)
+    shown = [at for at, name in enumerate(columns) if name not in left_out]
+    *rows, total = [[line[at] for at in shown] for line in lines]
+    names = [columns[at] for at in shown]
+    out.table(names, rows, right=set(names) - {"tensor", "dtype", "shape", "scheme"}, total=total)
+    out.text()
+    out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
+    out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
+    if any(counts.fmt.bits > 16 for counts in inspection.counts):
+        out.text("Mantissa entropies of F32 and F64 are upper bounds.")
+    if left_out:
+        out.hint(f"a wider window shows {', '.join(left_out)} too, and a pipe shows everything")
+
+
+def _left_out(columns: list[str], lines: list[list[str]]) -> list[str]:
+    """The columns for which a terminal has no room beside the names. A pipe has room for all."""
+    if not sys.stdout.isatty():
+        return []
+    widths = {name: 2 + max(len(name), *(len(line[at]) for line in lines)) for at, name in enumerate(columns)}
+    widths["tensor"] = min(widths["tensor"], 50)
+    left_out: list[str] = []
+    for name in ("sign", "mant", columns[9], "scheme", "joint", "dtype"):
+        if sum(widths.values()) - 2 <= shutil.get_terminal_size().columns:
+            break
+        left_out.append(name)
+        del widths[name]
+    return left_out
+
+
+def _sizes(of: TensorFigures | Inspection) -> list[str]:
+    bound = "-" if of.bound_bytes is None else percent_text(of.bound_bytes, of.nbytes)
+    return [bound, bytes_text(of.stored_bytes), percent_text(of.stored_bytes, of.nbytes)]
+
+
+def _can_show(characters: str) -> bool:
+    try:
+        characters.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

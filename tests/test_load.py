@@ -1,0 +1,340 @@
+"""A model from a compressed folder is the one that transformers makes of the original, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from neuzip.compress import Rule, Scheme, compress, decompress
+from neuzip.errors import FormatError, NeuzipError
+from neuzip.formats.tensor_file import DTYPE_BITS
+from neuzip.runtime.load import TORCH_DTYPES, load_model, load_state_dict, load_tokenizer
+
+VOCABULARY = 96
+IDS = torch.arange(2 * 24).view(2, 24) * 7 % VOCABULARY
+
+
+def llama(tied: bool, **more: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            **more,
+        )
+    )
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+
+
+def bert() -> BertLMHeadModel:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        is_decoder=True,
+    )
+    return BertLMHeadModel(config)
+
+
+def mixtral() -> MixtralForCausalLM:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def rename(folder: Path, change: dict[str, str]) -> None:
+    """Replace a part of every tensor's name in model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in change.items():
+        tensors = {name.replace(old, new): value for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+KINDS = ["tied", "untied", "sharded", "gpt2", "base model's names", "old names", "experts"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small bf16 checkpoint of every kind, with random weights."""
+    torch.manual_seed(1)
+    made: dict[str, Path] = {}
+
+    def keep(kind: str, model: PreTrainedModel, **options: Any) -> Path:
+        made[kind] = tmp_path_factory.mktemp(kind.replace(" ", "_").replace("'", "")) / "model"
+        model.to(torch.bfloat16).save_pretrained(made[kind], **options)
+        return made[kind]
+
+    keep("tied", llama(tied=True))
+    keep("untied", llama(tied=False, rope_theta=1000.0))
+    keep("sharded", llama(tied=False), max_shard_size="40KB")
+    keep("gpt2", gpt2())
+    rename(keep("base model's names", gpt2()), {"transformer.": ""})
+    rename(keep("old names", bert()), {"Norm.weight": "Norm.gamma", "Norm.bias": "Norm.beta"})
+    keep("experts", mixtral())
+    return made
+
+
+@pytest.fixture(scope="module")
+def compressed(checkpoints: dict[str, Path]) -> dict[str, Path]:
+    """The same, compressed without loss."""
+    for path in checkpoints.values():
+        compress(path, path.parent / "small")
+    return {kind: path.parent / "small" for kind, path in checkpoints.items()}
+
+
+@pytest.fixture
+def broken(compressed: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(compressed["untied"], tmp_path / "broken"))
+
+
+@torch.inference_mode()
+def assert_same(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    assert type(model) is type(expected)
+    assert not model.training
+    mine = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    theirs = dict(expected.named_parameters(remove_duplicate=False)) | dict(expected.named_buffers())
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert value.dtype == theirs[name].dtype, name
+        assert torch.equal(value, theirs[name]), name
+    assert len(list(model.parameters())) == len(list(expected.parameters())), "tied otherwise"
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["own dtype", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_is_the_one_that_transformers_makes_of_the_original(kind, dtype, checkpoints, compressed):
+    expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=dtype or "auto")
+    assert_same(load_model(compressed[kind], dtype), expected)
+    assert_same(load_model(checkpoints[kind], dtype), expected)
+
+
+def test_rounded_model_is_the_one_that_transformers_makes_of_the_restored_folder(checkpoints, tmp_path):
+    compress(checkpoints["tied"], tmp_path / "small", [Rule("*", Scheme("truncated", 3, 64))])
+    decompress(tmp_path / "small", tmp_path / "restored")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "restored", dtype="auto")
+    assert_same(load_model(tmp_path / "small"), expected)
+
+
+def test_large_tensors_arrive_whole(tmp_path: Path):
+    model = llama(tied=True)
+    model.resize_token_embeddings(6000)  # more than one piece
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    compress(tmp_path / "model", tmp_path / "small")
+    loaded = load_model(tmp_path / "small")
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_other_forms_of_the_weights_in_the_folder_are_left_alone(broken: Path, checkpoints):
+    shutil.copy(broken / "model.safetensors", broken / "consolidated.safetensors")
+    assert_same(load_model(broken), AutoModelForCausalLM.from_pretrained(checkpoints["untied"], dtype="auto"))
+
+
+def test_transformers_says_nothing_and_is_left_as_it_was(compressed, capfd):
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    try:
+        load_model(compressed["sharded"])
+        assert capfd.readouterr() == ("", "")
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_warning()
+
+
+# What does not fit
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "neuzip" / "original" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            "tensors that LlamaForCausalLM needs are missing: model.layers.2.input_.*, .* and 4 more",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "LlamaForCausalLM has no place for: model.layers.1.input_layernorm.weight, .* and 4 more",
+        ),
+        (
+            {"vocab_size": 95},
+            "another shape than the config says: lm_head.weight, model.embed_tokens.weight",
+        ),
+        ({"model_type": "no-such-model"}, "transformers .* cannot read its config.json: .*no-such-model"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "cannot make a model of it: .*ViTConfig"),
+        (
+            {
+                "model_type": "own",
+                "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Own"},
+            },
+            "cannot read its config.json",
+        ),
+    ],
+    ids=["missing", "left over", "shape", "unknown", "not a language model", "code of its own"],
+)
+def test_weights_that_do_not_fit_are_named(changes, message, broken: Path):
+    edit_config(broken, **changes)
+    with pytest.raises(NeuzipError, match=message):
+        load_model(broken)
+
+
+def test_code_in_the_folder_is_not_run(broken: Path):
+    trap = broken / "trap"
+    for folder in (broken, broken / "neuzip" / "original"):
+        (folder / "code.py").write_text(f"open({str(trap)!r}, 'w')")
+    edit_config(broken, auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Own"})
+    load_model(broken)  # the model type is one that transformers has, so it needs no code
+    assert not trap.exists()
+
+
+def test_damaged_weights_are_found_while_loading(broken: Path):
+    path = broken / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="damaged") as caught:
+        load_model(broken)
+    assert caught.value.file == str(path)
+    assert caught.value.tensor is not None
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        (["neuzip/original/config.json", "config.json"], "has no config.json"),
+        (["model.safetensors"], "there are no .safetensors files"),
+    ],
+)
+def test_missing_files_are_named(remove: list[str], message: str, broken: Path):
+    for name in remove:
+        (broken / name).unlink()
+    with pytest.raises(NeuzipError, match=message):
+        load_model(broken)
+
+
+def test_a_folder_whose_weights_have_another_name_is_refused(broken: Path):
+    (broken / "model.safetensors").rename(broken / "weights.safetensors")
+    with pytest.raises(NeuzipError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        load_model(broken)
+
+
+def test_missing_shard_is_named(compressed, tmp_path: Path):
+    folder = Path(shutil.copytree(compressed["sharded"], tmp_path / "broken"))
+    index = folder / "neuzip" / "original" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    with pytest.raises(FormatError, match=r"the shard 'gone.safetensors' is missing"):
+        load_model(folder)
+
+
+def test_a_file_is_no_model(compressed):
+    with pytest.raises(NeuzipError, match=r"model.safetensors: has no config.json"):
+        load_model(compressed["tied"] / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", [".", "model.safetensors", "nowhere"])
+def test_no_tokenizer(place: str, compressed):
+    with pytest.raises(NeuzipError, match="there is no tokenizer"):
+        load_tokenizer(compressed["tied"] / place)
+
+
+# Tensors
+
+
+def test_every_dtype_of_safetensors_that_torch_has(tmp_path: Path, save):
+    random = np.random.default_rng(0)
+    kinds = [dtype for dtype, bits in DTYPE_BITS.items() if bits >= 8]
+    arrays = {
+        dtype: random.integers(0, 2 if dtype == "BOOL" else 256, 24 * DTYPE_BITS[dtype] // 8, np.uint8)
+        for dtype in kinds
+    }
+    save(tmp_path / "a.safetensors", {d: (d, (2, 3, 4), array) for d, array in arrays.items()})
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    expected = load_file(tmp_path / "a.safetensors")
+    for name, tensor in load_state_dict(tmp_path / "b.safetensors"):
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.shape == (2, 3, 4)
+        assert tensor.view(torch.uint8).numpy().tobytes() == arrays.pop(name).tobytes()
+    assert not arrays
+    assert set(TORCH_DTYPES) == set(kinds)
+
+
+def test_dtypes_that_torch_does_not_have_are_named(tmp_path: Path, save):
+    save(tmp_path / "a.safetensors", {"w": ("F6_E2M3", (4,), np.zeros(3, np.uint8))})
+    with pytest.raises(FormatError, match=r"tensor 'w', field 'dtype': torch .* has no dtype for F6_E2M3"):
+        list(load_state_dict(tmp_path / "a.safetensors"))
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path, save):
+    save(
+        tmp_path / "a.safetensors",
+        {"one": ("F32", (), np.float32([7])), "none": ("BF16", (0, 3), np.zeros(0, np.uint8))},
+    )
+    tensors = dict(load_state_dict(tmp_path / "a.safetensors"))
+    assert torch.equal(tensors["one"], torch.tensor(7.0))
+    assert tensors["none"].shape == (0, 3)
+
+
+def test_state_dict_covers_all_files_and_refuses_two_of_a_name(compressed, tmp_path: Path, save):
+    model = load_model(compressed["sharded"])
+    tensors = dict(load_state_dict(compressed["sharded"]))
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    for folder in ("unet", "vae"):
+        save(tmp_path / "pipe" / folder / "model.safetensors", {"w": ("U8", (1,), np.zeros(1, np.uint8))})
+    with pytest.raises(NeuzipError, match=r"'w' is in unet/model.safetensors and in vae/model.safetensors"):
+        list(load_state_dict(tmp_path / "pipe"))
+
+
+@pytest.mark.gpu
+def test_model_on_a_gpu(checkpoints, compressed):
+    expected = AutoModelForCausalLM.from_pretrained(checkpoints["tied"], dtype="auto").to("cuda")
+    model = load_model(compressed["tied"], device="cuda")
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    with torch.inference_mode():
+        assert torch.equal(model(IDS.cuda()).logits, expected(IDS.cuda()).logits)
