@@ -94,7 +94,10 @@ def neuzip_codec(workers: Workers) -> Codec:
             except lossless.NotWorthwhile:
                 coded.append((-1, bits.size, {"raw": bits.view(np.uint8)}))
                 continue
-            coded.append((kept, bits.size, {name: s.view(np.uint8) for name, s in streams.items()}))
+            joined = {
+                name: np.concatenate([p.view(np.uint8) for p in s.parts]) for name, s in streams.items()
+            }
+            coded.append((kept, bits.size, joined))
         return coded
 
     def decode(coded: object) -> list[Bits]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.errors import NeuzipError
-from neuzip.formats.container import ALIGNMENT, Stream, pad
+from neuzip.formats.container import ALIGNMENT, Stream, padded_stream
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import (
     Bits,
@@ -108,10 +108,10 @@ def encode(
         for width, plane in piece_planes.items():
             planes[width].append(plane)
     streams = {
-        "table": pad(_table_stream(table)),
-        "index": pad(np.concatenate(index)),
-        "words": pad(np.concatenate(words)),
-        "sign_mantissa": np.concatenate([pad(np.concatenate(parts)) for parts in planes.values()]),
+        "table": padded_stream([_table_stream(table)]),
+        "index": padded_stream(index),
+        "words": padded_stream(words),
+        "sign_mantissa": Stream([p for parts in planes.values() for p in padded_stream(parts).parts]),
     }
     if sum(s.nbytes for s in streams.values()) + OVERHEAD >= numel * fmt.bits // 8:
         raise NotWorthwhile
@@ -134,8 +134,6 @@ class Decoder:
         self._kept = kept
         if not 0 <= kept <= fmt.mantissa_bits:
             raise NeuzipError(f"{fmt.name} has no {kept} mantissa bits")
-        if numel == 0:
-            raise NeuzipError("a tensor without weights has no streams: it is stored raw")
         blocks = -(-numel // rans.BLOCK)
         planes, end = {}, 0
         for width in plane_widths(1 + kept):
@@ -206,6 +204,8 @@ def _parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
         table = rans.Table(group, palette, frequencies)
     except ValueError as error:
         raise NeuzipError(f"the stream 'table' is not valid: {error}") from error
-    if int(palette[-1]) >> fmt.exponent_bits or (group == 2 and fmt.exponent_bits > 8):
+    if int(palette[-1]) >> fmt.exponent_bits:
         raise NeuzipError(f"the stream 'table' has exponents that {fmt.name} does not")
+    if group == 2 and fmt.exponent_bits > 8:
+        raise NeuzipError(f"the stream 'table' has pairs, which {fmt.name} is too wide for")
     return table

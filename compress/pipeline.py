@@ -38,7 +38,7 @@ from neuzip.formats.checkpoint import (
     rewritten_index,
     stored_files_to_json,
 )
-from neuzip.formats.container import Container, ContainerWriter, Stream, checksum
+from neuzip.formats.container import Container, ContainerWriter, Stream
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
@@ -411,7 +411,7 @@ class _Compression:
 
 def checksums(streams: dict[str, Stream]) -> dict[str, str]:
     """The checksum of every stream."""
-    return {name: checksum(data) for name, data in streams.items()}
+    return {name: stream.checksum for name, stream in streams.items()}
 
 
 def describe(record: TensorRecord, dtype: str) -> str:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from neuzip.errors import NeuzipError
-from neuzip.formats.container import Stream, pad
+from neuzip.formats.container import Stream, padded_stream
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.float_fields import Bits, FloatFormat, non_finite, round_mantissa
 from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
@@ -109,7 +109,7 @@ def encode(
         lambda start, stop: rounding.apply(read(start, stop))[0], numel, fmt, parallel
     )
     if rounding.block_size is not None:
-        streams["normaliser"] = pad(np.concatenate(normalisers))
+        streams["normaliser"] = padded_stream(normalisers)
     return kept, streams, error.loss, running.hexdigest()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,8 +22,6 @@ from neuzip.errors import FormatError, NeuzipError
 
 from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
 from .tensor_file import MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
-
-Stream = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
@@ -46,6 +45,32 @@ def stream_name(tensor: str, stream: str) -> str:
 def checksum(data: npt.NDArray[np.generic] | bytes) -> str:
     """xxh3-64 of some bytes, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream to be written, in parts, so that a long one need never be put together in memory."""
+
+    parts: Sequence[npt.NDArray[np.uint8] | npt.NDArray[np.uint16]]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def checksum(self) -> str:
+        """xxh3-64 of all parts."""
+        running = xxhash.xxh3_64()
+        for part in self.parts:
+            running.update(part.data)
+        return running.hexdigest()
+
+
+def padded_stream(parts: Sequence[npt.NDArray[np.generic]]) -> Stream:
+    """A stream of these parts, uint8 or uint16, filled up with zeros to a multiple of 16 bytes."""
+    short = -sum(part.nbytes for part in parts) % ALIGNMENT
+    return Stream([*parts, np.zeros(short // parts[0].itemsize, parts[0].dtype)])  # type: ignore[list-item]
 
 
 def streams_of(block_size: int | None) -> list[str]:
@@ -87,9 +112,11 @@ class ContainerWriter:
         for stream, dtype in STREAM_DTYPES.items():
             if stream not in streams:
                 continue
-            data = streams[stream]
-            assert data.dtype == ("<u2" if dtype == "U16" else "u1") and data.nbytes % ALIGNMENT == 0
-            self._append(stream_name(name, stream), dtype, (data.size,), data)
+            data, size = streams[stream], 2 if dtype == "U16" else 1
+            assert all(part.itemsize == size for part in data.parts) and data.nbytes % ALIGNMENT == 0
+            self._entry(stream_name(name, stream), dtype, (data.nbytes // size,), data.nbytes)
+            for part in data.parts:
+                self._file.write(part.data)
 
     def add_alias(self, name: str, record: TensorRecord) -> None:
         """Record a tensor whose bytes another one holds."""
@@ -223,9 +250,7 @@ class Container:
 
         def expect(entry: str, tensor: str) -> None:
             if entry in expected:
-                raise FormatError(
-                    self.path, "is wanted twice, under the same name", tensor=tensor, field=entry
-                )
+                raise FormatError(self.path, "belongs to something else already", tensor=tensor, field=entry)
             expected.add(entry)
 
         for name, record in self.manifest.tensors.items():
@@ -240,6 +265,10 @@ class Container:
             elif record.scheme == "alias":
                 self._check_alias(info, record)
             else:
+                if info.numel == 0:
+                    raise FormatError(
+                        self.path, f"no weights, so it cannot be {record.scheme}", tensor=name, field="scheme"
+                    )
                 wanted = streams_of(record.block_size)
                 if set(record.streams) != set(wanted):
                     raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
@@ -310,13 +339,6 @@ class Container:
 def is_container(file: TensorFile) -> bool:
     """Whether a safetensors file calls itself a neuzip container."""
     return "neuzip" in file.header.metadata
-
-
-def pad(data: npt.NDArray[np.generic]) -> Stream:
-    """`data` as a stream: uint8 or uint16, filled up with zeros to a multiple of 16 bytes."""
-    assert data.dtype in (np.uint8, np.uint16)
-    short = -data.nbytes % ALIGNMENT // data.itemsize
-    return np.concatenate([data, np.zeros(short, data.dtype)]) if short else data  # type: ignore[return-value]
 
 
 def _metadata(manifest_checksum: str) -> dict[str, str]:
