@@ -86,7 +86,7 @@ def rules_of_options(
     `block_size` is a number or "none". Only tensors of two and more dimensions are rounded: norms and biases
     weigh little and matter much, so they stay lossless.
     """
-    if block_size != "none" and not block_size.isdecimal():
+    if block_size != "none" and not (block_size.isdecimal() and len(block_size) < 10):
         raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
     size = None if block_size == "none" else int(block_size)
     scheme = Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
@@ -117,10 +117,14 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long, nested too deeply
         raise NeuzipError(f"{path}: not a TOML file: {error}") from error
     entries = document.get("rule")
-    if set(document) != {"rule"} or not isinstance(entries, list):
+    if (
+        set(document) != {"rule"}
+        or not isinstance(entries, list)
+        or not all(isinstance(e, dict) for e in entries)
+    ):
         raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = []
     for number, entry in enumerate(entries, 1):

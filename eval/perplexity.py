@@ -91,8 +91,22 @@ class Convention:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A model minus the one it is compared with, window by window, in nats a token.
+
+    `identical` is whether the losses of all windows agree to the last bit.
+    """
+
+    nll: Estimate
+    identical: bool
+
+
+@dataclass(frozen=True)
 class Score:
-    """What one model does: `nll` in nats a token, and the same as perplexities a token, a word and a byte."""
+    """What one model does: `nll` in nats a token, and the same as perplexities a token, a word and a byte.
+
+    `difference` is to the first model of the evaluation; that one has none.
+    """
 
     path: str
     dtype: str
@@ -101,14 +115,7 @@ class Score:
     word_perplexity: Estimate | None
     byte_perplexity: Estimate | None
     bits_per_byte: Estimate | None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """After minus before, in nats a token. `identical` is whether all windows agree to the last bit."""
-
-    nll: Estimate
-    identical: bool
+    difference: Difference | None
 
 
 def _versions() -> dict[str, str]:
@@ -121,20 +128,18 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores under one convention. `before` and `difference` are there when there was a base."""
+    """The scores of some models under one convention, in the order in which they were given."""
 
     convention: Convention
-    after: Score
-    before: Score | None = None
-    difference: Difference | None = None
+    scores: tuple[Score, ...]
     versions: Mapping[str, str] = field(default_factory=_versions)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text cut into windows for one or two models: what `prepare` makes and `evaluate` does.
+    """A text cut into windows for some models: what `prepare` makes and `evaluate` does.
 
-    `paths` are the base, if any, and the checkpoint itself; `ids` the tokens, int64.
+    `ids` are the tokens, int64; `dtype` None is each checkpoint's own.
     """
 
     paths: tuple[Path, ...]
@@ -166,23 +171,22 @@ def read_text(source: str) -> Text:
 
 
 def prepare(
-    src: str | os.PathLike[str],
+    checkpoints: Sequence[str | os.PathLike[str]],
     text: Text,
     *,
-    base: str | os.PathLike[str] | None = None,
     window: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
 ) -> Task:
-    """Tokenise a text and cut it into windows, for `src` and perhaps for the `base` it is compared with.
+    """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
     By default windows do not overlap; they have 1,024 predictions, or as many as the model has positions.
     `max_tokens` bounds the predictions. `device` auto is CUDA if there is any; `dtype` auto is float32 on a
     CPU and the checkpoint's own elsewhere. Raises NeuzipError, and UsageError for what the model cannot do.
     """
-    paths = tuple(Path(p) for p in (base, src) if p is not None)
+    paths = tuple(Path(path) for path in checkpoints)
     window, stride = _window_and_stride(paths, window, stride)
     place = _device(device)
     kind = DTYPES[dtype] if dtype != "auto" else torch.float32 if place == "cpu" else None
@@ -204,23 +208,19 @@ def prepare(
 
 
 def evaluate(task: Task, *, on_tokens: OnTokens = lambda count: None) -> Evaluation:
-    """Measure one or two models, one after the other. `on_tokens` is told of predictions made.
+    """Measure the models, one after the other. `on_tokens` is told of predictions made.
 
     The same weights give the same figures to the last bit on the same machine. Raises NeuzipError.
     """
-    sums: list[list[float]] = []
     scores: list[Score] = []
+    first: list[float] | None = None
     for path in task.paths:
         model = load_model(path, task.dtype, task.convention.device)
-        sums.append(list(window_losses(model, task.ids, task.windows, on_tokens)))
-        scores.append(_score(path, str(model.dtype).removeprefix("torch."), task, sums[-1]))
+        sums = list(window_losses(model, task.ids, task.windows, on_tokens))
+        scores.append(_score(path, str(model.dtype).removeprefix("torch."), task, sums, first))
+        first = first or sums
         del model  # before the next one is loaded
-    if len(scores) == 1:
-        return Evaluation(task.convention, scores[0])
-    counts = [w.scored for w in task.windows]
-    differences = [after - before for before, after in zip(*sums, strict=True)]
-    difference = Difference(mean(differences, counts), sums[0] == sums[1])
-    return Evaluation(task.convention, scores[1], scores[0], difference)
+    return Evaluation(task.convention, tuple(scores))
 
 
 def cut(tokens: int, window: int, stride: int) -> Iterator[Window]:
@@ -315,11 +315,15 @@ def perplexity(nll: Estimate, per: float = 1.0) -> Estimate:
     return Estimate(value, None if nll.standard_error is None else value * per * nll.standard_error)
 
 
-def _score(path: Path, dtype: str, task: Task, sums: Sequence[float]) -> Score:
-    convention = task.convention
-    nll = mean(sums, [w.scored for w in task.windows])
+def _score(path: Path, dtype: str, task: Task, sums: Sequence[float], first: Sequence[float] | None) -> Score:
+    convention, counts = task.convention, [w.scored for w in task.windows]
+    nll = mean(sums, counts)
     per_word = convention.tokens / convention.words if convention.words else None
     per_byte = convention.tokens / convention.bytes if convention.bytes else None
+    difference = None
+    if first is not None:
+        changes = [mine - other for mine, other in zip(sums, first, strict=True)]
+        difference = Difference(mean(changes, counts), list(sums) == list(first))
     return Score(
         os.fspath(path),
         dtype,
@@ -328,6 +332,7 @@ def _score(path: Path, dtype: str, task: Task, sums: Sequence[float]) -> Score:
         perplexity(nll, per_word) if per_word is not None else None,
         perplexity(nll, per_byte) if per_byte is not None else None,
         _scaled(nll, per_byte / math.log(2)) if per_byte is not None else None,
+        difference,
     )
 
 

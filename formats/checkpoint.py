@@ -80,6 +80,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if path.suffix != ".safetensors":
             raise FormatError(path, "is not a .safetensors file")
         return Checkpoint(path, path.parent, (path.name,), ())
+    if not path.is_dir():
+        raise FormatError(path, "is neither a file nor a folder")
     files = sorted(_walk(path))
     weights = tuple(f for f in files if f.endswith(".safetensors"))
     if not weights:

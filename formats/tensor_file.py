@@ -25,6 +25,9 @@ from neuzip.errors import FormatError
 MAX_HEADER = 100_000_000
 """Safetensors' own limit on the header's length, in bytes."""
 
+MAX_DIGITS = 20
+"""No whole number in our JSON has more; Python takes quadratic time to read long ones."""
+
 MAX_DIMENSIONS = 64
 """No tensor library has more; a bound keeps the product of a hostile shape small."""
 
@@ -95,8 +98,15 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> Any:
     def constant(name: str) -> Any:
         raise FormatError(file, f"{name} is not JSON")
 
+    def whole(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise FormatError(file, f"a number of {len(digits)} digits in the JSON is too long")
+        return int(digits)
+
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant, parse_int=whole
+        )
     except UnicodeDecodeError as error:
         raise FormatError(file, f"the JSON is not UTF-8: {error}") from error
     except RecursionError as error:

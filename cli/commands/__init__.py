@@ -6,4 +6,4 @@ that the help appears at once.
 
 from __future__ import annotations
 
-VERBS: tuple[str, ...] = ("compress", "decompress", "verify", "inspect", "eval", "push", "diff")
+VERBS: tuple[str, ...] = ("compress", "decompress", "verify", "inspect", "diff", "eval", "push", "demo")

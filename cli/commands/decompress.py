@@ -19,7 +19,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Restore a compressed checkpoint: byte for byte what was compressed, if that was lossless"""
+    """Restore a compressed checkpoint, byte for byte if lossless"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import decompress
     from neuzip.compress.source import weight_bytes

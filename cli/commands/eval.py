@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -54,13 +55,13 @@ def command(
 ) -> None:
     """Measure perplexity on a text, before and after compression"""
     out = Output(json=json, quiet=quiet)
+    let_threads_sleep()
     from neuzip.eval.perplexity import evaluate, prepare, read_text
     from neuzip.formats.hub import resolve_source
 
     task = prepare(
-        resolve_source(src),
+        [resolve_source(path) for path in (base, src) if path is not None],
         read_text(text),
-        base=resolve_source(base) if base is not None else None,
         window=window,
         stride=stride,
         max_tokens=max_tokens,
@@ -70,39 +71,45 @@ def command(
     with out.progress("eval", task.tokens, unit="tokens") as advance:
         evaluation = evaluate(task, on_tokens=advance)
     report(out, evaluation)
-    scores = [s for s in (evaluation.before, evaluation.after) if s is not None]
     out.result(
-        {"src": scores[-1].path, "base": scores[0].path if base is not None else None} | vars(evaluation),
-        quiet=[s.token_perplexity.value for s in scores],
+        {
+            "convention": evaluation.convention,
+            "before": evaluation.scores[0] if base is not None else None,
+            "after": evaluation.scores[-1],
+            "versions": evaluation.versions,
+        },
+        quiet=[score.token_perplexity.value for score in evaluation.scores],
     )
+
+
+def let_threads_sleep() -> None:
+    """Call before torch is loaded: spinning threads take three times as long where cores are busy."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def report(out: Output, evaluation: Evaluation) -> None:
     """Say under which convention, and show each figure with its standard error."""
-    c, before, after = evaluation.convention, evaluation.before, evaluation.after
+    c, after = evaluation.convention, evaluation.scores[-1]
     counts = [(c.tokens, "tokens predicted"), (c.words, "words"), (c.bytes, "bytes")]
     out.text(f"text     {c.text}: " + ", ".join(f"{n:,} {what}" for n, what in counts if n is not None))
     out.text(f"windows  {windows_text(c)}; no special tokens")
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     out.text(f"model    {after.dtype} on {c.device}; {versions}")
     out.text()
-    scores = {"before": before, "after": after} if before is not None else {after.path: after}
-    figures = {
-        "token-level perplexity": [s.token_perplexity for s in scores.values()],
-        "word-level perplexity": [s.word_perplexity for s in scores.values()],
-        "byte-level perplexity": [s.byte_perplexity for s in scores.values()],
-        "bits a byte": [s.bits_per_byte for s in scores.values()],
-        "NLL, nats a token": [s.nll for s in scores.values()],
+    names = ["before", "after"] if after.difference is not None else [after.path]
+    figures: dict[str, list[Estimate | None]] = {
+        "token-level perplexity": [s.token_perplexity for s in evaluation.scores],
+        "word-level perplexity": [s.word_perplexity for s in evaluation.scores],
+        "byte-level perplexity": [s.byte_perplexity for s in evaluation.scores],
+        "bits a byte": [s.bits_per_byte for s in evaluation.scores],
+        "NLL, nats a token": [s.nll for s in evaluation.scores],
     }
-    out.table(
-        ["", *scores],
-        [[name, *map(estimate_text, row)] for name, row in figures.items() if None not in row],
-        right=list(scores),
-    )
+    rows = [[figure, *map(estimate_text, row)] for figure, row in figures.items()]
+    out.table(["", *names], rows, right=names)
     if c.windows > 1:
         out.text(f"± standard error over the {c.windows:,} windows")
-    if evaluation.difference is not None:
-        out.text(f"after - before: {difference_text(evaluation.difference)}")
+    if after.difference is not None:
+        out.text(f"after - before: {difference_text(after.difference)}")
 
 
 def windows_text(c: Convention) -> str:
@@ -123,7 +130,7 @@ def estimate_text(estimate: Estimate | None) -> str:
 def difference_text(difference: Difference) -> str:
     """How far two models are apart, in nats and in percent of perplexity."""
     if difference.identical:
-        return "identical to the last bit, window by window"
+        return "the same to the last bit in every window"
     nll, error = difference.nll.value, difference.nll.standard_error
     nats = f"{nll:+.5f}" + ("" if error is None else f" ± {error:.5f}")
-    return f"{nats} nats a token (paired by window), perplexity {100 * math.expm1(nll):+.3f} %"
+    return f"{nats} nats a token, perplexity {100 * math.expm1(nll):+.3f} % (paired)"

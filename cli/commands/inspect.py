@@ -36,7 +36,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Show entropies, sizes and histograms of a checkpoint's weights"""
+    """Show entropies, sizes and histograms of a checkpoint"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.source import TensorSource
     from neuzip.eval import histograms, pictures

@@ -38,7 +38,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Upload a compressed checkpoint to the Hugging Face Hub, with a model card"""
+    """Upload a compressed checkpoint to the Hub with a model card"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import verify
     from neuzip.compress.source import weight_bytes

@@ -25,7 +25,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Check all checksums of a compressed checkpoint and decode everything"""
+    """Check every checksum of a compressed checkpoint, decode it"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import verify
     from neuzip.compress.source import weight_bytes

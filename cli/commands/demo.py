@@ -1,0 +1,177 @@
+"""neuzip demo: the main job on the checkpoint that comes with neuzip."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.commands.eval import difference_text, estimate_text, let_threads_sleep, windows_text
+from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.errors import VerificationError, WouldOverwrite
+
+if TYPE_CHECKING:
+    from neuzip.compress import CompressionReport
+    from neuzip.eval.perplexity import Evaluation
+
+EXAMPLES = [
+    "neuzip demo",
+    "neuzip demo --output /tmp/demo --overwrite",
+]
+
+MANTISSA_BITS = 3
+FOLDERS = {"lossless": "the same weights", "rounded": "3 mantissa bits", "restored": "the original again"}
+
+
+def command(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Write the checkpoints here")
+    ] = Path("neuzip-demo"),
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Compress, verify, restore and evaluate the built-in checkpoint"""
+    began = time.monotonic()
+    out = Output(json=json, quiet=quiet)
+    lossless, rounded, restored = paths = [output / name for name in FOLDERS]
+    _make_room(output, paths, overwrite)
+    let_threads_sleep()
+    from neuzip.eval.demo import CHECKPOINT
+
+    bound = _inspect(out, CHECKPOINT)
+    reports = _compress(out, CHECKPOINT, lossless, rounded)
+    _verify(out, CHECKPOINT, lossless, rounded)
+    files = _restore(out, CHECKPOINT, lossless, restored)
+    evaluation = _evaluate(out, CHECKPOINT, lossless, rounded)
+    seconds = time.monotonic() - began
+    _report(out, reports, evaluation)
+    out.text(f"\nWrote in {seconds_text(seconds)}:")
+    for name, what in FOLDERS.items():
+        out.text(f"  {output / name}: {what}")
+    out.hint("neuzip compress SRC DST does this with a checkpoint of yours")
+    out.result(
+        {
+            "paths": paths,
+            "weights": reports[0].weights,
+            "original_bytes": reports[0].weight_bytes,
+            "bound_ratio": bound,
+            "compressed": [
+                {"path": r.dst, "bytes": r.stored_weight_bytes, "ratio": r.ratio,
+                 "bits_per_weight": r.bits_per_weight}
+                for r in reports
+            ],
+            "identical_files": files,
+            **vars(evaluation),
+            "seconds": seconds,
+        },
+        quiet=paths,
+    )  # fmt: skip
+
+
+def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
+    """Refuse a folder that holds something, or remove from it what an earlier demo left there."""
+    if output.exists() and not overwrite and not (output.is_dir() and not any(output.iterdir())):
+        raise WouldOverwrite(f"{output}: exists already", "choose another --output, or give --overwrite")
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def _inspect(out: Output, checkpoint: Path) -> float:
+    """Count what the weights are made of; returns the bound of a lossless coder as a share of the size."""
+    from neuzip.compress.source import TensorSource
+    from neuzip.eval import histograms
+
+    with TensorSource(checkpoint) as source:
+        inspection = histograms.inspect(source, histograms.select(source))
+    (counts,) = inspection.counts
+    out.status(f"The built-in checkpoint: a Llama of {counts.numel:,} trained weights in {counts.fmt.name}")
+    out.status("1 inspect: how much the bits of its weights tell")
+    e, fmt = counts.entropies, counts.fmt
+    fields = {
+        "sign bit": (e.sign, 1),
+        "exponent bits": (e.exponent, fmt.exponent_bits),
+        "mantissa bits": (e.mantissa, fmt.mantissa_bits),
+    }
+    out.status("  " + ", ".join(f"{told:.2f} of {bits} {name}" for name, (told, bits) in fields.items()))
+    return (inspection.bound_bytes or 0) / inspection.nbytes
+
+
+def _compress(out: Output, checkpoint: Path, lossless: Path, rounded: Path) -> list[CompressionReport]:
+    from neuzip.compress import compress
+    from neuzip.compress.scheme import rules_of_options
+
+    out.status(f"2 compress: once without loss, once rounded to {MANTISSA_BITS} mantissa bits")
+    reports = [
+        compress(checkpoint, lossless),
+        compress(checkpoint, rounded, rules_of_options(MANTISSA_BITS, "none")),
+    ]
+    sizes = [f"{bytes_text(r.stored_weight_bytes)} in {seconds_text(r.seconds)}" for r in reports]
+    out.status(f"  {bytes_text(reports[0].weight_bytes)} to {sizes[0]}, and to {sizes[1]}")
+    return reports
+
+
+def _verify(out: Output, checkpoint: Path, lossless: Path, rounded: Path) -> None:
+    from neuzip.compress import verify
+
+    out.status("3 verify: check all checksums, decode everything, compare it with the original")
+    exact, close = verify(lossless, checkpoint), verify(rounded, checkpoint)
+    worst = max((t.max_relative or 0.0 for t in close.tensors), default=0.0)
+    same = len(exact.tensors) - len(exact.different)
+    out.status(f"  lossless: {same} of {len(exact.tensors)} tensors identical, bit for bit")
+    out.status(f"  rounded: {len(close.different)} changed, no weight by more than {percent_text(worst, 1)}")
+
+
+def _restore(out: Output, checkpoint: Path, lossless: Path, restored: Path) -> int:
+    """Decompress, and compare every file with the original's, byte by byte; how many there are."""
+    from neuzip.compress import decompress
+
+    out.status("4 decompress: restore the folder from the lossless one, and compare them")
+    decompress(lossless, restored)
+    names = [sorted(p.name for p in folder.iterdir()) for folder in (checkpoint, restored)]
+    if names[0] != names[1] or any(
+        (checkpoint / name).read_bytes() != (restored / name).read_bytes() for name in names[0]
+    ):
+        raise VerificationError(f"{restored}: is not the folder that was compressed, {checkpoint}")
+    out.status(f"  all {len(names[0])} files identical, byte by byte")
+    return len(names[0])
+
+
+def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
+    from neuzip.eval.perplexity import evaluate, prepare, read_text
+
+    task = prepare(checkpoints, read_text("demo"), device="cpu")
+    c = task.convention
+    out.status(f"5 evaluate: predict {c.tokens:,} tokens of text that training never saw, with each")
+    with out.progress("evaluate", task.tokens, unit="tokens") as advance:
+        return evaluate(task, on_tokens=advance)
+
+
+def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluation) -> None:
+    original, *others = evaluation.scores
+    rows = [
+        ["original", bytes_text(reports[0].weight_bytes), percent_text(1, 1),
+         f"{8 * reports[0].weight_bytes / reports[0].weights:.2f}", estimate_text(original.token_perplexity)]
+    ]  # fmt: skip
+    for name, report, score in zip(
+        ("lossless", f"{MANTISSA_BITS} mantissa bits"), reports, others, strict=True
+    ):
+        rows.append(
+            [name, bytes_text(report.stored_weight_bytes),
+             percent_text(report.stored_weight_bytes, report.weight_bytes),
+             f"{report.bits_per_weight:.2f}", estimate_text(score.token_perplexity)]
+        )  # fmt: skip
+    columns = ["version", "size", "ratio", "bits/weight", "perplexity"]
+    out.text()
+    out.table(columns, rows, right=columns[1:])
+    c = evaluation.convention
+    out.text(f"Perplexity: token-level, ± standard error; text: {c.text}")
+    out.text(f"Windows: {windows_text(c)}; no special tokens")
+    for (name, *_), score in zip(rows[1:], others, strict=True):
+        if score.difference is not None:
+            out.text(f"{name}: {difference_text(score.difference)}")

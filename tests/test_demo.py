@@ -1,0 +1,103 @@
+"""`neuzip demo`: what it writes, what it says, and that a second run finds a way or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuzip.compress import verify
+from neuzip.eval.demo import CHECKPOINT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model this small gains nothing from a second one, and loses much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_demo_in_all_modes(here: Path, in_all_modes):
+    said = in_all_modes("demo", "--overwrite")
+    folders = [Path("neuzip-demo") / name for name in ("lossless", "rounded", "restored")]
+    assert said["quiet"].stdout.splitlines() == [str(folder) for folder in folders]
+    assert (said["json"].stderr, said["quiet"].stderr) == ("", "")
+
+    human = said["human"]
+    steps = [line.split(":")[0] for line in human.stderr.splitlines() if line[:1].isdigit()]
+    assert steps == ["1 inspect", "2 compress", "3 verify", "4 decompress", "5 evaluate"]
+    assert "  lossless: 56 of 56 tensors identical, bit for bit\n" in human.stderr
+    assert "  all 5 files identical, byte by byte\n" in human.stderr
+    rows = [line for line in human.stdout.splitlines() if " MB " in line]
+    assert [row.split("  ")[0] for row in rows] == ["original", "lossless", "3 mantissa bits"]
+    assert rows[0].split()[-3:] == rows[1].split()[-3:]  # perplexity, ±, its standard error
+    assert f"text: demo (Python {platform.python_version()})\n" in human.stdout
+    assert "lossless: the same to the last bit in every window\n" in human.stdout
+    assert "3 mantissa bits: +" in human.stdout
+    assert all(f"  {folder}: " in human.stdout for folder in folders)
+    assert max(map(len, (human.stdout + human.stderr).splitlines())) <= 80
+
+    answer = said["json"].json
+    assert answer["paths"] == [str(folder) for folder in folders]
+    lossless, rounded = answer["compressed"]
+    assert answer["bound_ratio"] < lossless["ratio"] < 0.7
+    assert 0.40 < rounded["ratio"] < 0.45
+    assert rounded["bits_per_weight"] < 7.2
+    before, same, after = answer["scores"]
+    assert same["difference"]["identical"]
+    assert 0 < abs(after["difference"]["nll"]["value"]) < 0.02
+    assert before["token_perplexity"]["value"] < 60
+    assert answer["convention"]["windows"] > 30
+    assert answer["versions"]["python"] == platform.python_version()
+
+    assert verify(folders[0], CHECKPOINT).different == []
+    assert {p.name: p.read_bytes() for p in folders[2].iterdir()} == {
+        p.name: p.read_bytes() for p in CHECKPOINT.iterdir()
+    }
+
+
+def test_demo_does_not_overwrite_unless_told(here: Path, neuzip):
+    kept = here / "neuzip-demo" / "notes.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    said = neuzip("demo")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr == (
+        "error: neuzip-demo: exists already\nhint: choose another --output, or give --overwrite\n"
+    )
+    assert [p.name for p in kept.parent.iterdir()] == ["notes.txt"]
+    assert neuzip("demo", "--overwrite", "--quiet").exit_code == 0
+    assert kept.read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_demo_from_nothing_takes_less_than_two_minutes(tmp_path: Path):
+    """In a process of its own, with every kernel to be compiled first."""
+    neuzip = Path(sys.executable).parent / "neuzip"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [neuzip, "demo", "--json", "--output", tmp_path / "demo"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout)["seconds"] < 110
+    assert done.stderr == ""
