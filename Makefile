@@ -19,7 +19,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoint
-	@$(BIN)/neuzip demo
+	@$(BIN)/neuzip demo --overwrite
 
 test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"
@@ -44,7 +44,7 @@ install: $(VENV)/.developed ## Make .venv with the pinned development tools
 
 clean: ## Remove .venv and everything that was made
 	@echo "clean: .venv, caches and build products"
-	@rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .typing neuzip-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 links: $(LINKS)

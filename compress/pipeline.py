@@ -165,9 +165,7 @@ class _Compression:
     def folder(self, dst: Path, overwrite: bool) -> None:
         """Compress a folder: weights, then everything else, then the name."""
         recover(dst)
-        if dst.exists() and self._is_ours(dst):
-            for file in self._source.checkpoint.weights:
-                self._check_finished(file, dst)
+        if dst.exists() and not overwrite and self._is_done(dst):
             self._resumed = len(self._source.checkpoint.weights)
             return
         _refuse_existing(dst, overwrite)
@@ -176,9 +174,14 @@ class _Compression:
             for file in self._source.checkpoint.weights:
                 target = work / file
                 if target.exists():
-                    self._check_finished(file, work)
-                    self._resumed += 1
-                    continue
+                    if self._is_finished(file, work):
+                        self._resumed += 1
+                        continue
+                    if not overwrite:
+                        raise NeuzipError(
+                            f"{target}: was made from another {self._source.checkpoint.root / file}",
+                            "the source has changed; give --overwrite to begin anew",
+                        )
                 with writing(target):
                     target.parent.mkdir(parents=True, exist_ok=True)
                     temporary = _partial(target)
@@ -220,22 +223,27 @@ class _Compression:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, self._plan_json())
 
-    def _check_finished(self, file: str, folder: Path) -> None:
-        """Raise NeuzipError unless a finished container holds what the source still holds."""
+    def _is_done(self, dst: Path) -> bool:
+        """Whether `dst` is what this run would make: a run killed in its last moment, or repeated."""
+        checkpoint = self._source.checkpoint
+        if not self._is_ours(dst) or not all(self._is_finished(file, dst) for file in checkpoint.weights):
+            return False
+        stored = read_stored_files(dst)
+        return all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
+
+    def _is_finished(self, file: str, folder: Path) -> bool:
+        """Whether a finished container holds what the source still holds."""
         source = self._source
         with Container(folder / file) as container:
-            same = container.original.raw == source.header(file).raw
-            for tensor in source.tensors(file) if same else ():
+            if container.original.raw != source.header(file).raw:
+                return False
+            for tensor in source.tensors(file):
                 record = container.manifest.tensors[tensor.name]
-                found = digest(source.reader(tensor), tensor.info.nbytes)
-                same = same and found == (record.original or record.checksum)
+                if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
+                    return False
                 self._records[file, tensor.name] = record
                 self._on_bytes(tensor.info.nbytes)
-            if not same:
-                raise NeuzipError(
-                    f"{folder / file}: was made from another {source.checkpoint.root / file}",
-                    "the source has changed; give --overwrite to begin anew",
-                )
+        return True
 
     def container(self, file: str, path: Path) -> None:
         """Write the container of one weight file to `path`, and check it."""

@@ -485,6 +485,29 @@ class TestResume:
         with pytest.raises(NeuzipError, match="made from another"):
             compress(checkpoint, tmp_path / "small")
 
+    def test_a_changed_source_is_no_finished_run(self, checkpoint: Path, tmp_path: Path) -> None:
+        """The same sizes, other bytes: in the weights, or in any other file."""
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        for file in (checkpoint / "tokenizer.json", checkpoint / "vae" / "diffusion.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+            with pytest.raises(WouldOverwrite):
+                compress(checkpoint, target)
+            compress(checkpoint, target, overwrite=True)
+            decompress(target, tmp_path / "back", overwrite=True)
+            assert folder_bytes(tmp_path / "back") == folder_bytes(checkpoint)
+
+    def test_a_changed_source_can_be_begun_anew(self, checkpoint: Path, tmp_path: Path) -> None:
+        self._interrupt_after(1, checkpoint, tmp_path / "small")
+        shard = checkpoint / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        compress(checkpoint, tmp_path / "small", overwrite=True)
+        assert verify(tmp_path / "small", checkpoint).different == []
+
     def test_two_runs_at_once(self, checkpoint: Path, tmp_path: Path) -> None:
         from neuzip.compress.pipeline import workspace
 

@@ -36,8 +36,8 @@ Rng = np.random.Generator
 
 ACCIDENTS = range(20)
 ATTACKS = range(20)
-BATCH = 200
-"""20 batches of 200 files in each family: 8,000 files."""
+BATCH = 110
+"""20 batches of 110 files in each family: 4,400 files."""
 
 
 def load(path: Path) -> ModuleType:
@@ -358,8 +358,10 @@ def attack_index(parts: Any, rng: Rng) -> None:
             index[0] -= by
             index[1] += by
         elif kind < 0.8:
-            index[0] = rng.choice([0, 1, 64, 65, 66, index[0] + 2, index[0] - 1, 65535])
-            words = np.resize(parts.words(entry.replace("index", "words")), int(index.sum()))
+            first = int(index[0])
+            index[0] = rng.choice([0, 1, 64, 65, 66, min(first + 2, 65535), max(first - 1, 0), 65535])
+            total = min(int(index.sum()), 200_000)
+            words = np.resize(parts.words(entry.replace("index", "words")), total)
             parts.put(entry.replace("index", "words"), bad.pad(words.astype("<u2").tobytes()))
         else:
             index[int(rng.integers(len(index)))] = rng.integers(65536)
