@@ -9,12 +9,14 @@ round, and the median of the rounds counts. Peers: pip install -r benchmarks/req
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS
 
 Bits = npt.NDArray[np.uint16]
+Coded = tuple[int, int, dict[str, npt.NDArray[np.uint8]]]
 FORMAT = FORMATS["BF16"]
 
 
@@ -36,9 +39,9 @@ class Codec:
     """`encode` gives whatever `decode` restores the tensors from; `size` is what that takes on disk."""
 
     name: str
-    encode: Callable[[list[Bits]], object]
-    decode: Callable[[object], list[Bits]]
-    size: Callable[[object], int]
+    encode: Callable[[list[Bits]], Any]
+    decode: Callable[[Any], list[Bits]]
+    size: Callable[[Any], int]
 
 
 def main() -> None:
@@ -84,27 +87,26 @@ def bf16(values: npt.NDArray[np.float32]) -> Bits:
 
 
 def neuzip_codec(workers: Workers) -> Codec:
-    """Streams as they stand in a container, without names and checksums."""
+    """Streams as they stand in a container, without names and checksums.
 
-    def encode(tensors: list[Bits]) -> list[tuple[int, int, dict[str, npt.NDArray[np.uint8]]]]:
-        coded = []
-        for bits in tensors:
-            try:
-                kept, streams = lossless.encode(lambda a, b, x=bits: x[a:b], bits.size, FORMAT, workers.map)
-            except lossless.NotWorthwhile:
-                coded.append((-1, bits.size, {"raw": bits.view(np.uint8)}))
-                continue
-            joined = {
-                name: np.concatenate([p.view(np.uint8) for p in s.parts]) for name, s in streams.items()
-            }
-            coded.append((kept, bits.size, joined))
-        return coded
+    As in `neuzip compress`, small tensors are coded side by side and large ones split among the threads.
+    """
 
-    def decode(coded: object) -> list[Bits]:
-        restored = []
-        for kept, numel, streams in coded:  # type: ignore[attr-defined]
-            out = np.empty(numel, np.uint16)
-            restored.append(out)
+    def encode_one(bits: Bits, parallel: lossless.Map = map) -> Coded:
+        try:
+            kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, FORMAT, parallel)
+        except lossless.NotWorthwhile:
+            return -1, bits.size, {"raw": bits.view(np.uint8)}
+        joined = {name: np.concatenate([p.view(np.uint8) for p in s.parts]) for name, s in streams.items()}
+        return kept, bits.size, joined
+
+    def encode(tensors: list[Bits]) -> list[Coded]:
+        if len(tensors) > 1:
+            return list(workers.map(encode_one, tensors))
+        return [encode_one(bits, workers.map) for bits in tensors]
+
+    def pieces(coded: list[Coded], outputs: list[Bits]) -> Iterator[Callable[[], object]]:
+        for (kept, numel, streams), out in zip(coded, outputs, strict=True):
             if kept < 0:
                 out[:] = streams["raw"].view(np.uint16)
                 continue
@@ -112,16 +114,17 @@ def neuzip_codec(workers: Workers) -> Codec:
                 lambda name, a, b, s=streams: s[name][a:b], lambda name, s=streams: s[name].size,
                 numel, FORMAT, kept,
             )  # fmt: skip
+            for start, stop in lossless.pieces(numel):
+                yield functools.partial(decoder.read, start, stop, out[start:stop])
 
-            def job(piece: tuple[int, int], out: Bits = out, decoder: lossless.Decoder = decoder) -> None:
-                out[slice(*piece)] = decoder.read(*piece)
+    def decode(coded: list[Coded]) -> list[Bits]:
+        outputs = [np.empty(numel, np.uint16) for _, numel, _ in coded]
+        for _ in workers.map(lambda job: job(), pieces(coded, outputs)):
+            pass
+        return outputs
 
-            for _ in workers.map(job, lossless.pieces(numel)):
-                pass
-        return restored
-
-    def size(coded: object) -> int:
-        return sum(s.nbytes for _, _, streams in coded for s in streams.values())  # type: ignore[attr-defined]
+    def size(coded: list[Coded]) -> int:
+        return sum(s.nbytes for _, _, streams in coded for s in streams.values())
 
     return Codec("neuzip", encode, decode, size)
 
@@ -132,8 +135,8 @@ def zipnn_codec(threads: int) -> Codec:
     return Codec(
         "zipnn",
         lambda tensors: [zipnn.compress(bytearray(t.tobytes())) for t in tensors],
-        lambda coded: [np.frombuffer(zipnn.decompress(c), np.uint16) for c in coded],  # type: ignore[attr-defined]
-        lambda coded: sum(len(c) for c in coded),  # type: ignore[attr-defined]
+        lambda coded: [np.frombuffer(zipnn.decompress(c), np.uint16) for c in coded],
+        lambda coded: sum(len(c) for c in coded),
     )
 
 
@@ -144,8 +147,8 @@ def zstd_codec(threads: int) -> Codec:
     return Codec(
         "zstd -3",
         lambda tensors: [compressor.compress(t.data) for t in tensors],
-        lambda coded: [np.frombuffer(decompressor.decompress(c), np.uint16) for c in coded],  # type: ignore[attr-defined]
-        lambda coded: sum(len(c) for c in coded),  # type: ignore[attr-defined]
+        lambda coded: [np.frombuffer(decompressor.decompress(c), np.uint16) for c in coded],
+        lambda coded: sum(len(c) for c in coded),
     )
 
 

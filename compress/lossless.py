@@ -9,6 +9,7 @@ range. Neither holds more than the streams.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from neuzip.kernels.float_fields import (
     Census,
     FloatFormat,
     census,
+    empty_planes,
     merge,
     plane_bytes,
     plane_widths,
@@ -69,9 +71,31 @@ def ignore(_: Bits) -> None:
     """Look away."""
 
 
-def pieces(numel: int) -> list[tuple[int, int]]:
-    """Ranges of PIECE weights that cover a tensor."""
-    return [(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE)]
+def pieces(numel: int, size: int = PIECE) -> list[tuple[int, int]]:
+    """Ranges of `size` weights that cover a tensor."""
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+class Scratch(threading.local):
+    """Memory that a thread uses again for every piece: new memory costs more time than the coding does."""
+
+    exponents: Bits = np.empty(0, np.uint8)
+    words: npt.NDArray[np.uint16] = np.empty(0, np.uint16)
+
+    def exponents_for(self, fmt: FloatFormat, numel: int) -> Bits:
+        """Room for the exponents of `numel` weights."""
+        if self.exponents.size < numel or self.exponents.dtype != fmt.exponent_dtype:
+            self.exponents = np.empty(max(numel, PIECE), fmt.exponent_dtype)
+        return self.exponents
+
+    def words_for(self, numel: int, group: int) -> npt.NDArray[np.uint16]:
+        """Room for all words that `numel` weights can take."""
+        if self.words.size < rans.max_words(numel, group):
+            self.words = np.empty(rans.max_words(max(numel, PIECE), group), np.uint16)
+        return self.words
+
+
+_scratch = Scratch()
 
 
 def encode(
@@ -88,7 +112,7 @@ def encode(
         return census(bits, fmt), bits
 
     counted = census(np.empty(0, fmt.dtype), fmt)
-    for part, bits in parallel(count, pieces(numel)):
+    for part, bits in parallel(count, pieces(numel, 4 * PIECE)):
         counted += part
         observe(bits)
     if numel == 0:
@@ -96,22 +120,24 @@ def encode(
     kept = counted.kept_bits(fmt)
     table = rans.build_table(counted.exponents, counted.pairs)
 
-    def code(piece: tuple[int, int]) -> tuple[rans.Encoded, dict[int, npt.NDArray[np.uint8]]]:
-        exponents, planes = split(read(*piece), fmt, kept)
-        return rans.encode(exponents, table), planes
+    planes = empty_planes(numel, kept)
 
-    words, index = [], []
-    planes: dict[int, list[npt.NDArray[np.uint8]]] = {width: [] for width in plane_widths(1 + kept)}
-    for encoded, piece_planes in parallel(code, pieces(numel)):
-        words.append(encoded.words)
-        index.append(encoded.index)
-        for width, plane in piece_planes.items():
-            planes[width].append(plane)
+    def code(piece: tuple[int, int]) -> rans.Encoded:
+        start, stop = piece
+        exponents = _scratch.exponents_for(fmt, stop - start)[: stop - start]
+        part = {
+            width: plane[start * width // 8 : start * width // 8 + plane_bytes(width, stop - start)]
+            for width, plane in planes.items()
+        }
+        split(read(start, stop), fmt, kept, exponents, part)
+        return rans.encode(exponents, table, _scratch.words_for(stop - start, table.group))
+
+    coded = list(parallel(code, pieces(numel)))
     streams = {
         "table": padded_stream([_table_stream(table)]),
-        "index": padded_stream(index),
-        "words": padded_stream(words),
-        "sign_mantissa": Stream([p for parts in planes.values() for p in padded_stream(parts).parts]),
+        "index": padded_stream([part.index for part in coded]),
+        "words": padded_stream([part.words for part in coded]),
+        "sign_mantissa": Stream([p for plane in planes.values() for p in padded_stream([plane]).parts]),
     }
     if sum(s.nbytes for s in streams.values()) + OVERHEAD >= numel * fmt.bits // 8:
         raise NotWorthwhile
@@ -150,28 +176,36 @@ class Decoder:
         self._index = counts.astype(np.uint16)
         expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))
 
-    def read(self, start: int, stop: int) -> Bits:
-        """The bit patterns of weights `start` to `stop`."""
+    def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
+        """The bit patterns of weights `start` to `stop`, in `out` if that is given."""
         if not 0 <= start <= stop <= self._numel:
             raise ValueError(f"weights {start} to {stop} of {self._numel}")
         first, last = start // rans.BLOCK, -(-stop // rans.BLOCK)
         begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._numel)
         if start == stop:
             return np.empty(0, self._fmt.dtype)
+        whole = (start, stop) == (begin, end)
         words = self._read_stream(
             "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
         ).view("<u2")
         try:
             exponents = rans.decode(
-                words, self._index[first:last], self._table, end - begin, self._fmt.exponent_bits
-            )
+                words, self._index[first:last], self._table, end - begin, self._fmt.exponent_bits,
+                _scratch.exponents_for(self._fmt, (last - first) * rans.BLOCK),
+            )  # fmt: skip
         except rans.CorruptStream as error:
             raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
         planes = {
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
             for width, at in self._plane_starts.items()
         }
-        return merge(exponents, planes, self._fmt, self._kept)[start - begin : stop - begin]
+        if whole:
+            return merge(exponents, planes, self._fmt, self._kept, out)
+        part = merge(exponents, planes, self._fmt, self._kept)[start - begin : stop - begin]
+        if out is None:
+            return part
+        out[:] = part
+        return out
 
     def _read_plane(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._read_stream("sign_mantissa", at, at + nbytes)

@@ -143,8 +143,8 @@ def require_plain(source: TensorSource, dst: Path) -> None:
         raise NeuzipError(f"{path}: is compressed already", "to restore it: neuzip decompress SRC DST")
     _refuse_nesting(path, dst)
     _require_name(dst)
-    if any(f.startswith(OWN_FOLDER + "/") for f in source.checkpoint.others):
-        raise NeuzipError(f"{path}: has a folder {OWN_FOLDER!r} of its own", "rename it first")
+    if any(f.split("/")[0] == OWN_FOLDER for f in (*source.checkpoint.weights, *source.checkpoint.others)):
+        raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
 
 
 class _Compression:

@@ -514,7 +514,7 @@ def test_attacks_are_survived(batch: int, tmp_path: Path) -> None:
         result = outcome(data, tmp_path)
         assert result is None or len(result) == claimed_length(data, tmp_path), (batch, number)
         decoded += decode_unchecked(data, tmp_path, rng) > 0
-    assert decoded > 0.2 * BATCH, "these attacks do not reach the decoders"
+    assert decoded > 0.1 * BATCH, "these attacks do not reach the decoders"
 
 
 def main(first: int, count: int) -> None:

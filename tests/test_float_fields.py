@@ -74,7 +74,6 @@ def test_census_counts_exponents_pairs_and_used_bits(fmt: ff.FloatFormat) -> Non
     counted = ff.census(bits, fmt)
     exponents = [(v >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1) for v in bits.tolist()]
     assert counted.exponents.tolist() == np.bincount(exponents, minlength=1 << fmt.exponent_bits).tolist()
-    assert counted.numel == 1001
     assert counted.kept_bits(fmt) == fmt.mantissa_bits - 1
     if counted.pairs is not None:
         for first, second in zip(exponents[0:1000:2], exponents[1:1000:2], strict=True):

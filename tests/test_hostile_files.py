@@ -588,6 +588,15 @@ def test_nothing_that_was_left_behind_gets_into_the_result(
         shutil.rmtree(here / "out.neuzip-partial")
 
 
+@pytest.mark.parametrize("name", ["neuzip", "neuzip/x", "neuzip/x.safetensors"])
+def test_a_source_with_something_called_neuzip(name: str, model: Path, here: Path) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    shutil.copy(model / "model.safetensors", model / name)
+    with pytest.raises(NeuzipError, match="something called 'neuzip'"):
+        compress(model, "out")
+    assert not list(here.iterdir())
+
+
 def test_a_source_that_cannot_be(here: Path) -> None:
     (here / "loop").symlink_to("loop")
     for src in ("", "nowhere", "x" * 5000, "a\0b", "\ud800", "loop", "/dev/null", "/proc/self/mem"):

@@ -91,27 +91,31 @@ def plane_bytes(plane: int, numel: int) -> int:
     return (numel * plane + 7) // 8
 
 
-@dataclass
+@dataclass(frozen=True)
 class Census:
     """What a tensor is made of, gathered in one pass: the coder's model comes from here.
 
-    `exponents[e]` counts exponent e. `pairs[e0 | e1 << 8]` counts neighbours (weights 2i and 2i+1), or is
-    None for formats with more than 8 exponent bits. `mantissa_union` is the bitwise or of all mantissas.
-    Censuses of consecutive pieces of even length add up to the census of the whole.
+    `pairs[e0 | e1 << 8]` counts neighbours (weights 2i and 2i+1), or is None for formats with more than 8
+    exponent bits; `single[e]` counts the exponents of weights without a neighbour. `mantissa_union` is the
+    bitwise or of all mantissas. Censuses of consecutive pieces of even length add up to that of the whole.
     """
 
-    exponents: npt.NDArray[np.int64]
     pairs: npt.NDArray[np.int64] | None
+    single: npt.NDArray[np.int64]
     mantissa_union: int
 
     def __add__(self, other: Census) -> Census:
         pairs = None if self.pairs is None or other.pairs is None else self.pairs + other.pairs
-        return Census(self.exponents + other.exponents, pairs, self.mantissa_union | other.mantissa_union)
+        return Census(pairs, self.single + other.single, self.mantissa_union | other.mantissa_union)
 
     @property
-    def numel(self) -> int:
-        """How many weights were counted."""
-        return int(self.exponents.sum())
+    def exponents(self) -> npt.NDArray[np.int64]:
+        """How often each exponent occurs."""
+        if self.pairs is None:
+            return self.single
+        second_first = self.pairs.reshape(256, 256)
+        both = second_first.sum(0) + second_first.sum(1)
+        return np.asarray(self.single + both[: self.single.size])
 
     def kept_bits(self, fmt: FloatFormat) -> int:
         """Leading mantissa bits that any weight uses: fp32 that was bf16 once needs 7 of its 23."""
@@ -125,40 +129,51 @@ def census(bits: Bits, fmt: FloatFormat) -> Census:
     """Count exponents and exponent pairs of `bits` and unite its mantissas."""
     bits = _checked(bits, fmt)
     wide = fmt.exponent_bits > 8
-    exponents = np.zeros(1 << fmt.exponent_bits, np.int64)
     pairs = np.zeros(1 if wide else 1 << 16, np.int64)
-    union = cpu.census(bits, fmt.exponent_bits, fmt.mantissa_bits, exponents, pairs, not wide)
-    return Census(exponents, None if wide else pairs, int(union))
+    single = np.zeros(1 << fmt.exponent_bits, np.int64)
+    union = cpu.census(bits, fmt.exponent_bits, fmt.mantissa_bits, not wide, pairs, single)
+    return Census(None if wide else pairs, single, int(union))
 
 
-def split(bits: Bits, fmt: FloatFormat, kept: int) -> tuple[Bits, dict[int, npt.NDArray[np.uint8]]]:
+Planes = dict[int, npt.NDArray[np.uint8]]
+
+
+def empty_planes(numel: int, kept: int) -> Planes:
+    """Planes for the fields of `numel` weights, to be filled."""
+    return {width: np.empty(plane_bytes(width, numel), np.uint8) for width in plane_widths(1 + kept)}
+
+
+def split(
+    bits: Bits, fmt: FloatFormat, kept: int, exponents: Bits | None = None, planes: Planes | None = None
+) -> tuple[Bits, Planes]:
     """Take floats apart: their exponents, and the planes of sign and `kept` leading mantissa bits.
 
-    The other mantissa bits are dropped: they must be zero for the split to be lossless.
+    The other mantissa bits are dropped: they must be zero for the split to be lossless. The results go into
+    `exponents` and `planes` where those are given.
     """
     bits = _checked(bits, fmt)
     _check_kept(kept, fmt)
-    exponents = np.empty(bits.size, fmt.exponent_dtype)
-    fields = np.empty(bits.size, _field_dtype(1 + kept))
+    exponents = np.empty(bits.size, fmt.exponent_dtype) if exponents is None else exponents
+    planes = empty_planes(bits.size, kept) if planes is None else planes
+    dtype, widths = _field_dtype(1 + kept), plane_widths(1 + kept)
+    whole = widths == (8 * dtype.itemsize,)
+    fields = planes[widths[0]].view(dtype) if whole else np.empty(bits.size, dtype)
     cpu.split(bits, fmt.exponent_bits, fmt.mantissa_bits, kept, exponents, fields)
-    planes: dict[int, npt.NDArray[np.uint8]] = {}
     left = 1 + kept
-    for width in plane_widths(1 + kept):
+    for width in () if whole else widths:
         left -= width
-        if width == fields.dtype.itemsize * 8:
-            planes[width] = fields.view(np.uint8)
-            continue
-        plane = np.empty(plane_bytes(width, bits.size), np.uint8)
         if width >= 8:
-            cpu.take_plane(fields, left, plane.view(f"<u{width // 8}"))
+            cpu.take_plane(fields, left, planes[width].view(f"<u{width // 8}"))
         else:
-            cpu.pack_plane(fields, left, width, plane)
-        planes[width] = plane
+            cpu.pack_plane(fields, left, width, planes[width])
     return exponents, planes
 
 
-def merge(exponents: Bits, planes: dict[int, npt.NDArray[np.uint8]], fmt: FloatFormat, kept: int) -> Bits:
-    """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept."""
+def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept: int, out: Bits | None = None) -> Bits:
+    """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept.
+
+    The result goes into `out` if that is given.
+    """
     _check_kept(kept, fmt)
     numel = exponents.size
     widths = plane_widths(1 + kept)
@@ -176,7 +191,8 @@ def merge(exponents: Bits, planes: dict[int, npt.NDArray[np.uint8]], fmt: FloatF
                 cpu.put_plane(plane.view(f"<u{width // 8}"), width, fields)
             else:
                 cpu.unpack_plane(plane, width, fields)
-    bits = np.empty(numel, fmt.dtype)
+    bits = np.empty(numel, fmt.dtype) if out is None else out
+    assert (bits.size, bits.dtype) == (numel, fmt.dtype)
     cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
     return bits
 

@@ -10,33 +10,20 @@ _1 = np.uint64(1)
 
 
 @njit(nogil=True, cache=True)
-def census(bits, exponent_bits, mantissa_bits, exponents, pairs, with_pairs):  # type: ignore[no-untyped-def]
+def census(bits, exponent_bits, mantissa_bits, with_pairs, pairs, single):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e_mask = (_1 << np.uint64(exponent_bits)) - _1
     union = np.uint64(0)
-    n = bits.size
-    if with_pairs:
-        # The exponents' own counts are the margins of the pairs'.
-        for i in range(n // 2):
-            a = np.uint64(bits[2 * i])
-            b = np.uint64(bits[2 * i + 1])
-            union |= a | b
-            pairs[((a >> m) & e_mask) | (((b >> m) & e_mask) << np.uint64(8))] += 1
-        for e0 in range(256):
-            for e1 in range(256):
-                c = pairs[e0 | (e1 << 8)]
-                if c:
-                    exponents[e0] += c
-                    exponents[e1] += c
-        if n % 2:
-            a = np.uint64(bits[n - 1])
-            union |= a
-            exponents[(a >> m) & e_mask] += 1
-    else:
-        for i in range(n):
-            a = np.uint64(bits[i])
-            union |= a
-            exponents[(a >> m) & e_mask] += 1
+    paired = bits.size // 2 if with_pairs else 0
+    for i in range(paired):
+        a = np.uint64(bits[2 * i])
+        b = np.uint64(bits[2 * i + 1])
+        union |= a | b
+        pairs[((a >> m) & e_mask) | (((b >> m) & e_mask) << np.uint64(8))] += 1
+    for i in range(2 * paired, bits.size):
+        a = np.uint64(bits[i])
+        union |= a
+        single[(a >> m) & e_mask] += 1
     return union & ((_1 << m) - _1)
 
 

@@ -65,10 +65,11 @@ def max_words(numel: int, group: int) -> int:
     return blocks * HEADER_WORDS + padded // group + 2 * numel
 
 
-def encode(exponents: Exponents, table: Table) -> Encoded:
+def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> Encoded:
     """Code `exponents` (uint8, or uint16 for fp64), whole blocks and perhaps a shorter one at the end.
 
-    The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index.
+    The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index. `scratch`,
+    of at least `max_words`, saves the time that new memory takes.
     """
     if exponents.ndim != 1 or exponents.dtype not in (np.uint8, np.uint16):
         raise ValueError(f"exponents are a one-dimensional uint8 or uint16 array, not {exponents.dtype}")
@@ -76,9 +77,11 @@ def encode(exponents: Exponents, table: Table) -> Encoded:
         raise ValueError("pairs are for exponents of at most 8 bits")
     numel = exponents.size
     blocks = -(-numel // BLOCK)
-    padded = np.full(-(-numel // (LANES * RUN)) * LANES * RUN, table.filler, exponents.dtype)
-    padded[:numel] = exponents
-    words = np.empty(max_words(numel, table.group), np.uint16)
+    padded = exponents
+    if short := -numel % (LANES * RUN):
+        padded = np.concatenate([exponents, np.full(short, table.filler, exponents.dtype)])
+    words = np.empty(max_words(numel, table.group), np.uint16) if scratch is None else scratch
+    assert words.size >= max_words(numel, table.group)
     index = np.empty(blocks, np.uint16)
     frequencies, starts, reciprocals = table.encoder
     used = cpu.encode(
@@ -88,8 +91,17 @@ def encode(exponents: Exponents, table: Table) -> Encoded:
     return Encoded(words[:used].copy(), index)
 
 
-def decode(words: Words, index: Words, table: Table, numel: int, exponent_bits: int = 8) -> Exponents:
+def decode(
+    words: Words,
+    index: Words,
+    table: Table,
+    numel: int,
+    exponent_bits: int = 8,
+    scratch: Exponents | None = None,
+) -> Exponents:
     """Decode `numel` exponents of `exponent_bits` from whole blocks: the inverse of `encode`.
+
+    `scratch`, of that many exponents rounded up to whole runs of 256, is where they go if it is given.
 
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
@@ -101,7 +113,10 @@ def decode(words: Words, index: Words, table: Table, numel: int, exponent_bits: 
     if int(counts.sum()) != words.size:
         raise CorruptStream(f"the index counts {int(counts.sum())} words, there are {words.size}")
     starts = np.cumsum(counts) - counts
-    padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, dtype)
+    room = -(-numel // (LANES * RUN)) * LANES * RUN
+    padded = np.empty(room, dtype) if scratch is None else scratch[:room]
+    assert padded.size == room
+    assert padded.dtype == dtype
     bad = cpu.decode(
         np.ascontiguousarray(words), starts, counts, numel, exponent_bits, table.group, table.decoder,
         table.exponents.astype(np.uint16 if table.group == 2 else dtype),

@@ -5,13 +5,71 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
+from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RARE_BITS, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
 
 _U = np.uint64
 _8, _16, _20 = _U(8), _U(16), _U(20)
 _SCALE, _LOWER, _RECIPROCAL = _U(SCALE), _U(LOWER), _U(RECIPROCAL_BITS)
 _12 = _U(12)
 _SLOT, _BYTE, _WORD = _U(SCALE - 1), _U(0xFF), _U(0xFFFF)
+
+
+@njit(nogil=True, cache=True)
+def quantise(counts):  # type: ignore[no-untyped-def]
+    """Frequencies that add up to SCALE, in proportion to `counts`, at least 1 for all but the rare."""
+    everything = counts.sum()
+    kept = np.where(counts << RARE_BITS >= everything, counts, 0)
+    total = kept.sum()
+    share = kept * SCALE  # of frequency, times total
+    frequencies = np.where(kept > 0, np.maximum(share // total, 1), 0)
+    missing = SCALE - frequencies.sum()
+    for _ in range(missing):  # to the symbol that is furthest below its share
+        frequencies[np.argmax(share - frequencies * total)] += 1
+    for _ in range(-missing):  # from the symbol that is furthest above it, and can spare one
+        most = -1
+        for s in range(frequencies.size):
+            if frequencies[s] > 1 and (
+                most < 0 or frequencies[s] * total - share[s] > frequencies[most] * total - share[most]
+            ):
+                most = s
+        frequencies[most] -= 1
+    only = np.argmax(frequencies)
+    if frequencies[only] == SCALE:
+        # A second symbol, which may have no meaning: it never occurs.
+        frequencies[only] -= 1
+        frequencies[1 if only == 0 else 0] += 1
+    return frequencies
+
+
+@njit(nogil=True, cache=True)
+def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-def]
+    """Fill `Table.symbols`."""
+    best = np.argmax(frequencies)
+    if group == 1:
+        lut[:] = best | 0x100
+        for s in range(min(frequencies.size, palette.size)):
+            if frequencies[s]:
+                lut[palette[s]] = s
+        return
+    # Three layers: nothing in common with the table, one exponent in common, in the table. Within a layer the
+    # most frequent symbol is written last.
+    lut[:] = best | 0x300
+    by_frequency = np.argsort(frequencies, kind="mergesort")
+    for layer in range(3):
+        for s in by_frequency:
+            first, second = s & 15, s >> 4
+            if frequencies[s] == 0 or max(first, second) >= palette.size:
+                continue
+            if layer == 0:
+                for other in range(256):
+                    lut[palette[second] << 8 | other] = s | 0x100
+            elif layer == 1:
+                for other in range(256):
+                    at = other << 8 | palette[first]
+                    if lut[at] & 0x300 != 0x100:
+                        lut[at] = s | 0x200
+            else:
+                lut[palette[second] << 8 | palette[first]] = s
 
 
 @njit(nogil=True, cache=True)

@@ -8,16 +8,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from . import cpu
 from .numbers import RECIPROCAL_BITS, SCALE
 
 Ints = npt.NDArray[np.int64]
 
 PALETTE = {1: 256, 2: 16}
 """Largest palette by group: a symbol has 8 bits."""
-
-RARE_BITS = 16
-"""A symbol below 2^-16 of all is an escape. The least frequency, 1 of 4,096, costs every other symbol
-3.5e-4 bits; an escape costs about 40 bits. They break even at 2^-17, and a smaller table is the simpler."""
 
 OUTSIDE_BITS = 9
 """Pairs are coded when less than 2^-9 of the weights are outside their 16 exponents."""
@@ -92,27 +89,9 @@ class Table:
         """
         f = np.zeros(256, np.int64)
         f[: self.frequencies.size] = self.frequencies
-        best = int(f.argmax())
-        size = self.palette.size
-        s = np.flatnonzero(f)
-        if self.group == 1:
-            present = s[s < size]
-            lut = np.full(1 << 16, best | 0x100, np.uint16)
-            lut[self.palette[present]] = present
-            return lut
-        present = s[((s & 15) < size) & ((s >> 4) < size)]
-        # Three layers, each over the one before: nothing in common, one exponent in common, in the table.
-        lut = np.full((256, 256), best | 0x300, np.uint16)  # [second, first]
-        by_frequency = present[np.argsort(f[present], kind="stable")]
-        for s in by_frequency:
-            lut[self.palette[s >> 4], :] = s | 0x100
-        for s in by_frequency:
-            column = lut[:, self.palette[s & 15]]
-            column[column & 0x300 == 0x300] = s | 0x200
-            lut[:, self.palette[s & 15]] = column
-        exact = self.exponents[present]
-        lut[exact >> 8, exact & 0xFF] = present
-        return lut.reshape(-1)
+        lut = np.empty(1 << 16, np.uint16)
+        cpu.fill_symbols(self.group, self.palette.astype(np.int64), f, lut)
+        return lut
 
 
 def build_table(exponents: Ints, pairs: Ints | None) -> Table:
@@ -141,25 +120,6 @@ def _most_frequent(exponents: Ints, limit: int) -> Ints:
 
 
 def _table(group: int, palette: Ints, counts: Ints) -> Table:
-    frequencies = _quantise(np.pad(counts, (0, 256 - counts.size)))
+    frequencies = cpu.quantise(np.pad(counts, (0, 256 - counts.size)))
     frequencies = frequencies[: int(np.flatnonzero(frequencies)[-1]) + 1]
     return Table(group, palette.astype(np.uint16), frequencies.astype(np.uint16))
-
-
-def _quantise(counts: Ints) -> Ints:
-    """Frequencies that add up to SCALE, in proportion to `counts`, at least 1 for all but the rare."""
-    kept = np.where(counts << RARE_BITS >= counts.sum(), counts, 0)
-    total = kept.sum()
-    share = kept * SCALE  # of frequency, times total
-    frequencies: Ints = np.where(kept > 0, np.maximum(share // total, 1), 0)
-    while frequencies.sum() < SCALE:
-        frequencies[np.argmax(share - frequencies * total)] += 1
-    while frequencies.sum() > SCALE:
-        surplus = frequencies * total - share
-        frequencies[np.argmax(np.where(frequencies > 1, surplus, np.iinfo(np.int64).min))] -= 1
-    if frequencies.max() == SCALE:
-        # A second symbol, which may have no meaning: it never occurs.
-        only = int(frequencies.argmax())
-        frequencies[only] -= 1
-        frequencies[1 if only == 0 else 0] += 1
-    return frequencies

@@ -31,5 +31,9 @@ HEADER_WORDS = 1 + 2 * LANES
 # state * ceil(2^44 / f) < 2^64, and the rounding of the reciprocal is too small to reach the next integer.
 RECIPROCAL_BITS = 44
 
+RARE_BITS = 16
+"""A symbol below 2^-16 of all is an escape. The least frequency, 1 of 4,096, costs every other symbol
+3.5e-4 bits; an escape costs about 40 bits. They break even at 2^-17, and a smaller table is the simpler."""
+
 assert LOWER % SCALE == 0
 assert LOWER << 16 == SCALE << 20
