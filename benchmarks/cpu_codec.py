@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from environment import describe, save
 from zipnn import ZipNN
 
 from neuzip.compress import lossless
+from neuzip.compress.pipeline import SMALL
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS
@@ -36,10 +38,14 @@ FORMAT = FORMATS["BF16"]
 
 @dataclass
 class Codec:
-    """`encode` gives whatever `decode` restores the tensors from; `size` is what that takes on disk."""
+    """`encode` gives whatever `decode` restores the tensors from; `size` is what that takes on disk.
+
+    `prepare` gives the tensors the form that `encode` takes; it is not timed.
+    """
 
     name: str
-    encode: Callable[[list[Bits]], Any]
+    prepare: Callable[[list[Bits]], Any]
+    encode: Callable[[Any], Any]
     decode: Callable[[Any], list[Bits]]
     size: Callable[[Any], int]
 
@@ -97,25 +103,29 @@ def neuzip_codec(workers: Workers) -> Codec:
             kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, FORMAT, parallel)
         except lossless.NotWorthwhile:
             return -1, bits.size, {"raw": bits.view(np.uint8)}
-        joined = {name: np.concatenate([p.view(np.uint8) for p in s.parts]) for name, s in streams.items()}
-        return kept, bits.size, joined
+        return kept, bits.size, {name: joined(s.parts) for name, s in streams.items()}
 
     def encode(tensors: list[Bits]) -> list[Coded]:
-        if len(tensors) > 1:
-            return list(workers.map(encode_one, tensors))
-        return [encode_one(bits, workers.map) for bits in tensors]
+        coded: list[Coded] = []
+        for large, group in itertools.groupby(tensors, key=lambda t: t.size > SMALL):
+            alike = list(group)
+            coded += [encode_one(t, workers.map) for t in alike] if large else workers.map(encode_one, alike)
+        return coded
+
+    def decoder(coded: Coded) -> lossless.Decoder:
+        kept, numel, streams = coded
+        return lossless.Decoder(
+            lambda name, a, b: streams[name][a:b], lambda name: streams[name].size, numel, FORMAT, kept
+        )
 
     def pieces(coded: list[Coded], outputs: list[Bits]) -> Iterator[Callable[[], object]]:
-        for (kept, numel, streams), out in zip(coded, outputs, strict=True):
-            if kept < 0:
-                out[:] = streams["raw"].view(np.uint16)
+        for one, out in zip(coded, outputs, strict=True):
+            if one[0] < 0:
+                out[:] = one[2]["raw"].view(np.uint16)
                 continue
-            decoder = lossless.Decoder(
-                lambda name, a, b, s=streams: s[name][a:b], lambda name, s=streams: s[name].size,
-                numel, FORMAT, kept,
-            )  # fmt: skip
-            for start, stop in lossless.pieces(numel):
-                yield functools.partial(decoder.read, start, stop, out[start:stop])
+            read = decoder(one).read
+            for start, stop in lossless.pieces(out.size):
+                yield functools.partial(read, start, stop, out[start:stop])
 
     def decode(coded: list[Coded]) -> list[Bits]:
         outputs = [np.empty(numel, np.uint16) for _, numel, _ in coded]
@@ -126,7 +136,13 @@ def neuzip_codec(workers: Workers) -> Codec:
     def size(coded: list[Coded]) -> int:
         return sum(s.nbytes for _, _, streams in coded for s in streams.values())
 
-    return Codec("neuzip", encode, decode, size)
+    return Codec("neuzip", list, encode, decode, size)
+
+
+def joined(parts: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.uint8]:
+    """The parts of a stream in one array, as in a file."""
+    filled = [p.view(np.uint8) for p in parts if p.size]
+    return filled[0] if len(filled) == 1 else np.concatenate(filled)
 
 
 def zipnn_codec(threads: int) -> Codec:
@@ -134,7 +150,8 @@ def zipnn_codec(threads: int) -> Codec:
     zipnn = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=threads)
     return Codec(
         "zipnn",
-        lambda tensors: [zipnn.compress(bytearray(t.tobytes())) for t in tensors],
+        lambda tensors: [bytearray(t.tobytes()) for t in tensors],  # it overwrites its input
+        lambda arrays: [zipnn.compress(array) for array in arrays],
         lambda coded: [np.frombuffer(zipnn.decompress(c), np.uint16) for c in coded],
         lambda coded: sum(len(c) for c in coded),
     )
@@ -146,6 +163,7 @@ def zstd_codec(threads: int) -> Codec:
     decompressor = zstandard.ZstdDecompressor()
     return Codec(
         "zstd -3",
+        list,
         lambda tensors: [compressor.compress(t.data) for t in tensors],
         lambda coded: [np.frombuffer(decompressor.decompress(c), np.uint16) for c in coded],
         lambda coded: sum(len(c) for c in coded),
@@ -157,15 +175,16 @@ def measure(case: str, tensors: list[Bits], codecs: list[Codec], rounds: int) ->
     total = sum(t.nbytes for t in tensors)
     sizes, encode_times, decode_times = {}, {c.name: [] for c in codecs}, {c.name: [] for c in codecs}
     for codec in codecs:
-        coded = codec.encode(tensors)
+        coded = codec.encode(codec.prepare(tensors))
         restored = codec.decode(coded)
         if any(a.tobytes() != b.tobytes() for a, b in zip(tensors, restored, strict=True)):
             raise SystemExit(f"{codec.name} does not restore {case}: not timed")
         sizes[codec.name] = codec.size(coded)
     for _ in range(rounds):
         for codec in codecs:
+            prepared = codec.prepare(tensors)
             began = time.perf_counter()
-            coded = codec.encode(tensors)
+            coded = codec.encode(prepared)
             between = time.perf_counter()
             codec.decode(coded)
             decode_times[codec.name].append(time.perf_counter() - between)

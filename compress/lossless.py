@@ -31,7 +31,7 @@ from neuzip.kernels.float_fields import (
     split,
 )
 
-PIECE = 16 * rans.BLOCK
+PIECE = 32 * rans.BLOCK
 """Weights that are worked on at once: their fields stay in a core's second-level cache."""
 
 TABLE_HEAD = 3
@@ -111,11 +111,11 @@ def encode(
         bits = read(*piece)
         return census(bits, fmt), bits
 
-    counted = census(np.empty(0, fmt.dtype), fmt)
+    counted = None
     for part, bits in parallel(count, pieces(numel, 4 * PIECE)):
-        counted += part
+        counted = part if counted is None else counted + part
         observe(bits)
-    if numel == 0:
+    if counted is None:
         raise NotWorthwhile
     kept = counted.kept_bits(fmt)
     table = rans.build_table(counted.exponents, counted.pairs)

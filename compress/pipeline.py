@@ -52,7 +52,7 @@ from .verify import OnBytes, check_tensors, ignore, verify_files
 from .workers import Workers, ahead
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
-SMALL = 16 * PIECE
+SMALL = 4 * PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
 DEFAULT_RULES = (Rule("*", LOSSLESS),)

@@ -68,8 +68,8 @@ def max_words(numel: int, group: int) -> int:
 def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> Encoded:
     """Code `exponents` (uint8, or uint16 for fp64), whole blocks and perhaps a shorter one at the end.
 
-    The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index. `scratch`,
-    of at least `max_words`, saves the time that new memory takes.
+    The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index.
+    `scratch`, of at least `max_words`, saves the time that new memory takes.
     """
     if exponents.ndim != 1 or exponents.dtype not in (np.uint8, np.uint16):
         raise ValueError(f"exponents are a one-dimensional uint8 or uint16 array, not {exponents.dtype}")
@@ -83,10 +83,9 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
     words = np.empty(max_words(numel, table.group), np.uint16) if scratch is None else scratch
     assert words.size >= max_words(numel, table.group)
     index = np.empty(blocks, np.uint16)
-    frequencies, starts, reciprocals = table.encoder
     used = cpu.encode(
         padded.view(np.uint16) if table.group == 2 else padded,
-        padded, numel, table.group, table.symbols, frequencies, starts, reciprocals, words, index,
+        padded, numel, table.group, table.symbols, table.encoder, words, index,
     )  # fmt: skip
     return Encoded(words[:used].copy(), index)
 

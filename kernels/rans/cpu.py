@@ -7,11 +7,10 @@ from numba import njit
 
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RARE_BITS, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
 
+# Positions in the inner loops are unsigned: numba looks at every signed index whether it counts from the end.
 _U = np.uint64
-_8, _16, _20 = _U(8), _U(16), _U(20)
-_SCALE, _LOWER, _RECIPROCAL = _U(SCALE), _U(LOWER), _U(RECIPROCAL_BITS)
-_12 = _U(12)
-_SLOT, _BYTE, _WORD = _U(SCALE - 1), _U(0xFF), _U(0xFFFF)
+_1, _2, _4, _8, _16 = _U(1), _U(2), _U(4), _U(8), _U(16)
+_LANES, _LOWER, _RECIPROCAL, _WORD = _U(LANES), _U(LOWER), _U(RECIPROCAL_BITS), _U(0xFFFF)
 
 
 @njit(nogil=True, cache=True)
@@ -51,29 +50,56 @@ def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-d
             if frequencies[s]:
                 lut[palette[s]] = s
         return
-    # Three layers: nothing in common with the table, one exponent in common, in the table. Within a layer the
-    # most frequent symbol is written last.
+    # The most frequent symbol that has an exponent first, and that has it second.
+    by_first = np.full(256, -1)
+    by_second = np.full(256, -1)
+    for s in range(frequencies.size):
+        first, second = s & 15, s >> 4
+        if frequencies[s] and max(first, second) < palette.size:
+            if by_first[first] < 0 or frequencies[s] > frequencies[by_first[first]]:
+                by_first[first] = s
+            if by_second[second] < 0 or frequencies[s] > frequencies[by_second[second]]:
+                by_second[second] = s
+    # Each layer over the one before: nothing in common with the table, one exponent, the whole pair.
     lut[:] = best | 0x300
-    by_frequency = np.argsort(frequencies, kind="mergesort")
-    for layer in range(3):
-        for s in by_frequency:
-            first, second = s & 15, s >> 4
-            if frequencies[s] == 0 or max(first, second) >= palette.size:
-                continue
-            if layer == 0:
-                for other in range(256):
-                    lut[palette[second] << 8 | other] = s | 0x100
-            elif layer == 1:
-                for other in range(256):
-                    at = other << 8 | palette[first]
-                    if lut[at] & 0x300 != 0x100:
-                        lut[at] = s | 0x200
-            else:
-                lut[palette[second] << 8 | palette[first]] = s
+    for i in range(palette.size):
+        if by_first[i] >= 0:
+            for other in range(256):
+                lut[other << 8 | palette[i]] = by_first[i] | 0x200
+    for i in range(palette.size):
+        if by_second[i] >= 0:
+            for other in range(256):
+                lut[palette[i] << 8 | other] = by_second[i] | 0x100
+    for s in range(frequencies.size):
+        first, second = s & 15, s >> 4
+        if frequencies[s] and max(first, second) < palette.size:
+            lut[palette[second] << 8 | palette[first]] = s
 
 
 @njit(nogil=True, cache=True)
-def encode(keys, exponents, numel, group, symbols, frequencies, starts, reciprocals, words, index):  # type: ignore[no-untyped-def]
+def _code_steps(coded, steps, symbol_facts, state, scratch):  # type: ignore[no-untyped-def]
+    """Code the symbols of all lanes, backwards, to words at the end of `scratch`: how many they are."""
+    p = _U(BLOCK)
+    for back in range(steps):
+        row = _U(steps - 1 - back) * _LANES
+        for lane_back in range(LANES):
+            lane = _U(LANES - 1 - lane_back)
+            s = coded[row + lane]
+            x = state[lane]
+            # Arithmetic in place of a branch, which nobody could predict.
+            full = _U(x >= symbol_facts[s, 0])
+            scratch[p - _1] = x
+            p -= full
+            x >>= full << _4
+            # x // f * SCALE + x % f + start, with one product for the division.
+            state[lane] = (
+                x + ((x * symbol_facts[s, 1]) >> _RECIPROCAL) * symbol_facts[s, 2] + symbol_facts[s, 3]
+            )
+    return BLOCK - np.int64(p)
+
+
+@njit(nogil=True, cache=True)
+def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index):  # type: ignore[no-untyped-def]
     """Code all blocks; the number of words written. `keys` are the exponents seen in groups."""
     per_run = RUN // group
     # Words grow downwards from the end of `scratch`: the encoder runs backwards.
@@ -111,30 +137,22 @@ def encode(keys, exponents, numel, group, symbols, frequencies, starts, reciproc
                             escapes[2 * n_escapes + 1] = exponents[where]
                             n_escapes += 1
 
-        p = BLOCK
         for lane in range(LANES):
             tail = (steps - RAW_STEPS) * LANES + lane
             state[lane] = _LOWER | (_U(coded[tail + LANES]) << _8) | _U(coded[tail])
-        for step in range(steps - RAW_STEPS - 1, -1, -1):
-            for lane in range(LANES - 1, -1, -1):
-                s = coded[step * LANES + lane]
-                x = state[lane]
-                f = frequencies[s]
-                full = x >= (f << _20)
-                scratch[p - 1] = x
-                p -= np.int64(full)
-                x = (x >> _16) if full else x
-                # x // f * SCALE + x % f + start, with one product for the division.
-                state[lane] = x + ((x * reciprocals[s]) >> _RECIPROCAL) * (_SCALE - f) + starts[s]
+        n_words = _code_steps(coded, steps - RAW_STEPS, symbol_facts, state, scratch)
 
         words[used] = n_escapes
         for lane in range(LANES):
             words[used + 1 + lane] = state[lane] & _WORD
             words[used + 1 + LANES + lane] = state[lane] >> _16
-        n_words = BLOCK - p
         count = HEADER_WORDS + n_words + 2 * n_escapes
-        words[used + HEADER_WORDS : used + HEADER_WORDS + n_words] = scratch[p:]
-        words[used + HEADER_WORDS + n_words : used + count] = escapes[: 2 * n_escapes]
+        # Loops are copied faster than slices here: the compiler sees that they are contiguous.
+        body, coded_words = _U(used + HEADER_WORDS), _U(BLOCK - n_words)
+        for i in range(n_words):
+            words[body + _U(i)] = scratch[coded_words + _U(i)]
+        for i in range(2 * n_escapes):
+            words[body + _U(n_words + i)] = escapes[i]
         index[b] = count
         used += count
     return used
@@ -150,11 +168,11 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
         if counts[b] < HEADER_WORDS:
             return b
         n_escapes = np.int64(words[start])
-        # One past the last word that a lane may take.
-        limit = start + counts[b] - 2 * n_escapes
-        p = start + HEADER_WORDS
-        if limit < p:
+        if counts[b] < HEADER_WORDS + 2 * n_escapes:
             return b
+        p = _U(start + HEADER_WORDS)
+        # One past the last word that a lane may take.
+        limit = _U(start + counts[b] - 2 * n_escapes)
         for lane in range(LANES):
             state[lane] = np.uint32(words[start + 1 + lane]) | (
                 np.uint32(words[start + 1 + LANES + lane]) << np.uint32(16)
@@ -162,10 +180,10 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
         first = b * BLOCK
         runs = min(exponents.size - first, BLOCK) // (LANES * RUN)
         for i in range(runs):
-            at = (first + i * LANES * RUN) // group
+            at = _U((first + i * LANES * RUN) // group)
             coded_steps = per_run - RAW_STEPS if i == runs - 1 else per_run
             for q in range(coded_steps):
-                if p + LANES <= limit:
+                if p + _LANES <= limit:
                     for lane in range(LANES):
                         x = state[lane]
                         entry = table[x & np.uint32(SCALE - 1)]
@@ -175,8 +193,8 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
                         small = x < np.uint32(LOWER)
                         word = np.uint32(words[p])
                         state[lane] = ((x << np.uint32(16)) | word) if small else x
-                        p += np.int64(small)
-                        keys[at + lane * per_run + q] = exponents_of[entry & np.uint32(0xFF)]
+                        p += _U(small)
+                        keys[at + _U(lane * per_run + q)] = exponents_of[entry & np.uint32(0xFF)]
                 else:
                     # The same with a look before every word: the end of the block is near.
                     for lane in range(LANES):
@@ -189,23 +207,23 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
                             if p >= limit:
                                 return b
                             x = (x << np.uint32(16)) | np.uint32(words[p])
-                            p += 1
+                            p += _1
                         state[lane] = x
-                        keys[at + lane * per_run + q] = exponents_of[entry & np.uint32(0xFF)]
+                        keys[at + _U(lane * per_run + q)] = exponents_of[entry & np.uint32(0xFF)]
             if i == runs - 1:
                 for lane in range(LANES):
                     x = state[lane]
                     if x >> np.uint32(16) != np.uint32(1):
                         return b
-                    last = at + lane * per_run + per_run - RAW_STEPS
+                    last = at + _U(lane * per_run + per_run - RAW_STEPS)
                     keys[last] = exponents_of[x & np.uint32(0xFF)]
-                    keys[last + 1] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
+                    keys[last + _1] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
         if p != limit:
             return b
         before = first - 1
         for i in range(n_escapes):
-            where = first + np.int64(words[limit + 2 * i])
-            exponent = np.int64(words[limit + 2 * i + 1])
+            where = first + np.int64(words[limit + _2 * _U(i)])
+            exponent = np.int64(words[limit + _2 * _U(i) + _1])
             if where <= before or where >= min(numel, first + BLOCK) or exponent >> exponent_bits:
                 return b
             exponents[where] = exponent

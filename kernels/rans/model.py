@@ -67,12 +67,12 @@ class Table:
         return (symbol | f[symbol] << 8 | offset << 20).astype(np.uint32)
 
     @cached_property
-    def encoder(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Frequency, start and reciprocal of every symbol, as uint64[256]."""
+    def encoder(self) -> npt.NDArray[np.uint64]:
+        """Four numbers for each of 256 symbols: f << 20, the reciprocal of f, SCALE - f, and the start."""
         f = np.zeros(256, np.int64)
         f[: self.frequencies.size] = self.frequencies
         reciprocal = np.where(f > 0, -(-(1 << RECIPROCAL_BITS) // np.maximum(f, 1)), 0)
-        return f.astype(np.uint64), (np.cumsum(f) - f).astype(np.uint64), reciprocal.astype(np.uint64)
+        return np.stack([f << 20, reciprocal, SCALE - f, np.cumsum(f) - f], axis=1).astype(np.uint64)
 
     @cached_property
     def filler(self) -> int:
