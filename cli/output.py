@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 SCHEMA = 1
+LONGEST_MESSAGE = 1000
 
 Mode = Literal["human", "json", "quiet"]
 Advance = Callable[[int], None]
@@ -127,9 +128,15 @@ class Output:
 
 def error(message: str, hint: str = "") -> None:
     """Say why it failed and what to do about it (stderr, whatever the mode)."""
-    print(f"error: {printable(message)}", file=sys.stderr)
+    print(f"error: {_bounded(message)}", file=sys.stderr)
     if hint:
-        print(f"hint: {printable(hint)}", file=sys.stderr)
+        print(f"hint: {_bounded(hint)}", file=sys.stderr)
+
+
+def _bounded(text: str) -> str:
+    """One line of bearable length: a message may quote what a hostile file holds."""
+    line = printable(text, one_line=True)
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
 def make_streams_forgiving() -> None:

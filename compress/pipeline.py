@@ -471,6 +471,7 @@ def decompress(
             raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
         _refuse_nesting(checkpoint.path, dst)
         _require_name(dst)
+        _require_space(dst, sum(t.info.nbytes for t in source.tensors()))
         if checkpoint.is_file:
             _refuse_folder(dst)
             _refuse_existing(dst, overwrite)
@@ -697,6 +698,17 @@ def _refuse_nesting(src: Path, dst: Path) -> None:
         raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
     if a == b or a in b.parents or b in a.parents:
         raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
+
+
+def _require_space(dst: Path, nbytes: int) -> None:
+    """Refuse to restore more than the disk can take: aliases let a small file stand for a very large one."""
+    folder = next(p for p in (dst, *dst.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise NeuzipError(
+            f"{dst}: the restored weights take {nbytes:,} bytes, the disk has {free:,} left",
+            "free some space, or choose a DST on another disk",
+        )
 
 
 def _partial(path: Path) -> Path:

@@ -16,7 +16,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
 
 from . import lossless, truncated
 from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
-from .source import SourceTensor, TensorSource
+from .source import SourceTensor, TensorSource, digest
 from .workers import Workers
 
 CODED_MINIMUM = 4096
@@ -102,25 +102,28 @@ def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
 
 
 def _find_aliases(source: TensorSource, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-    """Mark tensors with the same bytes as an earlier one of the same folder, dtype, shape and scheme."""
-    seen: dict[object, list[PlannedTensor]] = defaultdict(list)
-    result = []
-    for t in planned:
+    """Mark tensors with the same bytes as an earlier one of the same folder, dtype, shape and scheme.
+
+    Only tensors whose samples agree are read whole, each of them once or twice however many they are.
+    """
+    planned = list(planned)
+    alike: dict[object, list[int]] = defaultdict(list)
+    for i, t in enumerate(planned):
         info = t.tensor.info
         if info.nbytes >= ALIAS_MINIMUM:
             folder = t.tensor.file[: t.tensor.file.rfind("/") + 1]
             middle = info.nbytes // 2 // 64 * 64
             read = source.reader(t.tensor)
             sample = b"".join(read(at, at + 64).tobytes() for at in (0, middle, info.nbytes - 64))
-            candidates = seen[folder, info.dtype, info.shape, t.scheme, sample]
-            for other in candidates:
-                if _equal(source, t.tensor, other.tensor):
-                    t = replace(t, alias_of=other.tensor)
-                    break
-            else:
-                candidates.append(t)
-        result.append(t)
-    return result
+            alike[folder, info.dtype, info.shape, t.scheme, sample].append(i)
+    for group in (g for g in alike.values() if len(g) > 1):
+        firsts: dict[str, SourceTensor] = {}
+        for i in group:
+            tensor = planned[i].tensor
+            first = firsts.setdefault(digest(source.reader(tensor), tensor.info.nbytes), tensor)
+            if first is not tensor and _equal(source, tensor, first):
+                planned[i] = replace(planned[i], alias_of=first)
+    return planned
 
 
 def _equal(source: TensorSource, a: SourceTensor, b: SourceTensor) -> bool:

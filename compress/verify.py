@@ -84,7 +84,14 @@ def verify(
             on_bytes(data.size)
 
         if against is None:
-            return VerifyReport(tuple(check_tensors(source, tensors, workers, on_data=tell)), files)
+            stored = [t for t in tensors if _decoded_elsewhere(source, t) is None]
+            verdicts = list(check_tensors(source, stored, workers, on_data=tell))
+            for tensor in tensors:
+                target = _decoded_elsewhere(source, tensor)
+                if target is not None:
+                    verdicts.append(_alias_verdict(source, tensor, target))
+                    on_bytes(tensor.info.nbytes)
+            return VerifyReport(tuple(verdicts), files)
         with TensorSource(against) as original:
             require_same_tensors(source, original)
             others = {(_file(original, t), t.name): t for t in original.tensors()}
@@ -92,14 +99,34 @@ def verify(
             def other(tensor: SourceTensor) -> Reader:
                 return original.reader(others[_file(source, tensor), tensor.name])
 
-            verdicts = tuple(check_tensors(source, tensors, workers, other, tell))
+            verdicts = list(check_tensors(source, tensors, workers, other, tell))
     for verdict in verdicts:
         if verdict.identical is False and verdict.scheme != "truncated":
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
                 f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
             )
-    return VerifyReport(verdicts, files)
+    return VerifyReport(tuple(verdicts), files)
+
+
+def _decoded_elsewhere(source: TensorSource, tensor: SourceTensor) -> SourceTensor | None:
+    """The tensor of the same checkpoint that an alias stands for; None for a tensor with bytes of its own.
+
+    However many aliases a tensor has, it need not be decoded again for them.
+    """
+    target = source.resolve(tensor)
+    return target if target is not tensor and target.file in source.checkpoint.weights else None
+
+
+def _alias_verdict(source: TensorSource, tensor: SourceTensor, target: SourceTensor) -> TensorVerdict:
+    assert tensor.record is not None
+    assert target.record is not None
+    if tensor.record.checksum != target.record.checksum:
+        raise FormatError(
+            source.checkpoint.root / tensor.file, f"its checksum is not that of {target.name!r}",
+            tensor=tensor.name,
+        )  # fmt: skip
+    return TensorVerdict(tensor.file, tensor.name, target.record.scheme, tensor.info.nbytes)
 
 
 def verify_files(source: TensorSource) -> int:

@@ -134,6 +134,31 @@ def test_a_tied_tensor_is_stored_once(checkpoint: Path, tmp_path: Path) -> None:
         assert container.stored_bytes("head.weight") == 0
 
 
+def test_many_tensors_that_look_alike_are_told_apart_in_time(tmp_path: Path, save: Save) -> None:
+    """All have the same samples. Comparing each with each would take minutes."""
+    tensors = {}
+    for i in range(3000):
+        data = np.zeros(4096, np.uint8)
+        data[100:104] = np.frombuffer((i // 2).to_bytes(4, "little"), np.uint8)
+        tensors[f"t{i}"] = ("U8", (4096,), data)
+    source = save(tmp_path / "a.safetensors", tensors)
+    report = compress(source, tmp_path / "b.safetensors")
+    assert sum(t.scheme.startswith("same as") for t in report.tensors) == 1500
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+
+
+def test_what_the_disk_cannot_take_is_refused_at_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress(checkpoint, tmp_path / "small")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(NeuzipError, match="the disk has 1,000 left"):
+        decompress(tmp_path / "small", tmp_path / "back")
+    assert not _partial(tmp_path / "back").exists()
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_dtype_shrinks_and_returns(dtype: str, tmp_path: Path, save: Save) -> None:
     data = weights(dtype, 200_003)

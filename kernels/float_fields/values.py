@@ -38,13 +38,14 @@ def scale(bits: Bits, factors: npt.NDArray[np.float64], fmt: FloatFormat, divide
     """Patterns times (or divided by) `factors`, in fp32 (fp64 for F64), rounded to nearest even."""
     if fmt.name == "F64":
         values = bits.view(np.float64)
-        return (values / factors if divide else values * factors).view(np.uint64)
+        with np.errstate(all="ignore"):
+            return (values / factors if divide else values * factors).view(np.uint64)
     if fmt.name not in ("BF16", "F16", "F32"):
         raise ValueError(f"{fmt.name} is too coarse to be scaled")
     wide = (bits.astype(np.uint32) << 16).view(np.float32) if fmt.name == "BF16" else None
     values32 = bits.view(_NATIVE[fmt.name]).astype(np.float32) if wide is None else wide
     f = factors.astype(np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # what hostile files hold, and underflow
         result = values32 / f if divide else values32 * f
         if fmt.name == "F16":
             return result.astype(np.float16).view(np.uint16)
