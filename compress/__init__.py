@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .pipeline import CompressionReport, compress, decompress
+from .pipeline import CompressionReport, compress
 from .plan import Plan, make_plan
+from .restore import decompress
 from .scheme import Rule, Scheme
 from .verify import verify
 

@@ -1,28 +1,22 @@
-"""From checkpoint to compressed checkpoint and back, file by file, never more than a tensor in memory.
+"""From checkpoint to compressed checkpoint, file by file, never more than a tensor in memory.
 
-A run works in `DST.neuzip-partial`, a folder beside its destination, and renames it when everything is there
-and checked. Files in it with their final names are complete, so a killed run resumes with the next one. What
-was finished is compared with the source again before it is believed.
+A killed run resumes with the first file that is not finished. What was finished is decoded and compared with
+the source again before it is believed.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
+from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
@@ -40,7 +34,7 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.container import Container, ContainerWriter, Stream
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.tensor_file import DTYPE_BITS, TensorFile
+from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
@@ -48,8 +42,24 @@ from .lossless import PIECE, Map, Read
 from .plan import Plan, PlannedTensor, coded_streams, make_plan
 from .scheme import LOSSLESS, Rule
 from .source import SourceTensor, TensorSource, digest
-from .verify import OnBytes, check_tensors, ignore, verify_files
+from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
+from .workspace import (
+    copy_file,
+    partial_name,
+    publish,
+    recover,
+    refuse_existing,
+    refuse_folder,
+    refuse_nesting,
+    refuse_strangers,
+    remove,
+    require_name,
+    sync_folder,
+    workspace,
+    write_file,
+    writing,
+)
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 SMALL = 4 * PIECE
@@ -123,14 +133,14 @@ def compress(
         plan = make_plan(source, rules, workers)
         job = _Compression(source, plan, workers, verify, on_bytes)
         if checkpoint.is_file:
-            _refuse_folder(dst)
-            _refuse_existing(dst, overwrite)
+            refuse_folder(dst)
+            refuse_existing(dst, overwrite)
             with writing(dst):
                 dst.parent.mkdir(parents=True, exist_ok=True)
-                temporary = _partial(dst)
+                temporary = partial_name(dst)
                 job.container(checkpoint.weights[0], temporary)
                 os.replace(temporary, dst)
-                _sync_folder(dst.parent)
+                sync_folder(dst.parent)
         else:
             job.folder(dst, overwrite)
         return job.report(dst, time.monotonic() - began)
@@ -141,8 +151,8 @@ def require_plain(source: TensorSource, dst: Path) -> None:
     path = source.checkpoint.path
     if source.is_compressed:
         raise NeuzipError(f"{path}: is compressed already", "to restore it: neuzip decompress SRC DST")
-    _refuse_nesting(path, dst)
-    _require_name(dst)
+    refuse_nesting(path, dst)
+    require_name(dst)
     if any(f.split("/")[0] == OWN_FOLDER for f in (*source.checkpoint.weights, *source.checkpoint.others)):
         raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
 
@@ -168,7 +178,7 @@ class _Compression:
         if dst.exists() and not overwrite and self._is_done(dst):
             self._resumed = len(self._source.checkpoint.weights)
             return
-        _refuse_existing(dst, overwrite)
+        refuse_existing(dst, overwrite)
         with workspace(dst) as work:
             self._claim(work, overwrite)
             for file in self._source.checkpoint.weights:
@@ -179,12 +189,12 @@ class _Compression:
                         continue
                     if not overwrite:
                         raise NeuzipError(
-                            f"{target}: was made from another {self._source.checkpoint.root / file}",
-                            "the source has changed; give --overwrite to begin anew",
+                            f"{target}: is damaged, or was made from another {self._source.checkpoint.root / file}",
+                            "if the source has changed, give --overwrite to begin anew",
                         )
                 with writing(target):
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    temporary = _partial(target)
+                    temporary = partial_name(target)
                     self.container(file, temporary)
                     os.replace(temporary, target)
             with writing(work):
@@ -217,7 +227,7 @@ class _Compression:
                     "repeat the command that began it, or give --overwrite to begin anew",
                 )
             for entry in work.iterdir():
-                _remove(entry)
+                remove(entry)
         if not path.exists():
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,17 +242,21 @@ class _Compression:
         return all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
 
     def _is_finished(self, file: str, folder: Path) -> bool:
-        """Whether a finished container holds what the source still holds."""
+        """Whether a container is intact, and holds what the source still holds."""
         source = self._source
-        with Container(folder / file) as container:
-            if container.original.raw != source.header(file).raw:
-                return False
+        try:
+            with Container(folder / file) as container:
+                if container.original.raw != source.header(file).raw:
+                    return False
+                records = container.manifest.tensors
             for tensor in source.tensors(file):
-                record = container.manifest.tensors[tensor.name]
+                record = self._records[file, tensor.name] = records[tensor.name]
                 if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
                     return False
-                self._records[file, tensor.name] = record
                 self._on_bytes(tensor.info.nbytes)
+            self._check_written(file, folder / file)
+        except (FormatError, VerificationError):
+            return False
         return True
 
     def container(self, file: str, path: Path) -> None:
@@ -376,7 +390,7 @@ class _Compression:
                 write_file(work / file, rewritten[file])
         write_file(work / MANIFEST_PATH, stored_files_to_json(stored))
         originals = {f"{ORIGINAL_FOLDER}/{file}" for file in rewritten}
-        _refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH})
+        refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH})
 
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
@@ -436,296 +450,3 @@ def describe(record: TensorRecord, dtype: str) -> str:
     if record.scheme == "lossless" and fmt is not None and record.mantissa_bits < fmt.mantissa_bits:
         return f"lossless, {record.mantissa_bits} of {fmt.mantissa_bits} mantissa bits"
     return record.scheme
-
-
-@dataclass(frozen=True)
-class DecompressionReport:
-    """What `decompress` wrote. `lossless` says whether it is the original byte by byte."""
-
-    src: Path
-    dst: Path
-    stored_bytes: int
-    restored_bytes: int
-    files: int
-    lossless: bool
-    seconds: float
-
-
-def decompress(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    jobs: int | None = None,
-    overwrite: bool = False,
-    on_bytes: OnBytes = ignore,
-) -> DecompressionReport:
-    """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
-
-    Every tensor is compared with its checksum before its file gets its final name. Raises NeuzipError.
-    """
-    began = time.monotonic()
-    dst = Path(dst)
-    with TensorSource(src) as source, Workers(jobs) as workers:
-        checkpoint = source.checkpoint
-        if not source.is_compressed:
-            raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
-        _refuse_nesting(checkpoint.path, dst)
-        _require_name(dst)
-        _require_space(dst, sum(t.info.nbytes for t in source.tensors()))
-        if checkpoint.is_file:
-            _refuse_folder(dst)
-            _refuse_existing(dst, overwrite)
-            with writing(dst):
-                dst.parent.mkdir(parents=True, exist_ok=True)
-                _restore(source, checkpoint.weights[0], dst, workers, on_bytes)
-                _sync_folder(dst.parent)
-            files = 1
-        else:
-            files = _restore_folder(source, dst, overwrite, workers, on_bytes)
-        records = [t.record for t in source.tensors()]
-        stored = sum(p.stat().st_size for p in _files(checkpoint.path))
-        restored = sum(p.stat().st_size for p in _files(dst))
-        lossless_only = all(r is None or r.lossless for r in records)
-        seconds = time.monotonic() - began
-        return DecompressionReport(checkpoint.path, dst, stored, restored, files, lossless_only, seconds)
-
-
-def _restore_folder(
-    source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
-) -> int:
-    checkpoint = source.checkpoint
-    if not checkpoint.is_compressed_folder:
-        raise NeuzipError(
-            f"{checkpoint.root}: has containers but no {MANIFEST_PATH}",
-            "restore its files one by one: neuzip decompress FILE.safetensors DST",
-        )
-    verify_files(source)
-    stored = read_stored_files(checkpoint.root)
-    recover(dst)
-    if dst.exists() and not overwrite and _is_restored(source, stored, dst):
-        return len(stored)
-    _refuse_existing(dst, overwrite)
-    with workspace(dst) as work:
-        for name, file in stored.items():
-            target = work / name
-            with writing(target):
-                if file.kind == "container":
-                    if target.exists() and _is_restored_file(source, name, target):
-                        continue
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    _restore(source, name, target, workers, on_bytes)
-                else:
-                    folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
-                    copy_file(checkpoint.root / (folder + name), target)
-        _refuse_strangers(work, set(stored))
-        publish(work, dst)
-    return len(stored)
-
-
-def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
-    """Write one original weight file: its header as it was, and every tensor decoded and checked."""
-    temporary = _partial(target)
-    try:
-        with open(temporary, "wb") as out:
-            out.write(source.header(file).raw)
-
-            def write(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-                out.write(data.data)
-                on_bytes(data.size)
-
-            for _ in check_tensors(source, list(source.tensors(file)), workers, on_data=write):
-                pass
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _is_restored(source: TensorSource, stored: dict[str, StoredFile], folder: Path) -> bool:
-    """Whether a folder holds all that `source` restores to, and nothing else."""
-    if {p.relative_to(folder).as_posix() for p in _files(folder)} != set(stored):
-        return False
-    return all(
-        _is_restored_file(source, name, folder / name)
-        if file.kind == "container"
-        else file_checksum(folder / name) == file.checksum
-        for name, file in stored.items()
-    )
-
-
-def _is_restored_file(source: TensorSource, name: str, path: Path) -> bool:
-    """Whether a weight file holds what its container says."""
-    try:
-        with TensorFile(path) as file:
-            return file.header.raw == source.header(name).raw and all(
-                t.record is not None
-                and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
-                for t in source.tensors(name)
-            )
-    except FormatError:
-        return False
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of a failed write into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NeuzipError(
-                f"{path}: no space left on the disk",
-                "free some space and repeat the command: it goes on where it stopped",
-            ) from error
-        raise NeuzipError(
-            f"{error.filename or path}: cannot be written: {error.strerror or error}"
-        ) from error
-
-
-@contextmanager
-def workspace(dst: Path) -> Iterator[Path]:
-    """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails."""
-    work = _partial(dst)
-    with writing(work):
-        work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise NeuzipError(
-            f"{work}: another run is writing there", "wait for it, or choose another DST"
-        ) from error
-    try:
-        yield work
-    finally:
-        os.close(lock)
-
-
-def publish(work: Path, dst: Path) -> None:
-    """Give a complete folder its final name, in place of an older one if there is one."""
-    with writing(dst):
-        for folder in (work, *(p for p in work.rglob("*") if p.is_dir())):
-            _sync_folder(folder)
-        old = _old(dst)
-        if os.path.lexists(dst):
-            os.replace(dst, old)
-        os.replace(work, dst)
-        _sync_folder(dst.parent)
-        if os.path.lexists(old):
-            _remove(old)
-
-
-def recover(dst: Path) -> None:
-    """Undo a `publish` that was killed half-way: the older folder gets its name back."""
-    old = _old(dst)
-    if os.path.lexists(old):
-        with writing(dst):
-            if os.path.lexists(dst):
-                _remove(old)
-            else:
-                os.replace(old, dst)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file under its final name in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _partial(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content under its final name in one step."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _partial(target)
-    shutil.copyfile(source, temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file, a folder, or a link but not what it leads to."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _require_name(dst: Path) -> None:
-    """Raise NeuzipError for a DST that nothing new can be called."""
-    if dst.name in ("", ".."):
-        raise NeuzipError(f"{dst}: has no name of its own", "end DST with the name of what is to be made")
-    try:
-        os.lstat(_partial(dst))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
-
-
-def _refuse_folder(dst: Path) -> None:
-    if dst.is_dir():
-        raise NeuzipError(f"{dst}: is a folder", "end DST with the name of the file that is to be made")
-
-
-def _refuse_strangers(work: Path, expected: set[str]) -> None:
-    """Raise NeuzipError unless a finished workspace holds exactly the files that it should."""
-    found = {p.relative_to(work).as_posix() for p in _files(work)}
-    for name in sorted(found ^ expected):
-        problem = (
-            "is left from something else"
-            if name in found
-            else "was lost: are there names that differ in case?"
-        )
-        raise NeuzipError(f"{work / name}: {problem}", f"remove {work} and repeat the command")
-
-
-def _refuse_existing(dst: Path, overwrite: bool) -> None:
-    empty = dst.is_dir() and not dst.is_symlink() and not any(dst.iterdir())
-    if os.path.lexists(dst) and not overwrite and not empty:
-        raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
-
-
-def _refuse_nesting(src: Path, dst: Path) -> None:
-    """Neither may contain the other: a run must not read what it writes, nor replace its source."""
-    try:
-        a, b = src.resolve(), dst.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name that a file can have
-        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
-    if a == b or a in b.parents or b in a.parents:
-        raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
-
-
-def _require_space(dst: Path, nbytes: int) -> None:
-    """Refuse to restore more than the disk can take: aliases let a small file stand for a very large one."""
-    folder = next(p for p in (dst, *dst.absolute().parents) if p.is_dir())
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise NeuzipError(
-            f"{dst}: the restored weights take {nbytes:,} bytes, the disk has {free:,} left",
-            "free some space, or choose a DST on another disk",
-        )
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".neuzip-partial")
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(path.name + ".neuzip-old")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]

@@ -20,7 +20,7 @@ from warnings import catch_warnings, filterwarnings
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.compress.pipeline import write_file
+from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 
 from .histograms import Counts, Histogram, Inspection, bias, visible

@@ -524,6 +524,18 @@ class TestResume:
             decompress(target, tmp_path / "back", overwrite=True)
             assert folder_bytes(tmp_path / "back") == folder_bytes(checkpoint)
 
+    def test_a_damaged_shard_is_not_believed(self, checkpoint: Path, tmp_path: Path) -> None:
+        target = tmp_path / "small"
+        self._interrupt_after(1, checkpoint, target)
+        shard = _partial(target) / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(NeuzipError, match="damaged"):
+            compress(checkpoint, target)
+        compress(checkpoint, target, overwrite=True)
+        assert verify(target, checkpoint).different == []
+
     def test_a_changed_source_can_be_begun_anew(self, checkpoint: Path, tmp_path: Path) -> None:
         self._interrupt_after(1, checkpoint, tmp_path / "small")
         shard = checkpoint / "model-00001-of-00002.safetensors"
@@ -534,7 +546,7 @@ class TestResume:
         assert verify(tmp_path / "small", checkpoint).different == []
 
     def test_two_runs_at_once(self, checkpoint: Path, tmp_path: Path) -> None:
-        from neuzip.compress.pipeline import workspace
+        from neuzip.compress.workspace import workspace
 
         with workspace(tmp_path / "small"), pytest.raises(NeuzipError, match="another run"):
             compress(checkpoint, tmp_path / "small")

@@ -1,0 +1,170 @@
+"""From compressed checkpoint back to the original, file by file, some pieces of a tensor in memory at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from neuzip.errors import FormatError, NeuzipError
+from neuzip.formats.checkpoint import (
+    MANIFEST_PATH,
+    ORIGINAL_FOLDER,
+    StoredFile,
+    file_checksum,
+    read_stored_files,
+)
+from neuzip.formats.tensor_file import TensorFile
+
+from .source import TensorSource, digest
+from .verify import OnBytes, check_tensors, ignore, verify_files
+from .workers import Workers
+from .workspace import (
+    copy_file,
+    files_in,
+    partial_name,
+    publish,
+    recover,
+    refuse_existing,
+    refuse_folder,
+    refuse_nesting,
+    refuse_strangers,
+    require_name,
+    require_space,
+    sync_folder,
+    workspace,
+    writing,
+)
+
+
+@dataclass(frozen=True)
+class DecompressionReport:
+    """What `decompress` wrote. `lossless` says whether it is the original byte by byte."""
+
+    src: Path
+    dst: Path
+    stored_bytes: int
+    restored_bytes: int
+    files: int
+    lossless: bool
+    seconds: float
+
+
+def decompress(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    on_bytes: OnBytes = ignore,
+) -> DecompressionReport:
+    """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
+
+    Every tensor is compared with its checksum before its file gets its final name. Raises NeuzipError.
+    """
+    began = time.monotonic()
+    dst = Path(dst)
+    with TensorSource(src) as source, Workers(jobs) as workers:
+        checkpoint = source.checkpoint
+        if not source.is_compressed:
+            raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
+        refuse_nesting(checkpoint.path, dst)
+        require_name(dst)
+        require_space(dst, sum(t.info.nbytes for t in source.tensors()))
+        if checkpoint.is_file:
+            refuse_folder(dst)
+            refuse_existing(dst, overwrite)
+            with writing(dst):
+                dst.parent.mkdir(parents=True, exist_ok=True)
+                _restore(source, checkpoint.weights[0], dst, workers, on_bytes)
+                sync_folder(dst.parent)
+            files = 1
+        else:
+            files = _restore_folder(source, dst, overwrite, workers, on_bytes)
+        records = [t.record for t in source.tensors()]
+        stored = sum(p.stat().st_size for p in files_in(checkpoint.path))
+        restored = sum(p.stat().st_size for p in files_in(dst))
+        lossless_only = all(r is None or r.lossless for r in records)
+        seconds = time.monotonic() - began
+        return DecompressionReport(checkpoint.path, dst, stored, restored, files, lossless_only, seconds)
+
+
+def _restore_folder(
+    source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
+) -> int:
+    checkpoint = source.checkpoint
+    if not checkpoint.is_compressed_folder:
+        raise NeuzipError(
+            f"{checkpoint.root}: has containers but no {MANIFEST_PATH}",
+            "restore its files one by one: neuzip decompress FILE.safetensors DST",
+        )
+    verify_files(source)
+    stored = read_stored_files(checkpoint.root)
+    recover(dst)
+    if dst.exists() and not overwrite and _is_restored(source, stored, dst):
+        return len(stored)
+    refuse_existing(dst, overwrite)
+    with workspace(dst) as work:
+        for name, file in stored.items():
+            target = work / name
+            with writing(target):
+                if file.kind == "container":
+                    if target.exists() and _is_restored_file(source, name, target):
+                        continue
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _restore(source, name, target, workers, on_bytes)
+                else:
+                    folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
+                    copy_file(checkpoint.root / (folder + name), target)
+        refuse_strangers(work, set(stored))
+        publish(work, dst)
+    return len(stored)
+
+
+def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
+    """Write one original weight file: its header as it was, and every tensor decoded and checked."""
+    temporary = partial_name(target)
+    try:
+        with open(temporary, "wb") as out:
+            out.write(source.header(file).raw)
+
+            def write(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+                out.write(data.data)
+                on_bytes(data.size)
+
+            for _ in check_tensors(source, list(source.tensors(file)), workers, on_data=write):
+                pass
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_restored(source: TensorSource, stored: dict[str, StoredFile], folder: Path) -> bool:
+    """Whether a folder holds all that `source` restores to, and nothing else."""
+    if {p.relative_to(folder).as_posix() for p in files_in(folder)} != set(stored):
+        return False
+    return all(
+        _is_restored_file(source, name, folder / name)
+        if file.kind == "container"
+        else file_checksum(folder / name) == file.checksum
+        for name, file in stored.items()
+    )
+
+
+def _is_restored_file(source: TensorSource, name: str, path: Path) -> bool:
+    """Whether a weight file holds what its container says."""
+    try:
+        with TensorFile(path) as file:
+            return file.header.raw == source.header(name).raw and all(
+                t.record is not None
+                and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
+                for t in source.tensors(name)
+            )
+    except FormatError:
+        return False

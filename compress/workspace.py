@@ -1,0 +1,185 @@
+"""Files that appear whole or not at all.
+
+A run works in `DST.neuzip-partial`, a folder beside its destination, and renames it when everything is there.
+A file in it with its final name is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from neuzip.errors import NeuzipError, WouldOverwrite
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a failed write into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NeuzipError(
+                f"{path}: no space left on the disk",
+                "free some space and repeat the command: it goes on where it stopped",
+            ) from error
+        raise NeuzipError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def workspace(dst: Path) -> Iterator[Path]:
+    """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails."""
+    work = partial_name(dst)
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = os.open(work, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise NeuzipError(
+            f"{work}: another run is writing there", "wait for it, or choose another DST"
+        ) from error
+    try:
+        yield work
+    finally:
+        os.close(lock)
+
+
+def publish(work: Path, dst: Path) -> None:
+    """Give a complete folder its final name, in place of an older one if there is one."""
+    with writing(dst):
+        for folder in (work, *(p for p in work.rglob("*") if p.is_dir())):
+            sync_folder(folder)
+        old = _old(dst)
+        if os.path.lexists(dst):
+            os.replace(dst, old)
+        os.replace(work, dst)
+        sync_folder(dst.parent)
+        if os.path.lexists(old):
+            remove(old)
+
+
+def recover(dst: Path) -> None:
+    """Undo a `publish` that was killed half-way: the older folder gets its name back."""
+    old = _old(dst)
+    if os.path.lexists(old):
+        with writing(dst):
+            if os.path.lexists(dst):
+                remove(old)
+            else:
+                os.replace(old, dst)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file under its final name in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial_name(path)
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content under its final name in one step."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial_name(target)
+    shutil.copyfile(source, temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder, or a link but not what it leads to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def require_name(dst: Path) -> None:
+    """Raise NeuzipError for a DST that nothing new can be called."""
+    if dst.name in ("", ".."):
+        raise NeuzipError(f"{dst}: has no name of its own", "end DST with the name of what is to be made")
+    try:
+        os.lstat(partial_name(dst))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+
+
+def refuse_folder(dst: Path) -> None:
+    """Raise NeuzipError if a file is to be written where a folder is."""
+    if dst.is_dir():
+        raise NeuzipError(f"{dst}: is a folder", "end DST with the name of the file that is to be made")
+
+
+def refuse_strangers(work: Path, expected: set[str]) -> None:
+    """Raise NeuzipError unless a finished workspace holds exactly the files that it should."""
+    found = {p.relative_to(work).as_posix() for p in files_in(work)}
+    for name in sorted(found ^ expected):
+        problem = (
+            "is left from something else"
+            if name in found
+            else "was lost: are there names that differ in case?"
+        )
+        raise NeuzipError(f"{work / name}: {problem}", f"remove {work} and repeat the command")
+
+
+def refuse_existing(dst: Path, overwrite: bool) -> None:
+    """Raise WouldOverwrite if there is something at `dst`, be it a link, but an empty folder."""
+    empty = dst.is_dir() and not dst.is_symlink() and not any(dst.iterdir())
+    if os.path.lexists(dst) and not overwrite and not empty:
+        raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
+
+
+def refuse_nesting(src: Path, dst: Path) -> None:
+    """Neither may contain the other: a run must not read what it writes, nor replace its source."""
+    try:
+        a, b = src.resolve(), dst.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name that a file can have
+        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+    if a == b or a in b.parents or b in a.parents:
+        raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
+
+
+def require_space(dst: Path, nbytes: int) -> None:
+    """Refuse to restore more than the disk can take: aliases let a small file stand for a very large one."""
+    folder = next(p for p in (dst, *dst.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise NeuzipError(
+            f"{dst}: the restored weights take {nbytes:,} bytes, the disk has {free:,} left",
+            "free some space, or choose a DST on another disk",
+        )
+
+
+def partial_name(path: Path) -> Path:
+    """What a file or folder is called until it is complete."""
+    return path.with_name(path.name + ".neuzip-partial")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".neuzip-old")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def files_in(path: Path) -> list[Path]:
+    """All files below a folder; a file is its own only one."""
+    return [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
