@@ -51,5 +51,10 @@ def _commit() -> str:
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    # Results and the README that quotes them follow a measurement: they do not count as changes.
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
     return commit + (" with uncommitted changes" if changed else "")

@@ -188,8 +188,9 @@ class _Compression:
                         self._resumed += 1
                         continue
                     if not overwrite:
+                        original = self._source.checkpoint.root / file
                         raise NeuzipError(
-                            f"{target}: is damaged, or was made from another {self._source.checkpoint.root / file}",
+                            f"{target}: is damaged, or was made from another {original}",
                             "if the source has changed, give --overwrite to begin anew",
                         )
                 with writing(target):

@@ -1,4 +1,4 @@
-"""From compressed checkpoint back to the original, file by file, some pieces of a tensor in memory at a time."""
+"""From compressed checkpoint back to the original, file by file and piece by piece."""
 
 from __future__ import annotations
 

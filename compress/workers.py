@@ -41,7 +41,7 @@ class Workers:
         try:
             for item in items:
                 pending.append(self._pool.submit(function, item))
-                if len(pending) > self.jobs + 2:
+                if len(pending) > 2 * self.jobs + 4:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
