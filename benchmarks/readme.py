@@ -89,8 +89,8 @@ def codec(document: dict[str, Any]) -> str:
     return (
         f"**Lossless codec on the CPU**, {document['threads']} threads, in memory, medians of "
         f"{document['rounds']} rounds in turns; in brackets the speed against ZipNN (aim: 1.0 or more in "
-        "every case). `gaussian` is one tensor of 67 M weights, `student-t4` one of 17 M, `wikilm-26m` a real "
-        "checkpoint of 57 small ones. "
+        "every case). `gaussian` is one tensor of 67 M weights, `student-t4` one of 17 M, `wikilm-26m` a "
+        "real checkpoint of 57 small ones. "
         "`python benchmarks/cpu_codec.py`\n\n"
         "| weights | codec | size | encode GB/s | decode GB/s |\n|---|---|---|---|---|\n"
         + "\n".join(lines)
