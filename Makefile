@@ -57,6 +57,8 @@ links: $(LINKS)
 
 # The stamps are files in .venv, so that a second run has nothing to do and a removed .venv is made again.
 $(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "error: there is no $(PYTHON) here: name another (make PYTHON=python3.12 ...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is too old: Python 3.10 or newer is needed (make PYTHON=python3.12 ...)" >&2; exit 1; }
 	@echo "setup: $(VENV) with $$($(PYTHON) --version)"

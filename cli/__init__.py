@@ -41,7 +41,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return failure.exit_code
     except KeyboardInterrupt:
         _traceback_if_wanted()
-        error("interrupted")
+        error("interrupted", "what is finished is kept: the same command goes on where it stopped")
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.

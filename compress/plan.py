@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 
+from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import config_files, index_files
 from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
@@ -69,6 +71,7 @@ def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
 
 def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, predict: bool = False) -> Plan:
     """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples."""
+    require_matches(rules, [tensor.name for tensor in source.tensors()])
     planned = [
         _apply(tensor, choose(rules, tensor.name, len(tensor.info.shape))) for tensor in source.tensors()
     ]
@@ -83,6 +86,16 @@ def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, pre
     for file in checkpoint.weights:
         total += _predict_file(source, file, [t for t in planned if t.tensor.file == file])
     return Plan(tuple(rules), tuple(planned), sum(sizes.values()), total)
+
+
+def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
+    """Raise NeuzipError for a rule that no tensor's name matches: most likely a slip of the pen."""
+    for rule in rules:
+        if rule.match != "*" and not any(fnmatchcase(name, rule.match) for name in names):
+            raise NeuzipError(
+                f"no tensor is called anything like {rule.match!r}",
+                "neuzip inspect SRC lists the names; correct the glob or leave it out",
+            )
 
 
 def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:

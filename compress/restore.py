@@ -42,7 +42,10 @@ from .workspace import (
 
 @dataclass(frozen=True)
 class DecompressionReport:
-    """What `decompress` wrote. `lossless` says whether it is the original byte by byte."""
+    """What `decompress` wrote. `lossless` says whether it is the original byte by byte.
+
+    `was_there` says that an earlier run had written it all, and that this one only compared it.
+    """
 
     src: Path
     dst: Path
@@ -51,6 +54,7 @@ class DecompressionReport:
     files: int
     lossless: bool
     seconds: float
+    was_there: bool = False
 
 
 def decompress(
@@ -81,20 +85,23 @@ def decompress(
                 dst.parent.mkdir(parents=True, exist_ok=True)
                 _restore(source, checkpoint.weights[0], dst, workers, on_bytes)
                 sync_folder(dst.parent)
-            files = 1
+            files, was_there = 1, False
         else:
-            files = _restore_folder(source, dst, overwrite, workers, on_bytes)
+            files, was_there = _restore_folder(source, dst, overwrite, workers, on_bytes)
         records = [t.record for t in source.tensors()]
         stored = sum(p.stat().st_size for p in files_in(checkpoint.path))
         restored = sum(p.stat().st_size for p in files_in(dst))
         lossless_only = all(r is None or r.lossless for r in records)
         seconds = time.monotonic() - began
-        return DecompressionReport(checkpoint.path, dst, stored, restored, files, lossless_only, seconds)
+        return DecompressionReport(
+            checkpoint.path, dst, stored, restored, files, lossless_only, seconds, was_there
+        )
 
 
 def _restore_folder(
     source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
-) -> int:
+) -> tuple[int, bool]:
+    """How many files there are, and whether they were there before."""
     checkpoint = source.checkpoint
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(
@@ -105,7 +112,7 @@ def _restore_folder(
     stored = read_stored_files(checkpoint.root)
     recover(dst)
     if dst.exists() and not overwrite and _is_restored(source, stored, dst):
-        return len(stored)
+        return len(stored), True
     refuse_existing(dst, overwrite)
     with workspace(dst) as work:
         for name, file in stored.items():
@@ -121,7 +128,7 @@ def _restore_folder(
                     copy_file(checkpoint.root / (folder + name), target)
         refuse_strangers(work, set(stored))
         publish(work, dst)
-    return len(stored)
+    return len(stored), False
 
 
 def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:

@@ -95,11 +95,11 @@ def rules_of_options(
         if scheme.mantissa_bits is not None:
             rules.append(Rule(glob, scheme, min_dimensions=2))
         rules.append(Rule(glob, LOSSLESS))
-    return rules
+    return [*rules, Rule("*", RAW)] if include else rules
 
 
 def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
-    """The scheme of the first rule that matches a tensor's name; raw if none does.
+    """The scheme of the first rule that matches a tensor's name; lossless if none does.
 
     >>> rules = [Rule("*", Scheme("truncated", 3), min_dimensions=2), Rule("*", LOSSLESS)]
     >>> str(choose(rules, "model.norm.weight", 1)), str(choose(rules, "lm_head.weight", 2))
@@ -108,7 +108,7 @@ def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
     for rule in rules:
         if dimensions >= rule.min_dimensions and fnmatchcase(name, rule.match):
             return rule.scheme
-    return RAW
+    return LOSSLESS
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:

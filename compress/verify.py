@@ -161,9 +161,14 @@ def require_same_tensors(a: TensorSource, b: TensorSource) -> None:
     ]
     for key in sorted(set(kinds[0]) | set(kinds[1])):
         if kinds[0].get(key) != kinds[1].get(key):
-            raise VerificationError(
-                f"tensor {key[1]!r} of {key[0] or 'the file'} is not the same kind in both checkpoints"
-            )
+            place = f"tensor {key[1]!r} of {key[0] or 'the file'}"
+            for source, kind in ((a, kinds[0]), (b, kinds[1])):
+                if key not in kind:
+                    raise VerificationError(
+                        f"{source.checkpoint.path}: has no {place}",
+                        "compare a file with a file, or a folder with a folder of the same files",
+                    )
+            raise VerificationError(f"{place} is not the same kind in both: {kinds[0][key]}, {kinds[1][key]}")
 
 
 def _file(source: TensorSource, tensor: SourceTensor) -> str:

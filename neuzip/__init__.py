@@ -1,4 +1,4 @@
-"""Makes Hugging Face checkpoints smaller, proves that nothing was lost, and runs the small form.
+"""Makes Hugging Face checkpoints smaller and proves that nothing was lost.
 
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
@@ -40,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

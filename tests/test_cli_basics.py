@@ -223,7 +223,8 @@ def test_debug_shows_the_traceback(failure, setting, shown, probe, neuzip, monke
 def test_interrupt_in_a_command(probe, neuzip):
     probe(fail_with(KeyboardInterrupt()))
     said = neuzip("probe", "x")
-    assert (said.exit_code, said.stdout, said.stderr.strip()) == (130, "", "error: interrupted")
+    assert (said.exit_code, said.stdout) == (130, "")
+    assert said.stderr.splitlines()[0] == "error: interrupted"
 
 
 PROBE = """
@@ -261,7 +262,7 @@ def test_ctrl_c_ends_the_process_with_130():
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stderr.strip()) == (130, "error: interrupted")
+    assert (process.returncode, stderr.splitlines()[0]) == (130, "error: interrupted")
 
 
 def test_a_reader_that_leaves_is_no_bug():

@@ -348,6 +348,13 @@ def test_rules_decide_in_order(checkpoint: Path, tmp_path: Path) -> None:
     assert schemes["ids"] == "raw"
 
 
+def test_a_rule_that_matches_nothing_is_a_mistake(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(NeuzipError, match="nosuch"):
+        compress(checkpoint, tmp_path / "small", [Rule("*nosuch*", Scheme("raw")), Rule("*", Scheme())])
+    report = compress(checkpoint, tmp_path / "small", [Rule("norm.*", Scheme("raw"))])
+    assert {t.name: t.scheme for t in report.tensors}["half.weight"] == "lossless", "what no rule matches"
+
+
 @pytest.mark.parametrize("scheme", [Scheme(), Scheme("truncated", 3, 512), Scheme("truncated", 0)], ids=str)
 def test_a_plan_predicts_the_size_within_one_percent(scheme: Scheme, tmp_path: Path, save: Save) -> None:
     root = tmp_path / "model"

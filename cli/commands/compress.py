@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,10 @@ WORTH_A_WORD = 1 << 16
 
 BlockSize = Annotated[
     str,
-    typer.Option(metavar="N|none", help="Let N weights share a normaliser, a power of two from 8 to 16384"),
+    typer.Option(
+        metavar="N|none",
+        help="Let N weights (8, 16, ... 16384) share a normaliser: larger, often closer",
+    ),
 ]
 
 
@@ -89,13 +93,10 @@ def command(
 def _report(out: Output, report: CompressionReport) -> None:
     if report.resumed_files:
         out.status(f"{report.resumed_files} files were finished already and match the source")
-    notes = [t for t in report.tensors if t.note and t.original_bytes >= WORTH_A_WORD]
-    for t in notes[:10]:
-        out.status(f"{t.name}: {t.scheme}: {t.note}")
-    if len(notes) > 10:
-        out.status(f"... and {len(notes) - 10} more; --json lists them all")
+    notes = Counter((t.scheme, t.note) for t in report.tensors if t.note and t.original_bytes >= WORTH_A_WORD)
+    for (scheme, note), count in notes.items():
+        out.status(f"{count} tensors are stored {scheme}: {note}; --json names them")
     lossy = [t.loss for t in report.tensors if t.loss is not None]
-    speed = report.weight_bytes / report.seconds if report.seconds else 0.0
     out.table(
         ["", "before", "after", "ratio", "bits/weight"],
         [
@@ -114,7 +115,8 @@ def _report(out: Output, report: CompressionReport) -> None:
         )
     else:
         out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
-    out.text(f"{report.dst} in {seconds_text(report.seconds)} ({bytes_text(speed)}/s)")
+    speed = "" if report.resumed_files else f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
+    out.text(f"{report.dst} in {seconds_text(report.seconds)}{speed}")
     out.result(
         {
             "dry_run": False,

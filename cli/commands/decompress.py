@@ -28,12 +28,12 @@ def command(
     path = resolve_source(src, note=out.status, progress=out.watched)
     with out.progress("decompress", weight_bytes(path)) as advance:
         report = decompress(path, dst, jobs=jobs, overwrite=overwrite, on_bytes=advance)
-    kind = (
-        "byte for byte the original" if report.lossless else "with the tensors that were rounded as they are"
-    )
-    speed = report.restored_bytes / report.seconds if report.seconds else 0.0
+    kind = "byte for byte the original" if report.lossless else "rounded tensors stay rounded"
+    if report.was_there:
+        out.status("all files were restored already and match the checksums")
     out.text(
         f"{report.dst}: {report.files} files, {bytes_text(report.restored_bytes)}, {kind}, "
-        f"in {seconds_text(report.seconds)} ({bytes_text(speed)}/s)"
+        f"in {seconds_text(report.seconds)}"
+        + ("" if report.was_there else f" ({bytes_text(report.restored_bytes / report.seconds)}/s)")
     )
     out.result(vars(report), quiet=[report.dst])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from neuzip.kernels.compiled import compiled
 
 # Shifts and masks stay in uint64: a mix with numba's signed literals would turn into floats.
 _1 = np.uint64(1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def census(bits, exponent_bits, mantissa_bits, with_pairs, pairs, single):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e_mask = (_1 << np.uint64(exponent_bits)) - _1
@@ -27,7 +28,7 @@ def census(bits, exponent_bits, mantissa_bits, with_pairs, pairs, single):  # ty
     return union & ((_1 << m) - _1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e = np.uint64(exponent_bits)
@@ -40,7 +41,7 @@ def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type:
         fields[i] = ((v >> (m + e)) << k) | ((v >> (m - k)) & k_mask)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def merge(exponents, fields, exponent_bits, mantissa_bits, kept, bits):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e = np.uint64(exponent_bits)
@@ -51,21 +52,21 @@ def merge(exponents, fields, exponent_bits, mantissa_bits, kept, bits):  # type:
         bits[i] = ((f >> k) << (m + e)) | (np.uint64(exponents[i]) << m) | ((f & k_mask) << (m - k))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def take_plane(fields, shift, plane):  # type: ignore[no-untyped-def]
     s = np.uint64(shift)
     for i in range(plane.size):
         plane[i] = np.uint64(fields[i]) >> s
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def put_plane(plane, width, fields):  # type: ignore[no-untyped-def]
     w = np.uint64(width)
     for i in range(fields.size):
         fields[i] = (np.uint64(fields[i]) << w) | np.uint64(plane[i])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_plane(fields, shift, width, plane):  # type: ignore[no-untyped-def]
     s = np.uint64(shift)
     mask = (_1 << np.uint64(width)) - _1
@@ -77,7 +78,7 @@ def pack_plane(fields, shift, width, plane):  # type: ignore[no-untyped-def]
         plane[i] = byte
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack_plane(plane, width, fields):  # type: ignore[no-untyped-def]
     w = np.uint64(width)
     mask = (_1 << w) - _1
@@ -89,7 +90,7 @@ def unpack_plane(plane, width, fields):  # type: ignore[no-untyped-def]
             fields[at] = (np.uint64(fields[at]) << w) | ((byte >> np.uint64(j * width)) & mask)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def round_mantissa(bits, drop, largest, sign_shift, out):  # type: ignore[no-untyped-def]
     d = np.uint64(drop)
     half_less_one = (_1 << (d - _1)) - _1
@@ -103,7 +104,7 @@ def round_mantissa(bits, drop, largest, sign_shift, out):  # type: ignore[no-unt
         out[i] = sign | min(rounded, top)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def error_sums(original, restored):  # type: ignore[no-untyped-def]
     largest = 0.0
     relative_squares = 0.0

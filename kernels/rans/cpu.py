@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from neuzip.kernels.compiled import compiled
 
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RARE_BITS, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
 
@@ -13,7 +14,7 @@ _1, _2, _4, _8, _16 = _U(1), _U(2), _U(4), _U(8), _U(16)
 _LANES, _LOWER, _RECIPROCAL, _WORD = _U(LANES), _U(LOWER), _U(RECIPROCAL_BITS), _U(0xFFFF)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def quantise(counts):  # type: ignore[no-untyped-def]
     """Frequencies that add up to SCALE, in proportion to `counts`, at least 1 for all but the rare."""
     everything = counts.sum()
@@ -40,7 +41,7 @@ def quantise(counts):  # type: ignore[no-untyped-def]
     return frequencies
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-def]
     """Fill `Table.symbols`."""
     best = np.argmax(frequencies)
@@ -76,7 +77,7 @@ def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-d
             lut[palette[second] << 8 | palette[first]] = s
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _code_steps(coded, steps, symbol_facts, state, scratch):  # type: ignore[no-untyped-def]
     """Code the symbols of all lanes, backwards, to words at the end of `scratch`: how many they are."""
     p = _U(BLOCK)
@@ -98,7 +99,7 @@ def _code_steps(coded, steps, symbol_facts, state, scratch):  # type: ignore[no-
     return BLOCK - np.int64(p)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index):  # type: ignore[no-untyped-def]
     """Code all blocks; the number of words written. `keys` are the exponents seen in groups."""
     per_run = RUN // group
@@ -158,7 +159,7 @@ def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index): 
     return used
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents):  # type: ignore[no-untyped-def]
     """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1."""
     per_run = RUN // group

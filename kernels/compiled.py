@@ -1,0 +1,16 @@
+"""How loops are compiled for the CPU: by numba, without the GIL, kept for the next start if possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a loop; only for this run where neither the package's folder nor a cache can be written."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # numba found no place for its cache; NUMBA_CACHE_DIR names one
+        return njit(nogil=True)(function)
