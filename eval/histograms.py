@@ -318,6 +318,7 @@ def _count(
     if fmt is None or tensor.info.numel == 0:
         on_bytes(tensor.info.nbytes)
         return None
+    source.check_streams(source.resolve(tensor))
     read = source.reader(tensor)
     total = Counts.none(fmt)
     for part in workers.map(lambda piece: Counts.of(read(*piece).view(fmt.dtype), fmt), tensor.pieces()):

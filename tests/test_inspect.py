@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -382,3 +383,15 @@ def test_the_real_checkpoint(neuzip_data, neuzip):
     totals = data["totals"]
     assert totals["bound_bytes"] <= totals["stored_bytes"] <= 1.006 * totals["bound_bytes"]
     assert data["histograms"][0]["entropies"]["exponent"] == pytest.approx(2.595, abs=0.001)
+
+
+def test_a_damaged_container_is_not_described(neuzip: Callable[..., Any], save: Save, tmp_path: Path) -> None:
+    bits = np.arange(20_000).astype(np.uint16)
+    source = save(tmp_path / "a.safetensors", {"w": ("BF16", (20_000,), bits >> 3)})
+    assert neuzip("compress", source, tmp_path / "b.safetensors").exit_code == 0
+    data = bytearray((tmp_path / "b.safetensors").read_bytes())
+    data[-2000] ^= 1
+    (tmp_path / "b.safetensors").write_bytes(data)
+    said = neuzip("inspect", tmp_path / "b.safetensors")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert "damaged" in said.stderr
