@@ -3,7 +3,8 @@
     python benchmarks/cpu_codec.py [--threads 2] [--rounds 7] [--weights 67108864]
 
 Everything happens in memory. A codec whose output is not the input is not timed. Codecs take turns round by
-round, each with a warm-up, and the median of the rounds counts. Peers: pip install -r benchmarks/requirements.txt
+round, each with a warm-up, and the median of the rounds counts.
+Peers: pip install -r benchmarks/requirements.txt
 """
 
 from __future__ import annotations

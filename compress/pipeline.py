@@ -62,7 +62,7 @@ from .workspace import (
 )
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
-SMALL = 4 * PIECE
+SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
 DEFAULT_RULES = (Rule("*", LOSSLESS),)
