@@ -25,10 +25,10 @@ from neuzip.kernels.float_fields import (
     FloatFormat,
     census,
     empty_planes,
-    merge,
     plane_bytes,
     plane_widths,
     split,
+    unpack_fields,
 )
 
 PIECE = 128 * rans.BLOCK
@@ -188,21 +188,20 @@ class Decoder:
         words = self._read_stream(
             "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
         ).view("<u2")
-        try:
-            exponents = rans.decode(
-                words, self._index[first:last], self._table, end - begin, self._fmt.exponent_bits,
-                _scratch.exponents_for(self._fmt, (last - first) * rans.BLOCK),
-            )  # fmt: skip
-        except rans.CorruptStream as error:
-            raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
         planes = {
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
             for width, at in self._plane_starts.items()
         }
-        if whole:
-            return merge(exponents, planes, self._fmt, self._kept, out)
-        part = merge(exponents, planes, self._fmt, self._kept)[start - begin : stop - begin]
-        if out is None:
+        fields = unpack_fields(planes, end - begin, self._kept)
+        decoded = out if whole and out is not None else np.empty(end - begin, self._fmt.dtype)
+        try:
+            rans.decode_floats(
+                words, self._index[first:last], self._table, fields, self._fmt, self._kept, decoded
+            )
+        except rans.CorruptStream as error:
+            raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
+        part = decoded[start - begin : stop - begin]
+        if out is None or whole:
             return part
         out[:] = part
         return out

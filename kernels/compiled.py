@@ -10,7 +10,10 @@ from numba import njit
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop; only for this run where neither the package's folder nor a cache can be written."""
+    compiler: Callable[..., Callable[..., Any]]
     try:
-        return njit(nogil=True, cache=True)(function)
+        compiler = njit(nogil=True, cache=True)
+        return compiler(function)
     except RuntimeError:  # numba found no place for its cache; NUMBA_CACHE_DIR names one
-        return njit(nogil=True)(function)
+        compiler = njit(nogil=True)
+        return compiler(function)

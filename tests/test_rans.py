@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuzip.kernels import rans
-from neuzip.kernels.rans import reference
-from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, SCALE
+from neuzip.kernels.rans import cpu, reference
+from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, SCALE
 
 SIZES = [1, 2, 255, 256, 257, 4095, 16383, 16384, 16385, 40000]
 
@@ -242,3 +242,35 @@ class TestCorruption:
 def test_a_table_that_breaks_a_rule(group: int, palette: list[int], frequencies: list[int]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         rans.Table(group, np.array(palette, np.uint16), np.array(frequencies, np.uint16))
+
+
+@pytest.mark.parametrize("concentration", [0.02, 0.3, 5.0])
+def test_vector_and_scalar_steps_are_equal(concentration: float) -> None:
+    """Both are portable: the one that this processor does not use is compared too."""
+    rng = np.random.default_rng(0)
+    counts = np.floor(rng.dirichlet(np.full(256, concentration)) * 1e6).astype(np.int64)
+    counts[0] += 1
+    table = rans.build_table(counts, None)
+    usable = np.flatnonzero(table.frequencies).astype(np.uint8)
+    steps = 300
+    coded = rng.choice(usable, steps * LANES)
+    states = [np.full(LANES, LOWER, np.uint32) for _ in range(2)]
+    written = [np.full(steps * LANES + 1, 0xDEAD, np.uint16) for _ in range(2)]
+    p = [np.uint64(steps * LANES + 1)] * 2
+    for step in reversed(range(steps)):
+        for i, encode in enumerate((cpu.scalar_encode, cpu.vector_encode)):
+            p[i] = encode(states[i], table.encoder, coded, np.uint64(step * LANES), written[i], p[i])
+        assert p[0] == p[1]
+        assert np.array_equal(*states)
+    assert np.array_equal(written[0][int(p[0]) :], written[1][int(p[1]) :])
+    assert (written[1][: int(p[1])] == 0xDEAD).all()  # it never writes what it does not keep
+
+    words = np.concatenate([written[0][int(p[0]) :], np.zeros(LANES, np.uint16)])
+    decoded = [np.full(steps * LANES, 0xDEAD, np.uint16) for _ in range(2)]
+    for i, decode in enumerate((cpu.scalar_decode, cpu.vector_decode)):
+        at = np.uint64(0)
+        for step in range(steps):
+            at = decode(states[i], table.decoder, words, at, decoded[i], np.uint64(step * LANES))
+        assert int(at) == words.size - LANES
+        assert (states[i] == LOWER).all()
+        assert np.array_equal(decoded[i], table.exponents[coded])

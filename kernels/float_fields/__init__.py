@@ -176,25 +176,29 @@ def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept: int, out: Bit
     """
     _check_kept(kept, fmt)
     numel = exponents.size
-    widths = plane_widths(1 + kept)
+    bits = np.empty(numel, fmt.dtype) if out is None else out
+    assert (bits.size, bits.dtype) == (numel, fmt.dtype)
+    fields = unpack_fields(planes, numel, kept)
+    cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
+    return bits
+
+
+def unpack_fields(planes: Planes, numel: int, kept: int) -> Bits:
+    """The fields of sign and mantissa of `numel` weights, from their planes."""
+    widths, dtype = plane_widths(1 + kept), _field_dtype(1 + kept)
     for width in widths:
         if planes[width].size != plane_bytes(width, numel):
             raise ValueError(f"plane {width} has {planes[width].size} bytes for {numel} weights")
-    dtype = _field_dtype(1 + kept)
     if widths == (dtype.itemsize * 8,):
-        fields = np.ascontiguousarray(planes[widths[0]]).view(dtype)
-    else:
-        fields = np.zeros(numel, dtype)
-        for width in widths:
-            plane = np.ascontiguousarray(planes[width])
-            if width >= 8:
-                cpu.put_plane(plane.view(f"<u{width // 8}"), width, fields)
-            else:
-                cpu.unpack_plane(plane, width, fields)
-    bits = np.empty(numel, fmt.dtype) if out is None else out
-    assert (bits.size, bits.dtype) == (numel, fmt.dtype)
-    cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
-    return bits
+        return np.ascontiguousarray(planes[widths[0]]).view(dtype)
+    fields = np.zeros(numel, dtype)
+    for width in widths:
+        plane = np.ascontiguousarray(planes[width])
+        if width >= 8:
+            cpu.put_plane(plane.view(f"<u{width // 8}"), width, fields)
+        else:
+            cpu.unpack_plane(plane, width, fields)
+    return fields
 
 
 def round_mantissa(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:

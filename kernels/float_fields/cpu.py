@@ -47,6 +47,10 @@ def merge(exponents, fields, exponent_bits, mantissa_bits, kept, bits):  # type:
     e = np.uint64(exponent_bits)
     k = np.uint64(kept)
     k_mask = (_1 << k) - _1
+    if kept == 7 and mantissa_bits == 7:  # bf16: constants let the compiler use narrow integers
+        for i in range(bits.size):
+            bits[i] = (fields[i] & 0x80) << 8 | exponents[i] << 7 | (fields[i] & 0x7F)
+        return
     for i in range(bits.size):
         f = np.uint64(fields[i])
         bits[i] = ((f >> k) << (m + e)) | (np.uint64(exponents[i]) << m) | ((f & k_mask) << (m - k))

@@ -35,12 +35,16 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.errors import NeuzipError
+from neuzip.kernels.float_fields import Bits, FloatFormat
 
 from . import cpu
 from .model import Table, build_table
 from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
 
-__all__ = ["BLOCK", "CorruptStream", "Encoded", "Table", "build_table", "decode", "encode", "max_words"]
+__all__ = [
+    "BLOCK", "CorruptStream", "Encoded", "Table",
+    "build_table", "decode", "decode_floats", "encode", "max_words",
+]  # fmt: skip
 
 Words = npt.NDArray[np.uint16]
 Exponents = npt.NDArray[np.unsignedinteger]
@@ -84,8 +88,7 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
     assert words.size >= max_words(numel, table.group)
     index = np.empty(blocks, np.uint16)
     used = cpu.encode(
-        padded.view(np.uint16) if table.group == 2 else padded,
-        padded, numel, table.group, table.symbols, table.encoder, words, index,
+        _keys(padded, table), padded, numel, table.group, table.symbols, table.encoder, words, index,
     )  # fmt: skip
     return Encoded(words[:used].copy(), index)
 
@@ -96,31 +99,58 @@ def decode(
     table: Table,
     numel: int,
     exponent_bits: int = 8,
-    scratch: Exponents | None = None,
 ) -> Exponents:
     """Decode `numel` exponents of `exponent_bits` from whole blocks: the inverse of `encode`.
 
-    `scratch`, of that many exponents rounded up to whole runs of 256, is where they go if it is given.
-
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
-    dtype = np.uint8 if exponent_bits <= 8 else np.uint16
-    blocks = -(-numel // BLOCK)
-    if index.size != blocks:
-        raise CorruptStream(f"{numel} weights take {blocks} blocks, the index has {index.size}")
-    counts = index.astype(np.int64)
-    if int(counts.sum()) != words.size:
-        raise CorruptStream(f"the index counts {int(counts.sum())} words, there are {words.size}")
-    starts = np.cumsum(counts) - counts
-    room = -(-numel // (LANES * RUN)) * LANES * RUN
-    padded = np.empty(room, dtype) if scratch is None else scratch[:room]
-    assert padded.size == room
-    assert padded.dtype == dtype
+    starts, counts = _extents(words, index, numel)
+    padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, np.uint8 if exponent_bits <= 8 else np.uint16)
     bad = cpu.decode(
         np.ascontiguousarray(words), starts, counts, numel, exponent_bits, table.group, table.decoder,
-        table.exponents.astype(np.uint16 if table.group == 2 else dtype),
-        padded.view(np.uint16) if table.group == 2 else padded, padded,
+        table.exponents, _keys(padded, table), padded, (padded[:0], padded[:0]),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
     return padded[:numel]
+
+
+def decode_floats(
+    words: Words, index: Words, table: Table, fields: Bits, fmt: FloatFormat, kept: int, out: Bits
+) -> Bits:
+    """Decode exponents and merge them with `fields` of sign and `kept` mantissa bits into `out`: the floats.
+
+    Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up; `out` may
+    then hold anything.
+    """
+    numel = out.size
+    assert (fields.size, out.dtype) == (numel, fmt.dtype)
+    starts, counts = _extents(words, index, numel)
+    block = np.empty(BLOCK, fmt.exponent_dtype)
+    bad = cpu.decode_floats(
+        np.ascontiguousarray(words), starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
+        table.group, table.decoder, table.exponents, _keys(block, table), block, fields, kept, out,
+    )  # fmt: skip
+    if bad >= 0:
+        raise CorruptStream(f"block {bad} is corrupt")
+    return out
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def _extents(words: Words, index: Words, numel: int) -> tuple[Ints, Ints]:
+    """Where the words of every block start, and how many they are."""
+    blocks = -(-numel // BLOCK)
+    if index.size != blocks:
+        raise CorruptStream(f"{numel} weights take {blocks} blocks, the index has {index.size}")
+    counts = index.astype(np.int64)
+    ends = np.cumsum(counts)
+    if numel and ends[-1] != words.size:
+        raise CorruptStream(f"the index counts {ends[-1]} words, there are {words.size}")
+    return ends - counts, counts
+
+
+def _keys(exponents: Exponents, table: Table) -> Exponents:
+    """Exponents seen in the groups that a symbol stands for."""
+    return exponents.view(np.uint16) if table.group == 2 else exponents

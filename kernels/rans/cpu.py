@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from neuzip.kernels.compiled import compiled
+from neuzip.kernels.float_fields.cpu import merge
 
+from .intrinsics import SUPPORTED, decode_16, encode_16, prefetch
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RARE_BITS, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
 
 # Positions in the inner loops are unsigned: numba looks at every signed index whether it counts from the end.
 _U = np.uint64
-_1, _2, _4, _8, _16 = _U(1), _U(2), _U(4), _U(8), _U(16)
-_LANES, _LOWER, _RECIPROCAL, _WORD = _U(LANES), _U(LOWER), _U(RECIPROCAL_BITS), _U(0xFFFF)
+_1, _2, _4, _16, _20, _32 = _U(1), _U(2), _U(4), _U(16), _U(20), _U(32)
+_LANES, _RECIPROCAL = _U(LANES), _U(RECIPROCAL_BITS)
 
 
 @compiled
@@ -78,36 +80,42 @@ def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _code_steps(coded, steps, symbol_facts, state, scratch):  # type: ignore[no-untyped-def]
-    """Code the symbols of all lanes, backwards, to words at the end of `scratch`: how many they are."""
-    p = _U(BLOCK)
-    for back in range(steps):
-        row = _U(steps - 1 - back) * _LANES
-        for lane_back in range(LANES):
-            lane = _U(LANES - 1 - lane_back)
-            s = coded[row + lane]
-            x = state[lane]
-            # Arithmetic in place of a branch, which nobody could predict.
-            full = _U(x >= symbol_facts[s, 0])
-            scratch[p - _1] = x
-            p -= full
-            x >>= full << _4
-            # x // f * SCALE + x % f + start, with one product for the division.
-            state[lane] = (
-                x + ((x * symbol_facts[s, 1]) >> _RECIPROCAL) * symbol_facts[s, 2] + symbol_facts[s, 3]
-            )
-    return BLOCK - np.int64(p)
+def scalar_encode(state, facts, coded, row, scratch, p):  # type: ignore[no-untyped-def]
+    """Code the symbols `coded[row + lane]`, the last lane first; the position of the word written last."""
+    for back in range(LANES):
+        lane = _U(LANES - 1 - back)
+        s = _U(coded[row + lane]) << _1
+        reciprocal, frequency, start = facts[s], np.uint16(facts[s | _1]), facts[s | _1] >> _16
+        x = _U(state[lane])
+        # Arithmetic in place of a branch, which nobody could predict.
+        full = _U(x >= _U(frequency) << _20)
+        scratch[p - _1] = x
+        p -= full
+        x >>= full << _4
+        # x // f * SCALE + x % f + start, with one product for the division.
+        state[lane] = x + ((x * reciprocal) >> _RECIPROCAL) * (_U(SCALE) - _U(frequency)) + start
+    return p
 
 
 @compiled
-def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index):  # type: ignore[no-untyped-def]
+def vector_encode(state, facts, coded, row, scratch, p):  # type: ignore[no-untyped-def]
+    """The same in vector registers."""
+    p = encode_16(state, facts, coded, row, scratch, p, _16)
+    return encode_16(state, facts, coded, row, scratch, p, _U(0))
+
+
+encode_step = vector_encode if SUPPORTED else scalar_encode
+
+
+@compiled
+def encode(keys, exponents, numel, group, symbols, facts, words, index):  # type: ignore[no-untyped-def]
     """Code all blocks; the number of words written. `keys` are the exponents seen in groups."""
     per_run = RUN // group
     # Words grow downwards from the end of `scratch`: the encoder runs backwards.
     scratch = np.empty(BLOCK, np.uint16)
     escapes = np.empty(2 * BLOCK, np.uint16)
     coded = np.empty(BLOCK, np.uint8)  # [step, lane]
-    state = np.empty(LANES, np.uint64)
+    state = np.empty(LANES, np.uint32)
     used = 0
     for b in range(index.size):
         first = b * BLOCK
@@ -140,13 +148,17 @@ def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index): 
 
         for lane in range(LANES):
             tail = (steps - RAW_STEPS) * LANES + lane
-            state[lane] = _LOWER | (_U(coded[tail + LANES]) << _8) | _U(coded[tail])
-        n_words = _code_steps(coded, steps - RAW_STEPS, symbol_facts, state, scratch)
+            state[lane] = LOWER | (coded[tail + LANES] << 8) | coded[tail]
+        p = _U(BLOCK)
+        for back in range(steps - RAW_STEPS):
+            row = _U(steps - RAW_STEPS - 1 - back) * _LANES
+            p = encode_step(state, facts, coded, row, scratch, p)
+        n_words = BLOCK - np.int64(p)
 
         words[used] = n_escapes
         for lane in range(LANES):
-            words[used + 1 + lane] = state[lane] & _WORD
-            words[used + 1 + LANES + lane] = state[lane] >> _16
+            words[used + 1 + lane] = state[lane] & np.uint32(0xFFFF)
+            words[used + 1 + LANES + lane] = state[lane] >> np.uint32(16)
         count = HEADER_WORDS + n_words + 2 * n_escapes
         # Loops are copied faster than slices here: the compiler sees that they are contiguous.
         body, coded_words = _U(used + HEADER_WORDS), _U(BLOCK - n_words)
@@ -160,10 +172,79 @@ def encode(keys, exponents, numel, group, symbols, symbol_facts, words, index): 
 
 
 @compiled
-def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents):  # type: ignore[no-untyped-def]
-    """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1."""
+def scalar_decode(state, table, words, p, exponents, row):  # type: ignore[no-untyped-def]
+    """Decode one symbol of each lane to `exponents[row + lane]`; the position of the next word.
+
+    There must be LANES more words from `p` on.
+    """
+    for lane in range(LANES):
+        x = state[lane]
+        entry = table[x & np.uint32(SCALE - 1)]
+        x = np.uint32(np.uint16(entry)) * (x >> np.uint32(12)) + np.uint32(np.uint16(entry >> _16))
+        small = x < np.uint32(LOWER)
+        # Arithmetic in place of a branch, here too.
+        state[lane] = ((x << np.uint32(16)) | np.uint32(words[p])) if small else x
+        p += _U(small)
+        exponents[row + _U(lane)] = np.uint16(entry >> _32)
+    return p
+
+
+@compiled
+def vector_decode(state, table, words, p, exponents, row):  # type: ignore[no-untyped-def]
+    """The same in vector registers."""
+    p = decode_16(state, table, words, p, exponents, _U(0), row)
+    return decode_16(state, table, words, p, exponents, _16, row)
+
+
+decode_step = vector_decode if SUPPORTED else scalar_decode
+
+
+@compiled
+def _careful_decode(state, table, words, p, limit, exponents, row):  # type: ignore[no-untyped-def]
+    """`decode_step` with a look before every word: none is taken from `limit` on."""
+    for lane in range(LANES):
+        x = state[lane]
+        entry = table[x & np.uint32(SCALE - 1)]
+        x = np.uint32(np.uint16(entry)) * (x >> np.uint32(12)) + np.uint32(np.uint16(entry >> _16))
+        if x < np.uint32(LOWER) and p < limit:
+            x = (x << np.uint32(16)) | np.uint32(words[p])
+            p += _1
+        state[lane] = x
+        exponents[row + _U(lane)] = np.uint16(entry >> _32)
+    return p
+
+
+@compiled
+def _transpose(decoded, group, keys, at):  # type: ignore[no-untyped-def]
+    """Put the exponents of a run, [step, lane], into the order of the weights, [lane, step]."""
+    if group == 2:  # twice the same loop, with a count that the compiler knows
+        for lane in range(LANES):
+            for q in range(RUN // 2):
+                keys[at + _U(lane * (RUN // 2) + q)] = decoded[_U(q * LANES + lane)]
+    else:
+        for lane in range(LANES):
+            for q in range(RUN):
+                keys[at + _U(lane * RUN + q)] = decoded[_U(q * LANES + lane)]
+
+
+@compiled
+def _prefetch(array, run):  # type: ignore[no-untyped-def]
+    """Ask for the elements that belong to a run, so that they are in the cache when they are needed."""
+    first = run * LANES * RUN
+    if first + LANES * RUN <= array.size:
+        for line in range(0, LANES * RUN, 64 // array.itemsize):
+            prefetch(array, _U(first + line))
+
+
+@compiled
+def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents, soon):  # type: ignore[no-untyped-def]
+    """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1.
+
+    `soon` are two arrays, an element a weight, that the caller will use next.
+    """
     per_run = RUN // group
     state = np.empty(LANES, np.uint32)
+    decoded = np.empty(RUN * LANES, np.uint16)  # of one run: [step, lane]
     for b in range(starts.size):
         start = starts[b]
         if counts[b] < HEADER_WORDS:
@@ -181,44 +262,23 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
         first = b * BLOCK
         runs = min(exponents.size - first, BLOCK) // (LANES * RUN)
         for i in range(runs):
-            at = _U((first + i * LANES * RUN) // group)
-            coded_steps = per_run - RAW_STEPS if i == runs - 1 else per_run
-            for q in range(coded_steps):
+            steps = per_run - RAW_STEPS if i == runs - 1 else per_run
+            for q in range(steps):
+                row = _U(q * LANES)
                 if p + _LANES <= limit:
-                    for lane in range(LANES):
-                        x = state[lane]
-                        entry = table[x & np.uint32(SCALE - 1)]
-                        x = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) * (x >> np.uint32(12)) + (
-                            entry >> np.uint32(20)
-                        )
-                        small = x < np.uint32(LOWER)
-                        word = np.uint32(words[p])
-                        state[lane] = ((x << np.uint32(16)) | word) if small else x
-                        p += _U(small)
-                        keys[at + _U(lane * per_run + q)] = exponents_of[entry & np.uint32(0xFF)]
-                else:
-                    # The same with a look before every word: the end of the block is near.
-                    for lane in range(LANES):
-                        x = state[lane]
-                        entry = table[x & np.uint32(SCALE - 1)]
-                        x = ((entry >> np.uint32(8)) & np.uint32(0xFFF)) * (x >> np.uint32(12)) + (
-                            entry >> np.uint32(20)
-                        )
-                        if x < np.uint32(LOWER):
-                            if p >= limit:
-                                return b
-                            x = (x << np.uint32(16)) | np.uint32(words[p])
-                            p += _1
-                        state[lane] = x
-                        keys[at + _U(lane * per_run + q)] = exponents_of[entry & np.uint32(0xFF)]
+                    p = decode_step(state, table, words, p, decoded, row)
+                else:  # the end of the block is near
+                    p = _careful_decode(state, table, words, p, limit, decoded, row)
             if i == runs - 1:
                 for lane in range(LANES):
                     x = state[lane]
                     if x >> np.uint32(16) != np.uint32(1):
                         return b
-                    last = at + _U(lane * per_run + per_run - RAW_STEPS)
-                    keys[last] = exponents_of[x & np.uint32(0xFF)]
-                    keys[last + _1] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
+                    decoded[steps * LANES + lane] = exponents_of[x & np.uint32(0xFF)]
+                    decoded[(steps + 1) * LANES + lane] = exponents_of[(x >> np.uint32(8)) & np.uint32(0xFF)]
+            _transpose(decoded, group, keys, _U(first // group + i * LANES * per_run))
+            _prefetch(soon[0], i)
+            _prefetch(soon[1], i)
         if p != limit:
             return b
         before = first - 1
@@ -229,4 +289,25 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
                 return b
             exponents[where] = exponent
             before = where
+    return -1
+
+
+@compiled
+def decode_floats(  # type: ignore[no-untyped-def]
+    words, starts, counts, numel, fmt, group, table, exponents_of, keys, exponents, fields, kept, bits
+):
+    """Decode and merge, one block after the other: its exponents never leave the first-level cache."""
+    exponent_bits, mantissa_bits = fmt
+    for b in range(starts.size):
+        first = b * BLOCK
+        n = min(BLOCK, numel - first)
+        padded = -(-n // (LANES * RUN)) * LANES * RUN
+        bad = decode(
+            words, starts[b : b + 1], counts[b : b + 1], n, exponent_bits, group, table, exponents_of,
+            keys[: padded // group], exponents[:padded], (fields[first + BLOCK :], bits[first + BLOCK :]),
+        )  # fmt: skip
+        if bad >= 0:
+            return b
+        part = slice(first, first + n)
+        merge(exponents[:n], fields[part], exponent_bits, mantissa_bits, kept, bits[part])
     return -1

@@ -59,20 +59,20 @@ class Table:
         return np.asarray(wide[s & 15] | wide[s >> 4] << 8, np.uint16)
 
     @cached_property
-    def decoder(self) -> npt.NDArray[np.uint32]:
-        """For each of 4,096 slots: symbol | frequency << 8 | (slot - start of the symbol) << 20."""
+    def decoder(self) -> npt.NDArray[np.uint64]:
+        """For each of 4,096 slots: frequency | (slot - start of the symbol) << 16 | exponents << 32."""
         f = self.frequencies.astype(np.int64)
         symbol = np.repeat(np.arange(f.size), f)
         offset = np.arange(SCALE) - np.repeat(np.cumsum(f) - f, f)
-        return (symbol | f[symbol] << 8 | offset << 20).astype(np.uint32)
+        return (f[symbol] | offset << 16 | self.exponents.astype(np.int64)[symbol] << 32).astype(np.uint64)
 
     @cached_property
     def encoder(self) -> npt.NDArray[np.uint64]:
-        """Four numbers for each of 256 symbols: f << 20, the reciprocal of f, SCALE - f, and the start."""
+        """Two numbers for each of 256 symbols: the frequency's reciprocal, and frequency | start << 16."""
         f = np.zeros(256, np.int64)
         f[: self.frequencies.size] = self.frequencies
         reciprocal = np.where(f > 0, -(-(1 << RECIPROCAL_BITS) // np.maximum(f, 1)), 0)
-        return np.stack([f << 20, reciprocal, SCALE - f, np.cumsum(f) - f], axis=1).astype(np.uint64)
+        return np.stack([reciprocal, f | (np.cumsum(f) - f) << 16], axis=1).astype(np.uint64).reshape(-1)
 
     @cached_property
     def filler(self) -> int:
@@ -100,10 +100,10 @@ def build_table(exponents: Ints, pairs: Ints | None) -> Table:
     `exponents[e]` counts exponent e; `pairs[e0 | e1 << 8]` counts neighbours, or is None where exponents have
     more than 8 bits. At least one weight must have been counted.
     """
-    if pairs is not None and int(pairs.sum()) > 0:
+    total = int(exponents.sum())
+    if pairs is not None and total > 1:
         palette = _most_frequent(exponents, PALETTE[2])
         inside = int(exponents[palette].sum())
-        total = int(exponents.sum())
         if (total - inside) << OUTSIDE_BITS <= total:
             grid = pairs.reshape(256, 256)  # [second, first]
             counts = np.zeros((16, 16), np.int64)
