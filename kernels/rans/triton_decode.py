@@ -1,0 +1,720 @@
+"""The decoder on a GPU, in Triton: exponents decoded and merged with sign and mantissa in one pass.
+
+A warp decodes a block, a thread a lane. In each step every thread looks up its symbol in a table of 4,096 entries,
+and those whose state has become small take the next words of the block: their ranks come from a ballot. Eight
+weights later the thread has 16 bytes of bf16 to store.
+
+A step waits for two loads, one after the other, so everything else is there before it is needed: planes are
+loaded two runs ahead, and the words a run ahead are touched, so that they are found in the first-level cache.
+
+Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their last
+blocks, if shorter than the others, have a launch of their own, in which every store is masked.
+
+Nothing is read or written outside the tensors given: words are masked by the end of their block and of their
+tensor, planes by the number of weights. A block whose words do not add up is reported, not believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
+
+from . import CorruptStream
+from .model import Table
+from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
+
+INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
+"""Whether the kernels run on CPU tensors, slowly: TRITON_INTERPRET=1."""
+
+ALIGNMENT = 16
+"""Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
+
+FEW_BLOCKS = 4096
+"""Up to so many blocks a program has one warp, which may have more registers; beyond, four, to fill the card."""
+
+
+@dataclass(frozen=True)
+class CodedTensor:
+    """What the decoder needs of one tensor. All its torch tensors are one-dimensional and on one device.
+
+    `index` and `words` are int16 with the bits of uint16; `words` may be followed by padding. `planes` are uint8,
+    by width, and so long that they could be read to the next multiple of 16 bytes. `normaliser` is uint8, one a
+    block of `block_size` weights.
+    """
+
+    fmt: FloatFormat
+    kept: int
+    numel: int
+    table: Table
+    index: torch.Tensor
+    words: torch.Tensor
+    planes: dict[int, torch.Tensor]
+    normaliser: torch.Tensor | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.index.numel() != -(-self.numel // BLOCK):
+            raise CorruptStream(f"the index has {self.index.numel()} entries for {self.numel} weights")
+        for width in plane_widths(1 + self.kept):
+            needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
+            if self.planes[width].numel() < needed or self.planes[width].data_ptr() % ALIGNMENT:
+                raise CorruptStream(f"the plane of {width} bits is too short or not aligned")
+        if self.block_size is not None:
+            if self.block_size < RUN or self.block_size & (self.block_size - 1):
+                raise CorruptStream(f"a block size of {self.block_size}")
+            if self.normaliser is None or self.normaliser.numel() < -(-self.numel // self.block_size):
+                raise CorruptStream("the normaliser is too short")
+
+    @property
+    def kind(self) -> tuple[FloatFormat, int, int, int]:
+        """What a launch is compiled for."""
+        return self.fmt, self.kept, self.table.group, self.block_size or 0
+
+
+def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Decode all `tensors` into `outs`, in one launch or two for each kind of them.
+
+    `outs[i]` is contiguous, with elements of as many bits as the format has, and as many as there are weights.
+    Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any weight
+    may be wrong then. Whoever waits for the device should call `raise_if_corrupt`.
+    """
+    plan = prepare(tensors, outs)
+    plan.launch()
+    return plan.errors
+
+
+def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
+    """Wait for the device; raise CorruptStream with the name of the first tensor that `errors` marks."""
+    corrupt = torch.nonzero(errors).flatten().tolist()
+    if corrupt:
+        raise CorruptStream(f"the words of {names[corrupt[0]]!r} are corrupt")
+
+
+# Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
+_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES = range(7)
+_WIDTHS = (32, 16, 8, 4, 2, 1)
+_COLUMNS = tl.constexpr(_PLANES + len(_WIDTHS))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the launches need, on the device: `launch` can be captured in a CUDA graph and repeated."""
+
+    launches: list[_Launch]
+    errors: torch.Tensor
+
+    def launch(self) -> None:
+        """Decode once more. `errors` only ever gets more."""
+        for launch in self.launches:
+            launch.start(self.errors)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """All blocks of one kind, either the full or the ragged ones. `programs` is [grid, 2]: row, first block."""
+
+    tensors: list[CodedTensor]
+    outs: list[torch.Tensor]
+    descriptors: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    tables: torch.Tensor
+    exponents: torch.Tensor
+    programs: torch.Tensor
+    warps: int
+    ragged: bool
+
+    def start(self, errors: torch.Tensor) -> None:
+        first = self.tensors[0]
+        fmt = first.fmt
+        _decode_blocks[(self.programs.shape[0],)](
+            _base(self.tensors), _bytes(self.outs[0]), self.starts, self.counts, self.descriptors,
+            self.programs, self.tables, self.exponents, errors,
+            L=LANES * self.warps, RAGGED=self.ragged, GROUP=first.table.group, BITS=fmt.bits,
+            E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=first.kept, NORM=first.block_size or 0,
+            ELEMENT=_ELEMENTS[fmt.bits], ASM=not INTERPRETED, num_warps=self.warps,
+        )  # fmt: skip
+
+
+def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None = None) -> Plan:
+    """Lay out the launches for `tensors`. `warps` a program are chosen by their size if not given."""
+    if not tensors:
+        return Plan([], torch.zeros(0, dtype=torch.int32))
+    device = tensors[0].words.device
+    errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+    kinds: dict[object, list[int]] = {}
+    for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
+        if (
+            not out.is_contiguous()
+            or out.element_size() * 8 != tensor.fmt.bits
+            or out.numel() != tensor.numel
+        ):
+            raise ValueError(f"tensor {number} does not fit its output")
+        if out.data_ptr() % ALIGNMENT or out.device != device or tensor.words.device != device:
+            raise ValueError(f"output {number} is not aligned to {ALIGNMENT} bytes, or on another device")
+        if tensor.numel:
+            kinds.setdefault(tensor.kind, []).append(number)
+    launches = []
+    for numbers in kinds.values():
+        launches += _launches(
+            numbers, [tensors[i] for i in numbers], [outs[i] for i in numbers], errors, warps
+        )
+    return Plan(launches, errors)
+
+
+def _launches(
+    numbers: list[int],
+    tensors: list[CodedTensor],
+    outs: list[torch.Tensor],
+    errors: torch.Tensor,
+    warps: int | None,
+) -> list[_Launch]:
+    """The launches for tensors of one kind."""
+    device = errors.device
+    blocks = np.array([t.index.numel() for t in tensors])
+    first_block = np.cumsum(blocks) - blocks
+    base, out_base = _base(tensors).data_ptr(), outs[0].data_ptr()
+    rows = np.zeros((len(tensors), _PLANES + len(_WIDTHS)), np.int64)
+    for row, (t, out) in enumerate(zip(tensors, outs, strict=True)):
+        words = t.words.data_ptr() - base
+        rows[row, :_PLANES] = (
+            out.data_ptr() - out_base, words + 2 * t.words.numel(), t.numel,
+            0 if t.normaliser is None else t.normaliser.data_ptr() - base, numbers[row], first_block[row],
+        )  # fmt: skip
+        for width in plane_widths(1 + t.kept):
+            rows[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - base
+    descriptors = torch.from_numpy(rows).to(device)
+    counts = torch.cat([t.index for t in tensors]).to(torch.int32) & 0xFFFF
+    ends = torch.cumsum(counts, 0, dtype=torch.int64)
+    owner = torch.from_numpy(np.repeat(np.arange(len(tensors)), blocks)).to(device)
+    # Where the words of a tensor would begin if those of all tensors of this kind lay in one row.
+    words_before = (ends - counts)[torch.from_numpy(first_block).to(device)]
+    words_at = torch.tensor([t.words.data_ptr() - base for t in tensors], device=device)
+    starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
+    tables, exponents = _tables([t.table for t in tensors], tensors[0].fmt, device)
+
+    full = np.array([t.numel // BLOCK for t in tensors])
+    warps = warps or (1 if int(full.sum()) <= FEW_BLOCKS else 4)
+    groups = -(-full // warps)
+    row_of = np.repeat(np.arange(len(tensors)), groups)
+    number_in_row = np.arange(int(groups.sum())) - np.repeat(np.cumsum(groups) - groups, groups)
+    ragged = np.flatnonzero([t.numel % BLOCK for t in tensors])
+    return [
+        _Launch(
+            tensors, outs, descriptors, starts, counts, tables, exponents,
+            torch.from_numpy(np.stack(programs, axis=1).astype(np.int32)).to(device), width, is_ragged,
+        )
+        for programs, width, is_ragged in (
+            ((row_of, number_in_row * warps), warps, False),
+            ((ragged, full[ragged]), 1, True),
+        )
+        if programs[0].size
+    ]  # fmt: skip
+
+
+def _base(tensors: list[CodedTensor]) -> torch.Tensor:
+    """The tensor from which positions of input count: any, if it is aligned."""
+    return next(iter(tensors[0].planes.values()))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)
+
+
+def _tables(
+    tables: Sequence[Table], fmt: FloatFormat, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For all tensors: 4,096 slots of symbol | frequency << 8 | offset << 20, and the exponents of 256 symbols,
+    shifted to where they stand in a weight, or in a pair of weights."""
+    n = len(tables)
+    frequencies = np.zeros((n, 256), np.int64)
+    for row, table in enumerate(tables):
+        frequencies[row, : table.frequencies.size] = table.frequencies
+    f = torch.from_numpy(frequencies.reshape(-1)).to(device)
+    symbol = torch.repeat_interleave(torch.arange(n * 256, device=device), f, output_size=n * SCALE)
+    offset = torch.arange(n * SCALE, device=device) - (torch.cumsum(f, 0) - f)[symbol]
+    entries = (symbol & 0xFF) | f[symbol] << 8 | offset << 20
+    pairs = np.stack([t.exponents.astype(np.int64) for t in tables])
+    shift, stride = _exponent_layout(fmt)
+    if tables[0].group == 2:
+        pairs = (pairs & 0xFF) << shift | pairs >> 8 << (shift + stride)
+    else:
+        pairs = pairs << shift
+    return _as_int32(entries), _as_int32(torch.from_numpy(pairs.reshape(-1)).to(device))
+
+
+def _exponent_layout(fmt: FloatFormat) -> tuple[int, int]:
+    """By how much the exponents of two neighbours are shifted: within a word if two weights share one."""
+    return (fmt.mantissa_bits, fmt.bits) if fmt.bits <= 16 else (0, fmt.bits // 4)
+
+
+def _as_int32(values: torch.Tensor) -> torch.Tensor:
+    """Numbers below 2^32 as int32 of the same bits."""
+    return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
+
+
+_ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
+
+# ---------------------------------------------------------------------------------------------------------------
+# Kernels. L: threads of a program. All states are uint32; GROUP, E, M, KEPT as in SPEC.md; W = 1 + KEPT.
+
+_LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
+_HEADER, _SLOTS, _SCALE_BITS = (tl.constexpr(v) for v in (HEADER_WORDS, SCALE - 1, SCALE_BITS))
+_LOWER = tl.constexpr(LOWER)
+_C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_FIRST_BLOCK, _C_PLANES = (
+    tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES)
+)
+
+# Words ahead of the next one that are touched a run before they are needed. A run takes 41 words of the 64 touched.
+_AHEAD = tl.constexpr(64)
+
+
+@triton.jit
+def _ranks(need, L: tl.constexpr, ASM: tl.constexpr):
+    """For every lane, how many lower lanes of its block need a word, and how many lanes do."""
+    if ASM:
+        ballot = tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}",
+            "=r,r", [need.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        rank = tl.inline_asm_elementwise(
+            "{.reg .b32 t; mov.u32 t, %lanemask_lt; and.b32 t, t, $1; popc.b32 $0, t;}",
+            "=r,r", [ballot], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        total = tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [ballot], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        flags = tl.reshape(need.to(tl.int32), [L // 32, 32])
+        rank = tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
+        total = tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // 32, 32]), [L])
+    return rank, total
+
+
+@triton.jit
+def _u16(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0).to(tl.uint32)
+
+
+@triton.jit
+def _step(x, p, words, limit, tables, exponents, row, L: tl.constexpr, ASM: tl.constexpr):
+    """Decode a symbol of every lane: its exponents. `p` counts the words of the block taken so far."""
+    entry = tl.load(tables + ((x & _SLOTS) | row * (_SLOTS + 1)).to(tl.int32)).to(tl.uint32, bitcast=True)
+    x = ((entry >> 8) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
+    need = x < _LOWER
+    rank, total = _ranks(need, L, ASM)
+    at = p + rank
+    x = tl.where(need, (x << 16) | _u16(words + at, need & (at < limit)), x)
+    return x, p + total, _exponents(entry & 0xFF, exponents, row)
+
+
+@triton.jit
+def _exponents(symbol, exponents, row):
+    return tl.load(exponents + (symbol | row * 256).to(tl.int32)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _run(
+    x, p, words, limit, tables, exponents, row,
+    GROUP: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode a run: the exponents of four pairs of weights. The two last symbols of a block lie in the state."""
+    if GROUP == 2:
+        x, p, e0 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, e1 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        if LAST:
+            e2 = _exponents(x & 0xFF, exponents, row)
+            e3 = _exponents((x >> 8) & 0xFF, exponents, row)
+        else:
+            x, p, e2 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+            x, p, e3 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+    else:
+        x, p, a0 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a1 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a2 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a3 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a4 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a5 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        if LAST:
+            a6 = _exponents(x & 0xFF, exponents, row)
+            a7 = _exponents((x >> 8) & 0xFF, exponents, row)
+        else:
+            x, p, a6 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+            x, p, a7 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        e0, e1, e2, e3 = a0 | a1 << STRIDE, a2 | a3 << STRIDE, a4 | a5 << STRIDE, a6 | a7 << STRIDE
+    return x, p, e0, e1, e2, e3
+
+
+@triton.jit
+def _load_run(
+    planes32, planes16, planes8, planes4, planes2, planes1, at, left, W: tl.constexpr, RAGGED: tl.constexpr
+):
+    """The planes of a lane's 8 weights, run `at` from the pointers on: w bytes of the plane of width w.
+
+    Of a ragged block only what belongs to its `left` weights, to 16 bytes rounded up, is read.
+    """
+    none = tl.full([], 0, tl.uint64)
+    q0, q1, q2, q3, d0, d1, b8, b4 = none, none, none, none, none, none, none, none.to(tl.uint32)
+    b2, b1 = none.to(tl.uint32), none.to(tl.uint32)
+    if RAGGED:
+        if W & 32:
+            q0 = tl.load(planes32 + 4 * at, mask=left > 0, other=0)
+            q1 = tl.load(planes32 + 4 * at + 1, mask=left > 2, other=0)
+            q2 = tl.load(planes32 + 4 * at + 2, mask=left > 4, other=0)
+            q3 = tl.load(planes32 + 4 * at + 3, mask=left > 6, other=0)
+        if W & 16:
+            d0 = tl.load(planes16 + 2 * at, mask=left > 0, other=0)
+            d1 = tl.load(planes16 + 2 * at + 1, mask=left > 0, other=0)
+        if W & 8:
+            b8 = tl.load(planes8 + at, mask=left > 0, other=0)
+        if W & 4:
+            b4 = tl.load(planes4 + at, mask=left > 0, other=0)
+        if W & 2:
+            b2 = tl.load(planes2 + at, mask=left > 0, other=0).to(tl.uint32)
+        if W & 1:
+            b1 = tl.load(planes1 + at, mask=left > 0, other=0).to(tl.uint32)
+    else:
+        if W & 32:
+            q0 = tl.load(planes32 + 4 * at)
+            q1 = tl.load(planes32 + 4 * at + 1)
+            q2 = tl.load(planes32 + 4 * at + 2)
+            q3 = tl.load(planes32 + 4 * at + 3)
+        if W & 16:
+            d0 = tl.load(planes16 + 2 * at)
+            d1 = tl.load(planes16 + 2 * at + 1)
+        if W & 8:
+            b8 = tl.load(planes8 + at)
+        if W & 4:
+            b4 = tl.load(planes4 + at)
+        if W & 2:
+            b2 = tl.load(planes2 + at).to(tl.uint32)
+        if W & 1:
+            b1 = tl.load(planes1 + at).to(tl.uint32)
+    return q0, q1, q2, q3, d0, d1, b8, b4, b2, b1
+
+
+@triton.jit
+def _spread(plane, j: tl.constexpr, w: tl.constexpr, STRIDE: tl.constexpr):
+    """The fields of w bits of weights 2j and 2j + 1, STRIDE bits apart."""
+    two = (plane >> (2 * w * j)).to(tl.uint32)
+    ones: tl.constexpr = (1 << w) - 1
+    return (two & ones) | ((two & (ones << w)) << (STRIDE - w))
+
+
+@triton.jit
+def _pair(e, b8, b4, b2, b1, j: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr):
+    """Weights 2j and 2j + 1 of a format of at most 16 bits, in one word. `e` has their exponents in place."""
+    W: tl.constexpr = KEPT + 1
+    twice: tl.constexpr = 1 + (1 << BITS)
+    fields = tl.zeros_like(e)
+    if W & 8:
+        fields = _spread(b8, j, 8, BITS)
+    if W & 4:
+        fields = (fields << 4) | _spread(b4, j, 4, BITS)
+    if W & 2:
+        fields = (fields << 2) | _spread(b2, j, 2, BITS)
+    if W & 1:
+        fields = (fields << 1) | _spread(b1, j, 1, BITS)
+    signs: tl.constexpr = twice << KEPT
+    mantissas: tl.constexpr = twice * ((1 << KEPT) - 1)
+    return e | ((fields & signs) << (BITS - 1 - KEPT)) | ((fields & mantissas) << (M - KEPT))
+
+
+@triton.jit
+def _field(q, d, b8, b4, b2, b1, j: tl.constexpr, W: tl.constexpr):
+    """The field of weight j, of a format of 32 or 64 bits; q and d are the words that it is in."""
+    field = tl.zeros_like(d + b8 + b4 + b2 + b1 + q)
+    if W & 32:
+        field = (q >> (32 * (j % 2))) & 0xFFFFFFFF
+    if W & 16:
+        field = (field << 16) | ((d >> (16 * (j % 4))) & 0xFFFF)
+    if W & 8:
+        field = (field << 8) | ((b8 >> (8 * j)) & 0xFF)
+    if W & 4:
+        field = (field << 4) | ((b4 >> (4 * j)) & 0xF).to(tl.uint64)
+    if W & 2:
+        field = (field << 2) | ((b2 >> (2 * j)) & 0x3).to(tl.uint64)
+    if W & 1:
+        field = (field << 1) | ((b1 >> j) & 0x1).to(tl.uint64)
+    return field
+
+
+@triton.jit
+def _assemble(e, field, BITS: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr):
+    """A weight's pattern from its exponent and its field."""
+    sign = (field >> KEPT) << (BITS - 1)
+    mantissa = (field & ((1 << KEPT) - 1)) << (M - KEPT)
+    return sign | (e.to(tl.uint64) << M) | mantissa
+
+
+@triton.jit
+def _times(pattern, factor, BITS: tl.constexpr, E: tl.constexpr):
+    """A weight, in the low bits of a word, times the normaliser: formed in fp32, or fp64 for F64."""
+    if BITS == 64:
+        product = pattern.to(tl.float64, bitcast=True) * factor.to(tl.float64)
+        result = product.to(tl.uint64, bitcast=True)
+    elif BITS == 32:
+        product = pattern.to(tl.uint32).to(tl.float32, bitcast=True) * factor
+        result = product.to(tl.uint32, bitcast=True)
+    elif E == 8:
+        product = (pattern << 16).to(tl.uint32).to(tl.float32, bitcast=True) * factor
+        bits = product.to(tl.uint32, bitcast=True)
+        result = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    else:
+        product = pattern.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * factor
+        result = product.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return result
+
+
+@triton.jit
+def _pair_times(pair, factor, BITS: tl.constexpr, E: tl.constexpr):
+    return _times(pair & 0xFFFF, factor, BITS, E) | (_times(pair >> 16, factor, BITS, E) << 16)
+
+
+@triton.jit
+def _two(low, high):
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
+@triton.jit
+def _merge(
+    e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor,
+    BITS: tl.constexpr, E: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A lane's 8 weights as BITS / 8 words of 64 bits; the others are without meaning."""
+    W: tl.constexpr = KEPT + 1
+    none = tl.zeros_like(_two(e0, e0))
+    w0, w1, w2, w3, w4, w5, w6, w7 = none, none, none, none, none, none, none, none
+    if BITS <= 16:
+        p0 = _pair(e0, b8, b4, b2, b1, 0, BITS, M, KEPT)
+        p1 = _pair(e1, b8, b4, b2, b1, 1, BITS, M, KEPT)
+        p2 = _pair(e2, b8, b4, b2, b1, 2, BITS, M, KEPT)
+        p3 = _pair(e3, b8, b4, b2, b1, 3, BITS, M, KEPT)
+        if BITS == 16:
+            if NORM:
+                p0, p1 = _pair_times(p0, factor, BITS, E), _pair_times(p1, factor, BITS, E)
+                p2, p3 = _pair_times(p2, factor, BITS, E), _pair_times(p3, factor, BITS, E)
+            w0, w1 = _two(p0, p1), _two(p2, p3)
+        else:
+            w0 = _two(p0 | p1 << 16, p2 | p3 << 16)
+    else:
+        low: tl.constexpr = (1 << (BITS // 4)) - 1
+        v0 = _assemble(e0 & low, _field(q0, d0, b8, b4, b2, b1, 0, W), BITS, M, KEPT)
+        v1 = _assemble(e0 >> (BITS // 4), _field(q0, d0, b8, b4, b2, b1, 1, W), BITS, M, KEPT)
+        v2 = _assemble(e1 & low, _field(q1, d0, b8, b4, b2, b1, 2, W), BITS, M, KEPT)
+        v3 = _assemble(e1 >> (BITS // 4), _field(q1, d0, b8, b4, b2, b1, 3, W), BITS, M, KEPT)
+        v4 = _assemble(e2 & low, _field(q2, d1, b8, b4, b2, b1, 4, W), BITS, M, KEPT)
+        v5 = _assemble(e2 >> (BITS // 4), _field(q2, d1, b8, b4, b2, b1, 5, W), BITS, M, KEPT)
+        v6 = _assemble(e3 & low, _field(q3, d1, b8, b4, b2, b1, 6, W), BITS, M, KEPT)
+        v7 = _assemble(e3 >> (BITS // 4), _field(q3, d1, b8, b4, b2, b1, 7, W), BITS, M, KEPT)
+        if NORM:
+            v0, v1 = _times(v0, factor, BITS, E), _times(v1, factor, BITS, E)
+            v2, v3 = _times(v2, factor, BITS, E), _times(v3, factor, BITS, E)
+            v4, v5 = _times(v4, factor, BITS, E), _times(v5, factor, BITS, E)
+            v6, v7 = _times(v6, factor, BITS, E), _times(v7, factor, BITS, E)
+        if BITS == 32:
+            w0, w1, w2, w3 = _two(v0, v1), _two(v2, v3), _two(v4, v5), _two(v6, v7)
+        else:
+            w0, w1, w2, w3, w4, w5, w6, w7 = v0, v1, v2, v3, v4, v5, v6, v7
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def _store_run(target, w0, w1, w2, w3, w4, w5, w6, w7, BITS: tl.constexpr):
+    """Store the 8 weights of every lane, 16 bytes at a time: anything wider is moved between threads first."""
+    if BITS == 8:
+        tl.store(target, w0[:, None])
+    else:
+        tl.store(target, tl.join(w0, w1))
+    if BITS >= 32:
+        tl.store(target + 2, tl.join(w2, w3))
+    if BITS == 64:
+        tl.store(target + 4, tl.join(w4, w5))
+        tl.store(target + 6, tl.join(w6, w7))
+
+
+@triton.jit
+def _store_word(target, left, word, number: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr):
+    """Store the weights of a lane's word `number`, one by one, if they are among its first `left`."""
+    for i in tl.static_range(64 // BITS):
+        at = number * (64 // BITS) + i
+        tl.store(target + at, (word >> (i * BITS)).to(ELEMENT), mask=at < left)
+
+
+@triton.jit
+def _store_ragged(
+    target, left, w0, w1, w2, w3, w4, w5, w6, w7, BITS: tl.constexpr, ELEMENT: tl.constexpr
+):  # fmt: skip
+    """Store the first `left` of a lane's 8 weights."""
+    _store_word(target, left, w0, 0, BITS, ELEMENT)
+    if BITS >= 16:
+        _store_word(target, left, w1, 1, BITS, ELEMENT)
+    if BITS >= 32:
+        _store_word(target, left, w2, 2, BITS, ELEMENT)
+        _store_word(target, left, w3, 3, BITS, ELEMENT)
+    if BITS == 64:
+        _store_word(target, left, w4, 4, BITS, ELEMENT)
+        _store_word(target, left, w5, 5, BITS, ELEMENT)
+        _store_word(target, left, w6, 6, BITS, ELEMENT)
+        _store_word(target, left, w7, 7, BITS, ELEMENT)
+
+
+@triton.jit
+def _decode_blocks(
+    inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
+    L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode L / 32 blocks of one tensor: full ones, or, RAGGED, its last."""
+    W: tl.constexpr = KEPT + 1
+    N: tl.constexpr = BITS // 8
+    STRIDE: tl.constexpr = BITS if BITS <= 16 else BITS // 4
+    row = tl.load(programs + 2 * tl.program_id(0))
+    own = descriptors + row * _COLUMNS
+    numel = tl.load(own + _C_NUMEL)
+    lane = tl.arange(0, L) % _LANES
+    block = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int64) + tl.arange(0, L) // _LANES
+    if not RAGGED:
+        # Where blocks are left over, the last is decoded by several warps: all write the same.
+        block = tl.minimum(block, numel // _BLOCK - 1)
+    number = tl.load(own + _C_FIRST_BLOCK) + block
+    start = tl.load(starts + number)
+    count = tl.minimum(tl.load(counts + number).to(tl.int64), (tl.load(own + _C_WORDS_END) - start) // 2)
+    count = count.to(tl.int32)
+    words = (inp + start).to(tl.pointer_type(tl.uint16))
+    whole = count >= _HEADER
+    escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
+    limit = count - 2 * escapes
+    whole = whole & (limit >= _HEADER)
+    limit = tl.where(whole, limit, 0)
+    x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
+    p = tl.full([L], _HEADER, tl.int32)
+    row = row.to(tl.uint32)
+
+    run = block * (_BLOCK // _RUN) + lane
+    planes32 = (inp + tl.multiple_of(tl.load(own + _C_PLANES), 16)).to(tl.pointer_type(tl.uint64)) + 4 * run
+    planes16 = (inp + tl.multiple_of(tl.load(own + _C_PLANES + 1), 16)).to(
+        tl.pointer_type(tl.uint64)
+    ) + 2 * run
+    planes8 = (inp + tl.multiple_of(tl.load(own + _C_PLANES + 2), 16)).to(tl.pointer_type(tl.uint64)) + run
+    planes4 = (inp + tl.multiple_of(tl.load(own + _C_PLANES + 3), 16)).to(tl.pointer_type(tl.uint32)) + run
+    planes2 = (inp + tl.multiple_of(tl.load(own + _C_PLANES + 4), 16)).to(tl.pointer_type(tl.uint16)) + run
+    planes1 = (inp + tl.multiple_of(tl.load(own + _C_PLANES + 5), 16)).to(tl.pointer_type(tl.uint8)) + run
+    normaliser = inp + tl.load(own + _C_NORMALISER)
+    out += tl.multiple_of(tl.load(own + _C_OUT), 16)
+    elements = out.to(tl.pointer_type(ELEMENT))
+    target = out.to(tl.pointer_type(tl.uint64)) + (
+        run[:, None] * N + tl.arange(0, 1 if BITS == 8 else 2)[None, :]
+    )
+
+    runs = (
+        ((numel - numel // _BLOCK * _BLOCK + _LANES * _RUN - 1) // (_LANES * _RUN)).to(tl.int32)
+        if RAGGED
+        else _RUNS
+    )
+    # Weights from this lane's part of run 0 to the end of the tensor; only a ragged block asks.
+    left = (numel - run * _RUN).to(tl.int32) if RAGGED else p
+
+    q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = _load_run(
+        planes32, planes16, planes8, planes4, planes2, planes1, 0, left, W, RAGGED
+    )
+    r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = _load_run(
+        planes32, planes16, planes8, planes4, planes2, planes1,
+        _LANES, left - _LANES * _RUN, W, RAGGED,
+    )  # fmt: skip
+    touched = tl.zeros([L], tl.uint32)
+    touching = tl.zeros([L], tl.uint32)
+    factor = tl.zeros([L], tl.float32)
+    for i in range(runs - 1):
+        touched |= touching
+        ahead = p + _AHEAD + 2 * lane
+        touching = _u16(words + ahead, ahead < limit)
+        s0, s1, s2, s3, g0, g1, t8, t4, t2, t1 = _load_run(
+            planes32, planes16, planes8, planes4, planes2, planes1,
+            tl.minimum(i + 2, runs - 1) * _LANES, left - tl.minimum(i + 2, runs - 1) * _LANES * _RUN, W, RAGGED,
+        )  # fmt: skip
+        if NORM:
+            factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) / 256
+        x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, row, GROUP, STRIDE, False, L, ASM)
+        w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
+            e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
+        )
+        if RAGGED:
+            at = i * _LANES * _RUN
+            _store_ragged(
+                elements + run * _RUN + at, left - at, w0, w1, w2, w3, w4, w5, w6, w7, BITS, ELEMENT
+            )
+        else:
+            _store_run(target + i * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
+        q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = r0, r1, r2, r3, f0, f1, c8, c4, c2, c1
+        r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = s0, s1, s2, s3, g0, g1, t8, t4, t2, t1
+
+    last = runs - 1
+    if NORM:
+        at = (run + last * _LANES) * _RUN
+        factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) / 256
+    x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, row, GROUP, STRIDE, True, L, ASM)
+    w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
+        e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
+    )
+    if RAGGED:
+        at = last * _LANES * _RUN
+        _store_ragged(elements + run * _RUN + at, left - at, w0, w1, w2, w3, w4, w5, w6, w7, BITS, ELEMENT)
+    else:
+        _store_run(target + last * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
+
+    tl.debug_barrier()  # an escape is another lane's weight
+    bad = (~whole) | ((x >> 16) != 1) | (p != limit)
+    first = block * _BLOCK
+    in_block = tl.minimum(numel - first, _BLOCK).to(tl.int32)
+    escapes = tl.where(whole, escapes, 0)
+    for k in range(0, tl.max(escapes), _LANES):
+        mine = k + lane < escapes
+        entry = limit + 2 * (k + lane)
+        where = _u16(words + entry, mine).to(tl.int32)
+        before = _u16(words + entry - 2, mine & (k + lane > 0)).to(tl.int32)
+        exponent = _u16(words + entry + 1, mine)
+        wrong = (where >= in_block) | ((k + lane > 0) & (where <= before)) | ((exponent >> E) != 0)
+        bad |= mine & wrong
+        mine &= where < in_block
+        weight = first + where
+        field = _one_field(inp, own, weight, mine, W)
+        value = _assemble(exponent & ((1 << E) - 1), field, BITS, M, KEPT)
+        if NORM:
+            q = tl.load(normaliser + weight // NORM, mask=mine, other=0)
+            value = _times(value, 1 + q.to(tl.float32) / 256, BITS, E)
+        tl.store(elements + weight, value.to(ELEMENT), mask=mine)
+    # That they are reported keeps the words that were touched from being optimised away.
+    tensor = tl.load(own + _C_TENSOR)
+    tl.atomic_or(errors + tensor + tl.zeros([L], tl.int32), (1 | touched << 1).to(tl.int32), mask=bad)
+
+
+@triton.jit
+def _one_field(inp, own, weight, mask, W: tl.constexpr):
+    """The field of any one weight of the tensor."""
+    field = tl.zeros_like(weight).to(tl.uint64)
+    if W & 32:
+        plane = (inp + tl.load(own + _C_PLANES)).to(tl.pointer_type(tl.uint32))
+        field = tl.load(plane + weight, mask=mask, other=0).to(tl.uint64)
+    if W & 16:
+        plane = (inp + tl.load(own + _C_PLANES + 1)).to(tl.pointer_type(tl.uint16))
+        field = (field << 16) | tl.load(plane + weight, mask=mask, other=0)
+    if W & 8:
+        field = (field << 8) | tl.load(inp + tl.load(own + _C_PLANES + 2) + weight, mask=mask, other=0)
+    if W & 4:
+        byte = tl.load(inp + tl.load(own + _C_PLANES + 3) + weight // 2, mask=mask, other=0)
+        field = (field << 4) | ((byte >> (weight % 2 * 4).to(tl.uint8)) & 0xF)
+    if W & 2:
+        byte = tl.load(inp + tl.load(own + _C_PLANES + 4) + weight // 4, mask=mask, other=0)
+        field = (field << 2) | ((byte >> (weight % 4 * 2).to(tl.uint8)) & 0x3)
+    if W & 1:
+        byte = tl.load(inp + tl.load(own + _C_PLANES + 5) + weight // 8, mask=mask, other=0)
+        field = (field << 1) | ((byte >> (weight % 8).to(tl.uint8)) & 0x1)
+    return field
