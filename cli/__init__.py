@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 
 _NOT_OUR_FAULT = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
@@ -68,6 +68,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     from neuzip.cli.main import build_app
     from neuzip.cli.output import error
 
+    _refuse_ranks(argv)
     program = typer.main.get_command(build_app())
     try:
         answer = program.main(list(argv), prog_name="neuzip", standalone_mode=False)
@@ -93,6 +94,19 @@ def _dispatch(argv: Sequence[str]) -> int:
     if answer == 130:  # newer versions of typer turn Ctrl-C into this exit code
         raise KeyboardInterrupt
     return answer if isinstance(answer, int) else 0
+
+
+def _refuse_ranks(argv: Sequence[str]) -> None:
+    """Let only commands that share their work run in several processes: others would do it several times."""
+    from neuzip.cli.commands import VERBS
+
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
+    verb = next((argument for argument in argv if not argument.startswith("-")), "")
+    if several and verb in VERBS and verb != "compress":
+        raise UsageError(
+            f"neuzip {verb} cannot run under torchrun: only compress can",
+            "start it without torchrun; or unset WORLD_SIZE",
+        )
 
 
 def _traceback_if_wanted() -> bool:

@@ -5,6 +5,7 @@ A command speaks in all three modes at once and each mode keeps its part:
     human   text, tables, status lines, a progress bar when a person watches
     json    one object on stdout
     quiet   one path or number a line on stdout
+    silent  nothing: another process speaks for this one
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 SCHEMA = 1
 LONGEST_MESSAGE = 1000
 
-Mode = Literal["human", "json", "quiet"]
+Mode = Literal["human", "json", "quiet", "silent"]
 Advance = Callable[[int], None]
 
 
 class Output:
     """The sink of one command."""
 
-    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+    def __init__(self, *, json: bool = False, quiet: bool = False, silent: bool = False) -> None:
         if json and quiet:
             raise UsageError("--json and --quiet exclude each other", "leave one of them out")
-        self.mode: Mode = "json" if json else "quiet" if quiet else "human"
+        self.mode: Mode = "silent" if silent else "json" if json else "quiet" if quiet else "human"
         self._finished = False
         self._live: Console | None = None
 
@@ -92,7 +93,9 @@ class Output:
             self._say(f"hint: {message}")
 
     def warning(self, message: str, hint: str = "") -> None:
-        """Say what is odd (stderr, all modes)."""
+        """Say what is odd (stderr, all modes but silent)."""
+        if self.mode == "silent":
+            return
         self._say(f"warning: {message}")
         if hint:
             self._say(f"hint: {hint}")

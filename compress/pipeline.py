@@ -1,7 +1,10 @@
 """From checkpoint to compressed checkpoint, file by file, never more than a tensor in memory.
 
-A killed run resumes with the first file that is not finished. What was finished is decoded and compared with
-the source again before it is believed.
+A killed run resumes with the files that are not finished. What was finished is decoded and compared with the
+source again before it is believed.
+
+Under torchrun the ranks share the files out. Where there are fewer of them than ranks, or one too many, all
+ranks code a part of its tensors into a scratch file, one puts the container together, and all check a part.
 """
 
 from __future__ import annotations
@@ -10,10 +13,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError
@@ -32,12 +38,13 @@ from neuzip.formats.checkpoint import (
     rewritten_index,
     stored_files_to_json,
 )
-from neuzip.formats.container import Container, ContainerWriter, Stream
+from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
+from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
 from .plan import Plan, PlannedTensor, coded_streams, make_plan
 from .scheme import LOSSLESS, Rule
@@ -46,6 +53,7 @@ from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
 from .workspace import (
     copy_file,
+    files_in,
     partial_name,
     publish,
     recover,
@@ -54,7 +62,9 @@ from .workspace import (
     refuse_nesting,
     refuse_strangers,
     remove,
+    remove_scratch,
     require_name,
+    scratch_folder,
     sync_folder,
     workspace,
     write_file,
@@ -62,10 +72,19 @@ from .workspace import (
 )
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
+SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
+_SHARE = "SRC and DST must lie on a file system that all ranks share"
+
 DEFAULT_RULES = (Rule("*", LOSSLESS),)
+
+Key = tuple[str, str]
+"""File and name of a tensor."""
+
+Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
+"""A tensor with its record and streams; no streams for one that is stored raw."""
 
 
 @dataclass(frozen=True)
@@ -119,31 +138,26 @@ def compress(
     jobs: int | None = None,
     overwrite: bool = False,
     on_bytes: OnBytes = ignore,
+    ranks: Ranks = ALONE,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
     With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
-    told of weights done, as bytes of the original. Raises NeuzipError.
+    told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
+    call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
-    with TensorSource(src) as source, Workers(jobs) as workers:
+    with TensorSource(src) as source, Workers(jobs or ranks.jobs) as workers:
         require_plain(source, dst)
-        checkpoint = source.checkpoint
-        plan = make_plan(source, rules, workers)
-        job = _Compression(source, plan, workers, verify, on_bytes)
-        if checkpoint.is_file:
-            refuse_folder(dst)
-            refuse_existing(dst, overwrite)
-            with writing(dst):
-                dst.parent.mkdir(parents=True, exist_ok=True)
-                temporary = partial_name(dst)
-                job.container(checkpoint.weights[0], temporary)
-                os.replace(temporary, dst)
-                sync_folder(dst.parent)
+        plan = ranks.on_first(lambda: make_plan(source, rules, workers))
+        job = _Compression(source, plan, workers, verify, ranks.counting(on_bytes), ranks)
+        job.require_shared_source()
+        if source.checkpoint.is_file:
+            job.file(dst, overwrite)
         else:
             job.folder(dst, overwrite)
-        return job.report(dst, time.monotonic() - began)
+        return ranks.on_first(lambda: job.report(dst, time.monotonic() - began))
 
 
 def require_plain(source: TensorSource, dst: Path) -> None:
@@ -157,50 +171,121 @@ def require_plain(source: TensorSource, dst: Path) -> None:
         raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
 
 
+@dataclass(frozen=True)
+class _Parked:
+    """A tensor's record, and where in a scratch file its streams are: start and length in bytes."""
+
+    record: TensorRecord
+    path: Path
+    streams: Mapping[str, tuple[int, int]]
+
+    def load(self) -> tuple[TensorRecord, dict[str, Stream]]:
+        """The record and the streams themselves. Raises NeuzipError when the file is not all there."""
+        streams = {}
+        for name, (start, nbytes) in self.streams.items():
+            dtype = np.uint16 if STREAM_DTYPES[name] == "U16" else np.uint8
+            part = np.fromfile(self.path, dtype, nbytes // dtype().itemsize, offset=start)
+            if part.nbytes != nbytes:
+                raise NeuzipError(f"{self.path}: is not what another rank wrote", _SHARE)
+            streams[name] = Stream([part])
+        return self.record, streams
+
+
 class _Compression:
-    """One run of `compress`."""
+    """One run of `compress`, or the part of one rank in it."""
 
     def __init__(
-        self, source: TensorSource, plan: Plan, workers: Workers, verify: bool, on_bytes: OnBytes
+        self,
+        source: TensorSource,
+        plan: Plan,
+        workers: Workers,
+        verify: bool,
+        on_bytes: OnBytes,
+        ranks: Ranks,
     ) -> None:
         self._source = source
         self._plan = plan
         self._workers = workers
         self._verify = verify
         self._on_bytes = on_bytes
-        self._notes: dict[tuple[str, str], str] = {}
-        self._records: dict[tuple[str, str], TensorRecord] = {}
+        self._ranks = ranks
+        self._notes: dict[Key, str] = {}
+        self._records: dict[Key, TensorRecord] = {}
         self._resumed = 0
+
+    def require_shared_source(self) -> None:
+        """Raise NeuzipError if rank 0 has another source than this one."""
+        mine = self._plan_json()
+        if self._ranks.on_first(lambda: mine) != mine:
+            raise NeuzipError(
+                f"{self._source.checkpoint.path}: rank {self._ranks.rank} has not the same files as rank 0",
+                _SHARE,
+            )
+
+    def file(self, dst: Path, overwrite: bool) -> None:
+        """Compress a single file."""
+        partial = partial_name(dst)
+
+        def begin() -> Path:
+            refuse_folder(dst)
+            refuse_existing(dst, overwrite)
+            with writing(dst):
+                dst.parent.mkdir(parents=True, exist_ok=True)
+                remove_scratch(partial)
+                return self._scratch(partial)
+
+        scratch = self._ranks.on_first(begin)
+        self._code({self._source.checkpoint.weights[0]: dst}, scratch)
+        with writing(dst):
+            if self._ranks.is_first:
+                remove_scratch(partial)
+                sync_folder(dst.parent)
 
     def folder(self, dst: Path, overwrite: bool) -> None:
         """Compress a folder: weights, then everything else, then the name."""
-        recover(dst)
-        if dst.exists() and not overwrite and self._is_done(dst):
-            self._resumed = len(self._source.checkpoint.weights)
+        ranks, files = self._ranks, self._source.checkpoint.weights
+
+        def is_begun() -> bool:
+            recover(dst)
+            return dst.exists() and not overwrite and self._is_ours(dst)
+
+        if ranks.on_first(is_begun) and self._is_done(dst):
+            self._resumed = len(files)
             return
-        refuse_existing(dst, overwrite)
-        with workspace(dst) as work:
-            self._claim(work, overwrite)
-            for file in self._source.checkpoint.weights:
-                target = work / file
-                if target.exists():
-                    if self._is_finished(file, work):
-                        self._resumed += 1
-                        continue
-                    if not overwrite:
-                        original = self._source.checkpoint.root / file
-                        raise NeuzipError(
-                            f"{target}: is damaged, or was made from another {original}",
-                            "if the source has changed, give --overwrite to begin anew",
-                        )
-                with writing(target):
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    temporary = partial_name(target)
-                    self.container(file, temporary)
-                    os.replace(temporary, target)
-            with writing(work):
-                self._other_files(work)
-            publish(work, dst)
+        ranks.on_first(lambda: refuse_existing(dst, overwrite))
+        # Rank 0 holds the lock for all.
+        with workspace(dst) if ranks.is_first else nullcontext(partial_name(dst)) as work:
+            scratch, present = ranks.on_first(lambda: self._claim(work, overwrite))
+            if not self._is_ours(work):
+                raise NeuzipError(f"{work}: rank {ranks.rank} does not find there what rank 0 wrote", _SHARE)
+            finished = self._finished(present, work)
+            for file in present:
+                if file not in finished and not overwrite:
+                    original = self._source.checkpoint.root / file
+                    raise NeuzipError(
+                        f"{work / file}: is damaged, or was made from another {original}",
+                        "if the source has changed, give --overwrite to begin anew",
+                    )
+            self._resumed = len(finished)
+            self._code({file: work / file for file in files if file not in finished}, scratch)
+            self._share_records()
+            if ranks.is_first:
+                with writing(work):
+                    remove_scratch(work / SCRATCH)
+                    self._other_files(work)
+                publish(work, dst)
+
+    def _share_records(self) -> None:
+        for records, notes in self._ranks.all_gather((self._records, self._notes)):
+            self._records |= records
+            self._notes |= notes
+
+    def _scratch(self, path: Path) -> Path:
+        """Where ranks write what has not its final name yet: a new folder for every run.
+
+        Ranks of an earlier run that are slow to end cannot get between those of this one.
+        """
+        return scratch_folder(path) if self._ranks.world > 1 else path
 
     def _plan_json(self) -> bytes:
         checkpoint = self._source.checkpoint
@@ -218,8 +303,8 @@ class _Compression:
         path = folder / PLAN_PATH
         return path.is_file() and path.read_bytes() == self._plan_json()
 
-    def _claim(self, work: Path, overwrite: bool) -> None:
-        """Begin a run in `work`, or go on with the one that was begun there."""
+    def _claim(self, work: Path, overwrite: bool) -> tuple[Path, list[str]]:
+        """Begin a run in `work`, or go on with one: where its scratch is, and the weight files there."""
         path = work / PLAN_PATH
         if path.exists() and not self._is_ours(work):
             if not overwrite:
@@ -233,14 +318,29 @@ class _Compression:
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, self._plan_json())
+        weights = self._source.checkpoint.weights
+        with writing(work):
+            remove_scratch(work / SCRATCH)
+            for file in weights:
+                partial_name(work / file).unlink(missing_ok=True)
+            there = {p.relative_to(work).as_posix() for p in files_in(work)}
+            return self._scratch(work / SCRATCH), [file for file in weights if file in there]
 
     def _is_done(self, dst: Path) -> bool:
         """Whether `dst` is what this run would make: a run killed in its last moment, or repeated."""
         checkpoint = self._source.checkpoint
-        if not self._is_ours(dst) or not all(self._is_finished(file, dst) for file in checkpoint.weights):
+        if self._finished(checkpoint.weights, dst) != set(checkpoint.weights):
             return False
         stored = read_stored_files(dst)
-        return all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
+        return self._ranks.on_first(
+            lambda: all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
+        )
+
+    def _finished(self, files: Sequence[str], folder: Path) -> set[str]:
+        """Those of some files that `_is_finished`; every rank looks at a part of them."""
+        ranks = self._ranks
+        mine = [f for f in files[ranks.rank :: ranks.world] if self._is_finished(f, folder)]
+        return {file for part in ranks.all_gather(mine) for file in part}
 
     def _is_finished(self, file: str, folder: Path) -> bool:
         """Whether a container is intact, and holds what the source still holds."""
@@ -260,19 +360,100 @@ class _Compression:
             return False
         return True
 
+    def _code(self, targets: Mapping[str, Path], scratch: Path) -> None:
+        """Make the containers of some files, under their final names."""
+        ranks, source = self._ranks, self._source
+        sizes = {f: sum(t.info.nbytes for t in source.tensors(f)) for f in targets}
+        alone, together = share_out(sizes, ranks.world)
+        numbers = {file: i for i, file in enumerate(source.checkpoint.weights)}
+        temporary = {
+            file: partial_name(target) if ranks.world == 1 else scratch / str(numbers[file])
+            for file, target in targets.items()
+        }
+        for file in alone[ranks.rank]:
+            with writing(targets[file]):
+                targets[file].parent.mkdir(parents=True, exist_ok=True)
+                self.container(file, temporary[file])
+                os.replace(temporary[file], targets[file])
+        if together:
+            keys = {(f, t.name): t.info.nbytes for f in together for t in source.tensors(f)}
+            mine = split(keys, [sum(sizes[f] for f in part) for part in alone])[ranks.rank]
+            self._code_together(
+                {file: targets[file] for file in together},
+                temporary,
+                mine,
+                scratch / f"rank-{ranks.rank}",
+            )
+
+    def _code_together(
+        self,
+        targets: Mapping[str, Path],
+        temporary: Mapping[str, Path],
+        mine: AbstractSet[Key],
+        scratch: Path,
+    ) -> None:
+        """Make files of which each rank codes and checks a part: this one the tensors `mine` in `scratch`."""
+        ranks, files = self._ranks, list(targets)
+        owned = files[ranks.rank :: ranks.world]
+        planned = [t for f in files for t in self._plan.of_file(f) if (f, t.tensor.name) in mine]
+        parked: dict[Key, _Parked] = {}
+        for part in ranks.all_gather(self._park(planned, scratch)):
+            parked |= part
+        self._records |= {key: p.record for key, p in parked.items()}
+        for file in owned:
+            with writing(targets[file]):
+                self._write(file, temporary[file], self._fetched(file, parked))
+        ranks.barrier()
+        if self._verify:
+            for file in files:
+                self._check_written(file, temporary[file], mine)
+        ranks.barrier()
+        for file in owned:
+            with writing(targets[file]):
+                targets[file].parent.mkdir(parents=True, exist_ok=True)
+                os.replace(temporary[file], targets[file])
+
+    def _park(self, planned: list[PlannedTensor], path: Path) -> dict[Key, _Parked]:
+        """Code this rank's part of the files that all ranks make, into a scratch file of its own."""
+        parked: dict[Key, _Parked] = {}
+        with writing(path), open(path, "wb") as out:
+            for t, (record, streams) in self._coded(planned):
+                places: dict[str, tuple[int, int]] = {}
+                for name, stream in streams.items():
+                    places[name] = out.tell(), stream.nbytes
+                    for part in stream.parts:
+                        out.write(part.data)
+                parked[t.tensor.file, t.tensor.name] = _Parked(record, path, places)
+        return parked
+
+    def _fetched(self, file: str, parked: Mapping[Key, _Parked]) -> Iterator[Coded]:
+        """The tensors of a file, as all ranks have coded them."""
+        for t in self._plan.of_file(file):
+            if t.alias_of is None:
+                yield t, parked[file, t.tensor.name].load()
+
     def container(self, file: str, path: Path) -> None:
         """Write the container of one weight file to `path`, and check it."""
+        self._write(file, path, self._coded(self._plan.of_file(file)))
+        if self._verify:
+            try:
+                self._check_written(file, path)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    def _write(self, file: str, path: Path, coded: Iterable[Coded]) -> None:
+        """Write the container of one weight file, whose tensors come in order, without the aliases."""
         planned = self._plan.of_file(file)
         writer = ContainerWriter(path, self._source.header(file), coded_streams(planned))
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
-            for t, (record, streams) in ahead(self._encoded([t for t in planned if t.alias_of is None])):
+            for t, (record, streams) in coded:
                 self._records[file, t.tensor.name] = record
                 if streams:
                     writer.add(t.tensor.name, record, streams)
                 else:
                     raw.append((t, record))
-                self._on_bytes(t.tensor.info.nbytes)
             for t in planned:
                 if t.alias_of is not None:
                     record = self._records[file, t.tensor.name] = self._alias(t.tensor, t.alias_of)
@@ -285,18 +466,22 @@ class _Compression:
                 for piece in t.tensor.pieces():
                     writer.write(read(*piece))
             writer.close()
-            if self._verify:
-                self._check_written(file, path)
         except BaseException:
             writer.abandon()
             raise
 
-    def _check_written(self, file: str, path: Path) -> None:
-        """Read a container back, and compare every tensor with the source."""
+    def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
+        """Read a container back, and compare every tensor, or those of `part`, with the source."""
         originals = {t.name: t for t in self._source.tensors(file)}
         with TensorSource(Checkpoint(path, path.parent, (path.name,), ())) as written:
             # Tensors that live in another file were compared byte by byte when the plan was made.
-            here = [t for t in written.tensors() if t.record is not None and t.record.alias_file is None]
+            here = [
+                t
+                for t in written.tensors()
+                if t.record is not None
+                and t.record.alias_file is None
+                and (part is None or (file, t.name) in part)
+            ]
             for verdict in check_tensors(
                 written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
             ):
@@ -309,14 +494,21 @@ class _Compression:
     def _alias(self, tensor: SourceTensor, target: SourceTensor) -> TensorRecord:
         folder = target.file[: target.file.rfind("/") + 1]
         other = None if target.file == tensor.file else target.file[len(folder) :]
-        of = self._records[target.file, target.name]
+        of = self._records.get((target.file, target.name))
+        if of is None:  # another rank's: its record is needed now, and is the same here
+            (planned,) = [t for t in self._plan.of_file(target.file) if t.tensor.name == target.name]
+            of = self._records[target.file, target.name] = self._encode(planned, self._workers.map)[0]
         return TensorRecord(
             "alias", of.checksum, original=of.original, alias_of=target.name, alias_file=other
         )
 
-    def _encoded(
-        self, planned: list[PlannedTensor]
-    ) -> Iterator[tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]]:
+    def _coded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
+        """Code the tensors that are no aliases, one ahead of where the result is used."""
+        for coded in ahead(self._encoded([t for t in planned if t.alias_of is None])):
+            yield coded
+            self._on_bytes(coded[0].tensor.info.nbytes)
+
+    def _encoded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
         """Records and streams in order: small tensors side by side, a large one split among the workers."""
         for large, group in itertools.groupby(planned, key=lambda t: t.tensor.info.numel > SMALL):
             if large:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +104,18 @@ def copy_file(source: Path, target: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a file, a folder, or a link but not what it leads to."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def scratch_folder(path: Path) -> Path:
+    """Make a folder called like `path` and something that no other run uses."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+
+
+def remove_scratch(path: Path) -> None:
+    """Delete the scratch folders of this run, and of those that were killed."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}-*"):
+        remove(left)
 
 
 def require_name(dst: Path) -> None:

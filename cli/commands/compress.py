@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +16,14 @@ from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
+    from neuzip.compress.distributed import Ranks
 
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.2-1B llama.nz --dry-run",
     "neuzip compress my-model small --mantissa-bits 3 --block-size 512",
     "neuzip compress my-model mixed --plan plan.toml",
+    "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "",
     "A plan file has rules in order; the first whose glob matches a name decides:",
     "",
@@ -71,23 +74,41 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
-    if plan is not None and (mantissa_bits is not None or block_size != "none" or include):
-        raise UsageError(
-            "--plan excludes --mantissa-bits, --block-size and --include", "write them into the plan"
-        )
-    rules = scheme.rules_of_options(mantissa_bits, block_size, include or [], exclude or [])
-    if plan is not None:
-        rules = [*(scheme.Rule(glob, scheme.RAW) for glob in exclude or []), *scheme.read_plan_file(plan)]
-    path = resolve_source(src, note=out.status, progress=out.watched)
-    if dry_run:
-        _show_plan(out, path, dst, rules, jobs)
-        return
-    total = weight_bytes(path)
-    with out.progress("compress", total) as advance:
-        report = compress(path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance)
-    for warning in report.warnings:
-        out.warning(warning)
-    _report(out, report)
+    with _ranks() as ranks:
+        out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
+        if plan is not None and (mantissa_bits is not None or block_size != "none" or include):
+            raise UsageError(
+                "--plan excludes --mantissa-bits, --block-size and --include", "write them into the plan"
+            )
+        rules = scheme.rules_of_options(mantissa_bits, block_size, include or [], exclude or [])
+        if plan is not None:
+            raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
+            rules = [*raw, *scheme.read_plan_file(plan)]
+        path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
+        if dry_run:
+            if ranks.is_first:
+                _show_plan(out, path, dst, rules, jobs)
+            return
+        with out.progress("compress", weight_bytes(path)) as advance:
+            report = compress(
+                path, dst, rules,
+                verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance, ranks=ranks,
+            )  # fmt: skip
+        for warning in report.warnings:
+            out.warning(warning)
+        _report(out, report)
+
+
+@contextmanager
+def _ranks() -> Iterator[Ranks]:
+    """This process, or those that torchrun started; the one that fails first says why, the others end."""
+    from neuzip.compress.distributed import AnotherRankFailed, joined
+
+    try:
+        with joined() as ranks:
+            yield ranks
+    except AnotherRankFailed as failure:
+        raise typer.Exit(failure.exit_code) from None
 
 
 def _report(out: Output, report: CompressionReport) -> None:
