@@ -1,14 +1,14 @@
 """The decoder on a GPU, in Triton: exponents decoded and merged with sign and mantissa in one pass.
 
-A warp decodes a block, a thread a lane. In each step every thread looks up its symbol in a table of 4,096 entries,
-and those whose state has become small take the next words of the block: their ranks come from a ballot. Eight
-weights later the thread has 16 bytes of bf16 to store.
+A warp decodes a block, a thread a lane. In each step every thread looks up its symbol in a table of 4,096
+entries, and those whose state has become small take the next words of the block: their ranks come from a
+ballot. Eight weights later the thread has 16 bytes of bf16 to store.
 
-A step waits for two loads, one after the other, so everything else is there before it is needed: planes are
-loaded two runs ahead, and the words a run ahead are touched, so that they are found in the first-level cache.
+A step waits for two loads, one after the other, so both must be found in the first-level cache, and nothing
+else may wait: the words of the next run are touched a run ahead, the planes are loaded two runs ahead.
 
-Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their last
-blocks, if shorter than the others, have a launch of their own, in which every store is masked.
+Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their
+last blocks, if shorter than the others, have a launch of their own, in which every store is masked.
 
 Nothing is read or written outside the tensors given: words are masked by the end of their block and of their
 tensor, planes by the number of weights. A block whose words do not add up is reported, not believed.
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -37,16 +38,16 @@ ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
 
 FEW_BLOCKS = 4096
-"""Up to so many blocks a program has one warp, which may have more registers; beyond, four, to fill the card."""
+"""Up to so many blocks a program has one warp, with more registers; beyond, four, to fill the card."""
 
 
 @dataclass(frozen=True)
 class CodedTensor:
     """What the decoder needs of one tensor. All its torch tensors are one-dimensional and on one device.
 
-    `index` and `words` are int16 with the bits of uint16; `words` may be followed by padding. `planes` are uint8,
-    by width, and so long that they could be read to the next multiple of 16 bytes. `normaliser` is uint8, one a
-    block of `block_size` weights.
+    `index` and `words` are int16 with the bits of uint16; `words` is filled up to a multiple of 16 bytes at
+    most. `planes` are uint8, by width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is
+    uint8, one a block of `block_size` weights.
     """
 
     fmt: FloatFormat
@@ -73,7 +74,7 @@ class CodedTensor:
                 raise CorruptStream("the normaliser is too short")
 
     @property
-    def kind(self) -> tuple[FloatFormat, int, int, int]:
+    def kind(self) -> Kind:
         """What a launch is compiled for."""
         return self.fmt, self.kept, self.table.group, self.block_size or 0
 
@@ -81,9 +82,9 @@ class CodedTensor:
 def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Decode all `tensors` into `outs`, in one launch or two for each kind of them.
 
-    `outs[i]` is contiguous, with elements of as many bits as the format has, and as many as there are weights.
-    Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any weight
-    may be wrong then. Whoever waits for the device should call `raise_if_corrupt`.
+    `outs[i]` is contiguous, with elements of as many bits as the format has, as many as there are weights.
+    Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any
+    weight may be wrong then. Whoever waits for the device should call `raise_if_corrupt`.
     """
     plan = prepare(tensors, outs)
     plan.launch()
@@ -97,6 +98,11 @@ def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
         raise CorruptStream(f"the words of {names[corrupt[0]]!r} are corrupt")
 
 
+Kind = tuple[FloatFormat, int, int, int]
+"""What a launch is compiled for: format, mantissa bits, group, block size or 0."""
+
+Numbers = npt.NDArray[np.integer]
+
 # Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
 _OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES = range(7)
 _WIDTHS = (32, 16, 8, 4, 2, 1)
@@ -104,43 +110,45 @@ _COLUMNS = tl.constexpr(_PLANES + len(_WIDTHS))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that the launches need, on the device: `launch` can be captured in a CUDA graph and repeated."""
+class Launch:
+    """All blocks of tensors of one kind: either the full ones, or the ragged last ones.
 
-    launches: list[_Launch]
-    errors: torch.Tensor
+    The arrays are on the device and hold no addresses, only positions after those that `start` is given.
+    `programs` is [grid, 2]: row of the descriptor, first block.
+    """
 
-    def launch(self) -> None:
-        """Decode once more. `errors` only ever gets more."""
-        for launch in self.launches:
-            launch.start(self.errors)
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """All blocks of one kind, either the full or the ragged ones. `programs` is [grid, 2]: row, first block."""
-
-    tensors: list[CodedTensor]
-    outs: list[torch.Tensor]
+    kind: Kind
+    ragged: bool
+    warps: int
     descriptors: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
     tables: torch.Tensor
     exponents: torch.Tensor
     programs: torch.Tensor
-    warps: int
-    ragged: bool
 
-    def start(self, errors: torch.Tensor) -> None:
-        first = self.tensors[0]
-        fmt = first.fmt
+    def start(self, inp: torch.Tensor, out: torch.Tensor, errors: torch.Tensor) -> None:
+        """Decode what lies around `inp` to where `out` begins. Marks corrupt tensors in `errors`."""
+        fmt, kept, group, block_size = self.kind
         _decode_blocks[(self.programs.shape[0],)](
-            _base(self.tensors), _bytes(self.outs[0]), self.starts, self.counts, self.descriptors,
-            self.programs, self.tables, self.exponents, errors,
-            L=LANES * self.warps, RAGGED=self.ragged, GROUP=first.table.group, BITS=fmt.bits,
-            E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=first.kept, NORM=first.block_size or 0,
-            ELEMENT=_ELEMENTS[fmt.bits], ASM=not INTERPRETED, num_warps=self.warps,
+            inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables, self.exponents,
+            errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits,
+            M=fmt.mantissa_bits, KEPT=kept, NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits], ASM=not INTERPRETED,
+            UNROLL=3 if self.warps == 1 else 1, num_warps=self.warps,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All launches and what they need, on the device: `launch` can be captured in a CUDA graph."""
+
+    launches: list[tuple[Launch, torch.Tensor, torch.Tensor]]
+    errors: torch.Tensor
+
+    def launch(self) -> None:
+        """Decode once more. Marks in `errors` are never taken back."""
+        for launch, inp, out in self.launches:
+            launch.start(inp, out, self.errors)
 
 
 def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None = None) -> Plan:
@@ -149,7 +157,7 @@ def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps:
         return Plan([], torch.zeros(0, dtype=torch.int32))
     device = tensors[0].words.device
     errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
-    kinds: dict[object, list[int]] = {}
+    kinds: dict[Kind, list[int]] = {}
     for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
         if (
             not out.is_contiguous()
@@ -163,76 +171,78 @@ def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps:
             kinds.setdefault(tensor.kind, []).append(number)
     launches = []
     for numbers in kinds.values():
-        launches += _launches(
-            numbers, [tensors[i] for i in numbers], [outs[i] for i in numbers], errors, warps
-        )
+        inp = next(iter(tensors[numbers[0]].planes.values()))
+        out = outs[numbers[0]].flatten().view(torch.uint8)
+        for launch in make_launches(
+            [tensors[i] for i in numbers], inp, [outs[i].data_ptr() - out.data_ptr() for i in numbers],
+            numbers, errors, warps,
+        ):  # fmt: skip
+            launches.append((launch, inp, out))
     return Plan(launches, errors)
 
 
-def _launches(
-    numbers: list[int],
-    tensors: list[CodedTensor],
-    outs: list[torch.Tensor],
+def make_launches(
+    tensors: Sequence[CodedTensor],
+    inp: torch.Tensor,
+    out_offsets: Sequence[int],
+    numbers: Sequence[int],
     errors: torch.Tensor,
-    warps: int | None,
-) -> list[_Launch]:
-    """The launches for tensors of one kind."""
-    device = errors.device
+    warps: int | None = None,
+) -> list[Launch]:
+    """The launches for tensors of one kind: the full blocks, and the ragged ones.
+
+    Output `i` begins `out_offsets[i]` bytes after the one that the launch will be given, and `numbers[i]` is
+    where it is marked in `errors`. Tensors whose index does not add up to their words are marked at once.
+    """
+    device = inp.device
     blocks = np.array([t.index.numel() for t in tensors])
     first_block = np.cumsum(blocks) - blocks
-    base, out_base = _base(tensors).data_ptr(), outs[0].data_ptr()
     rows = np.zeros((len(tensors), _PLANES + len(_WIDTHS)), np.int64)
-    for row, (t, out) in enumerate(zip(tensors, outs, strict=True)):
-        words = t.words.data_ptr() - base
-        rows[row, :_PLANES] = (
-            out.data_ptr() - out_base, words + 2 * t.words.numel(), t.numel,
-            0 if t.normaliser is None else t.normaliser.data_ptr() - base, numbers[row], first_block[row],
-        )  # fmt: skip
+    for row, t in enumerate(tensors):
+        end = t.words.data_ptr() + 2 * t.words.numel() - inp.data_ptr()
+        normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - inp.data_ptr()
+        rows[row, :_PLANES] = out_offsets[row], end, t.numel, normaliser, numbers[row], first_block[row]
         for width in plane_widths(1 + t.kept):
-            rows[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - base
+            rows[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - inp.data_ptr()
     descriptors = torch.from_numpy(rows).to(device)
     counts = torch.cat([t.index for t in tensors]).to(torch.int32) & 0xFFFF
     ends = torch.cumsum(counts, 0, dtype=torch.int64)
+    firsts = torch.from_numpy(first_block).to(device)
+    # The words of a tensor are counted from its first block on, not from that of the launch.
+    words_before = (ends - counts)[firsts]
+    words_at = torch.tensor([t.words.data_ptr() - inp.data_ptr() for t in tensors], device=device)
     owner = torch.from_numpy(np.repeat(np.arange(len(tensors)), blocks)).to(device)
-    # Where the words of a tensor would begin if those of all tensors of this kind lay in one row.
-    words_before = (ends - counts)[torch.from_numpy(first_block).to(device)]
-    words_at = torch.tensor([t.words.data_ptr() - base for t in tensors], device=device)
     starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
+    unused = torch.tensor([t.words.numel() for t in tensors], device=device) - (
+        ends[firsts + torch.from_numpy(blocks - 1).to(device)] - words_before
+    )
+    errors[torch.tensor(list(numbers), device=device)] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
     tables, exponents = _tables([t.table for t in tensors], tensors[0].fmt, device)
 
     full = np.array([t.numel // BLOCK for t in tensors])
     warps = warps or (1 if int(full.sum()) <= FEW_BLOCKS else 4)
-    groups = -(-full // warps)
-    row_of = np.repeat(np.arange(len(tensors)), groups)
-    number_in_row = np.arange(int(groups.sum())) - np.repeat(np.cumsum(groups) - groups, groups)
+    programs = -(-full // warps)
+    row_of = np.repeat(np.arange(len(tensors)), programs)
+    first_of = warps * (np.arange(row_of.size) - np.repeat(np.cumsum(programs) - programs, programs))
     ragged = np.flatnonzero([t.numel % BLOCK for t in tensors])
-    return [
-        _Launch(
-            tensors, outs, descriptors, starts, counts, tables, exponents,
-            torch.from_numpy(np.stack(programs, axis=1).astype(np.int32)).to(device), width, is_ragged,
+
+    def launch(rows: Numbers, first: Numbers, warps: int, is_ragged: bool) -> Launch:
+        pairs = torch.from_numpy(np.stack([rows, first], axis=1).astype(np.int32)).to(device)
+        return Launch(
+            tensors[0].kind, is_ragged, warps, descriptors, starts, counts, tables, exponents, pairs
         )
-        for programs, width, is_ragged in (
-            ((row_of, number_in_row * warps), warps, False),
-            ((ragged, full[ragged]), 1, True),
-        )
-        if programs[0].size
-    ]  # fmt: skip
 
-
-def _base(tensors: list[CodedTensor]) -> torch.Tensor:
-    """The tensor from which positions of input count: any, if it is aligned."""
-    return next(iter(tensors[0].planes.values()))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)
+    launches = [launch(row_of, first_of, warps, False), launch(ragged, full[ragged], 1, True)]
+    return [one for one in launches if one.programs.numel()]
 
 
 def _tables(
     tables: Sequence[Table], fmt: FloatFormat, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For all tensors: 4,096 slots of symbol | frequency << 8 | offset << 20, and the exponents of 256 symbols,
-    shifted to where they stand in a weight, or in a pair of weights."""
+    """For all tensors 4,096 slots, symbol | frequency << 8 | offset << 20, and the exponents of 256 symbols.
+
+    Those are shifted to where they stand in a weight, or in a pair of weights.
+    """
     n = len(tables)
     frequencies = np.zeros((n, 256), np.int64)
     for row, table in enumerate(tables):
@@ -262,7 +272,6 @@ def _as_int32(values: torch.Tensor) -> torch.Tensor:
 
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
-# ---------------------------------------------------------------------------------------------------------------
 # Kernels. L: threads of a program. All states are uint32; GROUP, E, M, KEPT as in SPEC.md; W = 1 + KEPT.
 
 _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
@@ -272,7 +281,7 @@ _C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_FIRST_BLOCK, _C_PLA
     tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES)
 )
 
-# Words ahead of the next one that are touched a run before they are needed. A run takes 41 words of the 64 touched.
+# How far ahead of the next word 64 words are touched in every run. A run of Gaussian bf16 takes 41.
 _AHEAD = tl.constexpr(64)
 
 
@@ -304,50 +313,50 @@ def _u16(pointers, mask):
 
 
 @triton.jit
-def _step(x, p, words, limit, tables, exponents, row, L: tl.constexpr, ASM: tl.constexpr):
+def _step(x, p, words, limit, tables, exponents, L: tl.constexpr, ASM: tl.constexpr):
     """Decode a symbol of every lane: its exponents. `p` counts the words of the block taken so far."""
-    entry = tl.load(tables + ((x & _SLOTS) | row * (_SLOTS + 1)).to(tl.int32)).to(tl.uint32, bitcast=True)
+    entry = tl.load(tables + (x & _SLOTS).to(tl.int32)).to(tl.uint32, bitcast=True)
     x = ((entry >> 8) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
     need = x < _LOWER
     rank, total = _ranks(need, L, ASM)
     at = p + rank
     x = tl.where(need, (x << 16) | _u16(words + at, need & (at < limit)), x)
-    return x, p + total, _exponents(entry & 0xFF, exponents, row)
+    return x, p + total, _exponents(entry & 0xFF, exponents)
 
 
 @triton.jit
-def _exponents(symbol, exponents, row):
-    return tl.load(exponents + (symbol | row * 256).to(tl.int32)).to(tl.uint32, bitcast=True)
+def _exponents(symbol, exponents):
+    return tl.load(exponents + symbol.to(tl.int32)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _run(
-    x, p, words, limit, tables, exponents, row,
+    x, p, words, limit, tables, exponents,
     GROUP: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Decode a run: the exponents of four pairs of weights. The two last symbols of a block lie in the state."""
+    """Decode a run: the exponents of four pairs of weights. The last two symbols lie in the state."""
     if GROUP == 2:
-        x, p, e0 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, e1 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, e0 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, e1 = _step(x, p, words, limit, tables, exponents, L, ASM)
         if LAST:
-            e2 = _exponents(x & 0xFF, exponents, row)
-            e3 = _exponents((x >> 8) & 0xFF, exponents, row)
+            e2 = _exponents(x & 0xFF, exponents)
+            e3 = _exponents((x >> 8) & 0xFF, exponents)
         else:
-            x, p, e2 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-            x, p, e3 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+            x, p, e2 = _step(x, p, words, limit, tables, exponents, L, ASM)
+            x, p, e3 = _step(x, p, words, limit, tables, exponents, L, ASM)
     else:
-        x, p, a0 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, a1 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, a2 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, a3 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, a4 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-        x, p, a5 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+        x, p, a0 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a1 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a2 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a3 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a4 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a5 = _step(x, p, words, limit, tables, exponents, L, ASM)
         if LAST:
-            a6 = _exponents(x & 0xFF, exponents, row)
-            a7 = _exponents((x >> 8) & 0xFF, exponents, row)
+            a6 = _exponents(x & 0xFF, exponents)
+            a7 = _exponents((x >> 8) & 0xFF, exponents)
         else:
-            x, p, a6 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
-            x, p, a7 = _step(x, p, words, limit, tables, exponents, row, L, ASM)
+            x, p, a6 = _step(x, p, words, limit, tables, exponents, L, ASM)
+            x, p, a7 = _step(x, p, words, limit, tables, exponents, L, ASM)
         e0, e1, e2, e3 = a0 | a1 << STRIDE, a2 | a3 << STRIDE, a4 | a5 << STRIDE, a6 | a7 << STRIDE
     return x, p, e0, e1, e2, e3
 
@@ -528,7 +537,7 @@ def _merge(
 
 @triton.jit
 def _store_run(target, w0, w1, w2, w3, w4, w5, w6, w7, BITS: tl.constexpr):
-    """Store the 8 weights of every lane, 16 bytes at a time: anything wider is moved between threads first."""
+    """Store the 8 weights of every lane, 16 bytes at a time: more would be moved between threads first."""
     if BITS == 8:
         tl.store(target, w0[:, None])
     else:
@@ -571,6 +580,7 @@ def _decode_blocks(
     inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of one tensor: full ones, or, RAGGED, its last."""
     W: tl.constexpr = KEPT + 1
@@ -596,7 +606,8 @@ def _decode_blocks(
     limit = tl.where(whole, limit, 0)
     x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
     p = tl.full([L], _HEADER, tl.int32)
-    row = row.to(tl.uint32)
+    tables += row * (_SLOTS + 1)
+    exponents += row * 256
 
     run = block * (_BLOCK // _RUN) + lane
     planes32 = (inp + tl.multiple_of(tl.load(own + _C_PLANES), 16)).to(tl.pointer_type(tl.uint64)) + 4 * run
@@ -629,20 +640,21 @@ def _decode_blocks(
         planes32, planes16, planes8, planes4, planes2, planes1,
         _LANES, left - _LANES * _RUN, W, RAGGED,
     )  # fmt: skip
-    touched = tl.zeros([L], tl.uint32)
-    touching = tl.zeros([L], tl.uint32)
+    # Never widened in the loop: that would be a use, and would wait.
+    touched = tl.zeros([L], tl.uint16)
+    touching = tl.zeros([L], tl.uint16)
     factor = tl.zeros([L], tl.float32)
-    for i in range(runs - 1):
+    for i in tl.range(runs - 1, loop_unroll_factor=UNROLL):
         touched |= touching
         ahead = p + _AHEAD + 2 * lane
-        touching = _u16(words + ahead, ahead < limit)
+        touching = tl.load(words + ahead, mask=ahead < limit, other=0)
+        after = tl.minimum(i + 2, runs - 1) * _LANES
         s0, s1, s2, s3, g0, g1, t8, t4, t2, t1 = _load_run(
-            planes32, planes16, planes8, planes4, planes2, planes1,
-            tl.minimum(i + 2, runs - 1) * _LANES, left - tl.minimum(i + 2, runs - 1) * _LANES * _RUN, W, RAGGED,
-        )  # fmt: skip
+            planes32, planes16, planes8, planes4, planes2, planes1, after, left - after * _RUN, W, RAGGED
+        )
         if NORM:
             factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) / 256
-        x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, row, GROUP, STRIDE, False, L, ASM)
+        x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, False, L, ASM)
         w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
             e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
         )
@@ -660,7 +672,7 @@ def _decode_blocks(
     if NORM:
         at = (run + last * _LANES) * _RUN
         factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) / 256
-    x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, row, GROUP, STRIDE, True, L, ASM)
+    x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, True, L, ASM)
     w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
         e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
     )
@@ -693,7 +705,7 @@ def _decode_blocks(
         tl.store(elements + weight, value.to(ELEMENT), mask=mine)
     # That they are reported keeps the words that were touched from being optimised away.
     tensor = tl.load(own + _C_TENSOR)
-    tl.atomic_or(errors + tensor + tl.zeros([L], tl.int32), (1 | touched << 1).to(tl.int32), mask=bad)
+    tl.atomic_or(errors + tensor + tl.zeros([L], tl.int32), 1 | touched.to(tl.int32) << 1, mask=bad)
 
 
 @triton.jit
