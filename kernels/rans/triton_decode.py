@@ -31,9 +31,6 @@ from . import CorruptStream
 from .model import Table
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
 
-INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
-"""Whether the kernels run on CPU tensors, slowly: TRITON_INTERPRET=1."""
-
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
 
@@ -133,7 +130,8 @@ class Launch:
         _decode_blocks[(self.programs.shape[0],)](
             inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables, self.exponents,
             errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits,
-            M=fmt.mantissa_bits, KEPT=kept, NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits], ASM=not INTERPRETED,
+            M=fmt.mantissa_bits, KEPT=kept, NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits],
+            ASM=isinstance(_decode_blocks, triton.JITFunction),
             UNROLL=3 if self.warps == 1 else 1, num_warps=self.warps,
         )  # fmt: skip
 

@@ -1,0 +1,361 @@
+"""The GPU decoder: the CPU's bytes for every format and number of bits, and no step outside its arrays.
+
+With a CUDA device it runs there. Without one Triton's interpreter runs the same kernel, on smaller tensors.
+
+That nothing outside the tensors is read shows on a GPU, with a system's eyes on every access:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 pytest tests/test_triton_decode.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuzip.compress import lossless, truncated
+from neuzip.kernels import rans
+from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
+from neuzip.kernels.rans import triton_decode
+from neuzip.kernels.rans.numbers import BLOCK
+from neuzip.kernels.rans.torch_ops import ResidentTensor
+from neuzip.kernels.rans.triton_decode import CodedTensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+GUARD = 64
+
+
+def weights(fmt: FloatFormat, numel: int, seed: int = 0) -> Bits:
+    """Patterns like those of a trained tensor, with every special value among them."""
+    rng = np.random.default_rng(seed)
+    bias = (1 << (fmt.exponent_bits - 1)) - 1
+    exponents = np.clip(bias - 3 - rng.geometric(0.6, numel), 0, (1 << fmt.exponent_bits) - 1)
+    bits = rng.integers(0, 1 << fmt.mantissa_bits, numel).astype(np.uint64)
+    bits |= exponents.astype(np.uint64) << np.uint64(fmt.mantissa_bits)
+    bits |= rng.integers(0, 2, numel).astype(np.uint64) << np.uint64(fmt.bits - 1)
+    top = (1 << fmt.bits) - 1
+    special = [0, 1 << (fmt.bits - 1), top, top >> 1, 1, (1 << fmt.mantissa_bits) - 1, top ^ 1]
+    where = rng.integers(0, numel, min(numel, len(special)))
+    bits[where] = np.array(special[: where.size], np.uint64)
+    return bits.astype(fmt.dtype)
+
+
+def code(bits: Bits, fmt: FloatFormat, kept: int | None = None) -> CodedTensor:
+    """Streams of all shapes straight from the CPU kernels: whether they pay is not asked here."""
+    counted = census(bits, fmt)
+    kept = counted.kept_bits(fmt) if kept is None else kept
+    table = rans.build_table(counted.exponents, counted.pairs)
+    exponents, planes = split(bits, fmt, kept)
+    coded = rans.encode(exponents, table)
+    return CodedTensor(
+        fmt, kept, bits.size, table, on_device(coded.index), on_device(coded.words),
+        {width: on_device(plane, ALIGNED) for width, plane in planes.items()},
+    )  # fmt: skip
+
+
+ALIGNED = triton_decode.ALIGNMENT
+
+
+def on_device(array: np.ndarray[Any, Any], multiple: int = 1) -> torch.Tensor:
+    """In memory of exactly its size, filled up with 0xEE to a multiple of bytes; torch aligns it."""
+    raw = array.view(np.uint8)
+    filled = np.full(-(-raw.size // multiple) * multiple, 0xEE, np.uint8)
+    filled[: raw.size] = raw
+    tensor = torch.empty(filled.size, dtype=torch.uint8, device=DEVICE)
+    tensor.copy_(torch.from_numpy(filled))
+    return tensor.view({1: torch.uint8, 2: torch.int16}[array.dtype.itemsize])
+
+
+def outputs(tensors: list[CodedTensor], poison: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """An output for each tensor, and the whole memory around it, filled with `poison`."""
+    rooms, outs = [], []
+    for t in tensors:
+        nbytes = t.numel * t.fmt.bits // 8
+        room = torch.full((nbytes + 2 * GUARD,), poison, dtype=torch.uint8, device=DEVICE)
+        start = GUARD + -(room.data_ptr() + GUARD) % ALIGNED
+        rooms.append(room)
+        outs.append(room[start : start + nbytes].view(INTEGERS[t.fmt.bits]))
+    return outs, rooms
+
+
+def decoded(tensors: list[CodedTensor], poison: int = 0, warps: int | None = None) -> list[bytes]:
+    """All tensors, decoded into poisoned memory; nothing around the outputs may have changed."""
+    outs, rooms = outputs(tensors, poison)
+    plan = triton_decode.prepare(tensors, outs, warps)
+    plan.launch()
+    assert plan.errors.tolist() == [0] * len(tensors)
+    results = [out.cpu().numpy().tobytes() for out in outs]
+    for out, room in zip(outs, rooms, strict=True):
+        out.view(torch.uint8).fill_(poison)
+        assert (room == poison).all()
+    return results
+
+
+@pytest.mark.parametrize("poison", [0x00, 0xFF])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name: str, poison: int) -> None:
+    fmt = FORMATS[name]
+    bits = weights(fmt, BLOCK + 1003)
+    assert decoded([code(bits, fmt, fmt.mantissa_bits)], poison) == [bits.tobytes()]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *(("BF16", k) for k in range(8)),
+        *(("F16", k) for k in (0, 1, 4, 6, 9)),
+        *(("F32", k) for k in (0, 5, 7, 15, 16, 22)),
+        *(("F64", k) for k in (0, 23, 31, 51)),
+        *(("F8_E4M3", k) for k in (0, 1, 2)),
+        *(("F8_E5M2", k) for k in (0, 1)),
+    ],
+)
+def test_every_number_of_mantissa_bits(name: str, kept: int) -> None:
+    """Every combination of planes."""
+    fmt = FORMATS[name]
+    bits = weights(fmt, 700, seed=kept)
+    drop = fmt.dtype.type(fmt.mantissa_bits - kept)
+    bits = bits >> drop << drop
+    assert decoded([code(bits, fmt, kept)], 0xFF) == [bits.tobytes()]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 255, 256, 257, 2049, BLOCK - 1, BLOCK, 2 * BLOCK + 1])
+def test_ragged_sizes(numel: int, group: int) -> None:
+    fmt = FORMATS["BF16"]
+    bits = weights(fmt, numel)
+    if group == 1:  # too many exponents for pairs
+        bits = np.random.default_rng(0).integers(0, 1 << 16, numel).astype(np.uint16)
+    coded = code(bits, fmt)
+    assert numel < 1000 or coded.table.group == group
+    assert decoded([coded], 0xFF) == [bits.tobytes()]
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_many_tensors_in_one_call(warps: int) -> None:
+    """Of several kinds and sizes, mixed: whatever the launch configuration, the same bytes."""
+    tensors, originals = [], []
+    for seed, (name, numel) in enumerate(
+        [("BF16", 5 * BLOCK), ("F32", 300), ("BF16", 40), ("BF16", BLOCK + 8), ("F16", 999), ("BF16", 1)]
+    ):
+        originals.append(weights(FORMATS[name], numel, seed))
+        tensors.append(code(originals[-1], FORMATS[name], FORMATS[name].mantissa_bits))
+    assert decoded(tensors, 0xFF, warps) == [bits.tobytes() for bits in originals]
+
+
+def test_nothing_to_decode() -> None:
+    assert triton_decode.decode([], []).tolist() == []
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 512])
+@pytest.mark.parametrize("name", ["BF16", "F16", "F32", "F64"])
+def test_block_normaliser(name: str, block_size: int) -> None:
+    """Restored weights equal those of the CPU: products are rounded alike, denormals too."""
+    fmt = FORMATS[name]
+    values = np.random.default_rng(1).standard_normal(3000)
+    values[:500] *= 2.0 ** np.random.default_rng(2).integers(-150, 0, 500)  # down to denormals
+    if name == "BF16":
+        bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        bits = values.astype({"F16": np.float16, "F32": np.float32, "F64": np.float64}[name]).view(fmt.dtype)
+    rounding = truncated.Rounding(fmt, 2, block_size)
+    stored, normaliser = rounding.apply(bits)
+    coded = replace(code(stored, fmt, 2), normaliser=on_device(normaliser), block_size=block_size)
+    assert decoded([coded], 0xFF) == [rounding.restore(stored, normaliser).tobytes()]
+
+
+@settings(max_examples=60 if DEVICE.type == "cuda" else 12)
+@given(
+    numel=st.integers(1, 3 * BLOCK if DEVICE.type == "cuda" else 1200),
+    name=st.sampled_from(sorted(FORMATS)),
+    few=st.integers(1, 300),
+    seed=st.integers(0, 1 << 30),
+)
+def test_property_any_patterns(numel: int, name: str, few: int, seed: int) -> None:
+    """Patterns from a small or large set, in any order: one symbol, escapes, single symbols, pairs."""
+    fmt = FORMATS[name]
+    rng = np.random.default_rng(seed)
+    choice = (
+        rng.integers(0, 1 << fmt.bits, few, dtype=np.uint64, endpoint=False)
+        if fmt.bits < 64
+        else (rng.integers(0, 1 << 63, few, dtype=np.uint64) * 2 + 1)
+    )
+    bits = rng.choice(choice, numel).astype(fmt.dtype)
+    assert decoded([code(bits, fmt)], 0xFF) == [bits.tobytes()]
+
+
+def test_corrupt_words_are_reported() -> None:
+    """A flipped bit among the words is noticed, and in the right tensor."""
+    fmt = FORMATS["BF16"]
+    tensors = [code(weights(fmt, 600, seed), fmt) for seed in range(3)]
+    tensors[1].words[70] ^= 0x40
+    outs, _ = outputs(tensors, 0)
+    errors = triton_decode.decode(tensors, outs)
+    assert [e != 0 for e in errors.tolist()] == [False, True, False]
+    with pytest.raises(rans.CorruptStream, match="'b'"):
+        triton_decode.raise_if_corrupt(errors, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("change", [1, -1, 20, 0x4000])
+def test_an_index_that_does_not_add_up_is_reported(change: int) -> None:
+    fmt = FORMATS["BF16"]
+    coded = code(weights(fmt, 600), fmt)
+    coded.index[0] += change
+    outs, _ = outputs([coded], 0)
+    assert triton_decode.decode([coded], outs).tolist() != [0]
+
+
+@settings(max_examples=200 if DEVICE.type == "cuda" else 12)
+@given(seed=st.integers(0, 1 << 30))
+def test_property_hostile_streams_stay_inside(seed: int) -> None:
+    """Words, index and planes of any content: no byte around the outputs changes, and nothing crashes."""
+    rng = np.random.default_rng(seed)
+    fmt = FORMATS[str(rng.choice(sorted(FORMATS)))]
+    numel = int(rng.integers(1, BLOCK + 600 if DEVICE.type == "cuda" else 600))
+    coded = code(weights(fmt, numel, seed), fmt)
+    for array in (coded.words, coded.index):
+        if rng.random() < 0.7:
+            at = torch.from_numpy(rng.integers(0, array.numel(), 1 + array.numel() // 50)).to(DEVICE)
+            array[at] = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, at.numel()).astype(np.int16)).to(
+                DEVICE
+            )
+    if rng.random() < 0.3:
+        coded = replace(coded, words=coded.words[: int(rng.integers(1, coded.words.numel() + 1))])
+    outs, rooms = outputs([coded], 0xA5)
+    triton_decode.decode([coded], outs)
+    outs[0].view(torch.uint8).fill_(0xA5)
+    assert (rooms[0] == 0xA5).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    fmt = FORMATS["BF16"]
+    coded = code(weights(fmt, 600), fmt)
+    good = torch.empty(600, dtype=torch.int16, device=DEVICE)
+    for out in (good[:-1], good.view(torch.uint8), good[::2]):
+        with pytest.raises(ValueError, match="does not fit"):
+            triton_decode.decode([coded], [out])
+    with pytest.raises(ValueError, match="not aligned"):
+        triton_decode.decode([coded], [torch.empty(601, dtype=torch.int16, device=DEVICE)[1:]])
+    for change in (
+        {"index": coded.index[:0]},
+        {"planes": {8: coded.planes[8][:-16]}},
+        {"planes": {8: coded.planes[8][1:]}},
+        {"block_size": 12},
+        {"block_size": 8},
+    ):
+        with pytest.raises(rans.CorruptStream):
+            replace(coded, **change)  # type: ignore[arg-type]
+
+
+def resident(numel: int = BLOCK + 700) -> tuple[ResidentTensor, bytes]:
+    fmt = FORMATS["BF16"]
+    bits = weights(fmt, numel)
+    return ResidentTensor.of(code(bits, fmt)), bits.tobytes()
+
+
+def test_operator_decodes() -> None:
+    tensor, original = resident()
+    out, errors = tensor.decode()
+    assert (out.cpu().numpy().tobytes(), errors.tolist()) == (original, [0])
+
+
+def test_operator_passes_opcheck() -> None:
+    tensor, _ = resident(600)
+    torch.library.opcheck(
+        torch.ops.neuzip.decode.default,
+        (tensor.streams, tensor.arrays, tensor.numel, tensor.fmt, tensor.kept, tensor.group,
+         tensor.block_size, tensor.shapes),
+    )  # fmt: skip
+
+
+def test_operator_in_a_compiled_function() -> None:
+    tensor, original = resident(600)
+
+    @torch.compile(fullgraph=True, backend="inductor" if DEVICE.type == "cuda" else "aot_eager")
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        out, _ = tensor.decode()
+        return (out.view(torch.bfloat16).float() * x).sum()
+
+    x = torch.ones(600, device=DEVICE)
+    weights_of = torch.frombuffer(bytearray(original), dtype=torch.bfloat16).float()
+    finite = torch.nan_to_num(weights_of, 0, 0, 0)
+    assert torch.isfinite(finite).all()
+    expected = weights_of.to(DEVICE).sum()
+    torch.testing.assert_close(sums(x), expected, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_operator_in_a_cuda_graph() -> None:
+    tensor, original = resident(40 * BLOCK + 5)
+    tensor.decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, errors = tensor.decode()
+    for _ in range(3):
+        out.fill_(-1)
+        graph.replay()
+        assert (out.cpu().numpy().tobytes(), errors.tolist()) == (original, [0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "kept"), [("BF16", 7), ("BF16", 3), ("F16", 10), ("F32", 7), ("F8_E4M3", 3)]
+)
+def test_large_tensors(name: str, kept: int, warps: int) -> None:
+    fmt = FORMATS[name]
+    bits = weights(fmt, 600 * BLOCK + 12345)
+    drop = fmt.dtype.type(fmt.mantissa_bits - kept)
+    bits = bits >> drop << drop
+    assert decoded([code(bits, fmt, kept)], 0xFF, warps) == [bits.tobytes()]
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_weights() -> None:
+    """Positions have 64 bits. The same block over and over: only the last ones differ."""
+    fmt, blocks = FORMATS["F8_E4M3"], (1 << 31) // BLOCK + 3
+    bits = weights(fmt, BLOCK)
+    tail = weights(fmt, BLOCK + 77, seed=5)
+    one, rest = code(bits, fmt, 3), code(np.concatenate([bits, tail]), fmt, 3)
+    table = rest.table
+    exponents_of = lambda b: ((b >> 3) & 0xF).astype(np.uint8)  # noqa: E731
+    first = rans.encode(exponents_of(bits), table)
+    last = rans.encode(exponents_of(tail), table)
+    repeat = lambda array, n: torch.from_numpy(array.view(np.int16)).to(DEVICE).repeat(n)  # noqa: E731
+    coded = CodedTensor(
+        fmt, 3, blocks * BLOCK + tail.size, table,
+        torch.cat([repeat(first.index, blocks), repeat(last.index, 1)]),
+        torch.cat([repeat(first.words, blocks), repeat(last.words, 1)]),
+        {4: torch.cat([one.planes[4].repeat(blocks), code(tail, fmt, 3).planes[4]])},
+    )  # fmt: skip
+    out = torch.full((coded.numel,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    assert triton_decode.decode([coded], [out]).tolist() == [0]
+    assert out[-tail.size :].cpu().numpy().tobytes() == tail.tobytes()
+    head = out[: blocks * BLOCK].view(blocks, BLOCK)
+    assert (head == head[0]).all()
+    assert head[0].cpu().numpy().tobytes() == bits.tobytes()
+
+
+def test_streams_of_a_container_fit() -> None:
+    """What `compress` writes is what the decoder takes: planes padded, words filled up."""
+    fmt = FORMATS["BF16"]
+    bits = weights(fmt, 2000)
+    kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, fmt)
+    raw = {n: np.concatenate([p.view(np.uint8) for p in s.parts]) for n, s in streams.items()}
+    table = lossless._parse_table(raw["table"].view("<u2"), fmt)
+    planes, at = {}, 0
+    for width in plane_widths(1 + kept):
+        end = at + lossless.padded(plane_bytes(width, bits.size))
+        planes[width], at = on_device(raw["sign_mantissa"][at:end], ALIGNED), end
+    coded = CodedTensor(
+        fmt, kept, bits.size, table, on_device(raw["index"].view(np.uint16)[:1]),
+        on_device(raw["words"].view(np.uint16)), planes,
+    )  # fmt: skip
+    assert decoded([coded]) == [bits.tobytes()]
