@@ -101,7 +101,7 @@ Kind = tuple[FloatFormat, int, int, int]
 Numbers = npt.NDArray[np.integer]
 
 # Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
-_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES = range(7)
+_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES = range(6)
 _WIDTHS = (32, 16, 8, 4, 2, 1)
 _COLUMNS = tl.constexpr(_PLANES + len(_WIDTHS))
 
@@ -132,7 +132,7 @@ class Launch:
             errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits,
             M=fmt.mantissa_bits, KEPT=kept, NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits],
             ASM=isinstance(_decode_blocks, triton.JITFunction),
-            UNROLL=3 if self.warps == 1 else 1, num_warps=self.warps,
+            num_warps=self.warps,
         )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def make_launches(
     for row, t in enumerate(tensors):
         end = t.words.data_ptr() + 2 * t.words.numel() - inp.data_ptr()
         normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - inp.data_ptr()
-        rows[row, :_PLANES] = out_offsets[row], end, t.numel, normaliser, numbers[row], first_block[row]
+        rows[row, :_PLANES] = out_offsets[row], end, t.numel, normaliser, numbers[row]
         for width in plane_widths(1 + t.kept):
             rows[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - inp.data_ptr()
     descriptors = torch.from_numpy(rows).to(device)
@@ -209,7 +209,11 @@ def make_launches(
     # The words of a tensor are counted from its first block on, not from that of the launch.
     words_before = (ends - counts)[firsts]
     words_at = torch.tensor([t.words.data_ptr() - inp.data_ptr() for t in tensors], device=device)
-    owner = torch.from_numpy(np.repeat(np.arange(len(tensors)), blocks)).to(device)
+    owner = torch.repeat_interleave(
+        torch.arange(len(tensors), device=device),
+        torch.from_numpy(blocks).to(device),
+        output_size=len(counts),
+    )
     starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
     unused = torch.tensor([t.words.numel() for t in tensors], device=device) - (
         ends[firsts + torch.from_numpy(blocks - 1).to(device)] - words_before
@@ -225,10 +229,11 @@ def make_launches(
     ragged = np.flatnonzero([t.numel % BLOCK for t in tensors])
 
     def launch(rows: Numbers, first: Numbers, warps: int, is_ragged: bool) -> Launch:
-        pairs = torch.from_numpy(np.stack([rows, first], axis=1).astype(np.int32)).to(device)
+        programs = np.stack([rows, first, first_block[rows] + first], axis=1).astype(np.int32)
         return Launch(
-            tensors[0].kind, is_ragged, warps, descriptors, starts, counts, tables, exponents, pairs
-        )
+            tensors[0].kind, is_ragged, warps, descriptors, starts, counts, tables, exponents,
+            torch.from_numpy(programs).to(device),
+        )  # fmt: skip
 
     launches = [launch(row_of, first_of, warps, False), launch(ragged, full[ragged], 1, True)]
     return [one for one in launches if one.programs.numel()]
@@ -275,8 +280,8 @@ _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK))
 _HEADER, _SLOTS, _SCALE_BITS = (tl.constexpr(v) for v in (HEADER_WORDS, SCALE - 1, SCALE_BITS))
 _LOWER = tl.constexpr(LOWER)
-_C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_FIRST_BLOCK, _C_PLANES = (
-    tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _FIRST_BLOCK, _PLANES)
+_C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_PLANES = (
+    tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES)
 )
 
 # How far ahead of the next word 64 words are touched in every run. A run of Gaussian bf16 takes 41.
@@ -578,24 +583,24 @@ def _decode_blocks(
     inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of one tensor: full ones, or, RAGGED, its last."""
     W: tl.constexpr = KEPT + 1
     N: tl.constexpr = BITS // 8
     STRIDE: tl.constexpr = BITS if BITS <= 16 else BITS // 4
-    row = tl.load(programs + 2 * tl.program_id(0))
+    programs += 3 * tl.program_id(0)
+    row, first_block, first_number = tl.load(programs), tl.load(programs + 1), tl.load(programs + 2)
     own = descriptors + row * _COLUMNS
     numel = tl.load(own + _C_NUMEL)
     lane = tl.arange(0, L) % _LANES
-    block = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int64) + tl.arange(0, L) // _LANES
+    block = first_block.to(tl.int64) + tl.arange(0, L) // _LANES
     if not RAGGED:
         # Where blocks are left over, the last is decoded by several warps: all write the same.
         block = tl.minimum(block, numel // _BLOCK - 1)
-    number = tl.load(own + _C_FIRST_BLOCK) + block
+    number = first_number + (block - first_block).to(tl.int32)
     start = tl.load(starts + number)
-    count = tl.minimum(tl.load(counts + number).to(tl.int64), (tl.load(own + _C_WORDS_END) - start) // 2)
-    count = count.to(tl.int32)
+    count = tl.load(counts + number)
+    count = tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2).to(tl.int32)
     words = (inp + start).to(tl.pointer_type(tl.uint16))
     whole = count >= _HEADER
     escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
@@ -642,7 +647,7 @@ def _decode_blocks(
     touched = tl.zeros([L], tl.uint16)
     touching = tl.zeros([L], tl.uint16)
     factor = tl.zeros([L], tl.float32)
-    for i in tl.range(runs - 1, loop_unroll_factor=UNROLL):
+    for i in range(runs - 1):
         touched |= touching
         ahead = p + _AHEAD + 2 * lane
         touching = tl.load(words + ahead, mask=ahead < limit, other=0)
