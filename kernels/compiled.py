@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop; only for this run where neither the package's folder nor a cache can be written."""
-    compiler: Callable[..., Callable[..., Any]]
-    try:
-        compiler = njit(nogil=True, cache=True)
-        return compiler(function)
-    except RuntimeError:  # numba found no place for its cache; NUMBA_CACHE_DIR names one
-        compiler = njit(nogil=True)
-        return compiler(function)
+    dispatcher: Any = njit(nogil=True)(function)
+    with suppress(RuntimeError):  # numba found no place for its cache; NUMBA_CACHE_DIR names one
+        dispatcher._cache = LockedCache(function)
+    return dispatcher  # type: ignore[no-any-return]
+
+
+class LockedCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache, in which one process at a time writes.
+
+    Without the lock, two processes that compile a loop for different dtypes at the same moment give both the
+    same file name, and the loop for one dtype is found under the other for ever after (numba issue 10128).
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What is kept for a signature, or None."""
+        if not os.path.isdir(self.cache_path):
+            return None
+        with self._lock(fcntl.LOCK_SH):
+            return super().load_overload(sig, target_context)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled for a signature."""
+        os.makedirs(self.cache_path, exist_ok=True)
+        with self._lock(fcntl.LOCK_EX):
+            super().save_overload(sig, data)
+
+    @contextmanager
+    def _lock(self, kind: int) -> Iterator[None]:
+        folder = os.open(self.cache_path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, kind)
+            yield
+        finally:
+            os.close(folder)
