@@ -13,8 +13,9 @@ import pytest
 from neuzip.kernels import compiled
 
 LOOP = """
-import sys
+import sys, time
 import numpy as np
+from numba.core.caching import IndexDataCacheFile
 from neuzip.kernels.compiled import compiled
 
 @compiled
@@ -23,6 +24,13 @@ def total(values):
     for i in range(values.size):
         result += values[i]
     return result
+
+load = IndexDataCacheFile._load_index
+def slowly(self):  # so that all processes have read the index before one writes it
+    index = load(self)
+    time.sleep(0.2)
+    return index
+IndexDataCacheFile._load_index = slowly
 
 dtype = np.dtype(sys.argv[1])
 sys.stdin.readline()
