@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -98,8 +98,6 @@ def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
 Kind = tuple[FloatFormat, int, int, int]
 """What a launch is compiled for: format, mantissa bits, group, block size or 0."""
 
-Numbers = npt.NDArray[np.integer]
-
 # Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
 _OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES = range(6)
 _WIDTHS = (32, 16, 8, 4, 2, 1)
@@ -142,6 +140,9 @@ class Plan:
 
     launches: list[tuple[Launch, torch.Tensor, torch.Tensor]]
     errors: torch.Tensor
+    tensors: Sequence[CodedTensor]
+    outs: Sequence[torch.Tensor]
+    """Kept, as the launches know only where they are."""
 
     def launch(self) -> None:
         """Decode once more. Marks in `errors` are never taken back."""
@@ -152,7 +153,7 @@ class Plan:
 def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None = None) -> Plan:
     """Lay out the launches for `tensors`. `warps` a program are chosen by their size if not given."""
     if not tensors:
-        return Plan([], torch.zeros(0, dtype=torch.int32))
+        return Plan([], torch.zeros(0, dtype=torch.int32), [], [])
     device = tensors[0].words.device
     errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
     kinds: dict[Kind, list[int]] = {}
@@ -176,7 +177,7 @@ def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps:
             numbers, errors, warps,
         ):  # fmt: skip
             launches.append((launch, inp, out))
-    return Plan(launches, errors)
+    return Plan(launches, errors, list(tensors), list(outs))
 
 
 def make_launches(
@@ -192,75 +193,89 @@ def make_launches(
     Output `i` begins `out_offsets[i]` bytes after the one that the launch will be given, and `numbers[i]` is
     where it is marked in `errors`. Tensors whose index does not add up to their words are marked at once.
     """
-    device = inp.device
-    blocks = np.array([t.index.numel() for t in tensors])
-    first_block = np.cumsum(blocks) - blocks
-    rows = np.zeros((len(tensors), _PLANES + len(_WIDTHS)), np.int64)
+    fmt, kept, group, _ = kind = tensors[0].kind
+    host = np.zeros((len(tensors), _FACTS), np.int64)
+    descriptors, words_at, n_words, blocks, first_block, frequencies, palettes = _columns(host)
+    widths, base = plane_widths(1 + kept), inp.data_ptr()
     for row, t in enumerate(tensors):
-        end = t.words.data_ptr() + 2 * t.words.numel() - inp.data_ptr()
-        normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - inp.data_ptr()
-        rows[row, :_PLANES] = out_offsets[row], end, t.numel, normaliser, numbers[row]
-        for width in plane_widths(1 + t.kept):
-            rows[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - inp.data_ptr()
-    descriptors = torch.from_numpy(rows).to(device)
+        words = t.words.data_ptr() - base
+        normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - base
+        descriptors[row, :_PLANES] = (
+            out_offsets[row], words + 2 * t.words.numel(), t.numel, normaliser, numbers[row]
+        )  # fmt: skip
+        for width in widths:
+            descriptors[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - base
+        words_at[row], n_words[row], blocks[row] = words, t.words.numel(), t.index.numel()
+        frequencies[row, : t.table.frequencies.size] = t.table.frequencies
+        palettes[row, : t.table.palette.size] = t.table.palette
+    first_block[:] = np.cumsum(blocks) - blocks
+    full, n_blocks = descriptors[:, _NUMEL] // BLOCK, int(blocks.sum())
+    is_ragged = blocks > full
+    warps = warps or (1 if int(full.sum()) <= FEW_BLOCKS else 4)
+    shares = ((full + warps - 1) // warps, warps, False), (is_ragged.astype(np.int64), 1, True)
+    sizes = [int(programs.sum()) for programs, _, _ in shares]
+
+    # From here on the device works, and nobody waits for it: one copy, and whatever follows from it.
+    facts = torch.from_numpy(host).to(inp.device, non_blocking=True)
+    descriptors, words_at, n_words, blocks, first_block, frequencies, palettes = _columns(facts)
     counts = torch.cat([t.index for t in tensors]).to(torch.int32) & 0xFFFF
     ends = torch.cumsum(counts, 0, dtype=torch.int64)
-    firsts = torch.from_numpy(first_block).to(device)
     # The words of a tensor are counted from its first block on, not from that of the launch.
-    words_before = (ends - counts)[firsts]
-    words_at = torch.tensor([t.words.data_ptr() - inp.data_ptr() for t in tensors], device=device)
-    owner = torch.repeat_interleave(
-        torch.arange(len(tensors), device=device),
-        torch.from_numpy(blocks).to(device),
-        output_size=len(counts),
-    )
+    words_before = (ends - counts)[first_block]
+    owner = _repeat(blocks, n_blocks)
     starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
-    unused = torch.tensor([t.words.numel() for t in tensors], device=device) - (
-        ends[firsts + torch.from_numpy(blocks - 1).to(device)] - words_before
+    unused = n_words - (ends[first_block + blocks - 1] - words_before)
+    errors[descriptors[:, _TENSOR]] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
+    own = descriptors.contiguous(), starts, counts, _slots(frequencies), _exponents_of(palettes, fmt, group)
+    launches = []
+    for (_, width, ragged), size in zip(shares, sizes, strict=True):
+        if size:
+            numel = descriptors[:, _NUMEL]
+            per_row = (numel % BLOCK != 0).long() if ragged else (numel // BLOCK + width - 1) // width
+            owner = _repeat(per_row, size)
+            before = torch.arange(size, device=inp.device) - (torch.cumsum(per_row, 0) - per_row)[owner]
+            first = numel[owner] // BLOCK if ragged else before * width
+            programs = torch.stack([owner, first, first_block[owner] + first], 1).to(torch.int32)
+            launches.append(Launch(kind, ragged, width, *own, programs))
+    return launches
+
+
+_FACTS = _PLANES + len(_WIDTHS) + 4 + 256 + 256
+
+
+def _columns(facts: Any) -> tuple[Any, ...]:
+    """What is known of every tensor: its descriptor, four numbers, frequencies and palette."""
+    n = _PLANES + len(_WIDTHS)
+    return (
+        facts[:, :n],
+        *(facts[:, n + i] for i in range(4)),
+        facts[:, n + 4 : n + 260],
+        facts[:, n + 260 :],
     )
-    errors[torch.tensor(list(numbers), device=device)] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
-    tables, exponents = _tables([t.table for t in tensors], tensors[0].fmt, device)
-
-    full = np.array([t.numel // BLOCK for t in tensors])
-    warps = warps or (1 if int(full.sum()) <= FEW_BLOCKS else 4)
-    programs = -(-full // warps)
-    row_of = np.repeat(np.arange(len(tensors)), programs)
-    first_of = warps * (np.arange(row_of.size) - np.repeat(np.cumsum(programs) - programs, programs))
-    ragged = np.flatnonzero([t.numel % BLOCK for t in tensors])
-
-    def launch(rows: Numbers, first: Numbers, warps: int, is_ragged: bool) -> Launch:
-        programs = np.stack([rows, first, first_block[rows] + first], axis=1).astype(np.int32)
-        return Launch(
-            tensors[0].kind, is_ragged, warps, descriptors, starts, counts, tables, exponents,
-            torch.from_numpy(programs).to(device),
-        )  # fmt: skip
-
-    launches = [launch(row_of, first_of, warps, False), launch(ragged, full[ragged], 1, True)]
-    return [one for one in launches if one.programs.numel()]
 
 
-def _tables(
-    tables: Sequence[Table], fmt: FloatFormat, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For all tensors 4,096 slots, symbol | frequency << 8 | offset << 20, and the exponents of 256 symbols.
+def _repeat(times: torch.Tensor, total: int) -> torch.Tensor:
+    """Each row's number as often as `times` says, `total` numbers."""
+    rows = torch.arange(times.numel(), device=times.device)
+    return torch.repeat_interleave(rows, times, output_size=total)
 
-    Those are shifted to where they stand in a weight, or in a pair of weights.
-    """
-    n = len(tables)
-    frequencies = np.zeros((n, 256), np.int64)
-    for row, table in enumerate(tables):
-        frequencies[row, : table.frequencies.size] = table.frequencies
-    f = torch.from_numpy(frequencies.reshape(-1)).to(device)
-    symbol = torch.repeat_interleave(torch.arange(n * 256, device=device), f, output_size=n * SCALE)
-    offset = torch.arange(n * SCALE, device=device) - (torch.cumsum(f, 0) - f)[symbol]
-    entries = (symbol & 0xFF) | f[symbol] << 8 | offset << 20
-    pairs = np.stack([t.exponents.astype(np.int64) for t in tables])
+
+def _slots(frequencies: torch.Tensor) -> torch.Tensor:
+    """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20."""
+    f = frequencies.reshape(-1)
+    symbol = _repeat(f, frequencies.shape[0] * SCALE)
+    offset = torch.arange(symbol.numel(), device=f.device) - (torch.cumsum(f, 0) - f)[symbol]
+    return _as_int32((symbol & 0xFF) | f[symbol] << 8 | offset << 20)
+
+
+def _exponents_of(palettes: torch.Tensor, fmt: FloatFormat, group: int) -> torch.Tensor:
+    """For every tensor the exponents of 256 symbols, shifted to where they stand in a weight or a pair."""
     shift, stride = _exponent_layout(fmt)
-    if tables[0].group == 2:
-        pairs = (pairs & 0xFF) << shift | pairs >> 8 << (shift + stride)
-    else:
-        pairs = pairs << shift
-    return _as_int32(entries), _as_int32(torch.from_numpy(pairs.reshape(-1)).to(device))
+    if group == 1:
+        return _as_int32(palettes << shift).reshape(-1)
+    symbol = torch.arange(256, device=palettes.device)
+    first, second = palettes[:, symbol & 15], palettes[:, symbol >> 4]
+    return _as_int32(first << shift | second << (shift + stride)).reshape(-1)
 
 
 def _exponent_layout(fmt: FloatFormat) -> tuple[int, int]:
