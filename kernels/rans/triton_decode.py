@@ -385,11 +385,12 @@ def _load_run(
 ):
     """The planes of a lane's 8 weights, run `at` from the pointers on: w bytes of the plane of width w.
 
-    Of a ragged block only what belongs to its `left` weights, to 16 bytes rounded up, is read.
+    Of a ragged block only what belongs to its `left` weights, to 16 bytes rounded up, is read. Nothing is
+    widened here: that would be a use, and would wait.
     """
     none = tl.full([], 0, tl.uint64)
     q0, q1, q2, q3, d0, d1, b8, b4 = none, none, none, none, none, none, none, none.to(tl.uint32)
-    b2, b1 = none.to(tl.uint32), none.to(tl.uint32)
+    b2, b1 = none.to(tl.uint16), none.to(tl.uint8)
     if RAGGED:
         if W & 32:
             q0 = tl.load(planes32 + 4 * at, mask=left > 0, other=0)
@@ -404,9 +405,9 @@ def _load_run(
         if W & 4:
             b4 = tl.load(planes4 + at, mask=left > 0, other=0)
         if W & 2:
-            b2 = tl.load(planes2 + at, mask=left > 0, other=0).to(tl.uint32)
+            b2 = tl.load(planes2 + at, mask=left > 0, other=0)
         if W & 1:
-            b1 = tl.load(planes1 + at, mask=left > 0, other=0).to(tl.uint32)
+            b1 = tl.load(planes1 + at, mask=left > 0, other=0)
     else:
         if W & 32:
             q0 = tl.load(planes32 + 4 * at)
@@ -421,16 +422,19 @@ def _load_run(
         if W & 4:
             b4 = tl.load(planes4 + at)
         if W & 2:
-            b2 = tl.load(planes2 + at).to(tl.uint32)
+            b2 = tl.load(planes2 + at)
         if W & 1:
-            b1 = tl.load(planes1 + at).to(tl.uint32)
+            b1 = tl.load(planes1 + at)
     return q0, q1, q2, q3, d0, d1, b8, b4, b2, b1
 
 
 @triton.jit
 def _spread(plane, j: tl.constexpr, w: tl.constexpr, STRIDE: tl.constexpr):
     """The fields of w bits of weights 2j and 2j + 1, STRIDE bits apart."""
-    two = (plane >> (2 * w * j)).to(tl.uint32)
+    if w == 8:
+        two = (plane >> (16 * j)).to(tl.uint32)
+    else:
+        two = plane.to(tl.uint32) >> (2 * w * j)
     ones: tl.constexpr = (1 << w) - 1
     return (two & ones) | ((two & (ones << w)) << (STRIDE - w))
 
@@ -467,9 +471,9 @@ def _field(q, d, b8, b4, b2, b1, j: tl.constexpr, W: tl.constexpr):
     if W & 4:
         field = (field << 4) | ((b4 >> (4 * j)) & 0xF).to(tl.uint64)
     if W & 2:
-        field = (field << 2) | ((b2 >> (2 * j)) & 0x3).to(tl.uint64)
+        field = (field << 2) | ((b2.to(tl.uint32) >> (2 * j)) & 0x3).to(tl.uint64)
     if W & 1:
-        field = (field << 1) | ((b1 >> j) & 0x1).to(tl.uint64)
+        field = (field << 1) | ((b1.to(tl.uint32) >> j) & 0x1).to(tl.uint64)
     return field
 
 
