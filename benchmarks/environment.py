@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+UNKNOWN = "unknown"
 
 
 def describe(*packages: str) -> dict[str, object]:
@@ -22,6 +23,19 @@ def describe(*packages: str) -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
         "commit": _commit(),
+    }
+
+
+def describe_gpu() -> dict[str, object]:
+    """The first GPU, its memory and its driver."""
+    import torch
+
+    asked = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "name": torch.cuda.get_device_name(0),
+        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        "driver": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
+        "cuda": torch.version.cuda,
     }
 
 
@@ -47,10 +61,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """What git says, or, where there is only a copy of the files, NEUZIP_COMMIT."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
+    if not commit:
+        return os.environ.get("NEUZIP_COMMIT", UNKNOWN)
     # Results and the README that quotes them follow a measurement: they do not count as changes.
     changed = subprocess.run(
         [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"],

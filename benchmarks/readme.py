@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
 
 
@@ -28,13 +29,16 @@ def main() -> int:
 
 
 def figures() -> str:
-    """All figures as Markdown."""
-    return "\n\n".join([quality(load("quality-demo")), codec(load("cpu_codec")), memory(load("memory"))])
+    """All figures as Markdown; those of a GPU once they have been measured."""
+    parts = [quality(load("quality-demo")), codec(load("cpu_codec"))]
+    if (RESULTS / "gpu_codec.json").is_file():
+        parts.append(gpu_codec(load("gpu_codec")))
+    return "\n\n".join([*parts, memory(load("memory"))])
 
 
 def load(name: str) -> dict[str, Any]:
     """One result."""
-    document: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return document
 
 
@@ -104,6 +108,43 @@ def against(row: dict[str, Any], peer: dict[str, Any], key: str) -> str:
     """Our speed as a multiple of the peer's; a target missed is said."""
     factor = row[key] / peer[key]
     return f" ({factor:.2f}x{'' if factor >= 1 else ', short of the aim'})"
+
+
+def gpu_codec(document: dict[str, Any]) -> str:
+    """Our codec on a GPU, its targets, its peers, and how near the limit it is."""
+    lines = []
+    for r in document["results"]:
+        if "status" in r:
+            lines.append(f"| {r['row']} | {r['by']} | {r['status']} | | | | |")
+            continue
+        digits = 0 if r["gb_s"] >= 100 else 1
+        must, stretch = (f"{r[key]:,.{digits}f}" if key in r else "" for key in ("must_gb_s", "stretch_gb_s"))
+        missed = ", **missed**" if r["gb_s"] < r.get("must_gb_s", 0) else ""
+        if r["gb_s"] >= r.get("stretch_gb_s", float("inf")):
+            stretch += ", reached"
+        bits = f"{r['bits_per_exponent']:.3f} bits" if "bits_per_exponent" in r else ""
+        if r.get("bits_per_exponent", 0) > r.get("must_bits", 8):
+            bits += f" of {r['must_bits']}, **missed**"
+        size = ", ".join(filter(None, [f"{r['ratio']:.2%}" if "ratio" in r else "", bits]))
+        share = f"{r['share']:.0%}" if "share" in r else ""
+        cells = (r["row"], r["by"], f"{r['gb_s']:,.{digits}f}{missed}", must, stretch, share, size)
+        lines.append(f"| {' | '.join(cells)} |")
+    e, gpu = document["environment"], document["environment"]["gpu"]
+    packages = ", ".join(
+        f"{name} {v}" for name, v in e["packages"].items() if name in ("torch", "triton", "safetensors")
+    )
+    return (
+        "**The codec on a GPU**, GB/s of the plain form, medians; every output compared with the original "
+        'first. "A call" is a user\'s call on an idle card, the other figures are kernels in a CUDA graph on '
+        "data that is not in the L2; loads are timed by the clock. The limit for decoders of bf16 is 2,680 "
+        "GB/s, for all else what is read and written at the speed of a device copy "
+        f"({document['device_copy_gb_s']:,.0f} GB/s) or, for loads, of the link "
+        f"({document['link_gb_s']:.1f} GB/s). Bits are those of an exponent, all included. Other formats "
+        "must be no slower than bf16. `python benchmarks/gpu_codec.py`\n\n"
+        "| what | by | GB/s | must | stretch | of the limit | size |\n|---|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + f"\n\n{gpu['name']}, driver {gpu['driver']}, Python {e['python']}, {packages}, commit {e['commit']}"
+    )
 
 
 def memory(document: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,6 +23,10 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what
 JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", "-j", metavar="N", min=1, help="Use N threads; all cores if not given"),
+]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="Work on the CPU or on a GPU; auto takes a GPU for 2 GiB of weights and more"),
 ]
 TensorOption = Annotated[
     list[str] | None,

@@ -5,13 +5,17 @@ third of its size, and a tensor rounded to k bits (see `truncated`) takes 1 + k 
 
 `encode` reads its tensor twice, piece by piece: a histogram first, then the coding. `Decoder` reads any
 range. Neither holds more than the streams.
+
+Both work on a GPU too, if they are given one: there a tensor is read once, and coded as a whole.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +34,9 @@ from neuzip.kernels.float_fields import (
     split,
     unpack_fields,
 )
+
+if TYPE_CHECKING:
+    from .gpu import Coder, Fill, Gpu
 
 PIECE = 128 * rans.BLOCK
 """Weights of one job, 2 M: a millisecond of work, against which handing it to a thread weighs little."""
@@ -99,13 +106,29 @@ _scratch = Scratch()
 
 
 def encode(
-    read: Read, numel: int, fmt: FloatFormat, parallel: Map = map, observe: Observe = ignore
+    read: Read,
+    numel: int,
+    fmt: FloatFormat,
+    parallel: Map = map,
+    observe: Observe = ignore,
+    gpu: Gpu | None = None,
 ) -> tuple[int, dict[str, Stream]]:
-    """Code a tensor of `numel` weights: the mantissa bits kept, and the streams.
+    """Code a tensor of `numel` weights, on `gpu` if that is given: the mantissa bits kept, and the streams.
 
     `observe` is shown all pieces in order, once. Raises NotWorthwhile when the streams would be no smaller
     than the tensor.
     """
+    if gpu is not None and numel:
+        coder = gpu.coder(numel, fmt)
+
+        def send(piece: tuple[int, int]) -> Bits:
+            bits = read(*piece)
+            coder.put(piece[0], bits)
+            return bits
+
+        for bits in parallel(send, pieces(numel)):
+            observe(bits)
+        return finish(coder, numel, fmt)
 
     def count(piece: tuple[int, int]) -> tuple[Census, Bits]:
         bits = read(*piece)
@@ -133,27 +156,60 @@ def encode(
         return rans.encode(exponents, table, _scratch.words_for(stop - start, table.group))
 
     coded = list(parallel(code, pieces(numel)))
+    return kept, _streams(
+        table, [part.index for part in coded], [part.words for part in coded],
+        [[plane] for plane in planes.values()], numel, fmt,
+    )  # fmt: skip
+
+
+def finish(coder: Coder, numel: int, fmt: FloatFormat) -> tuple[int, dict[str, Stream]]:
+    """What `encode` gives, of a tensor that has been sent to a GPU. Raises NotWorthwhile."""
+    coded = coder.finish()
+    return coded.kept, _streams(
+        coded.table, coded.index, coded.words, list(coded.planes.values()), numel, fmt
+    )
+
+
+def _streams(
+    table: rans.Table,
+    index: list[npt.NDArray[np.uint16]],
+    words: list[npt.NDArray[np.uint16]],
+    planes: list[list[npt.NDArray[np.uint8]]],
+    numel: int,
+    fmt: FloatFormat,
+) -> dict[str, Stream]:
+    """The streams, from parts that follow each other; `planes` are the widest first."""
     streams = {
         "table": padded_stream([_table_stream(table)]),
-        "index": padded_stream([part.index for part in coded]),
-        "words": padded_stream([part.words for part in coded]),
-        "sign_mantissa": Stream([p for plane in planes.values() for p in padded_stream([plane]).parts]),
+        "index": padded_stream(index),
+        "words": padded_stream(words),
+        "sign_mantissa": Stream([p for plane in planes for p in padded_stream(plane).parts]),
     }
     if sum(s.nbytes for s in streams.values()) + OVERHEAD >= numel * fmt.bits // 8:
         raise NotWorthwhile
-    return kept, streams
+    return streams
 
 
 class Decoder:
     """Decodes ranges of one tensor from its streams: the inverse of `encode`.
 
-    `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other;
-    whoever knows the file and the tensor says so.
+    `length` gives the length of a stream in bytes. With `on_gpu` ranges are decoded there, and multiplied by
+    the normaliser of blocks of `block_size` weights. Raises NeuzipError when the streams contradict each
+    other; whoever knows the file and the tensor says so.
     """
 
     def __init__(
-        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, fmt: FloatFormat, kept: int
+        self,
+        read_stream: ReadStream,
+        length: Callable[[str], int],
+        numel: int,
+        fmt: FloatFormat,
+        kept: int,
+        on_gpu: OnGpu | None = None,
+        block_size: int | None = None,
     ) -> None:
+        self._on_gpu = on_gpu
+        self._block_size = block_size
         self._read_stream = read_stream
         self._numel = numel
         self._fmt = fmt
@@ -185,6 +241,12 @@ class Decoder:
         if start == stop:
             return np.empty(0, self._fmt.dtype)
         whole = (start, stop) == (begin, end)
+        if self._on_gpu is not None:
+            part = self._decoded_on(self._on_gpu, first, last, end)[start - begin : stop - begin]
+            if out is None:
+                return part
+            out[:] = part
+            return out
         words = self._read_stream(
             "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
         ).view("<u2")
@@ -206,8 +268,43 @@ class Decoder:
         out[:] = part
         return out
 
+    def _decoded_on(self, on: OnGpu, first: int, last: int, end: int) -> Bits:
+        """Weights from block `first` on up to `end`, in block `last - 1`."""
+        begin, at = first * rans.BLOCK, self._word_starts
+        ranges: dict[str | int, tuple[str, int, int]] = {
+            "words": ("words", 2 * int(at[first]), 2 * int(at[last]))
+        }
+        for width, start in self._plane_starts.items():
+            start += begin * width // 8
+            ranges[width] = "sign_mantissa", start, start + plane_bytes(width, end - begin)
+        if self._block_size is not None:
+            ranges["normaliser"] = "normaliser", begin // self._block_size, -(-end // self._block_size)
+        decoded = on.gpu.decode(
+            self._fmt, self._kept, self._table, self._index[first:last], end - begin, ranges, on.fill,
+            self._block_size,
+        )  # fmt: skip
+        if decoded is not None:
+            return decoded
+        # The GPU does not say where: the CPU does, as if it had been the one to find out.
+        on_cpu = copy.copy(self)
+        on_cpu._on_gpu = None
+        for start in range(begin, end, PIECE):
+            on_cpu.read(start, min(start + PIECE, end))
+        raise NeuzipError(
+            f"the words from block {first} on are corrupt on the GPU and not on the CPU",
+            "this is a bug in neuzip, or faulty memory; please report it",
+        )
+
     def _read_plane(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._read_stream("sign_mantissa", at, at + nbytes)
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """A GPU to decode on, and what fills its memory with streams."""
+
+    gpu: Gpu
+    fill: Fill
 
 
 def expect_length(stream: str, nbytes: int, expected: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -44,6 +45,7 @@ from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
+from .device import CPU, Device
 from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
 from .plan import Plan, PlannedTensor, coded_streams, make_plan
@@ -70,6 +72,9 @@ from .workspace import (
     write_file,
     writing,
 )
+
+if TYPE_CHECKING:
+    from .gpu import Gpu
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 SCRATCH = f"{OWN_FOLDER}/scratch"
@@ -104,7 +109,10 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What a run did. Byte counts are of whole checkpoints, all files included; `seconds` is wall time."""
+    """What a run did. Byte counts are of whole checkpoints, all files included; `seconds` is wall time.
+
+    `device` is where this rank coded.
+    """
 
     src: Path
     dst: Path
@@ -115,6 +123,7 @@ class CompressionReport:
     weights: int
     tensors: tuple[TensorReport, ...]
     seconds: float
+    device: str
     resumed_files: int = 0
     warnings: tuple[str, ...] = field(default=())
 
@@ -137,6 +146,7 @@ def compress(
     verify: bool = True,
     jobs: int | None = None,
     overwrite: bool = False,
+    device: Device = CPU,
     on_bytes: OnBytes = ignore,
     ranks: Ranks = ALONE,
 ) -> CompressionReport:
@@ -144,14 +154,15 @@ def compress(
 
     With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
     told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
-    call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. Raises NeuzipError.
+    call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
+    `device`. Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
-    with TensorSource(src) as source, Workers(jobs or ranks.jobs) as workers:
+    with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
         plan = ranks.on_first(lambda: make_plan(source, rules, workers))
-        job = _Compression(source, plan, workers, verify, ranks.counting(on_bytes), ranks)
+        job = _Compression(source, plan, workers, verify, device, ranks.counting(on_bytes), ranks)
         job.require_shared_source()
         if source.checkpoint.is_file:
             job.file(dst, overwrite)
@@ -200,6 +211,7 @@ class _Compression:
         plan: Plan,
         workers: Workers,
         verify: bool,
+        device: Device,
         on_bytes: OnBytes,
         ranks: Ranks,
     ) -> None:
@@ -207,6 +219,7 @@ class _Compression:
         self._plan = plan
         self._workers = workers
         self._verify = verify
+        self._device = device
         self._on_bytes = on_bytes
         self._ranks = ranks
         self._notes: dict[Key, str] = {}
@@ -473,7 +486,7 @@ class _Compression:
     def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
         """Read a container back, and compare every tensor, or those of `part`, with the source."""
         originals = {t.name: t for t in self._source.tensors(file)}
-        with TensorSource(Checkpoint(path, path.parent, (path.name,), ())) as written:
+        with TensorSource(Checkpoint(path, path.parent, (path.name,), ()), self._device) as written:
             # Tensors that live in another file were compared byte by byte when the plan was made.
             here = [
                 t
@@ -528,6 +541,10 @@ class _Compression:
             reader = lambda start, stop: data[start:stop]  # noqa: E731
         fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
         size = fmt.bits // 8
+        gpu = self._device.gpu_for(numel)
+        if gpu is not None and not gpu.has_room_for(nbytes):
+            self._note(tensor, f"too large for the memory of {self._device.name}: coded on the CPU")
+            gpu = None
 
         def read(start: int, stop: int) -> Bits:
             return reader(start * size, stop * size).view(fmt.dtype)
@@ -535,26 +552,37 @@ class _Compression:
         try:
             if scheme.mantissa_bits is not None:
                 rounding = truncated.Rounding(fmt, scheme.mantissa_bits, scheme.block_size)
-                rounded = self._encode_rounded(tensor, read, rounding, parallel)
+                rounded = self._encode_rounded(tensor, read, rounding, parallel, gpu)
                 if rounded is not None:
                     return rounded
             whole = xxhash.xxh3_64()
-            kept, streams = lossless.encode(read, numel, fmt, parallel, lambda bits: whole.update(bits.data))
+            kept, streams = lossless.encode(
+                read, numel, fmt, parallel, lambda bits: whole.update(bits.data), gpu
+            )
         except lossless.NotWorthwhile:
             return TensorRecord("raw", digest(reader, nbytes)), {}
         return TensorRecord("lossless", whole.hexdigest(), kept, streams=checksums(streams)), streams
 
+    def _note(self, tensor: SourceTensor, note: str) -> None:
+        key = tensor.file, tensor.name
+        self._notes[key] = f"{self._notes[key]}; {note}" if key in self._notes else note
+
     def _encode_rounded(
-        self, tensor: SourceTensor, read: Read, rounding: truncated.Rounding, parallel: Map
+        self,
+        tensor: SourceTensor,
+        read: Read,
+        rounding: truncated.Rounding,
+        parallel: Map,
+        gpu: Gpu | None,
     ) -> tuple[TensorRecord, dict[str, Stream]] | None:
         """The same for a rounded tensor; None for one that stays as it is."""
         whole = xxhash.xxh3_64()
         try:
             kept, streams, loss, restored = truncated.encode(
-                read, tensor.info.numel, rounding, parallel, lambda bits: whole.update(bits.data)
+                read, tensor.info.numel, rounding, parallel, lambda bits: whole.update(bits.data), gpu
             )
         except truncated.NonFinite:
-            self._notes[tensor.file, tensor.name] = "holds infinities or NaNs: kept lossless"
+            self._note(tensor, "holds infinities or NaNs: kept lossless")
             return None
         original = whole.hexdigest()
         if restored == original:
@@ -619,7 +647,8 @@ class _Compression:
             checkpoint.path, dst, self._plan.original_bytes,
             stored_weights + sum(p.stat().st_size for p in others),
             sum(p.stat().st_size for p in checkpoint.weight_paths()), stored_weights,
-            sum(t.info.numel for t in source.tensors()), tuple(tensors), seconds, self._resumed,
+            sum(t.info.numel for t in source.tensors()), tuple(tensors),
+            seconds, self._device.name, self._resumed,
             tuple(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
         )  # fmt: skip
 

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
@@ -19,9 +17,10 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.tensor_file import TensorFile
 
-from .source import TensorSource, digest
+from .device import CPU, Device
+from .source import Bytes, SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore, verify_files
-from .workers import Workers
+from .workers import Workers, default_jobs
 from .workspace import (
     copy_file,
     files_in,
@@ -44,7 +43,8 @@ from .workspace import (
 class DecompressionReport:
     """What `decompress` wrote. `lossless` says whether it is the original byte by byte.
 
-    `was_there` says that an earlier run had written it all, and that this one only compared it.
+    `device` decoded it. `was_there` says that an earlier run had written it all, and that this one only
+    compared it.
     """
 
     src: Path
@@ -54,6 +54,7 @@ class DecompressionReport:
     files: int
     lossless: bool
     seconds: float
+    device: str
     was_there: bool = False
 
 
@@ -63,6 +64,7 @@ def decompress(
     *,
     jobs: int | None = None,
     overwrite: bool = False,
+    device: Device = CPU,
     on_bytes: OnBytes = ignore,
 ) -> DecompressionReport:
     """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
@@ -71,7 +73,7 @@ def decompress(
     """
     began = time.monotonic()
     dst = Path(dst)
-    with TensorSource(src) as source, Workers(jobs) as workers:
+    with TensorSource(src, device) as source, Workers(jobs or device.jobs(default_jobs())) as workers:
         checkpoint = source.checkpoint
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
@@ -94,7 +96,7 @@ def decompress(
         lossless_only = all(r is None or r.lossless for r in records)
         seconds = time.monotonic() - began
         return DecompressionReport(
-            checkpoint.path, dst, stored, restored, files, lossless_only, seconds, was_there
+            checkpoint.path, dst, stored, restored, files, lossless_only, seconds, device.name, was_there
         )
 
 
@@ -132,24 +134,33 @@ def _restore_folder(
 
 
 def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
-    """Write one original weight file: its header as it was, and every tensor decoded and checked."""
+    """Write one original weight file: its header as it was, and every tensor decoded and checked.
+
+    The threads that decode write too: so the file is all that anybody waits for.
+    """
     temporary = partial_name(target)
     try:
         with open(temporary, "wb") as out:
-            out.write(source.header(file).raw)
-
-            def write(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-                out.write(data.data)
-                on_bytes(data.size)
-
-            for _ in check_tensors(source, list(source.tensors(file)), workers, on_data=write):
-                pass
+            raw = source.header(file).raw
+            out.write(raw)
             out.flush()
+
+            def keep(tensor: SourceTensor, start: int, data: Bytes) -> None:
+                _write_at(out.fileno(), len(raw) + tensor.info.start + start, data)
+
+            for _ in check_tensors(source, list(source.tensors(file)), workers, on_bytes=on_bytes, keep=keep):
+                pass
             os.fsync(out.fileno())
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_at(descriptor: int, offset: int, data: Bytes) -> None:
+    view, done = data.data, 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def _is_restored(source: TensorSource, stored: dict[str, StoredFile], folder: Path) -> bool:

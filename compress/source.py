@@ -15,13 +15,15 @@ import xxhash
 
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import Checkpoint, find_checkpoint
-from neuzip.formats.container import Container, is_container
+from neuzip.formats.container import Container, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile, TensorInfo
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels import rans
+from neuzip.kernels.float_fields import FORMATS, FloatFormat
 
 from . import lossless, truncated
-from .lossless import PIECE
+from .device import CPU, Device
+from .lossless import PIECE, OnGpu
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,9 +41,9 @@ class SourceTensor:
         """Its name in the checkpoint."""
         return self.info.name
 
-    def pieces(self) -> Sequence[tuple[int, int]]:
-        """Byte ranges that cover it, cut where the coder cuts."""
-        return _Pieces(self.info.nbytes, PIECE * DTYPE_BITS.get(self.info.dtype, 8) // 8)
+    def pieces(self, device: Device = CPU) -> Sequence[tuple[int, int]]:
+        """Byte ranges that cover it, cut where the coder cuts; a GPU takes several of those at a time."""
+        return _Pieces(self.info.nbytes, max(PIECE * DTYPE_BITS.get(self.info.dtype, 8) // 8, device.piece))
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,46 @@ class _Pieces(Sequence[tuple[int, int]]):
         return start, min(start + self.width, self.total)
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Where bytes of a tensor lie in its file: a stream, or with `stream` None the tensor as it is.
+
+    `start` and `stop` count from the beginning of the file. `checksum` is None in a plain file.
+    """
+
+    stream: str | None
+    start: int
+    stop: int
+    checksum: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a tensor is coded, for a decoder that gets the streams elsewhere. Their lengths agree with it.
+
+    `planes` says by width where in `sign_mantissa` each plane begins.
+    """
+
+    fmt: FloatFormat
+    mantissa_bits: int
+    block_size: int | None
+    table: rans.Table
+    planes: dict[int, int]
+
+
 class TensorSource:
     """All tensors of a checkpoint, read by byte range: `with TensorSource(path) as source`.
 
-    Raises NeuzipError or FormatError for what is no checkpoint.
+    They are decoded on `device`. Raises NeuzipError or FormatError for what is no checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Checkpoint) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Checkpoint, device: Device = CPU) -> None:
+        self.device = device
         self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
         self._files: dict[str, TensorFile | Container] = {}
         try:
@@ -124,6 +159,40 @@ class TensorSource:
 
         return read
 
+    def extents(self, tensor: SourceTensor) -> list[Extent]:
+        """What is stored of a tensor that is no alias: its streams, or its bytes."""
+        opened, record = self._files[tensor.file], tensor.record
+        file = opened.file if isinstance(opened, Container) else opened
+        entries = file.header.tensors
+
+        def extent(stream: str | None, entry: str, checksum: str | None) -> Extent:
+            info = entries[entry]
+            return Extent(stream, file.data_start + info.start, file.data_start + info.stop, checksum)
+
+        if record is None:
+            return [extent(None, tensor.name, None)]
+        if not record.streams:
+            return [extent(None, tensor.name, record.checksum)]
+        return [extent(s, stream_name(tensor.name, s), checksum) for s, checksum in record.streams.items()]
+
+    def read_into(self, file: str, offset: int, target: Bytes) -> None:
+        """Fill `target` with the bytes of a weight file from `offset` on. For several threads."""
+        opened = self._files[file]
+        (opened.file if isinstance(opened, Container) else opened)._pread_into(offset, target)
+
+    def coding(self, tensor: SourceTensor) -> Coding | None:
+        """How a tensor is coded; None for one that is stored as it is. Raises FormatError."""
+        opened, record = self._files[tensor.file], tensor.record
+        if record is None or not record.streams:
+            return None
+        assert isinstance(opened, Container)
+        decoder = self._decoder(tensor, opened, record)
+        inner = decoder._inner if isinstance(decoder, truncated.Decoder) else decoder
+        return Coding(
+            FORMATS[tensor.info.dtype], record.mantissa_bits, record.block_size,
+            inner._table, inner._plane_starts,
+        )  # fmt: skip
+
     def read(self, tensor: SourceTensor, start: int = 0, stop: int | None = None) -> Bytes:
         """Bytes `start` to `stop` of a tensor as restored (all of it by default)."""
         return self.reader(tensor)(start, tensor.info.nbytes if stop is None else stop)
@@ -181,11 +250,16 @@ class TensorSource:
         def length(stream: str) -> int:
             return opened.stream_bytes(tensor.name, stream)
 
+        gpu = self.device.gpu_for(tensor.info.numel)
+        on_gpu = None
+        if gpu is not None:
+            starts = {e.stream: e.start for e in self.extents(tensor)}
+            on_gpu = OnGpu(gpu, lambda s, at, target: self.read_into(tensor.file, starts[s] + at, target))
         try:
             if record.scheme == "lossless":
-                return lossless.Decoder(read, length, tensor.info.numel, fmt, record.mantissa_bits)
+                return lossless.Decoder(read, length, tensor.info.numel, fmt, record.mantissa_bits, on_gpu)
             rounding = truncated.Rounding(fmt, record.mantissa_bits, record.block_size)
-            return truncated.Decoder(read, length, tensor.info.numel, rounding)
+            return truncated.Decoder(read, length, tensor.info.numel, rounding, on_gpu)
         except FormatError:
             raise
         except NeuzipError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,10 @@ from neuzip.kernels.float_fields import Bits, FloatFormat, non_finite, round_man
 from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
 
 from . import lossless
-from .lossless import Map, Observe, Read, ReadStream, pieces
+from .lossless import Map, Observe, OnGpu, Read, ReadStream, pieces
+
+if TYPE_CHECKING:
+    from .gpu import Gpu
 
 
 class NonFinite(Exception):
@@ -82,20 +86,29 @@ class Rounding:
 
 
 def encode(
-    read: Read, numel: int, rounding: Rounding, parallel: Map = map, observe: Observe = lossless.ignore
+    read: Read,
+    numel: int,
+    rounding: Rounding,
+    parallel: Map = map,
+    observe: Observe = lossless.ignore,
+    gpu: Gpu | None = None,
 ) -> tuple[int, dict[str, Stream], Loss, str]:
     """Round and code a tensor: the mantissa bits stored, the streams, the loss, and the restored checksum.
 
-    `observe` is shown all pieces in order, once, before they are rounded. Raises NonFinite, or NotWorthwhile
-    when the streams would be no smaller than the tensor.
+    `observe` is shown all pieces in order, once, before they are rounded. They are coded on `gpu`, if that is
+    given, but rounded here. Raises NonFinite, or NotWorthwhile when the streams would be no smaller than the
+    tensor.
     """
     fmt = rounding.fmt
+    coder = gpu.coder(numel, fmt) if gpu is not None and numel else None
 
     def check(piece: tuple[int, int]) -> tuple[Bits, Bits, npt.NDArray[np.uint8], Error]:
         bits = read(*piece)
         if non_finite(bits, fmt).any():
             raise NonFinite
         stored, normaliser = rounding.apply(bits)
+        if coder is not None:
+            coder.put(piece[0], stored)
         restored = rounding.restore(stored, normaliser)
         return bits, restored, normaliser, Error.between(bits, restored, fmt)
 
@@ -105,9 +118,12 @@ def encode(
         normalisers.append(normaliser)
         error += part
         running.update(restored.data)
-    kept, streams = lossless.encode(
-        lambda start, stop: rounding.apply(read(start, stop))[0], numel, fmt, parallel
-    )
+    if coder is not None:
+        kept, streams = lossless.finish(coder, numel, fmt)
+    else:
+        kept, streams = lossless.encode(
+            lambda start, stop: rounding.apply(read(start, stop))[0], numel, fmt, parallel
+        )
     if rounding.block_size is not None:
         streams["normaliser"] = padded_stream(normalisers)
     return kept, streams, error.loss, running.hexdigest()
@@ -117,9 +133,17 @@ class Decoder:
     """Decodes ranges of one rounded tensor: the inverse of `encode`."""
 
     def __init__(
-        self, read_stream: ReadStream, length: Callable[[str], int], numel: int, rounding: Rounding
+        self,
+        read_stream: ReadStream,
+        length: Callable[[str], int],
+        numel: int,
+        rounding: Rounding,
+        on_gpu: OnGpu | None = None,
     ) -> None:
-        self._inner = lossless.Decoder(read_stream, length, numel, rounding.fmt, rounding.mantissa_bits)
+        self._inner = lossless.Decoder(
+            read_stream, length, numel, rounding.fmt, rounding.mantissa_bits, on_gpu, rounding.block_size
+        )
+        self._on_gpu = on_gpu
         self._read_stream = read_stream
         self._rounding = rounding
         if rounding.block_size is not None:
@@ -131,7 +155,7 @@ class Decoder:
     def read(self, start: int, stop: int) -> Bits:
         """The restored patterns of weights `start` to `stop`."""
         size = self._rounding.block_size
-        if size is None or start == stop:
+        if size is None or start == stop or self._on_gpu is not None:
             return self._inner.read(start, stop)
         first, last = start // size, -(-stop // size)
         begin = first * size

@@ -15,13 +15,17 @@ from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_store
 from neuzip.formats.container import Container
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
+from .device import CPU, Device
+from .lossless import PIECE
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
-from .workers import Workers
+from .workers import Workers, default_jobs
 
 OnBytes = Callable[[int], None]
 Reader = Callable[[int, int], Bytes]
-Piece = tuple[Bytes, bool, Error]
+Keep = Callable[[SourceTensor, int, Bytes], None]
+"""keep(tensor, start, data): the restored bytes of a tensor from `start` on."""
+Piece = tuple[Bytes, bool, list[Error]]
 
 
 def ignore(_: int) -> None:
@@ -47,10 +51,11 @@ class TensorVerdict:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All tensors and files looked at."""
+    """All tensors and files looked at, and the device that decoded them."""
 
     tensors: tuple[TensorVerdict, ...]
     files: int
+    device: str
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +73,7 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     *,
     jobs: int | None = None,
+    device: Device = CPU,
     on_bytes: OnBytes = ignore,
 ) -> VerifyReport:
     """Check a compressed checkpoint: all checksums, and all tensors by decoding them.
@@ -75,38 +81,35 @@ def verify(
     With `against`, the original, also every byte of the lossless tensors, and the errors of the others.
     Raises FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's.
     """
-    with TensorSource(src) as source, Workers(jobs) as workers:
+    with TensorSource(src, device) as source, Workers(jobs or device.jobs(default_jobs())) as workers:
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "to compare two checkpoints: neuzip diff A B")
         files, tensors = verify_files(source), list(source.tensors())
 
-        def tell(data: Bytes) -> None:
-            on_bytes(data.size)
-
         if against is None:
             stored = [t for t in tensors if _decoded_elsewhere(source, t) is None]
-            verdicts = list(check_tensors(source, stored, workers, on_data=tell))
+            verdicts = list(check_tensors(source, stored, workers, on_bytes=on_bytes))
             for tensor in tensors:
                 target = _decoded_elsewhere(source, tensor)
                 if target is not None:
                     verdicts.append(_alias_verdict(source, tensor, target))
                     on_bytes(tensor.info.nbytes)
-            return VerifyReport(tuple(verdicts), files)
-        with TensorSource(against) as original:
+            return VerifyReport(tuple(verdicts), files, device.name)
+        with TensorSource(against, device) as original:
             require_same_tensors(source, original)
             others = {(_file(original, t), t.name): t for t in original.tensors()}
 
             def other(tensor: SourceTensor) -> Reader:
                 return original.reader(others[_file(source, tensor), tensor.name])
 
-            verdicts = list(check_tensors(source, tensors, workers, other, tell))
+            verdicts = list(check_tensors(source, tensors, workers, other, on_bytes))
     for verdict in verdicts:
         if verdict.identical is False and verdict.scheme != "truncated":
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
                 f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
             )
-    return VerifyReport(tuple(verdicts), files)
+    return VerifyReport(tuple(verdicts), files, device.name)
 
 
 def _decoded_elsewhere(source: TensorSource, tensor: SourceTensor) -> SourceTensor | None:
@@ -181,31 +184,39 @@ def check_tensors(
     tensors: list[SourceTensor],
     workers: Workers,
     original: Callable[[SourceTensor], Reader] | None = None,
-    on_data: Callable[[Bytes], None] = lambda data: None,
+    on_bytes: OnBytes = ignore,
+    keep: Keep | None = None,
 ) -> Iterator[TensorVerdict]:
     """Check streams, decode, compare with checksum and original: a verdict a tensor. Raises FormatError.
 
-    `original` gives a reader for the bytes to compare with. `on_data` gets the decoded bytes in order.
+    `original` gives a reader for the bytes to compare with. `keep` gets what was decoded, from several threads
+    and before it was compared with anything.
     """
 
     def jobs() -> Iterator[Callable[[], Piece]]:
         for tensor in tensors:
-            source.check_streams(tensor)
-            read = source.reader(tensor)
+            yield functools.partial(_check_streams, source, tensor)
+            try:
+                read = source.reader(tensor)
+            except FormatError as error:  # to be told when it is this tensor's turn, after its checksums
+                yield functools.partial(_fail, error)
+                return
             other = original(tensor) if original is not None else None
             exact = tensor.record is None or tensor.record.lossless
-            for piece in tensor.pieces():
-                yield functools.partial(_check_piece, tensor.info.dtype, exact, read, other, *piece)
+            for piece in tensor.pieces(source.device):
+                yield functools.partial(_check_piece, tensor, exact, read, other, keep, *piece)
 
     results = workers.map(lambda job: job(), jobs())
     for tensor in tensors:
         running, identical, error = xxhash.xxh3_64(), True, Error()
-        for _ in tensor.pieces():
-            data, same, part = next(results)
+        next(results)
+        for _ in tensor.pieces(source.device):
+            data, same, parts = next(results)
             running.update(data.data)
             identical &= same
-            error += part
-            on_data(data)
+            for part in parts:
+                error += part
+            on_bytes(data.size)
         if tensor.record is not None and running.hexdigest() != tensor.record.checksum:
             raise FormatError(
                 source.checkpoint.root / tensor.file, "does not decode to what its checksum says",
@@ -226,19 +237,43 @@ def check_tensors(
         yield verdict
 
 
-def _check_piece(dtype: str, exact: bool, read: Reader, other: Reader | None, start: int, stop: int) -> Piece:
+def _check_streams(source: TensorSource, tensor: SourceTensor) -> Piece:
+    source.check_streams(tensor)
+    return np.empty(0, np.uint8), True, []
+
+
+def _fail(error: FormatError) -> Piece:
+    raise error
+
+
+def _check_piece(
+    tensor: SourceTensor,
+    exact: bool,
+    read: Reader,
+    other: Reader | None,
+    keep: Keep | None,
+    start: int,
+    stop: int,
+) -> Piece:
     """A piece of a tensor, whether it equals the other's, and by how much it does not.
 
+    That are sums for every PIECE weights, however many a piece has: sums of other parts round otherwise.
     `exact` says that it should: then nothing is measured as long as it does.
     """
     data = read(start, stop)
+    if keep is not None:
+        keep(tensor, start, data)
     if other is None:
-        return data, True, Error()
+        return data, True, []
     expected = other(start, stop)
-    fmt = FORMATS.get(dtype)
+    fmt = FORMATS.get(tensor.info.dtype)
     same = bool(np.array_equal(data, expected))
     if fmt is None or (same and exact):
-        return data, same, Error()
+        return data, same, []
     a, b = expected.view(fmt.dtype), data.view(fmt.dtype)
-    finite = ~(non_finite(a, fmt) | non_finite(b, fmt))
-    return data, same, Error.between(a[finite], b[finite], fmt)
+    errors = []
+    for at in range(0, a.size, PIECE):
+        x, y = a[at : at + PIECE], b[at : at + PIECE]
+        finite = ~(non_finite(x, fmt) | non_finite(y, fmt))
+        errors.append(Error.between(x[finite], y[finite], fmt))
+    return data, same, errors

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,14 @@ from neuzip.compress import Rule, make_plan
 from neuzip.compress.pipeline import describe
 from neuzip.compress.scheme import LOSSLESS, RAW
 from neuzip.compress.source import SourceTensor, TensorSource
-from neuzip.compress.workers import Workers
+from neuzip.compress.workers import Workers, default_jobs
 from neuzip.errors import NeuzipError
 from neuzip.formats.container import Container
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
+
+if TYPE_CHECKING:
+    from neuzip.compress.gpu import Gpu
 
 Histogram = npt.NDArray[np.int64]
 
@@ -97,6 +100,23 @@ class Counts:
             np.bincount(top, minlength=1 << min(fmt.bits, TOP_BITS)),
             np.array(rest, np.int64).reshape(-1, 256),
         )
+
+    @classmethod
+    def on(cls, gpu: Gpu, bits: Bits, fmt: FloatFormat) -> Counts:
+        """The same, counted on a GPU."""
+        import torch
+
+        def count(data: torch.Tensor) -> torch.Tensor:
+            rows = data.view(bits.size, -1)
+            top = rows[:, -1].int()
+            if fmt.bits > 8:
+                top = (top << 8) + rows[:, -2]
+            rest = [torch.bincount(rows[:, i], minlength=256) for i in reversed(range(fmt.bits // 8 - 2))]
+            return torch.cat([torch.bincount(top, minlength=1 << min(fmt.bits, TOP_BITS)), *rest])
+
+        found = gpu.compute(bits, count)
+        size = 1 << min(fmt.bits, TOP_BITS)
+        return cls(fmt, found[:size].copy(), found[size:].reshape(-1, 256).copy())
 
     @classmethod
     def none(cls, fmt: FloatFormat) -> Counts:
@@ -269,12 +289,12 @@ def inspect(
     jobs: int | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Inspection:
-    """Count the weights of some tensors of a checkpoint, piece by piece. Raises FormatError.
+    """Count the weights of some tensors of a checkpoint, piece by piece, on its device. Raises FormatError.
 
     `on_bytes` is told of every byte of the tensors once.
     """
     totals: dict[str, Counts] = {}
-    with Workers(jobs) as workers:
+    with Workers(jobs or source.device.jobs(default_jobs())) as workers:
         storage = _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
         figures = []
         for tensor, label in zip(tensors, labels(tensors), strict=True):
@@ -321,7 +341,13 @@ def _count(
     source.check_streams(source.resolve(tensor))
     read = source.reader(tensor)
     total = Counts.none(fmt)
-    for part in workers.map(lambda piece: Counts.of(read(*piece).view(fmt.dtype), fmt), tensor.pieces()):
+    gpu = source.device.gpu_for(tensor.info.numel)
+
+    def count(piece: tuple[int, int]) -> Counts:
+        bits = read(*piece).view(fmt.dtype)
+        return Counts.of(bits, fmt) if gpu is None else Counts.on(gpu, bits, fmt)
+
+    for part in workers.map(count, tensor.pieces(source.device)):
         total += part
         on_bytes(part.numel * fmt.bits // 8)
     return total

@@ -313,6 +313,11 @@ class Container:
         """Length of a stream in bytes."""
         return self._file.header.tensors[stream_name(name, stream)].nbytes
 
+    @property
+    def file(self) -> TensorFile:
+        """The safetensors file that the container is."""
+        return self._file
+
     def read_stream(
         self, name: str, stream: str, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.uint8]:
@@ -338,7 +343,12 @@ class Container:
 
 def is_container(file: TensorFile) -> bool:
     """Whether a safetensors file calls itself a neuzip container."""
-    return "neuzip" in file.header.metadata
+    return is_container_metadata(file.header.metadata)
+
+
+def is_container_metadata(metadata: Mapping[str, str]) -> bool:
+    """The same of the metadata of its header."""
+    return "neuzip" in metadata
 
 
 def _metadata(manifest_checksum: str) -> dict[str, str]:

@@ -13,14 +13,28 @@ if TYPE_CHECKING:
     from neuzip.compress import compress as compress_checkpoint
     from neuzip.compress import decompress as decompress_checkpoint
     from neuzip.compress import verify as verify_checkpoint
+    from neuzip.runtime.load import load_model as load_model
+    from neuzip.runtime.load_file import load_file as load_file
+    from neuzip.runtime.load_file import safe_open as safe_open
 
 __version__: str
 
-__all__ = ["__version__", "compress_checkpoint", "decompress_checkpoint", "verify_checkpoint"]
+__all__ = [
+    "__version__",
+    "compress_checkpoint",
+    "decompress_checkpoint",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "verify_checkpoint",
+]
 
 _HOME = {
     "compress_checkpoint": ("neuzip.compress", "compress"),
     "decompress_checkpoint": ("neuzip.compress", "decompress"),
+    "load_file": ("neuzip.runtime.load_file", "load_file"),
+    "load_model": ("neuzip.runtime.load", "load_model"),
+    "safe_open": ("neuzip.runtime.load_file", "safe_open"),
     "verify_checkpoint": ("neuzip.compress", "verify"),
 }
 

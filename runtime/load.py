@@ -18,12 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from neuzip.compress.source import Bytes, SourceTensor, TensorSource
-from neuzip.compress.verify import check_tensors
+from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
+
+from .tensors import read_tensor, read_tensors, torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,35 +38,44 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """A tokenizer of transformers has at least one of these."""
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
-    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
-    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
-"""What safetensors' dtypes are in torch."""
-
-if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
-    TORCH_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+RESIDENCIES = ("dense",)
+"""How the weights of a live model may be kept in memory."""
 
 
 def load_model(
-    path: str | os.PathLike[str], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    residency: str = "dense",
+    verify: bool = True,
 ) -> PreTrainedModel:
-    """The causal language model of a checkpoint folder, dense, in evaluation mode.
+    """The causal language model of a checkpoint folder, in evaluation mode.
 
-    `dtype` None is the checkpoint's own, as with `dtype="auto"` in transformers. Code that lies in the folder
-    is never run. Raises FormatError for damaged files, and NeuzipError for what is not such a model or for
-    tensors that are missing, left over or of the wrong shape.
+    For a CUDA `device` the weights are decoded there and never lie on the host as a whole (transformers 4.57
+    takes them through the host once more). `dtype` None is the checkpoint's own, as with `dtype="auto"` in
+    transformers. `residency` is how weights are kept in memory: "dense", as transformers does. `verify`
+    compares what is read with its checksums. Code that lies in the folder is never run.
+
+    Raises FormatError for damaged files, and NeuzipError for what is not such a model or for tensors that are
+    missing, left over or of the wrong shape.
     """
-    folder = Path(path)
+    if residency not in RESIDENCIES:
+        raise UsageError(
+            f"there is no residency {residency!r}", f"what there is: {', '.join(map(repr, RESIDENCIES))}"
+        )
+    folder, place = Path(path), torch.device(device)
     failures: list[NeuzipError] = []
     with TensorSource(folder) as source, Workers() as workers, quiet_transformers():
         config = load_config(source.checkpoint)
         tensors = _model_tensors(source)
-        stored = {t.name: _Stored(source, t, workers, failures) for t in tensors}
+        stored: dict[str, _Encoded] | dict[str, _Placed]
+        if place.type == "cuda":
+            loaded = read_tensors(source, tensors, place, workers, verify=verify)
+            stored = {t.name: _Placed(data) for t, data in zip(tensors, loaded, strict=True)}
+            del loaded
+        else:
+            stored = {t.name: _Encoded(source, t, workers, failures, verify) for t in tensors}
         try:
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
@@ -83,7 +93,7 @@ def load_model(
             raise failures[0] if failures else _refusal(folder, "make a model of it", error) from error
         _require_a_perfect_fit(folder, model, found)
     model.config.name_or_path = os.fspath(path)
-    placed: PreTrainedModel = model.to(device)
+    placed: PreTrainedModel = model.to(place)
     return placed
 
 
@@ -140,23 +150,6 @@ def load_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
             yield tensor.name, read_tensor(source, tensor, workers)
 
 
-def read_tensor(source: TensorSource, tensor: SourceTensor, workers: Workers) -> torch.Tensor:
-    """A tensor, decoded on the CPU and compared with its checksums. Raises FormatError."""
-    info = tensor.info
-    dtype = _torch_dtype(source, tensor)
-    data = torch.empty(info.nbytes, dtype=torch.uint8)  # better aligned than numpy's, which kernels like
-    target, done = data.numpy(), 0
-
-    def put(piece: Bytes) -> None:
-        nonlocal done
-        target[done : done + piece.size] = piece
-        done += piece.size
-
-    for _ in check_tensors(source, [tensor], workers, on_data=put):
-        pass
-    return data.view(dtype).view(info.shape)
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep the warnings and bars of transformers off the terminal."""
@@ -171,7 +164,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-class _Stored:
+class _Encoded:
     """A tensor of which transformers knows the kind, and that is decoded when it asks for the values.
 
     Version 5 does so with `tensor[...]`, as it does with the slices of safetensors, 4.57 with
@@ -179,10 +172,16 @@ class _Stored:
     """
 
     def __init__(
-        self, source: TensorSource, tensor: SourceTensor, workers: Workers, failures: list[NeuzipError]
+        self,
+        source: TensorSource,
+        tensor: SourceTensor,
+        workers: Workers,
+        failures: list[NeuzipError],
+        verify: bool,
     ) -> None:
         self._source, self._tensor, self._workers, self._failures = source, tensor, workers, failures
-        self.dtype = _torch_dtype(source, tensor)
+        self._verify = verify
+        self.dtype = torch_dtype(source, tensor)
         self.shape = torch.Size(tensor.info.shape)
 
     def is_floating_point(self) -> bool:
@@ -196,22 +195,37 @@ class _Stored:
 
     def _read(self) -> torch.Tensor:
         try:
-            return read_tensor(self._source, self._tensor, self._workers)
+            return read_tensor(self._source, self._tensor, self._workers, verify=self._verify)
         except NeuzipError as failure:
             self._failures.append(failure)
             raise
 
 
-def _torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
-    dtype = TORCH_DTYPES.get(tensor.info.dtype)
-    if dtype is None:
-        raise FormatError(
-            source.checkpoint.root / tensor.file,
-            f"torch {torch.__version__} has no dtype for {tensor.info.dtype}",
-            tensor=tensor.name,
-            field="dtype",
-        )
-    return dtype
+class _Placed:
+    """A tensor that lies where it shall stay: transformers, which would take it to the CPU, gets it as it is.
+
+    Without accelerate transformers knows no other place, but it takes what it is given. Version 5 asks for
+    `tensor[...].to(device=..., dtype=...)`, once. What it gets is not kept here, so that another dtype takes
+    the place of the first.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data: torch.Tensor | None = data
+        self.dtype, self.shape = data.dtype, data.shape
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> torch.Tensor:
+        data, self._data = self._data, None
+        assert data is not None
+        return data.to(dtype=dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index is ...
+        return self
 
 
 def _model_tensors(source: TensorSource) -> list[SourceTensor]:

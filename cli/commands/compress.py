@@ -63,6 +63,7 @@ def command(
     verify: Annotated[
         bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
     ] = True,
+    device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
@@ -71,6 +72,7 @@ def command(
     """Compress a checkpoint, without loss unless told otherwise"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import compress, scheme
+    from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
@@ -89,10 +91,12 @@ def command(
             if ranks.is_first:
                 _show_plan(out, path, dst, rules, jobs)
             return
-        with out.progress("compress", weight_bytes(path)) as advance:
+        total = weight_bytes(path)
+        chosen = choose(device, total)
+        with out.progress("compress", total) as advance:
             report = compress(
-                path, dst, rules,
-                verify=verify, jobs=jobs, overwrite=overwrite, on_bytes=advance, ranks=ranks,
+                path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=chosen,
+                on_bytes=advance, ranks=ranks,
             )  # fmt: skip
         for warning in report.warnings:
             out.warning(warning)
@@ -137,7 +141,8 @@ def _report(out: Output, report: CompressionReport) -> None:
     else:
         out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
     speed = "" if report.resumed_files else f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
-    out.text(f"{report.dst} in {seconds_text(report.seconds)}{speed}")
+    where = "" if report.device == "cpu" else f" on {report.device}"
+    out.text(f"{report.dst} in {seconds_text(report.seconds)}{where}{speed}")
     out.result(
         {
             "dry_run": False,
@@ -151,6 +156,7 @@ def _report(out: Output, report: CompressionReport) -> None:
             "bits_per_weight": report.bits_per_weight,
             "lossless": not lossy,
             "seconds": report.seconds,
+            "device": report.device,
             "resumed_files": report.resumed_files,
             "warnings": report.warnings,
             "tensors": report.tensors,

@@ -14,6 +14,7 @@ EXAMPLES = [
 def command(
     src: options.SourceArgument,
     dst: options.DestinationArgument,
+    device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
@@ -22,18 +23,22 @@ def command(
     """Restore a compressed checkpoint, byte for byte if lossless"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import decompress
+    from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
     path = resolve_source(src, note=out.status, progress=out.watched)
-    with out.progress("decompress", weight_bytes(path)) as advance:
-        report = decompress(path, dst, jobs=jobs, overwrite=overwrite, on_bytes=advance)
+    total = weight_bytes(path)
+    chosen = choose(device, total)
+    with out.progress("decompress", total) as advance:
+        report = decompress(path, dst, jobs=jobs, overwrite=overwrite, device=chosen, on_bytes=advance)
     kind = "byte for byte the original" if report.lossless else "rounded tensors stay rounded"
     if report.was_there:
         out.status("all files were restored already and match the checksums")
     out.text(
         f"{report.dst}: {report.files} files, {bytes_text(report.restored_bytes)}, {kind}, "
         f"in {seconds_text(report.seconds)}"
+        + ("" if report.device == "cpu" else f" on {report.device}")
         + ("" if report.was_there else f" ({bytes_text(report.restored_bytes / report.seconds)}/s)")
     )
     out.result(vars(report), quiet=[report.dst])

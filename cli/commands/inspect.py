@@ -32,13 +32,15 @@ def command(
     tensor: options.TensorOption = None,
     plot: Plot = None,
     overwrite: options.OverwriteOption = False,
+    device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Show entropies, sizes and histograms of a checkpoint"""
     out = Output(json=json, quiet=quiet)
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.device import choose
+    from neuzip.compress.source import TensorSource, weight_bytes
     from neuzip.eval import histograms, pictures
     from neuzip.formats.hub import resolve_source
 
@@ -46,7 +48,8 @@ def command(
         pictures.check_target(plot, overwrite)
     path = resolve_source(src)
     title = Path(src).resolve().name if Path(src).exists() else src
-    with TensorSource(path) as source:
+    chosen = choose(device, weight_bytes(path))
+    with TensorSource(path, chosen) as source:
         tensors = histograms.select(source, tensor or [])
         with out.progress("inspect", sum(t.info.nbytes for t in tensors)) as advance:
             inspection = histograms.inspect(source, tensors, jobs=jobs, on_bytes=advance)
@@ -60,7 +63,7 @@ def command(
     if plot is not None:
         out.status(f"wrote {plot}")
     out.result(
-        {"src": path, **inspection.to_json(), "plot": plot},
+        {"src": path, "device": chosen.name, **inspection.to_json(), "plot": plot},
         quiet=[inspection.stored_bytes if plot is None else plot],
     )
 

@@ -21,6 +21,7 @@ def command(
         str | None,
         typer.Option(metavar="ORIGINAL", help="Compare every tensor with this checkpoint, bit for bit"),
     ] = None,
+    device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
@@ -28,13 +29,16 @@ def command(
     """Check every checksum of a compressed checkpoint, decode it"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import verify
+    from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import resolve_source
 
     path = resolve_source(src, note=out.status, progress=out.watched)
     original = resolve_source(against, note=out.status, progress=out.watched) if against is not None else None
-    with out.progress("verify", weight_bytes(path)) as advance:
-        report = verify(path, original, jobs=jobs, on_bytes=advance)
+    total = weight_bytes(path)
+    chosen = choose(device, total)
+    with out.progress("verify", total) as advance:
+        report = verify(path, original, jobs=jobs, device=chosen, on_bytes=advance)
     if report.different:
         out.table(
             ["tensor", "scheme", "largest relative error", "relative L2 error"],
@@ -54,6 +58,7 @@ def command(
             "against": original,
             "intact": True,
             "files": report.files,
+            "device": report.device,
             "identical": None if original is None else not report.different,
             "tensors": report.tensors,
         },

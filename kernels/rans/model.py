@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,14 +101,21 @@ def build_table(exponents: Ints, pairs: Ints | None) -> Table:
     `exponents[e]` counts exponent e; `pairs[e0 | e1 << 8]` counts neighbours, or is None where exponents have
     more than 8 bits. At least one weight must have been counted.
     """
+    if pairs is None:
+        return choose_table(exponents, None)
+    grid = pairs.reshape(256, 256)
+    return choose_table(exponents, lambda palette: grid[np.ix_(palette, palette)])
+
+
+def choose_table(exponents: Ints, among: Callable[[Ints], Ints] | None) -> Table:
+    """`build_table` for whoever does not hold a count of every pair: `among(palette)` counts [second, first]."""
     total = int(exponents.sum())
-    if pairs is not None and total > 1:
+    if among is not None and total > 1:
         palette = _most_frequent(exponents, PALETTE[2])
         inside = int(exponents[palette].sum())
         if (total - inside) << OUTSIDE_BITS <= total:
-            grid = pairs.reshape(256, 256)  # [second, first]
             counts = np.zeros((16, 16), np.int64)
-            counts[: palette.size, : palette.size] = grid[np.ix_(palette, palette)]
+            counts[: palette.size, : palette.size] = among(palette)
             return _table(2, palette, counts.reshape(-1))
     palette = _most_frequent(exponents, PALETTE[1])
     return _table(1, palette, exponents[palette])
@@ -120,6 +128,8 @@ def _most_frequent(exponents: Ints, limit: int) -> Ints:
 
 
 def _table(group: int, palette: Ints, counts: Ints) -> Table:
-    frequencies = cpu.quantise(np.pad(counts, (0, 256 - counts.size)))
+    every = np.zeros(256, np.int64)
+    every[: counts.size] = counts
+    frequencies = cpu.quantise(every)
     frequencies = frequencies[: int(np.flatnonzero(frequencies)[-1]) + 1]
     return Table(group, palette.astype(np.uint16), frequencies.astype(np.uint16))

@@ -1,0 +1,114 @@
+"""Where weights are coded and decoded: on the CPU, or on a GPU. The bytes are the same.
+
+Nothing here loads torch before a GPU is wanted and there: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from neuzip.errors import NeuzipError
+
+from .lossless import PIECE
+
+if TYPE_CHECKING:
+    from .gpu import Gpu
+
+Option = Literal["auto", "cpu", "cuda"]
+
+WORTH_STARTING = 2 << 30
+"""Bytes of weights from which on starting CUDA takes less time than it saves."""
+
+CAPABILITY = (8, 0)
+"""The oldest kind of GPU that knows all instructions of the kernels."""
+
+MOST_THREADS = 32
+"""Threads beside a GPU, where nobody says how many: each of them holds pinned memory."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the weights of a run are coded and decoded: `name` is "cpu" or "cuda:N".
+
+    Tensors of fewer than `smallest` weights stay on the CPU, where they take less time than a launch.
+    """
+
+    name: str
+    gpu: Gpu | None = None
+    smallest: int = 1
+
+    def gpu_for(self, numel: int) -> Gpu | None:
+        """The GPU, if a tensor of `numel` weights goes there."""
+        return self.gpu if numel >= self.smallest else None
+
+    @property
+    def piece(self) -> int:
+        """Bytes of one job at least, as far as a tensor has them."""
+        return self.gpu.piece if self.gpu is not None else 0
+
+    def jobs(self, cores: int) -> int:
+        """How many threads to start."""
+        return min(cores, MOST_THREADS) if self.gpu is not None else cores
+
+
+CPU = Device("cpu")
+
+
+def choose(option: Option, nbytes: int) -> Device:
+    """The device for `nbytes` of weights. Under torchrun every process of a machine gets a card of its own.
+
+    "auto" is a GPU if there is one, and enough to do for it. Raises NeuzipError when "cuda" cannot be had.
+    """
+    if option == "cpu" or (option == "auto" and (nbytes < WORTH_STARTING or _missing() is not None)):
+        return CPU
+    problem = _missing()
+    if problem is None:
+        import torch
+
+        count = torch.cuda.device_count() if torch.version.cuda is not None else 0
+        rank = os.environ.get("LOCAL_RANK", "0")
+        number = int(rank) % count if count and rank.isdecimal() else 0
+        problem = _unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
+        if problem is None:
+            from .gpu import Gpu
+
+            device = torch.device("cuda", number)
+            return Device(str(device), Gpu(device), PIECE if option == "auto" else 1)
+    if option == "auto":
+        return CPU
+    raise NeuzipError(f"--device cuda: {problem}", "give --device cpu, or let --device auto choose")
+
+
+def _missing() -> str | None:
+    """What there must be for a GPU and is not, as far as that shows without torch."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None if _driver_devices() else "NVIDIA's driver finds no device"
+
+
+def _driver_devices() -> int:
+    """How many devices NVIDIA's driver has; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def _unfit(number: int) -> str | None:
+    """Why a card cannot run the kernels, if it cannot."""
+    import torch
+
+    found = torch.cuda.get_device_capability(number)
+    if found >= CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(number)
+    needed = ".".join(map(str, CAPABILITY))
+    return f"{name} has the compute capability {'.'.join(map(str, found))}, and {needed} is needed"

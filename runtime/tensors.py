@@ -1,0 +1,149 @@
+"""Tensors of a checkpoint as torch tensors: decoded on the CPU by all its cores, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import xxhash
+
+from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import FormatError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""What safetensors' dtypes are in torch."""
+
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    TORCH_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+
+def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
+    """A tensor's dtype in torch. Raises FormatError where torch has none."""
+    dtype = TORCH_DTYPES.get(tensor.info.dtype)
+    if dtype is None:
+        raise FormatError(
+            source.checkpoint.root / tensor.file,
+            f"torch {torch.__version__} has no dtype for {tensor.info.dtype}",
+            tensor=tensor.name,
+            field="dtype",
+        )
+    return dtype
+
+
+def read_tensors(
+    source: TensorSource,
+    tensors: Sequence[SourceTensor],
+    device: torch.device,
+    workers: Workers,
+    *,
+    verify: bool = True,
+) -> list[torch.Tensor]:
+    """Tensors of a checkpoint on `device`, decoded there if it is a CUDA device, and otherwise on the CPU.
+
+    Each has memory of its own; what aliases stand for is decoded once, and copied. `verify` compares what is
+    stored with its checksums, and what the CPU decodes too. Raises FormatError.
+    """
+    for tensor in tensors:
+        torch_dtype(source, tensor)
+    targets = [source.resolve(tensor) for tensor in tensors]
+    for tensor, target in zip(tensors, targets, strict=True):
+        if verify and tensor.record and target.record and tensor.record.checksum != target.record.checksum:
+            raise FormatError(
+                source.checkpoint.root / tensor.file, f"its checksum is not that of {target.name!r}",
+                tensor=tensor.name,
+            )  # fmt: skip
+    stored = list({(t.file, t.name): t for t in targets}.values())
+    if device.type == "cuda":
+        from .gpu import read_on
+
+        loaded = read_on(device, source, stored, verify=verify)
+    else:
+        loaded = [t.to(device) for t in _read_on_cpu(source, stored, workers, verify)]
+    by_place = {(t.file, t.name): data for t, data in zip(stored, loaded, strict=True)}
+    result: list[torch.Tensor] = []
+    taken: set[tuple[str, str]] = set()
+    for place in ((t.file, t.name) for t in targets):
+        result.append(by_place[place].clone() if place in taken else by_place[place])
+        taken.add(place)
+    return result
+
+
+def read_tensor(
+    source: TensorSource, tensor: SourceTensor, workers: Workers, *, verify: bool = True
+) -> torch.Tensor:
+    """One tensor, decoded on the CPU. Raises FormatError."""
+    return read_tensors(source, [tensor], torch.device("cpu"), workers, verify=verify)[0]
+
+
+def read_range(
+    read: Callable[[int, int], Bytes], tensor: SourceTensor, start: int, stop: int, workers: Workers
+) -> torch.Tensor:
+    """Bytes `start` to `stop` of a tensor, uint8 on the CPU. Only the blocks they touch are decoded."""
+    data = torch.empty(stop - start, dtype=torch.uint8)
+    target = data.numpy()
+
+    def fill(piece: tuple[int, int]) -> None:
+        begin, end = max(piece[0], start), min(piece[1], stop)
+        target[begin - start : end - start] = read(begin, end)
+
+    pieces = tensor.pieces()
+    if stop > start:
+        width = pieces[0][1]
+        for _ in workers.map(fill, (pieces[i] for i in range(start // width, -(-stop // width)))):
+            pass
+    return data
+
+
+def _read_on_cpu(
+    source: TensorSource, tensors: list[SourceTensor], workers: Workers, verify: bool
+) -> list[torch.Tensor]:
+    """All pieces of all tensors are one row of jobs, so that small tensors keep the cores busy too."""
+    memory: list[torch.Tensor] = []
+
+    def fill(read: Callable[[int, int], Bytes], target: Bytes, start: int, stop: int) -> None:
+        target[start:stop] = read(start, stop)
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        for tensor in tensors:
+            if verify:
+                yield partial(source.check_streams, tensor)
+            read = source.reader(tensor)  # before there is memory for what a hostile header may claim
+            # torch's memory is better aligned than numpy's, which kernels like.
+            memory.append(torch.empty(tensor.info.nbytes, dtype=torch.uint8))
+            target = memory[-1].numpy()
+            for piece in tensor.pieces():
+                yield partial(fill, read, target, *piece)
+
+    results = workers.map(lambda job: job(), jobs())
+    for number, tensor in enumerate(tensors):
+        running = xxhash.xxh3_64()
+        if verify:
+            next(results)
+        for start, stop in tensor.pieces():
+            next(results)
+            if verify:
+                running.update(memory[number].numpy()[start:stop].data)
+        if verify and tensor.record is not None and running.hexdigest() != tensor.record.checksum:
+            raise FormatError(
+                source.checkpoint.root / tensor.file, "does not decode to what its checksum says",
+                tensor=tensor.name,
+            )  # fmt: skip
+    for _ in results:  # there are none, but memory for the last tensors, if they are empty
+        pass
+    return [
+        shaped(data, torch_dtype(source, t), t.info.shape) for data, t in zip(memory, tensors, strict=True)
+    ]
+
+
+def shaped(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bytes seen as a tensor of a dtype and shape."""
+    return data.view(dtype).view(shape)
