@@ -61,13 +61,15 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """What git says, or, where there is only a copy of the files, NEUZIP_COMMIT."""
+    """NEUZIP_COMMIT, for a machine that has only a copy of the files, or what git says."""
+    if os.environ.get("NEUZIP_COMMIT"):
+        return os.environ["NEUZIP_COMMIT"]
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     if not commit:
-        return os.environ.get("NEUZIP_COMMIT", UNKNOWN)
+        return UNKNOWN
     # Results and the README that quotes them follow a measurement: they do not count as changes.
     changed = subprocess.run(
         [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"],

@@ -200,6 +200,8 @@ def test_memory_for_what_is_compressed_is_bounded_and_given_back(tmp_path: Path,
     torch.cuda.reset_peak_memory_stats()
     found = load_file(tmp_path / "b.safetensors", device="cuda")
     total = sum(t.nbytes for t in found.values())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # memory that another stream used counts until somebody looks whether it is done
     assert torch.cuda.memory_allocated() - before <= 1.01 * total
     assert torch.cuda.max_memory_allocated() - before <= total + (gpu.UNDER_WAY + 2) * gpu.PART
     assert all(torch.equal(found[name].cpu(), layers[name]) for name in layers)

@@ -304,47 +304,61 @@ _AHEAD = tl.constexpr(64)
 
 
 @triton.jit
-def _ranks(need, L: tl.constexpr, ASM: tl.constexpr):
-    """For every lane, how many lower lanes of its block need a word, and how many lanes do."""
-    if ASM:
-        ballot = tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}",
-            "=r,r", [need.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        rank = tl.inline_asm_elementwise(
-            "{.reg .b32 t; mov.u32 t, %lanemask_lt; and.b32 t, t, $1; popc.b32 $0, t;}",
-            "=r,r", [ballot], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        total = tl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [ballot], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        flags = tl.reshape(need.to(tl.int32), [L // 32, 32])
-        rank = tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
-        total = tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // 32, 32]), [L])
-    return rank, total
-
-
-@triton.jit
 def _u16(pointers, mask):
     return tl.load(pointers, mask=mask, other=0).to(tl.uint32)
 
 
 @triton.jit
+def _refill(x, p, words, limit, L: tl.constexpr, ASM: tl.constexpr):
+    """Lanes whose state is small take the next words of the block, in the order of the lanes: state and `p`.
+
+    In PTX for what Triton has no words for: which lanes of the warp need a word, and how many lower ones do.
+    """
+    if ASM:
+        x, p = tl.inline_asm_elementwise(
+            """{
+            .reg .pred need, there;
+            .reg .b32 ballot, lower, at, word, filled, all;
+            .reg .b64 address;
+            setp.lo.u32 need, $2, 65536;
+            vote.sync.ballot.b32 ballot, need, 0xffffffff;
+            mov.u32 lower, %lanemask_lt;
+            and.b32 lower, lower, ballot;
+            popc.b32 at, lower;
+            add.s32 at, at, $3;
+            setp.lt.and.s32 there, at, $5, need;
+            mad.wide.s32 address, at, 2, $4;
+            mov.b32 word, 0;
+            @there ld.global.u16 word, [address];
+            prmt.b32 filled, $2, word, 0x1054;
+            selp.b32 $0, filled, $2, need;
+            popc.b32 all, ballot;
+            add.s32 $1, $3, all;
+            }""",
+            "=r,=r,r,r,l,r", [x, p, words.to(tl.int64), limit],
+            dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        need = x < _LOWER
+        flags = tl.reshape(need.to(tl.int32), [L // 32, 32])
+        at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
+        x = tl.where(need, (x << 16) | _u16(words + at, need & (at < limit)), x)
+        p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // 32, 32]), [L])
+    return x, p
+
+
+@triton.jit
 def _step(x, p, words, limit, tables, exponents, L: tl.constexpr, ASM: tl.constexpr):
     """Decode a symbol of every lane: its exponents. `p` counts the words of the block taken so far."""
-    entry = tl.load(tables + (x & _SLOTS).to(tl.int32)).to(tl.uint32, bitcast=True)
+    entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
     x = ((entry >> 8) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
-    need = x < _LOWER
-    rank, total = _ranks(need, L, ASM)
-    at = p + rank
-    x = tl.where(need, (x << 16) | _u16(words + at, need & (at < limit)), x)
-    return x, p + total, _exponents(entry & 0xFF, exponents)
+    x, p = _refill(x, p, words, limit, L, ASM)
+    return x, p, _exponents(entry & 0xFF, exponents)
 
 
 @triton.jit
 def _exponents(symbol, exponents):
-    return tl.load(exponents + symbol.to(tl.int32)).to(tl.uint32, bitcast=True)
+    return tl.load(exponents + symbol).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
