@@ -644,6 +644,10 @@ def _decode_blocks(
     p = tl.full([L], _HEADER, tl.int32)
     tables += row * (_SLOTS + 1)
     exponents += row * 256
+    if L == _LANES:
+        # A line of the table each, and three more: the look-ups of the first runs find them in the cache.
+        line = tables + tl.arange(0, L) * 128
+        warm = tl.load(line) | tl.load(line + 32) | tl.load(line + 64) | tl.load(line + 96)
 
     run = block * (_BLOCK // _RUN) + lane
     planes32 = (inp + tl.multiple_of(tl.load(own + _C_PLANES), 16)).to(tl.pointer_type(tl.uint64)) + 4 * run
@@ -678,6 +682,8 @@ def _decode_blocks(
     )  # fmt: skip
     # Never widened in the loop: that would be a use, and would wait.
     touched = tl.zeros([L], tl.uint16)
+    if L == _LANES:
+        touched |= warm.to(tl.uint16)
     touching = tl.zeros([L], tl.uint16)
     factor = tl.zeros([L], tl.float32)
     for i in range(runs - 1):
