@@ -26,7 +26,7 @@ JobsOption = Annotated[
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="Work on the CPU or on a GPU; auto takes a GPU for 2 GiB of weights and more"),
+    typer.Option(help="Work on the CPU or on a GPU; auto takes a GPU for 16 GiB of weights and more"),
 ]
 TensorOption = Annotated[
     list[str] | None,

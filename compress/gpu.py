@@ -3,9 +3,9 @@
     files --read--> pinned memory --copy, kernel, copy--> pinned memory --> checksums, files
           any thread              one of a few queues                   the caller
 
-A thread that has read its piece takes a queue (a CUDA stream) and gives it back when all is done. So while one
-piece is copied another is decoded and others are read and written, in bounded memory of the GPU. Pinned memory
-that has become free is kept by torch for the next piece.
+A thread that has read its piece takes a queue (a CUDA stream) and gives it back when all is done. So while
+one piece is copied another is decoded and others are read and written, in bounded memory of the GPU. torch
+keeps pinned memory that has become free for the next piece.
 
 The same code runs on a CPU, where nothing is pinned and there are no queues: for tests, with Triton's
 interpreter.
@@ -44,8 +44,8 @@ QUEUES = 4
 ENCODER_NEEDS = 5
 """Bytes of the GPU's memory that the encoder may take, for a byte of its tensor."""
 
-SHARE = 0.5
-"""The most that it may take of what is free."""
+SHARE = 0.4
+"""The most that it may take of what is free: two large tensors are under way at a time."""
 
 PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """For as many bits, the type of a bit pattern."""

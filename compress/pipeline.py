@@ -9,12 +9,13 @@ ranks code a part of its tensors into a scratch file, one puts the container tog
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,9 @@ PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
+
+LARGE_AT_ONCE = 2
+"""Large tensors on the way to a GPU, on it, or on their way back."""
 
 _SHARE = "SRC and DST must lie on a file system that all ranks share"
 
@@ -522,13 +526,34 @@ class _Compression:
             self._on_bytes(coded[0].tensor.info.nbytes)
 
     def _encoded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
-        """Records and streams in order: small tensors side by side, a large one split among the workers."""
-        for large, group in itertools.groupby(planned, key=lambda t: t.tensor.info.numel > SMALL):
-            if large:
-                for t in group:
-                    yield t, self._encode(t, self._workers.map)
-            else:
-                yield from self._workers.map(lambda t: (t, self._encode(t, map)), group)
+        """Records and streams in order: small tensors side by side, a large one split among the workers.
+
+        A GPU gets a large one while the one before it is coded and comes back.
+        """
+        at_once = 1 if self._device.gpu is None else LARGE_AT_ONCE
+        pending: deque[tuple[bool, Future[Coded]]] = deque()
+        with ThreadPoolExecutor(at_once, thread_name_prefix="neuzip-large") as leaders:
+            try:
+                for t in planned:
+                    large = t.tensor.info.numel > SMALL
+                    begin = leaders.submit if large else self._workers.submit
+                    pending.append((large, begin(self._encode_large if large else self._encode_small, t)))
+                    while (
+                        sum(is_large for is_large, _ in pending) == at_once
+                        or len(pending) > self._workers.waiting
+                    ):
+                        yield pending.popleft()[1].result()
+                while pending:
+                    yield pending.popleft()[1].result()
+            finally:
+                for _, future in pending:
+                    future.cancel()
+
+    def _encode_large(self, planned: PlannedTensor) -> Coded:
+        return planned, self._encode(planned, self._workers.map)
+
+    def _encode_small(self, planned: PlannedTensor) -> Coded:
+        return planned, self._encode(planned, map)
 
     def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
         """The record and streams of one tensor; no streams for one that is stored raw."""

@@ -189,8 +189,8 @@ def check_tensors(
 ) -> Iterator[TensorVerdict]:
     """Check streams, decode, compare with checksum and original: a verdict a tensor. Raises FormatError.
 
-    `original` gives a reader for the bytes to compare with. `keep` gets what was decoded, from several threads
-    and before it was compared with anything.
+    `original` gives a reader for the bytes to compare with. `keep` gets what was decoded, from several
+    threads, before it is compared with anything.
     """
 
     def jobs() -> Iterator[Callable[[], Piece]]:

@@ -35,13 +35,22 @@ class Workers:
         self.jobs = jobs or default_jobs()
         self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="neuzip")
 
+    @property
+    def waiting(self) -> int:
+        """How many results may wait."""
+        return 2 * self.jobs + 4
+
+    def submit(self, function: Callable[[T], R], item: T) -> Future[R]:
+        """Begin with one item, when a thread is free."""
+        return self._pool.submit(function, item)
+
     def map(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
         """Results in the order of `items`, which are taken only a little ahead of them."""
         pending: deque[Future[R]] = deque()
         try:
             for item in items:
                 pending.append(self._pool.submit(function, item))
-                if len(pending) > 2 * self.jobs + 4:
+                if len(pending) > self.waiting:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

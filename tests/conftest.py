@@ -19,16 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # On the path the root would offer `kernels`, `eval` and the others under their bare names, and hide others.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
-# Without a GPU, Triton's interpreter runs the kernels. It has to be told before anything imports triton.
-if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/proc/driver/nvidia/version").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # The same examples at home and in CI, and no time limit on an example: the first one may compile a kernel.
 hypothesis.settings.register_profile("neuzip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("neuzip")
 
-# Triton reads this when a kernel is defined: it must stand here, before any test module is imported. Without a
-# CUDA device its interpreter runs the kernels on CPU tensors.
+# Without a CUDA device Triton's interpreter runs the kernels, on CPU tensors. It has to be told before
+# anything imports triton; torch alone does not.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,10 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not torch.cuda.is_available():
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress import Rule, Scheme, compress, decompress, pipeline, verify
 from neuzip.compress import device as devices
 from neuzip.compress.device import CPU, MOST_THREADS, WORTH_STARTING, Device, choose
 from neuzip.compress.gpu import Gpu
@@ -295,6 +295,7 @@ def test_corrupt_words_are_refused_in_the_same_words(damage, device, model, tmp_
 def test_a_tensor_that_is_too_large_is_coded_on_the_cpu_and_says_so(device, model, tmp_path, monkeypatch):
     assert device.gpu is not None
     monkeypatch.setattr(Gpu, "has_room_for", lambda self, nbytes: False)
+    monkeypatch.setattr(pipeline, "SMALL", 1000)
     report = compress(model, tmp_path / "nz", device=device, verify=False)
     compress(model, tmp_path / "cpu")
     assert files(tmp_path / "nz") == files(tmp_path / "cpu")
