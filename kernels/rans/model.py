@@ -108,7 +108,10 @@ def build_table(exponents: Ints, pairs: Ints | None) -> Table:
 
 
 def choose_table(exponents: Ints, among: Callable[[Ints], Ints] | None) -> Table:
-    """`build_table` for whoever does not hold a count of every pair: `among(palette)` counts [second, first]."""
+    """`build_table` for whoever has not counted all pairs one by one.
+
+    `among(palette)` counts the neighbours that are both in a palette: [second, first].
+    """
     total = int(exponents.sum())
     if among is not None and total > 1:
         palette = _most_frequent(exponents, PALETTE[2])

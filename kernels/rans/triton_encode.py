@@ -1,16 +1,17 @@
-"""The lossless encoder on the GPU, in Triton: the bytes of `compress.lossless.encode` at the speed of the card.
+"""The lossless encoder on a GPU, in Triton: the bytes of `compress.lossless.encode`.
 
-READ THIS FIRST. What differs from the CPU's encoder is only the way:
+READ THIS FIRST. Only the way is another:
 
-1. The *census* counts pairs of exponents in shared memory, in a window of 64 exponents around the usual ones, 0
-   among them. Pairs elsewhere are rare and counted in device memory. Nothing is left out: it is the same histogram.
-2. The table is built on the host, by the same integers, while the GPU writes the planes.
-3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of scratch
-   that holds the most a block can take. Of a run with escapes only a *note* is made.
-4. A last kernel moves the words of all blocks to their places, back to back, and writes the escapes out.
+1. The *census* counts pairs of exponents in shared memory: those in a window of 64 exponents around the usual
+   ones, and of 0. The few others are counted in device memory. It is the whole histogram all the same.
+2. The table is built on the host, by the code that the CPU uses, while the GPU writes the planes.
+3. A warp codes a block, a lane a thread, backwards: words grow downwards from the end of a *region* of
+   scratch, which has room for the most that a block can take. Of escapes only *notes* are made, one a lane
+   and run.
+4. A last kernel brings the words of all blocks to their places, back to back, and writes out the escapes.
 
-No kernel reads beyond the tensor: what is left after the last whole program of blocks is coded from a copy which is
-filled up to whole runs. Triton's interpreter runs all of this on CPU tensors.
+No kernel reads beyond the tensor: what is left after the last whole program of blocks is coded from a copy,
+which is filled up to whole runs. Triton's interpreter runs all of this on CPU tensors.
 """
 
 from __future__ import annotations
@@ -28,22 +29,29 @@ from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 
 from .cpu import fill_symbols
 from .model import Table, choose_table
-from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS, SCALE, SCALE_BITS
+from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RAW_STEPS, RUN, RUNS, SCALE
 
 WINDOW = 64
 """Exponents whose pairs are counted in shared memory, and 0 besides: 64 * 64 + 2 * 64 + 1 counters."""
 
-LIKELY = 10
-"""Mantissas up to this length are assumed to be used in full until the census says otherwise."""
-
 COUNTERS = 5120
-"""The counters, rounded up to whole programs of threads: 20 KB."""
+"""The counters, rounded up so that any number of threads clears them in whole turns: 20 KB."""
 
 BELOW_MEAN = 40
-"""The window starts this far below a sample's mean exponent: small weights spread further than large ones."""
+"""The window begins this far below the mean exponent of a sample: small weights lie further from it."""
+
+SHORT = 10
+"""A mantissa of at most this many bits is taken to be used in full until the census says otherwise."""
 
 SCRATCH = 64 << 20
-"""Bytes of scratch that any tensor may take; a larger tensor may take 4/5 of its own size."""
+"""Bytes of scratch that any tensor may have. A larger one may have 4/5 of its own size."""
+
+ROW = 256 + 6
+"""Entries from the facts of a pair to those of the pair with the next second exponent. Were it 256, all pairs
+with the same first exponent would lie in one bank of the first-level cache, and wait for each other."""
+
+NOTES = LANES * RUNS
+"""The most notes of a block: one a lane and run."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,8 +60,8 @@ Ints = npt.NDArray[np.int64]
 class Encoded:
     """A coded tensor: the table on the host, the rest on the device.
 
-    `index`: int16 (bits of uint16), the number of words of every block. `words`: int16 (bits of uint16), the blocks
-    back to back. `planes`: uint8, by width.
+    `index` and `words` are int16 with the bits of uint16: the number of words of every block, and the blocks
+    back to back. `planes` are uint8, by width; their memory goes on, with zeros, to a multiple of 32 bytes.
     """
 
     kept: int
@@ -76,20 +84,21 @@ def encode_launched(
     fmt: FloatFormat,
     *,
     warps: int = 4,
-    census_launch: tuple[int, int, int | None] = (256, 16, None),
-    gather: tuple[int, int] = (2, 1024),
+    threads: int = 256,
+    programs: int | None = None,
     scratch: int | None = None,
 ) -> Encoded:
     """`encode`, with what changes its speed and not one byte.
 
-    `warps`: of a program, a block each. `scratch`: bytes of it; fewer blocks are coded at a time with less.
+    `warps` of a program code a block each. `programs` of `threads` take the census. `scratch` is in bytes:
+    with less of it, fewer blocks are coded at a time.
     """
     bits = _checked(bits, fmt)
     numel = bits.numel()
     main = numel // (warps * BLOCK) * warps * BLOCK
-    census = _Census(bits, fmt, *census_launch)
+    census = _Census(bits, fmt, threads, programs)
     # Most tensors use all bits of a short mantissa. If this one does not, its planes are written again.
-    assumed = fmt.mantissa_bits if fmt.mantissa_bits <= LIKELY else None
+    assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
     if assumed is not None:
         planes = _empty_planes(bits, assumed)
         _write_planes(bits[:main], planes, 0, fmt, assumed)
@@ -103,7 +112,7 @@ def encode_launched(
     if main < numel:
         rest = bits.new_full((_whole_runs(numel - main),), table.filler << fmt.mantissa_bits)
         rest[: numel - main] = bits[main:]
-    index, words = _code(bits, rest, fmt, table, warps, scratch, gather)
+    index, words = _code(bits, rest, fmt, table, warps, scratch)
     _write_planes(rest, planes, main, fmt, kept)
     return Encoded(kept, table, index, words, {w: p[: plane_bytes(w, numel)] for w, p in planes.items()})
 
@@ -132,14 +141,15 @@ def _checked(bits: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 
 def _whole_runs(numel: int) -> int:
+    """`numel` rounded up to whole runs of all lanes."""
     return -(-numel // (LANES * RUN)) * LANES * RUN
 
 
-# What Triton has no words for, in PTX, and in plain Triton for its interpreter.
+# What Triton has no words for, in PTX, or in plain Triton for its interpreter.
 
 
 @triton.jit
-def _probe():  # type: ignore[no-untyped-def]
+def _probe():
     pass
 
 
@@ -147,7 +157,7 @@ INTERPRETED = tl.constexpr(not isinstance(_probe, triton.JITFunction))
 
 
 @triton.jit
-def _ballot(which):  # type: ignore[no-untyped-def]
+def _ballot(which):
     """One bit a lane of the warp."""
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
@@ -156,7 +166,7 @@ def _ballot(which):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ones(x):  # type: ignore[no-untyped-def]
+def _ones(x):
     """How many bits are set."""
     if INTERPRETED:
         n = x & 1
@@ -167,7 +177,7 @@ def _ones(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lanes_below(ballot):  # type: ignore[no-untyped-def]
+def _lanes_below(ballot):
     """Those bits of a ballot that belong to lower lanes."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 m; mov.u32 m, %lanemask_lt; and.b32 $0, m, $1; }",
@@ -176,7 +186,7 @@ def _lanes_below(ballot):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_of_warp(x):  # type: ignore[no-untyped-def]
+def _sum_of_warp(x):
     """The sum over the 32 lanes, in all of them. x: [lanes] int32."""
     if INTERPRETED:
         rows = tl.reshape(x, [x.shape[0] // 32, 32])
@@ -187,8 +197,8 @@ def _sum_of_warp(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rank(which):  # type: ignore[no-untyped-def]
-    """For each lane, how many lower ones of its warp are chosen; and how many are in all. which: [lanes] bool."""
+def _rank(which):
+    """For each lane, how many lower ones of its warp are chosen; and how many are at all. which: [lanes]."""
     if INTERPRETED:
         n = which.to(tl.int32)
         rows = tl.reshape(n, [n.shape[0] // 32, 32])
@@ -198,7 +208,7 @@ def _rank(which):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _counters():  # type: ignore[no-untyped-def]
+def _counters():
     """The address of 5,120 counters in the program's shared memory. To be called once in a kernel."""
     return tl.inline_asm_elementwise(
         "{ .shared .align 16 .b8 counters[20480]; mov.u32 $0, counters; }",
@@ -207,7 +217,7 @@ def _counters():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _clear_counter(address):  # type: ignore[no-untyped-def]
+def _clear_counter(address):
     tl.inline_asm_elementwise(
         "{ .reg .b32 z; mov.u32 z, 0; st.shared.u32 [$1], z; mov.u32 $0, z; }",
         "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1,
@@ -215,14 +225,14 @@ def _clear_counter(address):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _read_counter(address):  # type: ignore[no-untyped-def]
+def _read_counter(address):
     return tl.inline_asm_elementwise(
         "ld.shared.u32 $0, [$1];", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _count(address, which):  # type: ignore[no-untyped-def]
+def _count(address, which):
     """Add 1 to counters in shared memory."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.u32 $0, 0; }",
@@ -231,8 +241,8 @@ def _count(address, which):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_pair(pair, which, base, counters, elsewhere):  # type: ignore[no-untyped-def]
-    """Count pairs e0 | e1 << 16 of exponents of 8 bits, as `_slot` says, but quickly where neither is unusual.
+def _count_pair(pair, which, base, counters, elsewhere):
+    """Count pairs e0 | e1 << 16 of 8-bit exponents where `_slot` says, at once if both are in the window.
 
     counters, elsewhere: addresses in shared and in device memory.
     """
@@ -293,8 +303,8 @@ def _count_pair(pair, which, base, counters, elsewhere):  # type: ignore[no-unty
 class _Counted:
     """What a tensor is made of.
 
-    `grid[i, j]` counts neighbours of which the second has exponent names[i] and the first names[j]; `elsewhere`
-    counts the other pairs by both exponents, [second, first], or is None where there are none.
+    `grid[i, j]` counts neighbours of which the second has exponent names[i], the first names[j]. `elsewhere`
+    counts the other pairs by their exponents, [second, first], or is None where there are none.
     """
 
     exponents: Ints
@@ -316,9 +326,7 @@ class _Counted:
 class _Census:
     """A census on its way: counted on the device, copied to the host, and read there."""
 
-    def __init__(
-        self, bits: torch.Tensor, fmt: FloatFormat, threads: int, per_thread: int, programs: int | None
-    ) -> None:
+    def __init__(self, bits: torch.Tensor, fmt: FloatFormat, threads: int, programs: int | None) -> None:
         self._fmt, self._bits = fmt, bits
         wide, numel, device = fmt.exponent_bits > 8, bits.numel(), bits.device
         # An item is two neighbours; where there are too many exponents for pairs, one weight.
@@ -326,11 +334,12 @@ class _Census:
         self._items = items.numel()
         on_device = torch.zeros(COUNTERS + 2 + (1 << 16), dtype=torch.int64, device=device)
         counters, self._elsewhere = on_device[: COUNTERS + 2], on_device[COUNTERS + 2 :]
-        tile = threads * per_thread
+        tile = 16 * threads
         _census_kernel[(min(programs or _programs(device), max(self._items // tile, 1)),)](
             items, counters, self._elsewhere, self._items,
-            BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS, WINDOW=WINDOW,
-            BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile, num_warps=threads // 32,
+            BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
+            COUNTERS=COUNTERS, WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
+            num_warps=threads // 32,
         )  # fmt: skip
         # The last weight of an odd number has no neighbour.
         self._single = bits[-1:].to("cpu", non_blocking=True) if numel % 2 and not wide else None
@@ -372,7 +381,7 @@ _NONE = np.empty(0, np.int64)
 def _unfold(counters: Ints, base: int) -> tuple[Ints, Ints]:
     """The exponents that the counters of pairs are about, and the counters as a grid: [second, first]."""
     pairs = counters[: WINDOW * WINDOW].reshape(WINDOW, WINDOW)
-    # Names beyond the exponents stand for counters that are 0. The base is 0 or less where the window has 0 itself.
+    # Slots without an exponent have counted nothing. Where the base is not above 0, the window has 0 itself.
     start, stop = max(-base, 0), min(256 - base, WINDOW)
     names, inside = np.arange(base + start, base + stop), slice(start, stop)
     if base <= 0:
@@ -393,7 +402,7 @@ def _programs(device: torch.device) -> int:
 
 
 @triton.jit
-def _slot(e0, e1, base, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slot(e0, e1, base, WINDOW: tl.constexpr):
     """The counter of a pair, or -1: both in the window, or the first 0, or the second, or both."""
     s0, s1 = e0 - base, e1 - base
     in0, in1 = (s0 >= 0) & (s0 < WINDOW), (s1 >= 0) & (s1 < WINDOW)
@@ -404,10 +413,11 @@ def _slot(e0, e1, base, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_items(  # type: ignore[no-untyped-def]
+def _count_items(
     item, which, base, shared, counters_ptr, elsewhere_ptr,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
+    """Count the pairs that are items, or the exponents of single weights."""
     LARGEST: tl.constexpr = (1 << EXPONENT) - 1
     e0 = (item >> MANTISSA).to(tl.int32) & LARGEST
     if EXPONENT == 8 and not INTERPRETED:
@@ -428,12 +438,13 @@ def _count_items(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _census_kernel(  # type: ignore[no-untyped-def]
+def _census_kernel(
     items_ptr, counters_ptr, elsewhere_ptr, n,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COUNTERS: tl.constexpr,
-    WINDOW: tl.constexpr, BELOW_MEAN: tl.constexpr, SAMPLE: tl.constexpr, THREADS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, BELOW_MEAN: tl.constexpr, SAMPLE: tl.constexpr, THREADS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add to the counters, and to the union of lowest mantissa bits behind them; then comes the window's base."""
+    """Add to the counters; after them, unite the mantissas' lowest bits, and say where the window begins."""
     LARGEST: tl.constexpr = (1 << EXPONENT) - 1
     base = 0
     if EXPONENT == 8:
@@ -455,17 +466,9 @@ def _census_kernel(  # type: ignore[no-untyped-def]
     for at in range(pid * TILE, whole, programs * TILE):
         item = tl.load(items_ptr + at + tl.arange(0, TILE))
         union |= item
+        all_of_them = tl.full([TILE], True, tl.int1)
         _count_items(
-            item,
-            tl.full([TILE], True, tl.int1),
-            base,
-            shared,
-            counters_ptr,
-            elsewhere_ptr,
-            BITS,
-            EXPONENT,
-            MANTISSA,
-            WINDOW,
+            item, all_of_them, base, shared, counters_ptr, elsewhere_ptr, BITS, EXPONENT, MANTISSA, WINDOW
         )
     if whole + pid * TILE < n:
         offs = whole + tl.arange(0, TILE)
@@ -514,7 +517,7 @@ def _write_planes(
 
 
 @triton.jit
-def _plane_part(mantissa, sign, WIDTH: tl.constexpr, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _plane_part(mantissa, sign, WIDTH: tl.constexpr, KEPT: tl.constexpr):
     """The bits of every field that go to the plane of a width."""
     BELOW: tl.constexpr = (1 + KEPT) & (WIDTH - 1)  # bits in narrower planes
     if (1 + KEPT) < 2 * WIDTH:
@@ -523,13 +526,13 @@ def _plane_part(mantissa, sign, WIDTH: tl.constexpr, KEPT: tl.constexpr):  # typ
 
 
 @triton.jit
-def _packed(part, offs_in_run, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _packed(part, offs_in_run, WIDTH: tl.constexpr):
     """The bits of a run of weights side by side, the first the lowest. part: [tile, run]."""
     return tl.sum(part.to(tl.int32) << (offs_in_run * WIDTH), 1)
 
 
 @triton.jit
-def _planes_kernel(  # type: ignore[no-untyped-def]
+def _planes_kernel(
     bits_ptr, p32_ptr, p16_ptr, p8_ptr, p4_ptr, p2_ptr, p1_ptr, runs,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, KEPT: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -563,8 +566,9 @@ def _planes_kernel(  # type: ignore[no-untyped-def]
 
 # The words.
 
-# What is known of a symbol, in 64 bits: the multiplier in the lower half; in the upper half its start from bit 19 on, a
-# shift from 15, the escapes at 13 and 14, an addend at 12, and SCALE less its frequency.
+# What is known of a symbol, its facts, in 64 bits: a multiplier in the lower half; in the upper half its
+# start from bit 19 on, a shift from 15, the escapes at 13 and 14, an addend at 12, and below that SCALE less
+# its frequency.
 _START, _SHIFT, _ESCAPES, _ADDEND = 19, 15, 13, 12
 
 
@@ -572,12 +576,13 @@ _START, _SHIFT, _ESCAPES, _ADDEND = 19, 15, 13, 12
 def _division() -> Ints:
     """The facts of every frequency from 0 to SCALE - 1, but for the start.
 
-    x // f is (x + addend) * multiplier >> 32 + shift for every x below f << 20. Let 2^(shift + 1) be the least power
-    of two from f on, N = 32 + shift, up = -2^N mod f and down = 2^N mod f. The multiplier ceil(2^N / f), without an
-    addend, is exact if f * 2^20 * up <= 2^N, and floor(2^N / f), with one, if 0 < down and f * 2^20 * down <= 2^N.
-    One of the two holds: where neither is 0 they add up to f, and f * f / 2 * 2^20 <= 2^N as f <= 2^12.
+    x // f is (x + addend) * multiplier >> 32 + shift for every x below f << 20. Let 2^(shift + 1) be the
+    least power of two from f on, N = 32 + shift, up = -2^N mod f and down = 2^N mod f. Without an addend the
+    multiplier ceil(2^N / f) is exact if f * 2^20 * up <= 2^N; with an addend of 1, floor(2^N / f) is if
+    0 < down and f * 2^20 * down <= 2^N. One of the two holds: where neither is 0, they add up to f, one
+    is at most f / 2, and f * f / 2 * 2^20 <= 2^N because f <= 2^12.
 
-    For f = 1 there is no such multiplier. 2^32 - 1 gives x - 1, and a start larger by SCALE - 1 makes that good.
+    For f = 1 there is no such multiplier: 2^32 - 1 gives x - 1. A start larger by SCALE - 1 makes that good.
     """
     f = np.arange(SCALE)
     d = np.maximum(f, 2)
@@ -601,22 +606,8 @@ def _facts(frequencies: Ints) -> tuple[Ints, bool]:
     return known + (start << _START + 32), bool((known >> _ADDEND + 32 & 1).any())
 
 
-ROW = 256 + 6
-"""Distance of the facts of (e0, e1 + 1) from those of (e0, e1). Were it 256, pairs with a common e0 would all lie in one
-bank of the first-level cache: with this, a warp's look-up takes 4 cycles instead of 8."""
-
-NOTES = LANES * RUNS
-"""The most notes of a block: one a lane and run."""
-
-
 def _code(
-    bits: torch.Tensor,
-    rest: torch.Tensor,
-    fmt: FloatFormat,
-    table: Table,
-    warps: int,
-    scratch: int | None,
-    gather: tuple[int, int],
+    bits: torch.Tensor, rest: torch.Tensor, fmt: FloatFormat, table: Table, warps: int, scratch: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index and words of `bits`. Its last blocks, too few for a program, are coded from `rest`."""
     device, numel = bits.device, bits.numel()
@@ -625,8 +616,7 @@ def _code(
     region = HEADER_WORDS + BLOCK // table.group - RAW_STEPS * LANES
     if scratch is None:
         scratch = max(SCRATCH, numel * fmt.bits // 8 * 4 // 5)
-    # Blocks coded at a time, in spans of equal length. `rest` is no longer than a program, and begins like one: it is
-    # never cut.
+    # Blocks coded at a time. `rest` is no longer than a program, and begins where one would: it is never cut.
     spans = triton.cdiv(blocks, max(scratch // (2 * region + 4 * NOTES) // warps, 1) * warps)
     span = min(triton.cdiv(triton.cdiv(blocks, spans), warps) * warps, blocks)
     regions = torch.empty(span * region, dtype=torch.int16, device=device)
@@ -653,7 +643,6 @@ def _code(
     rest_words, parts = rest.view(torch.int64), []
     for at in range(0, blocks, span):
         end = min(at + span, blocks)
-        sizes = counts[:, : end - at]
         for first, last, source, ragged in (
             (at, min(end, main), bits[: main * BLOCK].view(torch.int64), False),
             (max(at, main), end, rest_words, True),
@@ -662,17 +651,18 @@ def _code(
                 a_program = 1 if ragged else warps
                 _code_kernel[((last - first) // a_program,)](
                     source, coding, symbols, regions, notes, counts, index,
-                    first_block=first, first_source=main if ragged else 0, first_region=at, numel=numel, span=span,
+                    first_block=first, first_source=main if ragged else 0, first_region=at,
+                    numel=numel, span=span,
                     BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, GROUP=table.group,
-                    RAGGED=ragged, ADDENDS=addends, WARPS=a_program, REGION=region, NOTES=NOTES, LANES=LANES, RUN=RUN,
-                    RUNS=RUNS, LOWER=LOWER, SCALE=SCALE, HEADER=HEADER_WORDS, ROW=ROW, num_warps=a_program,
+                    RAGGED=ragged, ADDENDS=addends, WARPS=a_program, REGION=region, NOTES=NOTES, LANES=LANES,
+                    RUN=RUN, RUNS=RUNS, LOWER=LOWER, HEADER=HEADER_WORDS, ROW=ROW, num_warps=a_program,
                 )  # fmt: skip
         ends = torch.cumsum(counts[0, : end - at], 0, dtype=torch.int64)
         words = torch.empty(int(ends[-1].item()), dtype=torch.int16, device=device)
         _gather_kernel[(end - at,)](
             bits, regions, notes, counts, ends, words, first_block=at, span=span,
             EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, REGION=region, NOTES=NOTES,
-            RUN=RUN, TILE=gather[1], num_warps=gather[0],
+            RUN=RUN, TILE=1024, num_warps=2,
         )  # fmt: skip
         parts.append(words)
     return index, parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -681,7 +671,7 @@ def _code(
 @triton.jit
 def _spread_kernel(
     facts_ptr, symbols_ptr, coding_ptr, n, ESCAPES: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):  # fmt: skip
     """The facts of the symbol of every key, with the escapes: one look-up in place of two."""
     offs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     symbol = tl.load(symbols_ptr + offs, mask=offs < n, other=0).to(tl.int64)
@@ -694,7 +684,7 @@ def _spread_kernel(
 
 
 @triton.jit
-def _load_run(words_ptr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_run(words_ptr, BITS: tl.constexpr):
     """The 8 weights of every lane as 64-bit words; where they are fewer than 8 words, some come again."""
     if BITS == 8:
         a = tl.load(words_ptr)
@@ -712,40 +702,33 @@ def _load_run(words_ptr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _exponent(a, b, c, d, e, f, g, h, I: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """The exponent of weight I of a run."""
-    WORD: tl.constexpr = I * BITS // 64
-    if WORD == 0:
-        v = a
-    elif WORD == 1:
-        v = b
-    elif WORD == 2:
-        v = c
-    elif WORD == 3:
-        v = d
-    elif WORD == 4:
-        v = e
-    elif WORD == 5:
-        v = f
-    elif WORD == 6:
-        v = g
+def _exponent(
+    a, b, c, d, e, f, g, h,
+    N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+):  # fmt: skip
+    """The exponent of weight N of a run."""
+    WORD: tl.constexpr = N * BITS // 64
+    if WORD < 4:
+        v = a if WORD == 0 else b if WORD == 1 else c if WORD == 2 else d
     else:
-        v = h
-    return (v >> (I * BITS % 64 + MANTISSA)).to(tl.int32) & ((1 << EXPONENT) - 1)
+        v = e if WORD == 4 else f if WORD == 5 else g if WORD == 6 else h
+    return (v >> (N * BITS % 64 + MANTISSA)).to(tl.int32) & ((1 << EXPONENT) - 1)
 
 
 @triton.jit
-def _key(a, b, c, d, I: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The exponents of weights 2 I and 2 I + 1 of a run: first | second << 8."""
+def _key(
+    a, b, c, d, N: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr
+):  # fmt: skip
+    """The exponents of weights 2 N and 2 N + 1 of a run: first | second << 8."""
     FIRST: tl.constexpr = (1 << EXPONENT) - 1
     if BITS == 8:
-        return (a >> (16 * I + MANTISSA)).to(tl.int32) & (FIRST | FIRST << 8)
+        return (a >> (16 * N + MANTISSA)).to(tl.int32) & (FIRST | FIRST << 8)
     elif BITS == 32:
-        v = a if I == 0 else b if I == 1 else c if I == 2 else d
+        v = a if N == 0 else b if N == 1 else c if N == 2 else d
         return (v >> MANTISSA).to(tl.int32) & 0xFF | (v >> (24 + MANTISSA)).to(tl.int32) & 0xFF00
     else:
-        v = a if I < 2 else b
-        HALF: tl.constexpr = I % 2
+        v = a if N < 2 else b
+        HALF: tl.constexpr = N % 2
         if INTERPRETED:
             w = (v >> (32 * HALF + MANTISSA)).to(tl.int32)
             return w & FIRST | (w >> 8) & (FIRST << 8)
@@ -761,13 +744,14 @@ def _key(a, b, c, d, I: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr
 
 
 @triton.jit
-def _look_up(coding_ptr, key, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _look_up(coding_ptr, key, ROW: tl.constexpr):
+    """The two halves of the facts of the symbol that codes a key."""
     fact = tl.load(coding_ptr + (key + (key >> 8) * (ROW - 256)))
     return fact.to(tl.uint32), (fact >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _step(x, p, region_ptr, lower, upper, SCALE: tl.constexpr, ADDENDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _step(x, p, region_ptr, lower, upper, ADDENDS: tl.constexpr):
     """Code a symbol of each lane; p is where the word written last stands."""
     full = x >= upper * 0xFFF00000  # the frequency << 20
     rank, all = _rank(full)
@@ -782,17 +766,18 @@ def _step(x, p, region_ptr, lower, upper, SCALE: tl.constexpr, ADDENDS: tl.const
 
 
 @triton.jit
-def _escapes(upper, I: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The escapes of symbol I of a run, a bit a weight."""
-    return (upper >> 13 & (1 << GROUP) - 1) << I * GROUP
+def _escapes(upper, N: tl.constexpr, GROUP: tl.constexpr):
+    """The escapes of symbol N of a run, a bit a weight."""
+    return (upper >> 13 & (1 << GROUP) - 1) << N * GROUP
 
 
 @triton.jit
-def _code_run(  # type: ignore[no-untyped-def]
-    x, p, q, escaped, run, valid, a, b, c, d, e, f, g, h, lane, coding_ptr, symbols_ptr, region_ptr, notes_ptr,
-    LAST: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, LOWER: tl.constexpr,
-    SCALE: tl.constexpr, ROW: tl.constexpr,
+def _code_run(
+    x, p, q, escaped, run, valid, a, b, c, d, e, f, g, h, lane,
+    coding_ptr, symbols_ptr, region_ptr, notes_ptr,
+    LAST: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    GROUP: tl.constexpr, RAGGED: tl.constexpr, ADDENDS: tl.constexpr, LANES: tl.constexpr,
+    RUN: tl.constexpr, LOWER: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Code the symbols of a run, the last first; of the last run, the last two are the initial state."""
     if GROUP == 2:
@@ -808,10 +793,10 @@ def _code_run(  # type: ignore[no-untyped-def]
             s = tl.load(symbols_ptr + k3).to(tl.uint32) & 0xFF
             x = LOWER | s << 8 | tl.load(symbols_ptr + k2).to(tl.uint32) & 0xFF
         else:
-            x, p = _step(x, p, region_ptr, l3, u3, SCALE, ADDENDS)
-            x, p = _step(x, p, region_ptr, l2, u2, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l1, u1, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l0, u0, SCALE, ADDENDS)
+            x, p = _step(x, p, region_ptr, l3, u3, ADDENDS)
+            x, p = _step(x, p, region_ptr, l2, u2, ADDENDS)
+        x, p = _step(x, p, region_ptr, l1, u1, ADDENDS)
+        x, p = _step(x, p, region_ptr, l0, u0, ADDENDS)
         mask = _escapes(u0, 0, 2) | _escapes(u1, 1, 2) | _escapes(u2, 2, 2) | _escapes(u3, 3, 2)
     else:
         e0 = _exponent(a, b, c, d, e, f, g, h, 0, BITS, EXPONENT, MANTISSA)
@@ -834,14 +819,14 @@ def _code_run(  # type: ignore[no-untyped-def]
             s = tl.load(symbols_ptr + e7).to(tl.uint32) & 0xFF
             x = LOWER | s << 8 | tl.load(symbols_ptr + e6).to(tl.uint32) & 0xFF
         else:
-            x, p = _step(x, p, region_ptr, l7, u7, SCALE, ADDENDS)
-            x, p = _step(x, p, region_ptr, l6, u6, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l5, u5, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l4, u4, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l3, u3, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l2, u2, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l1, u1, SCALE, ADDENDS)
-        x, p = _step(x, p, region_ptr, l0, u0, SCALE, ADDENDS)
+            x, p = _step(x, p, region_ptr, l7, u7, ADDENDS)
+            x, p = _step(x, p, region_ptr, l6, u6, ADDENDS)
+        x, p = _step(x, p, region_ptr, l5, u5, ADDENDS)
+        x, p = _step(x, p, region_ptr, l4, u4, ADDENDS)
+        x, p = _step(x, p, region_ptr, l3, u3, ADDENDS)
+        x, p = _step(x, p, region_ptr, l2, u2, ADDENDS)
+        x, p = _step(x, p, region_ptr, l1, u1, ADDENDS)
+        x, p = _step(x, p, region_ptr, l0, u0, ADDENDS)
         mask = _escapes(u0, 0, 1) | _escapes(u1, 1, 1) | _escapes(u2, 2, 1) | _escapes(u3, 3, 1)
         mask |= _escapes(u4, 4, 1) | _escapes(u5, 5, 1) | _escapes(u6, 6, 1) | _escapes(u7, 7, 1)
     mask = mask.to(tl.int32)
@@ -855,17 +840,19 @@ def _code_run(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first_block", "first_source", "first_region", "numel", "span"])
-def _code_kernel(  # type: ignore[no-untyped-def]
+def _code_kernel(
     words_ptr, coding_ptr, symbols_ptr, regions_ptr, notes_ptr, counts_ptr, index_ptr,
     first_block, first_source, first_region, numel, span,
     BITS: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr, NOTES: tl.constexpr, LANES: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, LOWER: tl.constexpr, SCALE: tl.constexpr, HEADER: tl.constexpr, ROW: tl.constexpr,
+    RAGGED: tl.constexpr, ADDENDS: tl.constexpr, WARPS: tl.constexpr, REGION: tl.constexpr,
+    NOTES: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, LOWER: tl.constexpr,
+    HEADER: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Code a block a warp, to the end of its region. counts: [words, coded words, notes] of every region.
+    """Code a block a warp, to the end of its region.
 
-    `words_ptr` starts with block `first_source`, the regions with block `first_region`; the programs, with block
-    `first_block`. Only where RAGGED may a block be shorter than others; then a program has one.
+    The programs begin with block `first_block`, `words_ptr` with block `first_source`, the regions with block
+    `first_region`. counts: words, words without escapes, and notes, each [span]. Only where RAGGED may a
+    block be shorter than others; then a program has one.
     """
     STRIDE: tl.constexpr = LANES * RUN * BITS // 64  # of runs, in 64-bit words
     lanes = tl.arange(0, WARPS * LANES)
@@ -887,7 +874,7 @@ def _code_kernel(  # type: ignore[no-untyped-def]
     a, b, c, d, e, f, g, h = _load_run(words_ptr + (runs - 1) * STRIDE, BITS)
     x, p, q, escaped = _code_run(
         x, p, q, escaped, runs - 1, valid, a, b, c, d, e, f, g, h, lane, coding_ptr, symbols_ptr, region_ptr,
-        notes_ptr, True, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, SCALE, ROW,
+        notes_ptr, True, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, ROW,
     )  # fmt: skip
     # A run is loaded while the one after it is coded.
     a, b, c, d, e, f, g, h = _load_run(words_ptr + tl.maximum(runs - 2, 0) * STRIDE, BITS)
@@ -896,7 +883,7 @@ def _code_kernel(  # type: ignore[no-untyped-def]
         na, nb, nc, nd, ne, nf, ng, nh = _load_run(words_ptr + tl.maximum(run - 1, 0) * STRIDE, BITS)
         x, p, q, escaped = _code_run(
             x, p, q, escaped, run, valid, a, b, c, d, e, f, g, h, lane, coding_ptr, symbols_ptr, region_ptr,
-            notes_ptr, False, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, SCALE, ROW,
+            notes_ptr, False, BITS, EXPONENT, MANTISSA, GROUP, RAGGED, ADDENDS, LANES, RUN, LOWER, ROW,
         )  # fmt: skip
         a, b, c, d, e, f, g, h = na, nb, nc, nd, ne, nf, ng, nh
 
@@ -915,7 +902,7 @@ def _code_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first_block", "span"])
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _gather_kernel(
     bits_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr, words_ptr, first_block, span,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr, REGION: tl.constexpr,
     NOTES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
