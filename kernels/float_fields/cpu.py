@@ -29,6 +29,17 @@ def census(bits, exponent_bits, mantissa_bits, with_pairs, pairs, single):  # ty
 
 
 @compiled
+def marginals(pairs, exponents):  # type: ignore[no-untyped-def]
+    for second in range(256):
+        total = 0
+        for first in range(256):
+            count = pairs[second << 8 | first]
+            exponents[first] += count
+            total += count
+        exponents[second] += total
+
+
+@compiled
 def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e = np.uint64(exponent_bits)

@@ -44,6 +44,18 @@ def quantise(counts):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def fill_encoder(frequencies, facts):  # type: ignore[no-untyped-def]
+    """Fill `Table.encoder`."""
+    start = 0
+    for s in range(frequencies.size):
+        f = frequencies[s]
+        if f:
+            facts[2 * s] = ((1 << RECIPROCAL_BITS) + f - 1) // f
+        facts[2 * s + 1] = f | start << 16
+        start += f
+
+
+@compiled
 def fill_symbols(group, palette, frequencies, lut):  # type: ignore[no-untyped-def]
     """Fill `Table.symbols`."""
     best = np.argmax(frequencies)

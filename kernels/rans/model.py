@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import cpu
-from .numbers import RECIPROCAL_BITS, SCALE
+from .numbers import SCALE
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,7 +40,7 @@ class Table:
             raise ValueError(f"group is 1 or 2, not {self.group}")
         if not 1 <= palette.size <= PALETTE[self.group]:
             raise ValueError(f"a palette of {palette.size} exponents")
-        if bool((np.diff(palette) <= 0).any()):
+        if bool((palette[1:] <= palette[:-1]).any()):
             raise ValueError("the palette does not rise")
         if self.group == 2 and int(palette[-1]) > 255:
             raise ValueError("pairs are for exponents of at most 8 bits")
@@ -70,10 +70,9 @@ class Table:
     @cached_property
     def encoder(self) -> npt.NDArray[np.uint64]:
         """Two numbers for each of 256 symbols: the frequency's reciprocal, and frequency | start << 16."""
-        f = np.zeros(256, np.int64)
-        f[: self.frequencies.size] = self.frequencies
-        reciprocal = np.where(f > 0, -(-(1 << RECIPROCAL_BITS) // np.maximum(f, 1)), 0)
-        return np.stack([reciprocal, f | (np.cumsum(f) - f) << 16], axis=1).astype(np.uint64).reshape(-1)
+        facts = np.zeros(512, np.uint64)
+        cpu.fill_encoder(self.frequencies.astype(np.int64), facts)
+        return facts
 
     @cached_property
     def filler(self) -> int:
