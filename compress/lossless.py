@@ -221,12 +221,12 @@ class Decoder:
         for width in plane_widths(1 + kept):
             planes[width] = end
             end += padded(plane_bytes(width, numel))
-        self._plane_starts = planes
+        self.plane_starts = planes
         expect_length("sign_mantissa", length("sign_mantissa"), end)
         expect_length("index", length("index"), padded(2 * blocks))
         if length("table") > padded(LARGEST_TABLE):
             raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
-        self._table = _parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
+        self.table = parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
         counts = read_stream("index", 0, 2 * blocks).view("<u2").astype(np.int64)
         self._word_starts = np.concatenate([[0], np.cumsum(counts)])
         self._index = counts.astype(np.uint16)
@@ -252,13 +252,13 @@ class Decoder:
         ).view("<u2")
         planes = {
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
-            for width, at in self._plane_starts.items()
+            for width, at in self.plane_starts.items()
         }
         fields = unpack_fields(planes, end - begin, self._kept)
         decoded = out if whole and out is not None else np.empty(end - begin, self._fmt.dtype)
         try:
             rans.decode_floats(
-                words, self._index[first:last], self._table, fields, self._fmt, self._kept, decoded
+                words, self._index[first:last], self.table, fields, self._fmt, self._kept, decoded
             )
         except rans.CorruptStream as error:
             raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
@@ -274,13 +274,13 @@ class Decoder:
         ranges: dict[str | int, tuple[str, int, int]] = {
             "words": ("words", 2 * int(at[first]), 2 * int(at[last]))
         }
-        for width, start in self._plane_starts.items():
+        for width, start in self.plane_starts.items():
             start += begin * width // 8
             ranges[width] = "sign_mantissa", start, start + plane_bytes(width, end - begin)
         if self._block_size is not None:
             ranges["normaliser"] = "normaliser", begin // self._block_size, -(-end // self._block_size)
         decoded = on.gpu.decode(
-            self._fmt, self._kept, self._table, self._index[first:last], end - begin, ranges, on.fill,
+            self._fmt, self._kept, self.table, self._index[first:last], end - begin, ranges, on.fill,
             self._block_size,
         )  # fmt: skip
         if decoded is not None:
@@ -323,7 +323,7 @@ def _table_stream(table: rans.Table) -> npt.NDArray[np.uint16]:
     return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
 
 
-def _parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
+def parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
     """The table of a stream; raises NeuzipError when it breaks a rule."""
     group, n_palette, n_frequencies = (int(w) for w in words[:TABLE_HEAD]) if words.size >= 3 else (0, 0, 0)
     end = TABLE_HEAD + n_palette + n_frequencies

@@ -178,7 +178,7 @@ class TensorSource:
     def read_into(self, file: str, offset: int, target: Bytes) -> None:
         """Fill `target` with the bytes of a weight file from `offset` on. For several threads."""
         opened = self._files[file]
-        (opened.file if isinstance(opened, Container) else opened)._pread_into(offset, target)
+        (opened.file if isinstance(opened, Container) else opened).read_at(offset, target)
 
     def coding(self, tensor: SourceTensor) -> Coding | None:
         """How a tensor is coded; None for one that is stored as it is. Raises FormatError."""
@@ -187,10 +187,10 @@ class TensorSource:
             return None
         assert isinstance(opened, Container)
         decoder = self._decoder(tensor, opened, record)
-        inner = decoder._inner if isinstance(decoder, truncated.Decoder) else decoder
+        inner = decoder.inner if isinstance(decoder, truncated.Decoder) else decoder
         return Coding(
             FORMATS[tensor.info.dtype], record.mantissa_bits, record.block_size,
-            inner._table, inner._plane_starts,
+            inner.table, inner.plane_starts,
         )  # fmt: skip
 
     def read(self, tensor: SourceTensor, start: int = 0, stop: int | None = None) -> Bytes:

@@ -140,7 +140,7 @@ class Decoder:
         rounding: Rounding,
         on_gpu: OnGpu | None = None,
     ) -> None:
-        self._inner = lossless.Decoder(
+        self.inner = lossless.Decoder(
             read_stream, length, numel, rounding.fmt, rounding.mantissa_bits, on_gpu, rounding.block_size
         )
         self._on_gpu = on_gpu
@@ -156,11 +156,11 @@ class Decoder:
         """The restored patterns of weights `start` to `stop`."""
         size = self._rounding.block_size
         if size is None or start == stop or self._on_gpu is not None:
-            return self._inner.read(start, stop)
+            return self.inner.read(start, stop)
         first, last = start // size, -(-stop // size)
         begin = first * size
         normaliser = self._read_stream("normaliser", first, last)
-        stored = self._inner.read(begin, stop)
+        stored = self.inner.read(begin, stop)
         return self._rounding.restore(stored, normaliser)[start - begin :]
 
 

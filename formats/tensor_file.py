@@ -201,10 +201,11 @@ class TensorFile:
 
     def _pread(self, offset: int, count: int) -> bytes:
         data = np.empty(count, np.uint8)
-        self._pread_into(offset, data)
+        self.read_at(offset, data)
         return data.tobytes()
 
-    def _pread_into(self, offset: int, target: npt.NDArray[np.uint8]) -> None:
+    def read_at(self, offset: int, target: npt.NDArray[np.uint8]) -> None:
+        """Fill `target` with the bytes from `offset` on. Raises FormatError where the file ends early."""
         view = target.data
         done = 0
         while done < len(view):
@@ -222,7 +223,7 @@ class TensorFile:
         if not 0 <= start <= stop <= tensor.nbytes:
             raise ValueError(f"bytes {start} to {stop} of a tensor of {tensor.nbytes}")
         data = np.empty(stop - start, np.uint8)
-        self._pread_into(self.data_start + tensor.start + start, data)
+        self.read_at(self.data_start + tensor.start + start, data)
         return data
 
     def close(self) -> None:

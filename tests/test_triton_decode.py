@@ -349,7 +349,7 @@ def test_streams_of_a_container_fit() -> None:
     bits = weights(fmt, 2000)
     kept, streams = lossless.encode(lambda a, b: bits[a:b], bits.size, fmt)
     raw = {n: np.concatenate([p.view(np.uint8) for p in s.parts]) for n, s in streams.items()}
-    table = lossless._parse_table(raw["table"].view("<u2"), fmt)
+    table = lossless.parse_table(raw["table"].view("<u2"), fmt)
     planes, at = {}, 0
     for width in plane_widths(1 + kept):
         end = at + lossless.padded(plane_bytes(width, bits.size))
