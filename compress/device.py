@@ -72,12 +72,15 @@ def choose(option: Option, nbytes: int) -> Device:
         count = torch.cuda.device_count() if torch.version.cuda is not None else 0
         rank = os.environ.get("LOCAL_RANK", "0")
         number = int(rank) % count if count and rank.isdecimal() else 0
-        problem = _unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
-        if problem is None:
-            from .gpu import Gpu
+        try:
+            problem = _unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
+            if problem is None:
+                from .gpu import Gpu
 
-            device = torch.device("cuda", number)
-            return Device(str(device), Gpu(device), PIECE if option == "auto" else 1)
+                device = torch.device("cuda", number)
+                return Device(str(device), Gpu(device), PIECE if option == "auto" else 1)
+        except RuntimeError as error:  # a card that is taken, or lost
+            problem = str(error).splitlines()[0]
     if option == "auto":
         return CPU
     raise NeuzipError(f"--device cuda: {problem}", "give --device cpu, or let --device auto choose")

@@ -242,8 +242,8 @@ def joined() -> Iterator[Ranks]:
     ranks, channel = _join()
     watch = _Watch(ranks, channel)
     before = signal.signal(signal.SIGTERM, watch.on_signal)
-    watch.start()
     try:
+        watch.start()
         yield ranks
         ranks.barrier()
     except BaseException as failure:

@@ -149,7 +149,12 @@ class Gpu:
         return result.numpy()
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_card)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_card)
+        except RuntimeError as error:
+            raise NeuzipError(
+                f"the host has no {nbytes} bytes that {self.device} could use", "give --device cpu"
+            ) from error
 
     @contextmanager
     def _free_queue(self) -> Iterator[None]:

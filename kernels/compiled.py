@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -31,20 +32,28 @@ class LockedCache(FunctionCache):  # type: ignore[misc]
         """What is kept for a signature, or None."""
         if not os.path.isdir(self.cache_path):
             return None
-        with self._lock(fcntl.LOCK_SH):
-            return super().load_overload(sig, target_context)
+        with self._lock(fcntl.LOCK_SH) as locked:
+            return super().load_overload(sig, target_context) if locked else None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature."""
         os.makedirs(self.cache_path, exist_ok=True)
-        with self._lock(fcntl.LOCK_EX):
-            super().save_overload(sig, data)
+        with self._lock(fcntl.LOCK_EX) as locked:
+            if locked:
+                super().save_overload(sig, data)
 
     @contextmanager
-    def _lock(self, kind: int) -> Iterator[None]:
+    def _lock(self, kind: int) -> Iterator[bool]:
+        """Whether there is a lock: some file systems have none, and nothing is kept there."""
         folder = os.open(self.cache_path, os.O_RDONLY)
         try:
-            fcntl.flock(folder, kind)
-            yield
+            try:
+                fcntl.flock(folder, kind)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                yield False
+            else:
+                yield True
         finally:
             os.close(folder)

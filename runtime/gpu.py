@@ -27,7 +27,7 @@ import xxhash
 from neuzip.compress.lossless import padded
 from neuzip.compress.source import Coding, Extent, SourceTensor, TensorSource
 from neuzip.compress.workers import default_jobs
-from neuzip.errors import FormatError
+from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import plane_bytes
 from neuzip.kernels.rans.triton_decode import CodedTensor, decode
@@ -61,6 +61,10 @@ def read_on(
     with torch.cuda.device(device) if queues.on_gpu else nullcontext():
         try:
             memory = _Load(source, tensors, verify, queues).run()
+        except torch.OutOfMemoryError as error:
+            raise NeuzipError(
+                f"{device} has too little free memory for the weights", "end what else runs there"
+            ) from error
         finally:
             queues.wait()  # whatever happened: nobody may free what a copy still reads or writes
     return [shaped(m, torch_dtype(source, t), t.info.shape) for m, t in zip(memory, tensors, strict=True)]

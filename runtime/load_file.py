@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import safetensors
 import torch
 from safetensors import SafetensorError
@@ -30,7 +31,11 @@ TORCH = ("pt", "torch", "pytorch")
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: str | int = "cpu", *, backend: str = "mmap", verify: bool = True
+    filename: str | os.PathLike[str],
+    device: str | int | None = "cpu",
+    *,
+    backend: str = "mmap",
+    verify: bool = True,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a .safetensors file, plain or compressed, by name; as `safetensors.torch.load_file`.
 
@@ -42,13 +47,13 @@ def load_file(
             return file.get_tensors()
     from safetensors.torch import load_file as load_plain_file
 
-    return load_plain_file(filename, device, **_options(backend))
+    return load_plain_file(filename, "cpu" if device is None else device, **_options(backend))
 
 
 def safe_open(
     filename: str | os.PathLike[str],
     framework: str,
-    device: str | int = "cpu",
+    device: str | int | None = "cpu",
     *,
     backend: str = "mmap",
     verify: bool = True,
@@ -60,6 +65,7 @@ def safe_open(
     FormatError for a damaged compressed file, and UsageError for one with another framework than torch.
     """
     # A container is a safetensors file: safetensors judges the arguments, and says which kind of file it is.
+    device = "cpu" if device is None else device
     plain: Any = safetensors.safe_open(filename, framework=framework, device=device, **_options(backend))
     if not is_container_metadata(plain.metadata() or {}):
         return plain
@@ -74,14 +80,25 @@ def _options(backend: str) -> dict[str, Any]:
     return {} if backend == "mmap" else {"backend": backend}
 
 
+class _Opened:
+    """A file, open for as long as somebody holds it: a slice may outlive what it is of."""
+
+    def __init__(self, path: Path) -> None:
+        self.source = TensorSource(Checkpoint(path, path.parent, (path.name,), ()))
+        self.workers = Workers()
+
+    def __del__(self) -> None:
+        if hasattr(self, "source"):
+            self.source.close()
+
+
 class CompressedFile:
     """What `safe_open` gives for a compressed file."""
 
     def __init__(self, path: Path, device: str | int, verify: bool) -> None:
-        self._source: TensorSource | None = TensorSource(Checkpoint(path, path.parent, (path.name,), ()))
-        self._header = self._source.header(path.name)
-        self._tensors = {t.name: t for t in self._source.tensors(path.name)}
-        self._workers = Workers()
+        self._opened: _Opened | None = _Opened(path)
+        self._header = self._opened.source.header(path.name)
+        self._tensors = {t.name: t for t in self._opened.source.tensors(path.name)}
         self._device = device
         self._verify = verify
 
@@ -110,11 +127,13 @@ class CompressedFile:
 
     def get_slice(self, name: str) -> CompressedSlice:
         """A tensor of which parts can be read: `get_slice("embed.weight")[10:20]`."""
-        return CompressedSlice(self._open(), self._find(name), self._workers, self._device)
+        return CompressedSlice(self._open(), self._find(name), self._device)
 
     def _read(self, tensors: Sequence[SourceTensor]) -> list[torch.Tensor]:
-        device = torch.device(self._device)
-        return read_tensors(self._open(), tensors, device, self._workers, verify=self._verify)
+        opened = self._open()
+        return read_tensors(
+            opened.source, tensors, torch.device(self._device), opened.workers, verify=self._verify
+        )
 
     def _find(self, name: str) -> SourceTensor:
         self._open()
@@ -122,10 +141,10 @@ class CompressedFile:
             raise SafetensorError(f"File does not contain tensor {name}")
         return self._tensors[name]
 
-    def _open(self) -> TensorSource:
-        if self._source is None:
+    def _open(self) -> _Opened:
+        if self._opened is None:
             raise SafetensorError("File is closed")
-        return self._source
+        return self._opened
 
     def __enter__(self) -> CompressedFile:
         return self
@@ -136,24 +155,14 @@ class CompressedFile:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        if self._source is not None:
-            self._workers.__exit__(kind, error, trace)
-            self._source.close()
-            self._source = None
-
-    def __del__(self) -> None:  # safetensors' own is often used without `with`
-        source = getattr(self, "_source", None)
-        if source is not None:
-            source.close()
+        self._opened = None
 
 
 class CompressedSlice:
     """A tensor that is read when it is indexed, as torch does; what leading indices leave out is not."""
 
-    def __init__(
-        self, source: TensorSource, tensor: SourceTensor, workers: Workers, device: str | int
-    ) -> None:
-        self._source, self._tensor, self._workers, self._device = source, tensor, workers, device
+    def __init__(self, opened: _Opened, tensor: SourceTensor, device: str | int) -> None:
+        self._opened, self._tensor, self._device = opened, tensor, device
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape."""
@@ -164,7 +173,8 @@ class CompressedSlice:
         return self._tensor.info.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        info, dtype = self._tensor.info, torch_dtype(self._source, self._tensor)
+        source = self._opened.source
+        info, dtype = self._tensor.info, torch_dtype(source, self._tensor)
         indices = index if isinstance(index, tuple) else (index,)
         if all(_is_plain(i) for i in indices):
             torch.empty(info.shape, dtype=dtype, device="meta")[index]  # raises what torch raises
@@ -172,8 +182,8 @@ class CompressedSlice:
         else:
             first, shape = 0, list(info.shape)
         start, size = first * dtype.itemsize, math.prod(shape) * dtype.itemsize
-        target = self._source.resolve(self._tensor)
-        data = read_range(self._source.reader(target), target, start, start + size, self._workers)
+        target = source.resolve(self._tensor)
+        data = read_range(source.reader(target), target, start, start + size, self._opened.workers)
         part = shaped(data, dtype, tuple(shape))[indices].contiguous()
         return part.to(torch.device(self._device))
 
@@ -182,7 +192,7 @@ def _is_plain(index: object) -> bool:
     """Whether an index is a number, a slice, an ellipsis or None, and no mask or list of numbers."""
     if isinstance(index, bool | torch.Tensor):
         return False
-    return index is None or isinstance(index, slice) or index is ... or hasattr(index, "__index__")
+    return index is None or index is ... or isinstance(index, slice | int | np.integer)
 
 
 def _leading(indices: Sequence[Any], shape: Sequence[int]) -> tuple[int, list[int], tuple[Any, ...]]:
@@ -194,7 +204,7 @@ def _leading(indices: Sequence[Any], shape: Sequence[int]) -> tuple[int, list[in
     (190, [2, 10], (slice(None, None, 1), slice(0, 1, None)))
     """
     left, rest, first = list(shape), list(indices), 0
-    while rest and left and hasattr(rest[0], "__index__"):
+    while rest and left and isinstance(rest[0], int | np.integer):
         row = range(left.pop(0))[operator.index(rest.pop(0))]
         first += row * math.prod(left)
     if rest and left and isinstance(rest[0], slice):

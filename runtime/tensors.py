@@ -62,7 +62,7 @@ def read_tensors(
                 tensor=tensor.name,
             )  # fmt: skip
     stored = list({(t.file, t.name): t for t in targets}.values())
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.cuda is not None:  # AMD's cards are called cuda as well
         from .gpu import read_on
 
         loaded = read_on(device, source, stored, verify=verify)

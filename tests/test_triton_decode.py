@@ -359,3 +359,24 @@ def test_streams_of_a_container_fit() -> None:
         on_device(raw["words"].view(np.uint16)), planes,
     )  # fmt: skip
     assert decoded([coded]) == [bits.tobytes()]
+
+
+def test_an_index_that_runs_far_beyond_the_words_reads_nothing() -> None:
+    """What is left of the words is then less than -2^31, and must not wrap to something positive."""
+    fmt, blocks = FORMATS["BF16"], (1 << 31) // 0xFFFF + 10
+    if DEVICE.type == "cpu":
+        blocks = 3  # the interpreter would take an hour; the arithmetic is the same
+    one = code(weights(fmt, BLOCK), fmt)
+    table, plane = one.table, one.planes[8].repeat(blocks)
+    index = torch.full((blocks,), -1, dtype=torch.int16, device=DEVICE)
+    coded = CodedTensor(fmt, 7, blocks * BLOCK, table, index, one.words, {8: plane})
+    outs, _ = outputs([coded], 0)
+    assert triton_decode.decode([coded], outs).tolist() != [0]
+
+
+def test_a_resident_tensor_of_corrupt_streams_is_refused() -> None:
+    fmt = FORMATS["BF16"]
+    coded = code(weights(fmt, 600), fmt)
+    longer = torch.cat([coded.words, torch.zeros(4096, dtype=torch.int16, device=DEVICE)])
+    with pytest.raises(rans.CorruptStream):
+        ResidentTensor.of(replace(coded, words=longer))

@@ -8,13 +8,20 @@ import torch
 
 from neuzip.kernels.float_fields import FORMATS
 
-from .triton_decode import ALIGNMENT, CodedTensor, Launch, make_launches
+from .triton_decode import ALIGNMENT, CodedTensor, Launch, make_launches, raise_if_corrupt
 
 _ARRAYS = ("descriptors", "starts", "counts", "tables", "exponents", "programs")
 _INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
-@torch.library.custom_op("neuzip::decode", mutates_args=())
+# Written out, as torch 2.6 does not understand `list[...]`.
+_SCHEMA = (
+    "(Tensor streams, Tensor[] arrays, SymInt numel, str fmt, SymInt kept, SymInt group, SymInt block_size, "
+    "SymInt[] shapes) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("neuzip::decode", mutates_args=(), schema=_SCHEMA)
 def decode(
     streams: torch.Tensor,
     arrays: list[torch.Tensor],
@@ -83,6 +90,7 @@ class ResidentTensor:
         )
         errors = torch.zeros(1, dtype=torch.int32, device=streams.device)
         launches = make_launches([moved], streams, [0], [0], errors, warps)
+        raise_if_corrupt(errors, ["the tensor"])
         fmt, kept, group, block_size = coded.kind
         arrays = [getattr(launch, name) for launch in launches for name in _ARRAYS]
         shapes = [number for launch in launches for number in (int(launch.ragged), launch.warps)]

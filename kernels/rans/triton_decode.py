@@ -16,6 +16,7 @@ tensor, planes by the number of weights. A block whose words do not add up is re
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +61,14 @@ class CodedTensor:
     def __post_init__(self) -> None:
         if self.index.numel() != -(-self.numel // BLOCK):
             raise CorruptStream(f"the index has {self.index.numel()} entries for {self.numel} weights")
+        if not 0 <= self.kept <= self.fmt.mantissa_bits:
+            raise CorruptStream(f"{self.fmt.name} has no {self.kept} mantissa bits")
+        if self.index.dtype != torch.int16 or self.words.dtype != torch.int16:
+            raise CorruptStream("index and words are int16")
         for width in plane_widths(1 + self.kept):
             needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
-            if self.planes[width].numel() < needed or self.planes[width].data_ptr() % ALIGNMENT:
+            plane = self.planes.get(width)
+            if plane is None or plane.numel() < needed or plane.data_ptr() % ALIGNMENT:
                 raise CorruptStream(f"the plane of {width} bits is too short or not aligned")
         if self.block_size is not None:
             if self.block_size < RUN or self.block_size & (self.block_size - 1):
@@ -125,13 +131,15 @@ class Launch:
     def start(self, inp: torch.Tensor, out: torch.Tensor, errors: torch.Tensor) -> None:
         """Decode what lies around `inp` to where `out` begins. Marks corrupt tensors in `errors`."""
         fmt, kept, group, block_size = self.kind
-        _decode_blocks[(self.programs.shape[0],)](
-            inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables, self.exponents,
-            errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits,
-            M=fmt.mantissa_bits, KEPT=kept, NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits],
-            ASM=isinstance(_decode_blocks, triton.JITFunction),
-            num_warps=self.warps,
-        )  # fmt: skip
+        # Triton launches on the current device, and compiles when it first launches: not for two threads.
+        with torch.cuda.device_of(inp), _launching:
+            _decode_blocks[(self.programs.shape[0],)](
+                inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables,
+                self.exponents, errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits,
+                E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=kept, NORM=block_size,
+                ELEMENT=_ELEMENTS[fmt.bits], ASM=isinstance(_decode_blocks, triton.JITFunction),
+                num_warps=self.warps,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -288,6 +296,7 @@ def _as_int32(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
 
 
+_launching = threading.Lock()
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
 # Kernels. L: threads of a program. All states are uint32; GROUP, E, M, KEPT as in SPEC.md; W = 1 + KEPT.
@@ -633,7 +642,8 @@ def _decode_blocks(
     number = first_number + (block - first_block).to(tl.int32)
     start = tl.load(starts + number)
     count = tl.load(counts + number)
-    count = tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2).to(tl.int32)
+    # Where the index has run far beyond the words, what is left is very negative, and must not wrap.
+    count = tl.maximum(tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2), 0).to(tl.int32)
     words = (inp + start).to(tl.pointer_type(tl.uint16))
     whole = count >= _HEADER
     escapes = tl.load(words, mask=whole, other=0).to(tl.int32)
@@ -695,7 +705,7 @@ def _decode_blocks(
             planes32, planes16, planes8, planes4, planes2, planes1, after, left - after * _RUN, W, RAGGED
         )
         if NORM:
-            factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) / 256
+            factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) * (1 / 256)
         x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, False, L, ASM)
         w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
             e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
@@ -713,7 +723,7 @@ def _decode_blocks(
     last = runs - 1
     if NORM:
         at = (run + last * _LANES) * _RUN
-        factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) / 256
+        factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) * (1 / 256)
     x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, True, L, ASM)
     w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
         e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
@@ -725,7 +735,7 @@ def _decode_blocks(
         _store_run(target + last * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
 
     tl.debug_barrier()  # an escape is another lane's weight
-    bad = (~whole) | ((x >> 16) != 1) | (p != limit)
+    bad = (whole == 0) | ((x >> 16) != 1) | (p != limit)
     first = block * _BLOCK
     in_block = tl.minimum(numel - first, _BLOCK).to(tl.int32)
     escapes = tl.where(whole, escapes, 0)
@@ -743,7 +753,7 @@ def _decode_blocks(
         value = _assemble(exponent & ((1 << E) - 1), field, BITS, M, KEPT)
         if NORM:
             q = tl.load(normaliser + weight // NORM, mask=mine, other=0)
-            value = _times(value, 1 + q.to(tl.float32) / 256, BITS, E)
+            value = _times(value, 1 + q.to(tl.float32) * (1 / 256), BITS, E)
         tl.store(elements + weight, value.to(ELEMENT), mask=mine)
     # That they are reported keeps the words that were touched from being optimised away.
     tensor = tl.load(own + _C_TENSOR)
