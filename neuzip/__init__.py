@@ -2,14 +2,21 @@
 
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
+
+Importing it also lets transformers load compressed folders: at once if its models are there already, and
+otherwise as soon as they are imported.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from neuzip.compress import compress as compress_checkpoint
     from neuzip.compress import decompress as decompress_checkpoint
     from neuzip.compress import verify as verify_checkpoint
@@ -55,3 +62,37 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_MODELS = "transformers.modeling_utils"
+"""What `from_pretrained` needs; transformers imports it with the first model."""
+
+
+class _WhenModelsAreImported:
+    """A finder that has `_MODELS` found by those after it, and registers our quantizer when it has run."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _MODELS:
+            return None
+        others = sys.meta_path[sys.meta_path.index(cls) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((s for s in found if s is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                _register()
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    import_module("neuzip.runtime.quantizer").register()
+
+
+sys.meta_path.insert(0, _WhenModelsAreImported)  # before the question, as other threads import too
+if _MODELS in sys.modules:
+    _register()

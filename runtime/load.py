@@ -65,32 +65,27 @@ def load_model(
             f"there is no residency {residency!r}", f"what there is: {', '.join(map(repr, RESIDENCIES))}"
         )
     folder, place = Path(path), torch.device(device)
-    failures: list[NeuzipError] = []
-    with TensorSource(folder) as source, Workers() as workers, quiet_transformers():
+    with TensorSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
         tensors = _model_tensors(source)
-        stored: dict[str, _Encoded] | dict[str, _Placed]
-        if place.type == "cuda":
-            loaded = read_tensors(source, tensors, place, workers, verify=verify)
-            stored = {t.name: _Placed(data) for t, data in zip(tensors, loaded, strict=True)}
-            del loaded
-        else:
-            stored = {t.name: _Encoded(source, t, workers, failures, verify) for t in tensors}
         try:
-            with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-            model, found = type(skeleton).from_pretrained(
-                None,
-                config=skeleton.config,
-                state_dict=stored,
-                dtype="auto" if dtype is None else dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below, by name
-            )
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+            with stored_tensors(source, tensors, place, verify=verify) as stored:
+                with torch.device("meta"):
+                    skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+                model, found = type(skeleton).from_pretrained(
+                    None,
+                    config=skeleton.config,
+                    state_dict=stored,
+                    dtype="auto" if dtype is None else dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are reported below, by name
+                )
+                if (folder / "generation_config.json").is_file():
+                    model.generation_config = GenerationConfig.from_pretrained(folder)
+        except NeuzipError:
+            raise
         except Exception as error:
-            raise failures[0] if failures else _refusal(folder, "make a model of it", error) from error
+            raise _refusal(folder, "make a model of it", error) from error
         _require_a_perfect_fit(folder, model, found)
     model.config.name_or_path = os.fspath(path)
     placed: PreTrainedModel = model.to(place)
@@ -162,6 +157,32 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def stored_tensors(
+    source: TensorSource, tensors: list[SourceTensor], place: torch.device, *, verify: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
+
+    What is found damaged meanwhile is raised as FormatError in the end, whatever transformers makes of it.
+    """
+    failures: list[NeuzipError] = []
+    with Workers() as workers:
+        if place.type == "cuda":
+            loaded = read_tensors(source, tensors, place, workers, verify=verify)
+            stored: dict[str, Any] = {t.name: _Placed(data) for t, data in zip(tensors, loaded, strict=True)}
+            del loaded
+        else:
+            stored = {t.name: _Encoded(source, t, workers, failures, verify) for t in tensors}
+        try:
+            yield stored
+        except Exception as error:
+            if failures:
+                raise failures[0] from error
+            raise
+        if failures:
+            raise failures[0]
 
 
 class _Encoded:
@@ -237,19 +258,23 @@ def _model_files(checkpoint: Checkpoint) -> list[str]:
     if "model.safetensors" in checkpoint.weights:
         return ["model.safetensors"]
     for index in (f"{ORIGINAL_FOLDER}/{INDEX}", INDEX):
-        if index not in checkpoint.others:
-            continue
-        path = checkpoint.root / index
-        document = parse_json(path.read_bytes(), path)
-        weight_map = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise FormatError(path, "not an object of strings", field="weight_map")
-        files = sorted(set(weight_map.values()))
-        for file in files:
-            if file not in checkpoint.weights:
-                raise FormatError(path, f"the shard {file!r} is missing", field="weight_map")
-        return files
+        if index in checkpoint.others:
+            return indexed_shards(checkpoint, index)
     raise NeuzipError(f"{checkpoint.path}: has neither model.safetensors nor {INDEX}")
+
+
+def indexed_shards(checkpoint: Checkpoint, index: str) -> list[str]:
+    """The weight files that an index of tensors at the root names. Raises FormatError if one is missing."""
+    path = checkpoint.root / index
+    document = parse_json(path.read_bytes(), path)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise FormatError(path, "not an object of strings", field="weight_map")
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if file not in checkpoint.weights:
+            raise FormatError(path, f"the shard {file!r} is missing", field="weight_map")
+    return files
 
 
 def _refusal(folder: Path, what: str, error: Exception) -> NeuzipError:
