@@ -13,7 +13,6 @@ interpreter.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import Bits, FloatFormat
 from neuzip.kernels.rans import triton_decode, triton_encode
-from neuzip.kernels.rans.triton_decode import ALIGNMENT, CodedTensor
+from neuzip.kernels.rans.triton_decode import ALIGNMENT, PATTERNS, CodedTensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,9 +45,6 @@ ENCODER_NEEDS = 5
 
 SHARE = 0.4
 """The most that it may take of what is free: two large tensors are under way at a time."""
-
-PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""For as many bits, the type of a bit pattern."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,6 @@ class Gpu:
         for _ in range(QUEUES):
             self._queues.put(self._new_queue())
         self._coding = self._new_queue()
-        # Triton compiles a kernel when it is first launched, and not for two threads at once.
-        self._launching = threading.Lock()
 
     def _new_queue(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self.device) if self._on_card else None  # type: ignore[no-untyped-call]
@@ -126,11 +120,9 @@ class Gpu:
                 block_size,
             )  # fmt: skip
             # What prepares the launch waits for its small copies: so the large one comes after it.
-            with self._launching:
-                plan = triton_decode.prepare([tensor], [out])
+            plan = triton_decode.prepare([tensor], [out])
             buffer.copy_(host, non_blocking=True)
-            with self._launching:
-                plan.launch()
+            plan.launch()
             result.copy_(out.view(torch.uint8), non_blocking=True)
             errors.view(torch.int32).copy_(plan.errors, non_blocking=True)
         return None if errors.numpy().any() else result.numpy().view(fmt.dtype)
@@ -212,7 +204,7 @@ class Coder:
     def finish(self) -> Coded:
         """Code what was sent. To be called once."""
         with self._gpu._in(self._gpu._coding):
-            with self._gpu._launching:
+            with triton_decode.LAUNCHING:
                 encoded = triton_encode.encode(self._bits, self._fmt)
             del self._bits
             index, words = self._fetch(encoded.index), self._fetch(encoded.words)

@@ -240,33 +240,33 @@ class Decoder:
         begin, end = first * rans.BLOCK, min(last * rans.BLOCK, self._numel)
         if start == stop:
             return np.empty(0, self._fmt.dtype)
-        whole = (start, stop) == (begin, end)
         if self._on_gpu is not None:
-            part = self._decoded_on(self._on_gpu, first, last, end)[start - begin : stop - begin]
-            if out is None:
-                return part
-            out[:] = part
-            return out
+            decoded = self._decoded_on(self._on_gpu, first, last, end)
+        else:
+            whole = (start, stop) == (begin, end)
+            decoded = out if whole and out is not None else np.empty(end - begin, self._fmt.dtype)
+            self._decode_here(first, last, decoded)
+        part = decoded[start - begin : stop - begin]
+        if out is None or decoded is out:
+            return part
+        out[:] = part
+        return out
+
+    def _decode_here(self, first: int, last: int, out: Bits) -> None:
+        """Decode the weights from block `first` on into `out`; the last is in block `last - 1`."""
+        begin, numel = first * rans.BLOCK, out.size
         words = self._read_stream(
             "words", 2 * int(self._word_starts[first]), 2 * int(self._word_starts[last])
         ).view("<u2")
         planes = {
-            width: self._read_plane(at + begin * width // 8, plane_bytes(width, end - begin))
+            width: self._read_plane(at + begin * width // 8, plane_bytes(width, numel))
             for width, at in self.plane_starts.items()
         }
-        fields = unpack_fields(planes, end - begin, self._kept)
-        decoded = out if whole and out is not None else np.empty(end - begin, self._fmt.dtype)
+        fields = unpack_fields(planes, numel, self._kept)
         try:
-            rans.decode_floats(
-                words, self._index[first:last], self.table, fields, self._fmt, self._kept, decoded
-            )
+            rans.decode_floats(words, self._index[first:last], self.table, fields, self._fmt, self._kept, out)
         except rans.CorruptStream as error:
             raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
-        part = decoded[start - begin : stop - begin]
-        if out is None or whole:
-            return part
-        out[:] = part
-        return out
 
     def _decoded_on(self, on: OnGpu, first: int, last: int, end: int) -> Bits:
         """Weights from block `first` on up to `end`, in block `last - 1`."""

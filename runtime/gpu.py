@@ -30,7 +30,7 @@ from neuzip.compress.workers import default_jobs
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import plane_bytes
-from neuzip.kernels.rans.triton_decode import CodedTensor, decode
+from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor, decode
 
 from .tensors import shaped, torch_dtype
 
@@ -45,9 +45,6 @@ UNDER_WAY = 4
 
 READERS = 12
 """Threads that read, at most: more of them wait for memory and for each other."""
-
-PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""For as many bits, what the decoder writes."""
 
 
 def read_on(

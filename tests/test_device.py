@@ -18,9 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 from neuzip.compress import Rule, Scheme, compress, decompress, pipeline, verify
 from neuzip.compress import device as devices
 from neuzip.compress.device import CPU, MOST_THREADS, WORTH_STARTING, Device, choose

@@ -13,9 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 from neuzip.compress import Rule, Scheme, compress
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.runtime import load
 from neuzip.runtime.load import load_model, load_state_dict, load_tokenizer
 from neuzip.runtime.tensors import TORCH_DTYPES, read_tensor, read_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 96
 IDS = torch.arange(2 * 24).view(2, 24) * 7 % VOCABULARY
@@ -96,15 +97,6 @@ def rename(folder: Path, change: dict[str, str]) -> None:
 KINDS = ["tied", "untied", "sharded", "gpt2", "base model's names", "old names", "experts"]
 MADE_ANEW = ("old names", "experts")
 """Where transformers stacks tensors, or makes some that are not stored."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second one, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,10 @@ from neuzip.eval.perplexity import (
     window_losses,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 POSITIONS = 32
 TEXT = Text("made up", "Ein Bär, zwei Bären.\nThe quick brown fox jumps over the lazy dog. " * 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second one, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ from neuzip.compress import Rule, Scheme, compress
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.runtime.quantizer import register
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
 
@@ -48,14 +49,6 @@ def gpt2() -> PreTrainedModel:
 
 
 KINDS = ["llama", "sharded", "gpt2", "mixtral", "no dtype", "shard of aliases"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

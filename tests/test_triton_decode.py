@@ -24,10 +24,9 @@ from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plan
 from neuzip.kernels.rans import triton_decode
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.torch_ops import ResidentTensor
-from neuzip.kernels.rans.triton_decode import CodedTensor
+from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 GUARD = 64
 
 
@@ -80,7 +79,7 @@ def outputs(tensors: list[CodedTensor], poison: int) -> tuple[list[torch.Tensor]
         room = torch.full((nbytes + 2 * GUARD,), poison, dtype=torch.uint8, device=DEVICE)
         start = GUARD + -(room.data_ptr() + GUARD) % ALIGNED
         rooms.append(room)
-        outs.append(room[start : start + nbytes].view(INTEGERS[t.fmt.bits]))
+        outs.append(room[start : start + nbytes].view(PATTERNS[t.fmt.bits]))
     return outs, rooms
 
 

@@ -169,15 +169,11 @@ def split(
     return exponents, planes
 
 
-def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept: int, out: Bits | None = None) -> Bits:
-    """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept.
-
-    The result goes into `out` if that is given.
-    """
+def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept: int) -> Bits:
+    """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept."""
     _check_kept(kept, fmt)
     numel = exponents.size
-    bits = np.empty(numel, fmt.dtype) if out is None else out
-    assert (bits.size, bits.dtype) == (numel, fmt.dtype)
+    bits = np.empty(numel, fmt.dtype)
     fields = unpack_fields(planes, numel, kept)
     cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
     return bits

@@ -8,10 +8,9 @@ import torch
 
 from neuzip.kernels.float_fields import FORMATS
 
-from .triton_decode import ALIGNMENT, CodedTensor, Launch, make_launches, raise_if_corrupt
+from .triton_decode import ALIGNMENT, PATTERNS, CodedTensor, Launch, make_launches, raise_if_corrupt
 
 _ARRAYS = ("descriptors", "starts", "counts", "tables", "exponents", "programs")
-_INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 # Written out, as torch 2.6 does not understand `list[...]`.
@@ -36,7 +35,7 @@ def decode(
 
     The arguments are those of a `ResidentTensor`, which is the way to call it.
     """
-    out = torch.empty(numel, dtype=_INTEGERS[FORMATS[fmt].bits], device=streams.device)
+    out = torch.empty(numel, dtype=PATTERNS[FORMATS[fmt].bits], device=streams.device)
     errors = torch.zeros(1, dtype=torch.int32, device=streams.device)
     for i in range(len(shapes) // 2):
         launch = Launch(
@@ -49,7 +48,7 @@ def decode(
 
 @decode.register_fake
 def _(streams, arrays, numel, fmt, kept, group, block_size, shapes):  # type: ignore[no-untyped-def]
-    out = torch.empty(numel, dtype=_INTEGERS[FORMATS[fmt].bits], device=streams.device)
+    out = torch.empty(numel, dtype=PATTERNS[FORMATS[fmt].bits], device=streams.device)
     return out, torch.empty(1, dtype=torch.int32, device=streams.device)
 
 

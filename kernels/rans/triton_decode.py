@@ -35,6 +35,9 @@ from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
 
+PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+"""For as many bits, torch's type of a bit pattern."""
+
 FEW_BLOCKS = 4096
 """Up to so many blocks a program has one warp, with more registers; beyond, four, to fill the card."""
 
@@ -131,8 +134,7 @@ class Launch:
     def start(self, inp: torch.Tensor, out: torch.Tensor, errors: torch.Tensor) -> None:
         """Decode what lies around `inp` to where `out` begins. Marks corrupt tensors in `errors`."""
         fmt, kept, group, block_size = self.kind
-        # Triton launches on the current device, and compiles when it first launches: not for two threads.
-        with torch.cuda.device_of(inp), _launching:
+        with torch.cuda.device_of(inp), LAUNCHING:  # Triton launches on the current device
             _decode_blocks[(self.programs.shape[0],)](
                 inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables,
                 self.exponents, errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits,
@@ -296,7 +298,9 @@ def _as_int32(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
 
 
-_launching = threading.Lock()
+LAUNCHING = threading.Lock()
+"""Triton compiles a kernel when it is first launched: not for two threads at once."""
+
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
 # Kernels. L: threads of a program. All states are uint32; GROUP, E, M, KEPT as in SPEC.md; W = 1 + KEPT.
