@@ -275,7 +275,8 @@ def test_pins_are_complete():
 def test_pins_are_needed():
     pins = pins_for(f"{sys.version_info.major}.{sys.version_info.minor}")
     tools = {"hypothesis", "import-linter", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools"}
-    needed = tools | {canonicalize_name(wanted.name) for wanted in RANGES}
+    companions = {"accelerate", "peft"}
+    needed = tools | companions | {canonicalize_name(wanted.name) for wanted in RANGES}
     for name in pins:
         needed |= {
             canonicalize_name(Requirement(line).name) for line in importlib.metadata.requires(name) or []

@@ -1,4 +1,4 @@
-"""The packed form of a tensor: its window, its words and its escapes."""
+"""The packed form of a tensor: its layout, its window, its words and its escapes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,119 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SLOTS = 32  # weights that share words: the signs of 32 fill one
-PLANES = 8 + 2 + 1  # words of low bytes, codes and signs for 32 weights: 11 bits each
-FARTHEST = 3  # the largest distance below the base that a 2-bit code can say
-MAX_COLUMNS = 1 << 16  # an escape names its column in 16 bits
+from neuzip.kernels.float_fields import FORMATS, FloatFormat, plane_widths
+
+BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
+
+SLOTS = 32  # weights of a row that share words: the signs of 32 fill one
+TILE_ROWS = 16  # rows whose words lie together
+MAX_COLUMNS = 1 << 16  # an escape says where it is in 16 bits
+MAX_ESCAPES = (1 << 31) - 1  # they are counted in an int32
+FEW_ESCAPES = (1 << 16) - 1  # so many are counted in 16 bits
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Planes of one kind: they hold `width` bits of a field, from its bit `shift` on, of 32 weights a word.
+
+    `first` is the first of them. There are as many as a weight has bits there.
+    """
+
+    field: str
+    shift: int
+    width: int
+    first: int
+
+    def place(self, g: int) -> tuple[int, int]:
+        """Where the bits of the slots 4 g to 4 g + 3 are: in which plane, and from which bit on."""
+        word, bit = divmod(g * self.width, 8)
+        return self.first + word, bit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the words hold, for bf16 or fp16 weights, if `low_bits` of the low byte are, 1 to 8."""
+
+    fmt: FloatFormat
+    low_bits: int
+
+    def __post_init__(self) -> None:
+        if self.fmt not in (BF16, F16) or not 1 <= self.low_bits <= 8:
+            raise ValueError(f"no packed form has {self.low_bits} low bits of {self.fmt.name}")
+
+    @property
+    def middle_bits(self) -> int:
+        """Mantissa bits in the high byte."""
+        return 0 if self.fmt == BF16 else 2
+
+    @property
+    def code_bits(self) -> int:
+        """Bits that say how far below the base an exponent lies; for bf16, its upper 7 bits."""
+        return 2 if self.fmt == BF16 else 3
+
+    @property
+    def farthest(self) -> int:
+        """The largest distance that a code can say: the code of a slot that holds no weight."""
+        return (1 << self.code_bits) - 1
+
+    @property
+    def groups(self) -> tuple[Planes, ...]:
+        """The planes of a tile in their order."""
+        groups: list[Planes] = []
+
+        def add(field: str, shift: int, width: int) -> None:
+            groups.append(Planes(field, shift, width, sum(g.width for g in groups)))
+
+        left = 8
+        for width in plane_widths(self.low_bits):
+            left -= width
+            add("low", left, width)
+        if self.middle_bits:
+            add("middle", 0, self.middle_bits)
+        add("code", 0, 2)
+        if self.code_bits > 2:
+            add("code", 2, 1)
+        add("sign", 0, 1)
+        return tuple(groups)
+
+    @property
+    def planes(self) -> int:
+        """How many there are, which is bits of a weight: 11 for bf16 and 14 for fp16 with nothing dropped.
+
+        >>> Layout(BF16, 8).planes, Layout(BF16, 4).planes, Layout(F16, 8).planes
+        (11, 7, 14)
+        """
+        return self.low_bits + self.middle_bits + self.code_bits + 1
+
+
+def low_bits(mantissas: int) -> int:
+    """How many upper bits of the low byte are needed by weights whose mantissas unite to `mantissas`.
+
+    At least 1: for bf16 that is an exponent bit.
+
+    >>> [low_bits(0b1111), low_bits(0b1110000), low_bits(0b1100000000), low_bits(0)]
+    [8, 4, 1, 1]
+    """
+    zeros = (mantissas & -mantissas).bit_length() - 1 if mantissas else 7
+    return 8 - min(zeros, 7)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The exponents that codes can say: 2 base - 6 + parity to 2 base + 1 + parity.
+    """The 8 exponents that codes can say: of bf16 from 2 base - 6 + parity on, of fp16 from base - 7 on.
 
-    Bases end early enough that no code leads below zero, and with parity 1 earlier still: there the halves of
-    the lowest exponents are not what their patterns say, nor is the pattern below infinity half of it.
+    Bases end early enough that no code leads below zero. With parity 1 they end earlier still: there the
+    halves of the lowest exponents are not what their patterns say, nor is the pattern below infinity half of
+    it. Of fp16 infinities stay outside, so that a kernel may widen slots by a multiplication.
     """
 
     base: int
-    parity: int
+    parity: int = 0
+    fmt: FloatFormat = BF16
 
     def __post_init__(self) -> None:
-        if self.parity not in (0, 1) or not FARTHEST + self.parity <= self.base <= 127 - self.parity:
-            raise ValueError(f"no window has base {self.base} and parity {self.parity}")
+        if self.parity not in (0, 1) or self.base not in _bases(self.fmt, self.parity):
+            raise ValueError(f"no window of {self.fmt.name} has base {self.base} and parity {self.parity}")
 
     @property
     def shift(self) -> int:
@@ -36,32 +129,53 @@ class Window:
     @property
     def exponents(self) -> range:
         """The exponents inside."""
-        lowest = 2 * (self.base - FARTHEST) + self.parity
-        return range(lowest, lowest + 2 * (FARTHEST + 1))
+        lowest = 2 * (self.base - 3) + self.parity if self.fmt == BF16 else self.base - 7
+        return range(lowest, lowest + 8)
+
+    @property
+    def stand_in(self) -> int:
+        """The pattern that the slot of an escape is worth: 16 bits, the parity's shift undone.
+
+        >>> hex(Window(0x3F).stand_in), hex(Window(0x3F, 1).stand_in), hex(Window(15, 0, F16).stand_in)
+        ('0x3c00', '0x3c80', '0x2000')
+        """
+        return self.exponents.start << self.fmt.mantissa_bits
+
+
+def _bases(fmt: FloatFormat, parity: int) -> range:
+    if fmt == BF16:
+        return range(3 + parity, 128 - parity)
+    return range(7, 31) if parity == 0 else range(0)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A bf16 tensor [out, in] in fixed width; the module's docstring says what the words hold.
+    """A tensor [out, in] in fixed width; the module's docstring says what words and escapes hold.
 
-    words          uint32 [out, PLANES, lane_words]
-    row_start      int32 [out + 1]: the escapes of row r are row_start[r] to row_start[r + 1]
-    escape_columns uint16 [escapes], ascending in each row
-    escape_highs   uint8 [escapes]: sign and upper 7 exponent bits of the shifted pattern
+    words     uint32 [tiles, planes, lane_words, 8, 2]
+    row_start uint16 [out + 1], int32 where there are 65,536 escapes or more: those of row r are row_start[r]
+              to row_start[r + 1]
+    escapes   uint32 [escapes], in each row ascending by their lower 16 bits
     """
 
     shape: tuple[int, int]
+    low_bits: int
     window: Window
     words: npt.NDArray[np.uint32]
-    row_start: npt.NDArray[np.int32]
-    escape_columns: npt.NDArray[np.uint16]
-    escape_highs: npt.NDArray[np.uint8]
+    row_start: npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+    escapes: npt.NDArray[np.uint32]
 
     def __post_init__(self) -> None:
-        out, _ = self.shape
-        assert self.words.shape == (out, PLANES, self.lane_words)
+        out, columns = self.shape
+        assert self.words.shape == words_shape(out, columns, self.layout)
         assert self.row_start.shape == (out + 1,)
-        assert self.escape_columns.shape == self.escape_highs.shape == (self.escapes,)
+        assert self.row_start.dtype == (np.uint16 if self.escapes.size <= FEW_ESCAPES else np.int32)
+        assert self.escapes.shape == (self.row_start[-1],)
+
+    @property
+    def layout(self) -> Layout:
+        """What the words hold."""
+        return Layout(self.window.fmt, self.low_bits)
 
     @property
     def lane_words(self) -> int:
@@ -69,15 +183,9 @@ class Packed:
         return lane_words(self.shape[1])
 
     @property
-    def escapes(self) -> int:
-        """Weights outside the window."""
-        return int(self.row_start[-1])
-
-    @property
     def nbytes(self) -> int:
         """Bytes in memory, escapes and row starts included."""
-        arrays = (self.words, self.row_start, self.escape_columns, self.escape_highs)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in (self.words, self.row_start, self.escapes))
 
     @property
     def bits_per_weight(self) -> float:
@@ -95,11 +203,32 @@ def lane_words(columns: int) -> int:
     return -(-columns // SLOTS)
 
 
-def best_window(exponents: npt.NDArray[np.int64]) -> Window:
+def words_shape(out: int, columns: int, layout: Layout) -> tuple[int, int, int, int, int]:
+    """The shape of the words: tiles, planes, words of a plane of one row, and the rows of a tile, 8 x 2.
+
+    >>> words_shape(17, 4096, Layout(BF16, 8))
+    (2, 11, 128, 8, 2)
+    """
+    return -(-out // TILE_ROWS), layout.planes, lane_words(columns), TILE_ROWS // 2, 2
+
+
+def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Window:
     """The window with the fewest escapes for `exponents[e]` weights of exponent e.
 
     Of equals, parity 0 comes first, then the lowest base: its stand-ins are the smallest.
     """
     inside = np.concatenate([[0], np.cumsum(exponents)])
-    windows = [Window(base, parity) for parity in (0, 1) for base in range(3 + parity, 128 - parity)]
+    windows = [Window(base, parity, fmt) for parity in (0, 1) for base in _bases(fmt, parity)]
     return max(windows, key=lambda w: int(inside[w.exponents.stop] - inside[w.exponents.start]))
+
+
+def check_columns(columns: int) -> None:
+    """Raise ValueError for a row that is too long to be packed."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"a packed row has at most {MAX_COLUMNS} weights, not {columns}")
+
+
+def check_escapes(escapes: int) -> None:
+    """Raise ValueError for more escapes than can be counted."""
+    if escapes > MAX_ESCAPES:
+        raise ValueError(f"a packed tensor has at most {MAX_ESCAPES} escapes, not {escapes}")

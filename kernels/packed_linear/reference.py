@@ -2,125 +2,182 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from neuzip.kernels import float_fields
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.float_fields.values import to_float64
 
-from .form import FARTHEST, MAX_COLUMNS, PLANES, SLOTS, Packed, Window, best_window, lane_words
+from .form import (
+    BF16,
+    FEW_ESCAPES,
+    SLOTS,
+    TILE_ROWS,
+    Layout,
+    Packed,
+    Window,
+    best_window,
+    check_columns,
+    check_escapes,
+    lane_words,
+    low_bits,
+    words_shape,
+)
 
-BF16 = FORMATS["BF16"]
 AT_A_TIME = 1 << 22  # weights: keeps the intermediate arrays small
 
 Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
+Rows = slice | npt.NDArray[np.integer]
 
 
-def pack(bits: npt.NDArray[np.unsignedinteger], window: Window | None = None) -> Packed:
-    """Pack bf16 patterns, uint16 [out, in], in the given window or the best one.
+def pack(
+    bits: npt.NDArray[np.unsignedinteger], window: Window | None = None, fmt: FloatFormat = BF16
+) -> Packed:
+    """Pack bf16 or fp16 patterns, uint16 [out, in], in the given window or the best one.
 
-    Raises ValueError for other arrays, and for more than 65,536 columns.
+    Raises ValueError for other arrays, for a window of the other format, and for more than 65,536 columns.
     """
-    if bits.ndim != 2 or bits.dtype != BF16.dtype:
+    if bits.ndim != 2 or bits.dtype != np.uint16:
         raise ValueError(f"pack takes a two-dimensional uint16 array, not {bits.ndim}-d {bits.dtype}")
     out, columns = bits.shape
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"a packed row has at most {MAX_COLUMNS} weights, not {columns}")
+    check_columns(columns)
+    census = float_fields.census(bits.reshape(-1), fmt)
     if window is None:
-        window = best_window(float_fields.census(bits.reshape(-1), BF16).exponents)
-    words = np.empty((out, PLANES, lane_words(columns)), np.uint32)
+        window = best_window(census.exponents, fmt)
+    if window.fmt != fmt:
+        raise ValueError(f"a window of {window.fmt.name} is not one for {fmt.name}")
+    layout = Layout(fmt, low_bits(census.mantissa_union))
+    words = np.empty(words_shape(out, columns, layout), np.uint32)
     counts = np.zeros(out + 1, np.int64)
-    escape_columns, escape_highs = [np.empty(0, np.uint16)], [np.empty(0, np.uint8)]
+    escapes = [np.empty(0, np.uint32)]
     for rows in _blocks(out, columns):
         shifted = bits[rows] - np.uint16(window.shift)
-        high, low = (shifted >> 8).astype(np.uint8), shifted.astype(np.uint8)
-        distance = np.uint8(window.base) - (high & 0x7F)  # below zero it wraps to a large one
-        row, column = np.nonzero(distance > FARTHEST)
-        words[rows] = _to_words(low, np.minimum(distance, np.uint8(FARTHEST)), high >> 7)
+        high = (shifted >> 8).astype(np.uint8)
+        distance = np.uint8(window.base) - ((high & 0x7F) >> layout.middle_bits)  # below 0 it wraps
+        outside = distance > layout.farthest
+        fields = {
+            "low": np.where(outside, 0, shifted.astype(np.uint8)),
+            "middle": np.where(outside, 0, high & ((1 << layout.middle_bits) - 1)),
+            "code": np.where(outside, layout.farthest, distance),
+            "sign": np.where(outside, 0, high >> 7),
+        }
+        words[rows.start // TILE_ROWS : -(-rows.stop // TILE_ROWS)] = _to_words(fields, layout)
+        row, position = np.nonzero(_by_position(outside, False))
         counts[1:][rows] = np.bincount(row, minlength=len(shifted))
-        escape_columns.append(column.astype(np.uint16))
-        escape_highs.append(high[row, column])
+        pattern = bits[rows][row, _columns(position, lane_words(columns))]
+        escapes.append((position | pattern.astype(np.int64) << 16).astype(np.uint32))
     row_start = np.cumsum(counts)
-    if row_start[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"a packed tensor has at most 2**31 - 1 escapes, not {row_start[-1]}")
+    check_escapes(int(row_start[-1]))
+    few = row_start[-1] <= FEW_ESCAPES
     return Packed(
-        (out, columns), window, words, row_start.astype(np.int32),
-        np.concatenate(escape_columns), np.concatenate(escape_highs),
+        (out, columns), layout.low_bits, window, words,
+        row_start.astype(np.uint16 if few else np.int32), np.concatenate(escapes),
     )  # fmt: skip
 
 
-def decode(packed: Packed) -> Bits:
-    """The patterns that were packed, uint16 [out, in], bit for bit."""
-    bits = np.empty(packed.shape, np.uint16)
-    for rows in _blocks(*packed.shape):
-        bits[rows] = _slots(packed.words[rows], packed.window, packed.shape[1])
-    row, column = _escaped(packed)
-    high = packed.escape_highs.astype(np.uint16)
-    bits[row, column] = (high << 8) | (bits[row, column] & 0xFF)
-    bits += np.uint16(packed.window.shift)
+def decode(packed: Packed, rows: Rows | None = None) -> Bits:
+    """The patterns that were packed, bit for bit: of all rows, or of those that a slice or an array names.
+
+    uint16 [rows, in]. Raises IndexError for rows that there are not.
+    """
+    numbers = np.arange(packed.shape[0])
+    numbers = numbers if rows is None else numbers[rows]
+    bits = np.empty((numbers.size, packed.shape[1]), np.uint16)
+    for block in _blocks(*bits.shape):
+        bits[block] = _slots(packed, numbers[block]) + np.uint16(packed.window.shift)
+        row, column, pattern = _escapes(packed, numbers[block])
+        bits[block][row, column] = pattern
     return bits
 
 
 def matmul(x: npt.ArrayLike, packed: Packed) -> Floats:
     """x @ weights.T in fp64, of exactly the weights that were packed: [..., in] to [..., out]."""
-    weights = to_float64(decode(packed).reshape(-1), BF16).reshape(packed.shape)
-    return np.asarray(np.asarray(x, np.float64) @ weights.T)
+    return np.asarray(np.asarray(x, np.float64) @ _numbers(decode(packed), packed).T)
 
 
 def matmul_in_parts(x: npt.ArrayLike, packed: Packed) -> Floats:
     """The same as a kernel does it: the slots as they are, then for every escape what its slot is off by."""
     x = np.asarray(x, np.float64)
-    slots = _slots(packed.words, packed.window, packed.shape[1])
-    scale = 2.0**packed.window.parity
-    y = x @ (scale * to_float64(slots.reshape(-1), BF16).reshape(packed.shape)).T
-    row, column = _escaped(packed)
-    stand_in = slots[row, column]
-    shifted = (packed.escape_highs.astype(np.uint16) << 8) | (stand_in & 0xFF)
-    weight = shifted + np.uint16(packed.window.shift)
-    off = to_float64(weight, BF16) - scale * to_float64(stand_in, BF16)
+    everything = np.arange(packed.shape[0])
+    slots = _numbers(_slots(packed, everything), packed) * 2.0**packed.window.parity
+    y = x @ slots.T
+    row, column, pattern = _escapes(packed, everything)
+    off = _numbers(pattern, packed) - _numbers(np.array([packed.window.stand_in], np.uint16), packed)
     np.add.at(y.T, row, (off * x[..., column]).T)
     return np.asarray(y)
 
 
-def _blocks(out: int, columns: int) -> list[slice]:
-    """The rows in blocks of some million weights."""
-    step = max(1, AT_A_TIME // max(1, columns))
-    return [slice(start, min(out, start + step)) for start in range(0, out, step)]
+def _numbers(bits: Bits, packed: Packed) -> Floats:
+    return to_float64(bits.reshape(-1), packed.window.fmt).reshape(bits.shape)
 
 
-def _escaped(packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16]]:
-    """Row and column of every escape."""
-    return np.repeat(np.arange(packed.shape[0]), np.diff(packed.row_start)), packed.escape_columns
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    """The rows in blocks of some million weights, all but the last of whole tiles."""
+    step = max(1, AT_A_TIME // max(1, TILE_ROWS * columns)) * TILE_ROWS
+    return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 
-def _to_words(low: Bytes, codes: Bytes, signs: Bytes) -> npt.NDArray[np.uint32]:
-    """The words of rows from the fields of their weights, each [rows, columns]."""
-    rows, columns = low.shape
+def _by_position(array: npt.NDArray[Any], fill: int) -> npt.NDArray[Any]:
+    """Columns [rows, in] in the order of words, and in a word of slots: [rows, 32 lane_words]."""
+    rows, columns = array.shape
     lane = lane_words(columns)
-    spare = ((0, 0), (0, SLOTS * lane - columns))
-    planes = np.zeros((rows, PLANES, lane, 4), np.uint8)  # byte b of word c of a plane
-    # Slot q = 4 g + b is the columns q lane to (q + 1) lane: byte b of words of plane g.
-    by_slot = (rows, 8, 4, lane)
-    planes[:, :8] = np.pad(low, spare).reshape(by_slot).swapaxes(2, 3)
-    codes = np.pad(codes, spare, constant_values=FARTHEST).reshape(by_slot)
-    signs = np.pad(signs, spare).reshape(by_slot)
-    for g in range(8):
-        planes[:, 8 + g // 4] |= codes[:, g].swapaxes(1, 2) << (2 * (g % 4))
-        planes[:, 10] |= signs[:, g].swapaxes(1, 2) << g
-    return planes.view("<u4").reshape(rows, PLANES, lane)
+    array = np.pad(array, ((0, 0), (0, SLOTS * lane - columns)), constant_values=fill)
+    return np.asarray(array.reshape(rows, SLOTS, lane).swapaxes(1, 2)).reshape(rows, SLOTS * lane)
 
 
-def _slots(words: npt.NDArray[np.uint32], window: Window, columns: int) -> Bits:
-    """The shifted patterns that the slots of rows are worth without the escapes, as a kernel finds them."""
-    rows, _, lane = words.shape
-    slots = np.empty((rows, 8, 4, lane), np.uint16)
+def _columns(position: npt.NDArray[np.integer], lane: int) -> npt.NDArray[np.integer]:
+    """The columns of positions: slot q of word c has column q lane + c."""
+    return position % SLOTS * lane + position // SLOTS
+
+
+def _escapes(
+    packed: Packed, rows: npt.NDArray[np.integer]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.integer], Bits]:
+    """Every escape of some rows: its place in `rows`, its column, and its pattern."""
+    start = packed.row_start[rows].astype(np.int64)
+    counts = packed.row_start[rows + 1] - start
+    row = np.repeat(np.arange(rows.size), counts)
+    escapes = packed.escapes[np.arange(row.size) + np.repeat(start - (np.cumsum(counts) - counts), counts)]
+    return row, _columns(escapes & 0xFFFF, packed.lane_words), (escapes >> 16).astype(np.uint16)
+
+
+def _to_words(fields: dict[str, Bytes], layout: Layout) -> npt.NDArray[np.uint32]:
+    """The words of tiles from the fields of their weights, each [rows, columns]."""
+    rows, columns = fields["low"].shape
+    tiles, count, lane, *_ = words_shape(rows, columns, layout)
+    planes = np.zeros((tiles * TILE_ROWS, count, lane, 4), np.uint8)  # byte b of word c of a plane
+    for group in layout.groups:
+        no_weight = layout.farthest if group.field == "code" else 0
+        no_rows = ((0, tiles * TILE_ROWS - rows), (0, 0))
+        field = np.pad(_by_position(fields[group.field], no_weight), no_rows, constant_values=no_weight)
+        bits = ((field >> group.shift) & ((1 << group.width) - 1)).reshape(len(planes), lane, 8, 4)
+        for g in range(8):
+            plane, bit = group.place(g)
+            planes[:, plane] |= bits[:, :, g] << bit
+    # Row r + 8 h of a tile stands at [r, h], behind the word's number.
+    words = planes.view("<u4").reshape(tiles, 2, 8, count, lane)
+    return np.asarray(words.transpose(0, 3, 4, 2, 1))
+
+
+def _slots(packed: Packed, rows: npt.NDArray[np.integer]) -> Bits:
+    """The shifted patterns that the slots of some rows are worth without escapes, as a kernel finds them."""
+    layout, words = packed.layout, packed.words[rows // TILE_ROWS, :, :, rows % 8, rows % TILE_ROWS // 8]
+    slots = np.empty((rows.size, 8, 4, packed.lane_words), np.uint16)
     for g in range(8):
-        low, codes, signs = words[:, g], words[:, 8 + g // 4], words[:, 10]
-        high = np.uint32(window.base * 0x01010101) - ((codes >> (2 * (g % 4))) & 0x03030303)
-        high |= (signs << (7 - g)) & 0x80808080
+        fields = {name: np.zeros_like(words[:, 0]) for name in ("low", "middle", "code", "sign")}
+        for group in layout.groups:
+            plane, bit = group.place(g)
+            bits = (words[:, plane] >> bit) & np.uint32(((1 << group.width) - 1) * 0x01010101)
+            fields[group.field] |= bits << group.shift
+        # No byte borrows from the next: no code is above the base.
+        top = np.uint32(packed.window.base * 0x01010101) - fields["code"]
+        high = (top << layout.middle_bits) | fields["middle"] | (fields["sign"] << 7)
         for b in range(4):
-            slots[:, g, b] = (((high >> (8 * b)) & 0xFF) << 8) | ((low >> (8 * b)) & 0xFF)
-    return slots.reshape(rows, SLOTS * lane)[:, :columns]
+            slots[:, g, b] = (((high >> (8 * b)) & 0xFF) << 8) | ((fields["low"] >> (8 * b)) & 0xFF)
+    return slots.reshape(rows.size, SLOTS * packed.lane_words)[:, : packed.shape[1]]

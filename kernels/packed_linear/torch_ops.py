@@ -1,0 +1,334 @@
+"""Packed weights as torch knows them: the operators `neuzip::packed_*`, for torch.compile and CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from neuzip.kernels.float_fields import FORMATS, FloatFormat
+
+from . import reference
+from .form import TILE_ROWS, Layout, Packed, Window
+
+FEW_ROWS = 32
+"""Up to so many rows of x, a GPU multiplies from the packed form; with more, decoding first is faster."""
+
+CHUNK = 32 << 20
+"""Bytes of dense weights that a product decodes at a time, or more: these stay in the second-level cache."""
+
+RESULTS = 1 << 23
+"""Results of a product with them, or more: for fewer, cuBLAS may split K and add sums rounded to bf16."""
+
+LARGEST = 256 << 20
+"""Of more bytes of dense weights, and less than twice as many, a product needs not decode all at once."""
+
+_FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
+
+
+def format_of(dtype: torch.dtype) -> FloatFormat:
+    """The format of weights that can be packed. Raises TypeError for other dtypes."""
+    if dtype not in _FORMATS:
+        raise TypeError(f"packed weights are bfloat16 or float16, not {dtype}")
+    return _FORMATS[dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """Weights [out, in] in the packed form, as arrays of one device: `Packed` of the package, in torch.
+
+    words     int32 [tiles, planes, lane_words, 8, 2]
+    row_start int16 [out + 1], with the bits of uint16; int32 where there are 65,536 escapes or more
+    escapes   int32 [escapes], with the bits of uint32
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    low_bits: int
+    base: int
+    parity: int
+    words: torch.Tensor
+    row_start: torch.Tensor
+    escapes: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.words.device
+
+    @property
+    def layout(self) -> Layout:
+        """What the words hold."""
+        return Layout(format_of(self.dtype), self.low_bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, escapes and row starts included."""
+        return sum(array.nbytes for array in (self.words, self.row_start, self.escapes))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits in memory for each weight; 0 for a tensor without weights."""
+        numel = self.shape[0] * self.shape[1]
+        return 8 * self.nbytes / numel if numel else 0.0
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | torch.dtype | int, ...]:
+        """What the operators take in its place."""
+        return (
+            self.words, self.row_start, self.escapes,
+            self.shape[1], self.dtype, self.low_bits, self.base, self.parity,
+        )  # fmt: skip
+
+    @classmethod
+    def of_arguments(
+        cls,
+        words: torch.Tensor,
+        row_start: torch.Tensor,
+        escapes: torch.Tensor,
+        columns: int,
+        dtype: torch.dtype,
+        low_bits: int,
+        base: int,
+        parity: int,
+    ) -> PackedTensor:
+        """The inverse of `arguments`."""
+        return cls(
+            (row_start.shape[0] - 1, columns), dtype, low_bits, base, parity, words, row_start, escapes
+        )  # fmt: skip
+
+
+def pack(weight: torch.Tensor) -> PackedTensor:
+    """Pack bf16 or fp16 weights [out, in], contiguous: with Triton on a GPU, by the reference on a CPU.
+
+    Mantissa bits that no weight uses are not held. On a GPU the host waits for it once. Raises TypeError for
+    other dtypes, and ValueError for other shapes, strides and devices, and for more than 65,536 columns.
+    """
+    fmt = format_of(weight.dtype)
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(
+            f"pack takes a contiguous matrix, not shape {tuple(weight.shape)}, strides {weight.stride()}; "
+            "call contiguous() on it"
+        )
+    weight = weight.detach()
+    if _on_gpu(weight):
+        from . import triton_pack
+
+        return triton_pack.pack(weight)
+    packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
+    starts = packed.row_start
+    return PackedTensor(
+        packed.shape, weight.dtype, packed.low_bits, packed.window.base, packed.window.parity,
+        torch.from_numpy(packed.words.view("i4")),
+        torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts),
+        torch.from_numpy(packed.escapes.view("i4")),
+    )  # fmt: skip
+
+
+def decode(packed: PackedTensor, rows: slice | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights that were packed, bit for bit: all rows, or those of a slice without a step, [rows, in].
+
+    They go to `out` where that is given: contiguous, of that shape, dtype and device, else ValueError.
+    """
+    start, stop, step = (rows or slice(None)).indices(packed.shape[0])
+    if step != 1:
+        raise ValueError(f"decode takes rows that follow each other, not every {step}th")
+    stop = max(start, stop)
+    if out is None:
+        return torch.ops.neuzip.packed_decode(start, stop, *packed.arguments)  # type: ignore[no-any-return]
+    shape = (stop - start, packed.shape[1])
+    if out.shape != shape or out.dtype != packed.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
+            f"it has to be {packed.dtype} {shape}, contiguous"
+        )
+    if out.device != packed.device:
+        raise ValueError(f"out is on {out.device}, the packed weights are on {packed.device}")
+    torch.ops.neuzip.packed_decode_into(out, start, *packed.arguments)
+    return out
+
+
+def rows(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows that `ids`, int32 or int64 of any shape, name: [*ids.shape, in]. Only those are decoded.
+
+    A row that there is not raises IndexError on a CPU, and is NaNs on a GPU, where nobody waits for ids.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids of rows are int32 or int64, not {ids.dtype}")
+    return torch.ops.neuzip.packed_rows(ids, *packed.arguments)  # type: ignore[no-any-return]
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weights.T + bias, [..., in] to [..., out], with fp32 sums. Gradients flow to x and bias.
+
+    All three have one dtype, else TypeError; under autocast x and bias are cast to that of the weights.
+    Raises ValueError for shapes and devices that do not go together.
+    """
+    if x.device != packed.device:
+        raise ValueError(f"x is on {x.device}, the packed weights are on {packed.device}")
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(packed.dtype)
+        bias = bias if bias is None else bias.to(packed.dtype)
+    if x.dtype != packed.dtype or (bias is not None and bias.dtype != packed.dtype):
+        given = x.dtype if x.dtype != packed.dtype or bias is None else bias.dtype
+        raise TypeError(f"packed weights of {packed.dtype} are not multiplied with {given}; cast it first")
+    out, columns = packed.shape
+    if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
+        shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
+        raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
+    return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
+
+
+# The operators. Their schemas are written out, as torch 2.6 does not understand all annotations.
+
+_WEIGHTS = (
+    "Tensor words, Tensor row_start, Tensor escapes, "
+    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt parity"
+)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_decode", mutates_args=(), schema=f"(SymInt start, SymInt stop, {_WEIGHTS}) -> Tensor"
+)
+def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    dense = torch.empty(stop - start, packed.shape[1], dtype=packed.dtype, device=packed.device)
+    _decode_to(dense, packed, start)
+    return dense
+
+
+@_decode.register_fake
+def _(start, stop, words, _a, _b, columns, dtype, *_):  # type: ignore[no-untyped-def]
+    return words.new_empty((stop - start, columns), dtype=dtype)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_decode_into",
+    mutates_args=("out",),
+    schema=f"(Tensor(a!) out, SymInt start, {_WEIGHTS}) -> ()",
+)
+def _decode_into(out, start, *weights):  # type: ignore[no-untyped-def]
+    _decode_to(out, PackedTensor.of_arguments(*weights), start)
+
+
+@_decode_into.register_fake
+def _(out, start, *weights):  # type: ignore[no-untyped-def]
+    return None
+
+
+@torch.library.custom_op("neuzip::packed_rows", mutates_args=(), schema=f"(Tensor ids, {_WEIGHTS}) -> Tensor")
+def _rows(ids, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    out, columns = packed.shape
+    flat = ids.contiguous().view(-1)
+    if _on_gpu(packed.words):
+        from . import triton_pack
+
+        dense = torch.empty(flat.numel(), columns, dtype=packed.dtype, device=packed.device)
+        triton_pack.rows(packed, flat, dense)
+    else:
+        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= out):
+            raise IndexError(f"rows {int(flat.min())} to {int(flat.max())} of packed weights that have {out}")
+        bits = reference.decode(_as_numpy(packed), flat.numpy())
+        dense = torch.from_numpy(bits.view("i2")).view(packed.dtype)
+    return dense.view(*ids.shape, columns)
+
+
+@_rows.register_fake
+def _(ids, words, _a, _b, columns, dtype, *_):  # type: ignore[no-untyped-def]
+    return words.new_empty((*ids.shape, columns), dtype=dtype)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
+)
+def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    out, columns = packed.shape
+    flat = x.reshape(math.prod(x.shape[:-1]), columns)
+    if _on_gpu(packed.words) and 0 < flat.shape[0] <= FEW_ROWS and packed.words.numel():
+        from . import triton_linear
+
+        y = triton_linear.linear(flat.contiguous(), packed, bias)
+    else:
+        y = _multiply_decoded(flat, packed, bias)
+    return y.view(*x.shape[:-1], out)
+
+
+@_linear.register_fake
+def _(x, bias, words, row_start, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], row_start.shape[0] - 1))
+
+
+def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, bias, *weights = inputs
+    ctx.save_for_backward(*weights[:3])
+    ctx.numbers, ctx.has_bias = weights[3:], bias is not None
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    arrays = ctx.saved_tensors
+    out = arrays[1].shape[0] - 1
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *arrays, *ctx.numbers)
+    if ctx.has_bias and ctx.needs_input_grad[1]:
+        grad_bias = grad.reshape(-1, out).sum(0)
+    return grad_x, grad_bias, *[None] * 8
+
+
+_linear.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
+    return tensor.is_cuda
+
+
+def _as_numpy(packed: PackedTensor) -> Packed:
+    """The same arrays for the reference."""
+    starts = packed.row_start.numpy()
+    return Packed(
+        packed.shape, packed.low_bits, Window(packed.base, packed.parity, format_of(packed.dtype)),
+        packed.words.numpy().view("u4"), starts.view("u2") if starts.dtype == "i2" else starts,
+        packed.escapes.numpy().view("u4"),
+    )  # fmt: skip
+
+
+def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
+    """Write as many rows as `dense` has, from row `start` on."""
+    stop = start + dense.shape[0]
+    if _on_gpu(packed.words):
+        from . import triton_pack
+
+        triton_pack.decode(packed, start, stop, dense)
+    else:
+        bits = reference.decode(_as_numpy(packed), slice(start, stop))
+        dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
+
+
+def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weights.T + bias for x [rows, in], decoding some rows of the weights at a time."""
+    out, columns = packed.shape
+    row_bytes = max(1, columns * x.element_size())
+    least = min(max(CHUNK // row_bytes, RESULTS // max(1, x.shape[0])), LARGEST // row_bytes)
+    parts = max(1, out // max(1, least))
+    step = -(-out // (parts * TILE_ROWS)) * TILE_ROWS
+    buffer = torch.empty(min(step, out), columns, dtype=x.dtype, device=x.device)
+    if parts == 1:
+        _decode_to(buffer, packed, 0)
+        return F.linear(x, buffer, bias)
+    y = x.new_empty(x.shape[0], out)
+    for start in range(0, out, step):
+        stop = min(start + step, out)
+        weight, part = buffer[: stop - start], y[:, start:stop]
+        _decode_to(weight, packed, start)
+        if bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(bias[start:stop], x, weight.t(), out=part)
+    return y

@@ -1,0 +1,473 @@
+"""Products of a few rows with packed weights, in Triton, by matrix instructions.
+
+A warp takes tiles of 16 rows of the weights, 4 words of every plane at a time. Its thread (r, q) loads the
+words of rows r and r + 8 in word q: unpacked, they are what it has to give to m16n8k16, with no thread asking
+another. Which weights share an instruction is free, as long as x comes in the same order:
+
+    instruction g of a word takes the slots 4 g to 4 g + 3 of 4 words: k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9
+
+One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
+only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
+its own sums, column g, what is asked for, and nonsense in the others. More rows (`_few_rows`) are put in the
+order of the instructions beforehand (`_reorder`), as many as 8, 16 or 32.
+
+Several warps share the columns of a tile and add their sums in the end. The escapes of a row are corrected
+meanwhile, by the same threads: their list is in the order of the words, so that their x is in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from neuzip.kernels.rans.triton_decode import LAUNCHING
+
+from .form import SLOTS, Layout, Window
+from .torch_ops import PackedTensor, format_of
+
+MANY_TILES = 512
+"""With so many, a warp takes two at once, as they share what it loads of x."""
+
+STEP = 256
+"""Elements that a program of `_reorder` takes."""
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 32 rows, bias [out], to [rows, out].
+
+    x, bias and the weights have one dtype and are contiguous.
+    """
+    rows, columns = x.shape
+    out = packed.shape[0]
+    compiled = isinstance(_one_row, triton.JITFunction)
+    # The interpreter would cut off what bf16 cannot hold instead of rounding.
+    y = x.new_empty(rows, out, dtype=x.dtype if compiled else torch.float32)
+    tiles, lanes = packed.words.shape[0], packed.words.shape[2]
+    weights = packed.words, packed.row_start, packed.escapes
+    stand_in = _stand_in(packed.base, packed.parity, packed.dtype)
+    numbers = packed.base, 2.0**packed.parity, stand_in, out, rows, columns
+    half = packed.dtype == torch.float16
+    form = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "BIAS": bias is not None, "ASM": compiled}
+    with torch.cuda.device_of(x), LAUNCHING:
+        if rows == 1:
+            # By the registers that it takes, so many warps are on a multiprocessor.
+            warps = _warps(tiles, lanes, 28 if packed.low_bits <= 4 else 20, x.device)
+            even = columns == SLOTS * lanes and lanes % (4 * warps) == 0
+            _one_row[(tiles,)](
+                y, x, *weights, bias, *numbers, W=warps, EVEN=even, **form, num_warps=warps
+            )  # fmt: skip
+            return y.to(x.dtype)
+        blocks = 1 << (-(-rows // 8) - 1).bit_length()
+        fragments = x.new_empty(2, SLOTS * lanes * 8 * blocks)
+        _reorder[(triton.cdiv(fragments.shape[1], STEP),)](
+            fragments[0], fragments[1], x, rows, columns, C=lanes, BM=8 * blocks, STEP=STEP, num_warps=2
+        )
+        together = 2 if blocks > 1 and tiles >= MANY_TILES else 1
+        warps = max(_warps(tiles, lanes, 32, x.device), together)
+        _few_rows[(triton.cdiv(tiles, together),)](
+            y, fragments[0].view(torch.int32), fragments[1], *weights, bias, *numbers,
+            NB=blocks, TN=together, W=warps, EVEN=lanes % (4 * warps) == 0, **form, num_warps=warps,
+        )  # fmt: skip
+    return y.to(x.dtype)
+
+
+def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
+    """Warps that share a tile: as many as let all tiles run at once, `resident` on a multiprocessor.
+
+    Where that is not possible, 4; and 16 only if every tile has a multiprocessor to itself.
+    """
+    multiprocessors = _multiprocessors(device)
+    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * multiprocessors]
+    most = 16 if tiles <= multiprocessors else fitting[0] if fitting else 4
+    return int(min(most, triton.next_power_of_2(triton.cdiv(lanes, 4))))
+
+
+@functools.cache
+def _stand_in(base: int, parity: int, dtype: torch.dtype) -> float:
+    """What stands in the slot of an escape."""
+    pattern = Window(base, parity, format_of(dtype)).stand_in
+    return float(torch.tensor([pattern]).to(torch.uint16).view(dtype).item())
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+_F16 = Layout(format_of(torch.float16), 8)
+_BF16 = Layout(format_of(torch.bfloat16), 8)
+_HIGH_PLANES_F16 = tl.constexpr(_F16.planes - 8)
+_HIGH_PLANES_BF16 = tl.constexpr(_BF16.planes - 8)
+
+
+@triton.jit
+def _plane(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """A word of rows r and r + 8."""
+    two = words + (at + P * C * 16)[:, None] + tl.arange(0, 2)[None, :]
+    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
+
+
+@triton.jit
+def _load_words(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """A word of each of P planes: those of row r, and those of row r + 8."""
+    a = ()
+    b = ()
+    for p in tl.static_range(P):
+        one, other = _plane(words, at, inside, p, C, EVEN)
+        a += (one,)
+        b += (other,)
+    return a, b
+
+
+@triton.jit
+def _field(words, FIRST: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+    """A field of 4 slots, a byte each, from planes of a width that begin with FIRST."""
+    word = words[FIRST + G * WIDTH // 8]
+    return (word >> (G * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)
+
+
+@triton.jit
+def _low_bytes(words, LOW: tl.constexpr, G: tl.constexpr):
+    """The low bytes of 4 slots."""
+    if LOW == 8:
+        low = words[G]
+    else:
+        low = words[0] & 0
+        if LOW & 4:
+            low = _field(words, 0, 4, G)
+        if LOW & 2:
+            low = (low << 2) | _field(words, LOW & 4, 2, G)
+        if LOW & 1:
+            low = (low << 1) | _field(words, LOW & 6, 1, G)
+        low = low << (8 - LOW)
+    return low
+
+
+@triton.jit
+def _high_bytes(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
+    """The high bytes of 4 slots."""
+    if HALF:
+        code = _field(words, LOW + 2, 2, G) | (_field(words, LOW + 4, 1, G) << 2)
+        high = ((base4 - code) << 2) | _field(words, LOW, 2, G)
+        sign = words[LOW + 5]
+    else:
+        high = base4 - _field(words, LOW, 2, G)
+        sign = words[LOW + 2]
+    return high | ((sign << (7 - G)) & -0x7F7F7F80)
+
+
+@triton.jit
+def _permute(low, high, SELECT: tl.constexpr, ASM: tl.constexpr):
+    """Two weights side by side: the first two of 4 slots (0x5140), or the others (0x7362)."""
+    if ASM:
+        pair = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, " + SELECT + ";", "=r,r,r", [low, high],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        if SELECT == "0x7362":
+            low = low >> 16
+            high = high >> 16
+        pair = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+    return pair
+
+
+@triton.jit
+def _weights(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
+    """Slots 4 G and 4 G + 1, and the next two, of a row."""
+    low = _low_bytes(words, LOW, G)
+    high = _high_bytes(words, base4, LOW, HALF, G)
+    return _permute(low, high, "0x5140", ASM), _permute(low, high, "0x7362", ASM)
+
+
+@triton.jit
+def _float(pattern, HALF: tl.constexpr):
+    """What 16 bits in the lower half of an int32 are worth."""
+    bits = (pattern & 0xFFFF).to(tl.uint16)
+    return (bits.to(tl.float16, bitcast=True) if HALF else bits.to(tl.bfloat16, bitcast=True)).to(tl.float32)
+
+
+@triton.jit
+def _multiply_pairs(a, b, W: tl.constexpr, HALF: tl.constexpr):
+    """For the interpreter: what 8 rows and 8 columns, 8 products each, add to two sums of every thread."""
+    a0 = tl.reshape(_float(a, HALF), [W, 8, 1, 4])
+    a1 = tl.reshape(_float(a >> 16, HALF), [W, 8, 1, 4])
+    b0 = tl.reshape(_float(b, HALF), [W, 1, 8, 4])
+    b1 = tl.reshape(_float(b >> 16, HALF), [W, 1, 8, 4])
+    sums = tl.sum(a0 * b0 + a1 * b1, 3)
+    left, right = tl.split(tl.reshape(sums, [W, 8, 4, 2]))
+    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
+
+
+@triton.jit
+def _mma(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """m16n8k16: a are 4 pairs of weights of this thread, b two of x; returns its 4 sums."""
+    if ASM:
+        KIND: tl.constexpr = "f16" if HALF else "bf16"
+        result = tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32." + KIND + "." + KIND
+            + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a[0], a[1], a[2], a[3], b[0], b[1], sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        l0, r0 = _multiply_pairs(a[0], b[0], W, HALF)
+        l1, r1 = _multiply_pairs(a[1], b[0], W, HALF)
+        l2, r2 = _multiply_pairs(a[2], b[1], W, HALF)
+        l3, r3 = _multiply_pairs(a[3], b[1], W, HALF)
+        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
+    return result
+
+
+@triton.jit
+def _start_of(row_start, row):
+    """Where the escapes of a row begin: held in 16 bits if that is enough."""
+    start = tl.load(row_start + row)
+    return start.to(tl.int32) & 0xFFFF if row_start.dtype.element_ty == tl.int16 else start
+
+
+@triton.jit
+def _escape(escapes, at, stop, stand_in, HALF: tl.constexpr):
+    """How far a weight is from what stands in its slot, its position, and whether there is one."""
+    there = at < stop
+    entry = tl.load(escapes + at, mask=there, other=0)
+    return tl.where(there, _float(entry >> 16, HALF) - stand_in, 0.0), entry & 0xFFFF, there
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def _load_x(x, at, inside, K: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
+    """x for 4 slots of one word, from column `at` on: two pairs."""
+    if EVEN:
+        x0, x1, x2, x3 = (
+            tl.load(x + at),
+            tl.load(x + at + C),
+            tl.load(x + at + 2 * C),
+            tl.load(x + at + 3 * C),
+        )
+    else:
+        x0 = tl.load(x + at, mask=inside & (at < K), other=0.0)
+        x1 = tl.load(x + at + C, mask=inside & (at + C < K), other=0.0)
+        x2 = tl.load(x + at + 2 * C, mask=inside & (at + 2 * C < K), other=0.0)
+        x3 = tl.load(x + at + 3 * C, mask=inside & (at + 3 * C < K), other=0.0)
+    first, second = _bits(x0) | (_bits(x1) << 16), _bits(x2) | (_bits(x3) << 16)
+    return first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _one_row(
+    y, x, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """16 values of y for one row of x: W warps share the columns, 4 words each in turn."""
+    T: tl.constexpr = 32 * W
+    EL: tl.constexpr = 2 * W
+    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
+    t = tl.arange(0, T)
+    lane, warp = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    tile = tl.program_id(0)
+    words += tile.to(tl.int64) * (P * C * 16)
+    c = warp * 4 + q
+    base4 = base * 0x01010101
+    row = tl.minimum(tile * 16 + t // EL, N - 1)
+    first = _start_of(row_start, row) + t % EL
+    stop = _start_of(row_start, row + 1)
+
+    a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
+    pairs = _load_x(x, 4 * r * C + c, c < C, K, C, EVEN)
+    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
+    zero = tl.zeros([T], tl.float32)
+    fix, x_now, off_now = zero, zero, zero
+    sums = ()
+    for _ in tl.static_range(8):
+        sums += ((zero, zero, zero, zero),)
+    for turn in range(TURNS):
+        # The next words, x of the escapes at hand, and the next escapes are under way meanwhile.
+        ahead = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
+        next_a, next_b = _load_words(words, ahead * 16 + r * 2, ahead < C, P, C, EVEN)
+        next_pairs = _load_x(x, 4 * r * C + ahead, ahead < C, K, C, EVEN)
+        fix += off_now * x_now
+        x_now = tl.load(x + (position & 31) * C + (position >> 5), mask=there, other=0.0).to(tl.float32)
+        off_now = off
+        off, position, there = _escape(escapes, first + (turn + 1) * EL, stop, stand_in, HALF)
+        added = ()
+        for g in tl.static_range(8):
+            a0, a2 = _weights(a, base4, LOW, HALF, g, ASM)
+            a1, a3 = _weights(b, base4, LOW, HALF, g, ASM)
+            added += (_mma((a0, a1, a2, a3), pairs, sums[g], W, HALF, ASM),)
+        sums = added
+        a, b, pairs = next_a, next_b, next_pairs
+    fix += off_now * x_now
+    for step in range(TURNS, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
+        off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        fix += off * tl.load(x + (position & 31) * C + (position >> 5), mask=there, other=0.0).to(tl.float32)
+
+    # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
+    top, bottom = zero, zero
+    for i in tl.static_range(4):
+        top = tl.where(q == i, sums[2 * i][0] + sums[2 * i + 1][1], top)
+        bottom = tl.where(q == i, sums[2 * i][2] + sums[2 * i + 1][3], bottom)
+    both = tl.join(_sum_of_row(top, W), _sum_of_row(bottom, W))
+    n = tile * 16 + tl.arange(0, 16)
+    result = tl.reshape(tl.trans(both), [16]) * scale + tl.sum(tl.reshape(fix, [16, EL]), 1)
+    if BIAS:
+        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + n, result.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _sum_of_row(sums, W: tl.constexpr):
+    """The sums of all threads of a row, in all warps: [8]."""
+    return tl.sum(tl.sum(tl.reshape(sums, [W, 8, 4]), 2), 0)
+
+
+@triton.jit
+def _reorder(fragments, transposed, x, M, K, C: tl.constexpr, BM: tl.constexpr, STEP: tl.constexpr):
+    """x [M, K] as [C, 4, BM, 8 slots] for the instructions, and as [C, 32 slots, BM] for the escapes."""
+    e = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    inside = e < SLOTS_ * C * BM
+    m, slot, c = e // 8 % BM, e // (8 * BM) % 4 * 8 + e % 8, e // (32 * BM)
+    k = slot * C + c
+    value = tl.load(x + m * K + k, mask=inside & (m < M) & (k < K), other=0.0)
+    tl.store(fragments + e, value, mask=inside)
+    m, slot = e % BM, e // BM % 32
+    k = slot * C + c
+    value = tl.load(x + m * K + k, mask=inside & (m < M) & (k < K), other=0.0)
+    tl.store(transposed + e, value, mask=inside)
+
+
+SLOTS_ = tl.constexpr(SLOTS)
+
+
+@triton.jit
+def _load_fragments(
+    fragments, c, r,
+    PAIR: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """x for the instructions 2 PAIR and 2 PAIR + 1, two pairs each, of every block of 8 rows of x."""
+    loaded = ()
+    for nb in tl.static_range(NB):
+        at = ((c * 4 + PAIR) * (8 * NB) + 8 * nb + r) * 4
+        where = fragments + at[:, None] + tl.arange(0, 4)[None, :]
+        four = tl.load(where) if EVEN else tl.load(where, mask=(c < C)[:, None], other=0)
+        even, odd = tl.split(tl.reshape(four, [T, 2, 2]))
+        first0, second0 = tl.split(even)
+        first1, second1 = tl.split(odd)
+        loaded += (((first0, first1), (second0, second1)),)
+    return loaded
+
+
+@triton.jit
+def _gather(transposed, position, there, NB: tl.constexpr):
+    """x of an escape: 8 rows of x in every block."""
+    found = ()
+    for nb in tl.static_range(NB):
+        at = (position * (8 * NB) + 8 * nb)[:, None] + tl.arange(0, 8)[None, :]
+        found += (tl.load(transposed + at, mask=there[:, None], other=0.0),)
+    return found
+
+
+@triton.jit
+def _add_escapes(fix, off, found, NB: tl.constexpr):
+    """The sums of 8 rows of x in every block, with what one escape adds."""
+    added = ()
+    for nb in tl.static_range(NB):
+        added += (fix[nb] + off[:, None] * found[nb].to(tl.float32),)
+    return added
+
+
+@triton.jit
+def _few_rows(
+    y, fragments, transposed, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    NB: tl.constexpr, TN: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """16 TN columns of y for up to 8 NB rows of x: W warps share the columns of x, 4 words each in turn."""
+    T: tl.constexpr = 32 * W
+    EL: tl.constexpr = 2 * W // TN  # escapes of a row at a time
+    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
+    t = tl.arange(0, T)
+    lane, warp = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    tile = tl.program_id(0) * TN
+    last = (N + 15) // 16 - 1
+    base4 = base * 0x01010101
+    row = tl.minimum(tile * 16 + t // EL, N - 1)
+    first = _start_of(row_start, row) + t % EL
+    stop = _start_of(row_start, row + 1)
+
+    zero = tl.zeros([T], tl.float32)
+    sums = ()
+    for _ in tl.static_range(TN * NB):
+        sums += ((zero, zero, zero, zero),)
+    fix = ()
+    for _ in tl.static_range(NB):
+        fix += (tl.zeros([T, 8], tl.float32),)
+    at_hand = ()
+    for j in tl.static_range(TN):
+        at_hand += (_escape(escapes, first + j * EL, stop, stand_in, HALF),)
+    for turn in range(TURNS):
+        c = turn * (4 * W) + warp * 4 + q
+        tiles = ()
+        for i in tl.static_range(TN):
+            own = tl.minimum(tile + i, last).to(tl.int64) * (P * C * 16)
+            tiles += (_load_words(words + own, c * 16 + r * 2, c < C, P, C, EVEN),)
+        found = ()
+        ahead = ()
+        for j in tl.static_range(TN):
+            found += (_gather(transposed, at_hand[j][1], at_hand[j][2], NB),)
+            ahead += (_escape(escapes, first + ((turn + 1) * TN + j) * EL, stop, stand_in, HALF),)
+        for pair in tl.static_range(4):
+            xs = _load_fragments(fragments, c, r, pair, C, NB, T, EVEN)
+            for h in tl.static_range(2):
+                added = ()
+                for i in tl.static_range(TN):
+                    a0, a2 = _weights(tiles[i][0], base4, LOW, HALF, 2 * pair + h, ASM)
+                    a1, a3 = _weights(tiles[i][1], base4, LOW, HALF, 2 * pair + h, ASM)
+                    for nb in tl.static_range(NB):
+                        added += (_mma((a0, a1, a2, a3), xs[nb][h], sums[i * NB + nb], W, HALF, ASM),)
+                sums = added
+        for j in tl.static_range(TN):
+            fix = _add_escapes(fix, at_hand[j][0], found[j], NB)
+        at_hand = ahead
+    for step in range(TURNS * TN, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
+        off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        fix = _add_escapes(fix, off, _gather(transposed, position, there, NB), NB)
+
+    n = (tile * 16 + tl.arange(0, 16 * TN))[:, None]
+    for nb in tl.static_range(NB):
+        m = 8 * nb + tl.arange(0, 8)[None, :]
+        result = _tiles(sums, nb, TN, NB, W) * scale
+        result += tl.sum(tl.reshape(fix[nb], [16 * TN, EL, 8]), 1)
+        if BIAS:
+            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y + m * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+
+
+@triton.jit
+def _tiles(sums, nb: tl.constexpr, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr):
+    """The sums of all warps for a block of 8 rows of x: [16 TN, 8]."""
+    tile = _tile(sums[nb], W)
+    if TN == 2:
+        tile = tl.reshape(tl.permute(tl.join(tile, _tile(sums[NB + nb], W)), (2, 0, 1)), [32, 8])
+    return tile
+
+
+@triton.jit
+def _tile(sums, W: tl.constexpr):
+    """The sums of all warps for a tile: [16, 8]."""
+    four = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+    added = tl.sum(tl.reshape(four, [W, 128]), 0)  # r, q, row r or r + 8, column 2 q or 2 q + 1
+    return tl.reshape(tl.permute(tl.reshape(added, [8, 4, 2, 2]), (2, 0, 1, 3)), [16, 8])
