@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from neuzip.runtime.load import load_model as load_model
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
+    from neuzip.runtime.quantizer import NeuzipConfig as NeuzipConfig
 
 __version__: str
 
 __all__ = [
+    "NeuzipConfig",
     "__version__",
     "compress_checkpoint",
     "decompress_checkpoint",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "NeuzipConfig": ("neuzip.runtime.quantizer", "NeuzipConfig"),
     "compress_checkpoint": ("neuzip.compress", "compress"),
     "decompress_checkpoint": ("neuzip.compress", "decompress"),
     "load_file": ("neuzip.runtime.load_file", "load_file"),
@@ -90,7 +93,7 @@ class _WhenModelsAreImported:
 
 
 def _register() -> None:
-    import_module("neuzip.runtime.quantizer").register()
+    import_module("neuzip.runtime.quantizer")
 
 
 sys.meta_path.insert(0, _WhenModelsAreImported)  # before the question, as other threads import too

@@ -1,15 +1,18 @@
-"""A checkpoint, plain or compressed, as a live model with dense weights.
+"""A checkpoint, plain or compressed, as a live model, its weights dense or compressed in memory.
 
 transformers builds the module, renames, merges and ties tensors, and computes what is not stored, as in every
 `from_pretrained`. It is handed tensors that are decoded when it asks for their values, a few at a time: the
-weights exist once, in the model.
+weights exist once, in the model. Those that are to stay compressed are so before it asks for the next.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from transformers.utils import logging
 
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
 
@@ -38,14 +41,17 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """A tokenizer of transformers has at least one of these."""
 
-RESIDENCIES = ("dense",)
-"""How the weights of a live model may be kept in memory."""
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Words for device maps that accelerate computes."""
+
+GROUP = 256 << 20
+"""Bytes of tensors, decoded, that a GPU decodes at once while it compresses a model in memory."""
 
 
 def load_model(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | dict[str, Any] = "cpu",
     *,
     residency: str = "dense",
     verify: bool = True,
@@ -53,23 +59,41 @@ def load_model(
     """The causal language model of a checkpoint folder, in evaluation mode.
 
     For a CUDA `device` the weights are decoded there and never lie on the host as a whole (transformers 4.57
-    takes them through the host once more). `dtype` None is the checkpoint's own, as with `dtype="auto"` in
-    transformers. `residency` is how weights are kept in memory: "dense", as transformers does. `verify`
-    compares what is read with its checksums. Code that lies in the folder is never run.
+    takes them through the host once more). "auto", or another device map of transformers, spreads them over
+    several; that needs accelerate. `dtype` None is the checkpoint's own, as with `dtype="auto"` in
+    transformers. `residency` is how weights are kept in memory: "dense", as transformers does, "packed" or
+    "ans"; they then never lie anywhere dense as a whole. `verify` compares what is read with its checksums.
+    Code that lies in the folder is never run.
 
-    Raises FormatError for damaged files, and NeuzipError for what is not such a model or for tensors that are
-    missing, left over or of the wrong shape.
+    Raises FormatError for damaged files, UsageError for a residency that cannot be on the device, and
+    NeuzipError for what is not such a model or for tensors that are missing, left over or of the wrong shape.
     """
-    if residency not in RESIDENCIES:
-        raise UsageError(
-            f"there is no residency {residency!r}", f"what there is: {', '.join(map(repr, RESIDENCIES))}"
+    folder = Path(path)
+    is_map = isinstance(device, dict) or device in DEVICE_MAPS
+    if is_map and find_spec("accelerate") is None:
+        raise NeuzipError(
+            f"the device map {device!r} needs the package accelerate", "install it, or name one device"
         )
-    folder, place = Path(path), torch.device(device)
+    place = None if is_map else torch.device(device)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"device_map": device} if is_map else {}
+    if residency != "dense":
+        from .quantizer import NeuzipConfig
+        from .residency import require_places
+
+        asked = NeuzipConfig(residency)
+        if place is not None:
+            require_places(residency, [place])
+            asked.is_placed = True
+        options["quantization_config"] = asked
     with TensorSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
         tensors = _model_tensors(source)
         try:
-            with stored_tensors(source, tensors, place, verify=verify) as stored:
+            with stored_tensors(
+                source, tensors, place, verify=verify, in_groups=residency != "dense"
+            ) as stored:
+                if residency != "dense":
+                    prefer_single_experts(config)
                 with torch.device("meta"):
                     skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
                 model, found = type(skeleton).from_pretrained(
@@ -79,6 +103,7 @@ def load_model(
                     dtype="auto" if dtype is None else dtype,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are reported below, by name
+                    **options,
                 )
                 if (folder / "generation_config.json").is_file():
                     model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -88,8 +113,14 @@ def load_model(
             raise _refusal(folder, "make a model of it", error) from error
         _require_a_perfect_fit(folder, model, found)
     model.config.name_or_path = os.fspath(path)
-    placed: PreTrainedModel = model.to(place)
+    placed: PreTrainedModel = model if place is None else model.to(place)
     return placed
+
+
+def prefer_single_experts(config: PreTrainedConfig) -> None:
+    """Have a model's experts computed one by one, unless it was told how: so only those asked are decoded."""
+    if getattr(config, "_experts_implementation", "unknown") is None:
+        config._experts_implementation = "eager"
 
 
 def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
@@ -124,6 +155,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         except Exception as error:
             raise _refusal(folder, "load its tokenizer", error) from error
     return tokenizer
+
+
+def versions() -> dict[str, str]:
+    """What a figure of a model must be told with."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers_version,
+    }
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,18 +201,29 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def stored_tensors(
-    source: TensorSource, tensors: list[SourceTensor], place: torch.device, *, verify: bool = True
+    source: TensorSource,
+    tensors: list[SourceTensor],
+    place: torch.device | None,
+    *,
+    verify: bool = True,
+    in_groups: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
 
-    What is found damaged meanwhile is raised as FormatError in the end, whatever transformers makes of it.
+    A `place` of None is wherever transformers asks for them. `in_groups` decodes them when asked for on GPUs
+    too, with some of those that will be asked for next. What is found damaged meanwhile is raised as
+    FormatError in the end, whatever transformers makes of it.
     """
     failures: list[NeuzipError] = []
     with Workers() as workers:
-        if place.type == "cuda":
-            loaded = read_tensors(source, tensors, place, workers, verify=verify)
-            stored: dict[str, Any] = {t.name: _Placed(data) for t, data in zip(tensors, loaded, strict=True)}
-            del loaded
+        if in_groups and (place is None or place.type == "cuda"):
+            groups = _Groups(source, tensors, place, workers, failures, verify)
+            stored: dict[str, Any] = {t.name: _Asked(source, t, partial(groups.take, t)) for t in tensors}
+        elif place is not None and place.type == "cuda":
+            read = read_tensors(source, tensors, place, workers, verify=verify)
+            held = {t.name: [data] for t, data in zip(tensors, read, strict=True)}
+            del read
+            stored = {t.name: _Asked(source, t, partial(_hand_over, held[t.name])) for t in tensors}
         else:
             stored = {t.name: _Encoded(source, t, workers, failures, verify) for t in tensors}
         try:
@@ -222,27 +273,83 @@ class _Encoded:
             raise
 
 
-class _Placed:
-    """A tensor that lies where it shall stay: transformers, which would take it to the CPU, gets it as it is.
+class _Groups:
+    """Tensors on the GPUs that ask for them, decoded a few at a time: those that will be wanted next, too.
 
-    Without accelerate transformers knows no other place, but it takes what it is given. Version 5 asks for
-    `tensor[...].to(device=..., dtype=...)`, once. What it gets is not kept here, so that another dtype takes
-    the place of the first.
+    On `place`, if that is not None, whatever device is asked for: without accelerate transformers knows none.
     """
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data: torch.Tensor | None = data
-        self.dtype, self.shape = data.dtype, data.shape
+    def __init__(
+        self,
+        source: TensorSource,
+        tensors: list[SourceTensor],
+        place: torch.device | None,
+        workers: Workers,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        from transformers.core_model_loading import dot_natural_key
+
+        self._source, self._workers, self._failures = source, workers, failures
+        self._place, self._verify = place, verify
+        in_order = sorted(tensors, key=lambda t: dot_natural_key(t.name))
+        self._waiting = {t.name: t for t in in_order}
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def take(self, tensor: SourceTensor, device: torch.device) -> torch.Tensor:
+        """A tensor on `device`, which is then the caller's alone. Raises FormatError."""
+        device = device if self._place is None else self._place
+        if tensor.name not in self._ready:
+            group = [tensor, *self._next(tensor)] if device.type == "cuda" else [tensor]
+            try:
+                read = read_tensors(self._source, group, device, self._workers, verify=self._verify)
+            except NeuzipError as failure:
+                self._failures.append(failure)
+                raise
+            for t in group:
+                self._waiting.pop(t.name, None)
+            self._ready |= {t.name: data for t, data in zip(group, read, strict=True)}
+        return self._ready.pop(tensor.name).to(device)
+
+    def _next(self, tensor: SourceTensor) -> Iterator[SourceTensor]:
+        """Tensors that wait behind one, as many as fit into a group with it."""
+        room = GROUP - tensor.info.nbytes
+        names = iter(self._waiting)
+        if tensor.name in self._waiting:
+            for name in names:
+                if name == tensor.name:
+                    break
+        for name in names:
+            room -= self._waiting[name].info.nbytes
+            if room < 0:
+                return
+            yield self._waiting[name]
+
+
+def _hand_over(held: list[torch.Tensor], _: torch.device) -> torch.Tensor:
+    return held.pop()
+
+
+class _Asked:
+    """A tensor that transformers gets where it shall stay, when it asks for the values.
+
+    Version 5 does so once, with `tensor[...].to(device=..., dtype=...)`, and takes what it is given. `take`
+    gives it up, so that another dtype takes the place of the first.
+    """
+
+    def __init__(
+        self, source: TensorSource, tensor: SourceTensor, take: Callable[[torch.device], torch.Tensor]
+    ) -> None:
+        self.dtype, self.shape = torch_dtype(source, tensor), torch.Size(tensor.info.shape)
+        self._take = take
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
     def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **_: object
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
     ) -> torch.Tensor:
-        data, self._data = self._data, None
-        assert data is not None
-        return data.to(dtype=dtype)
+        return self._take(torch.device("cpu" if device is None else device)).to(dtype=dtype)
 
     def __getitem__(self, index: Any) -> Any:
         assert index is ...

@@ -4,15 +4,21 @@
 they were compressed, so the model is a plain one: nothing of this stays in it or in its config, and
 `save_pretrained` writes a plain checkpoint.
 
-transformers lets a quantizer change modules, but not how files are read. `register` therefore replaces two of
-its names: what opens a safetensors file, where it asks for a dtype, and the step that fills a model.
+`quantization_config=NeuzipConfig("packed")`, or another residency, keeps them compressed in memory, of plain
+folders too: each weight is compressed when it arrives. `save_pretrained` then writes a compressed folder.
+
+transformers lets a quantizer change parameters, but not how files are read and written. `register` therefore
+replaces some of its names: what opens a safetensors file, where it asks for a dtype, and what writes one; the
+step that fills a model, and the one that saves it; and how a given config is joined with the checkpoint's.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from threading import Lock
@@ -25,18 +31,21 @@ from transformers import modeling_utils
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
 )
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedModel
 
     from neuzip.formats.checkpoint import Checkpoint
+
+    from .residency import Use
 
 METHOD = "neuzip"
 
@@ -48,29 +57,62 @@ def register() -> None:
     with _registering:
         if METHOD in AUTO_QUANTIZER_MAPPING:
             return
-        AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = DenseConfig
+        AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = NeuzipConfig
         modeling_utils.safe_open = _safe_open  # type: ignore[assignment, attr-defined]
-        step = inspect.getattr_static(modeling_utils.PreTrainedModel, _STEP, None)
-        if step is not None:  # where it is missing, `DenseConfig` says so: transformers must stay usable
-            setattr(modeling_utils.PreTrainedModel, _STEP, type(step)(_with_our_tensors(step.__func__)))
-        AUTO_QUANTIZER_MAPPING[METHOD] = DenseQuantizer  # the last: who sees it finds all in place
+        _replace(modeling_utils, "safe_save_file", _with_values)
+        _replace(modeling_utils.PreTrainedModel, _STEP, _with_our_tensors)
+        _replace(modeling_utils.PreTrainedModel, "save_pretrained", _as_container)
+        _replace(AutoHfQuantizer, "merge_quantization_configs", _with_our_config)
+        AUTO_QUANTIZER_MAPPING[METHOD] = make_quantizer  # type: ignore[assignment]  # last: who sees it finds all
 
 
 _STEP = "_load_pretrained_model"
 
 
-class DenseConfig(QuantizationConfigMixin):
-    """`quantization_config` of a compressed config.json. Raises NeuzipError for what cannot be loaded."""
+def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Put a changed function in the place of one; a static or class method stays one.
 
-    def __init__(self, version: object = None, original: object = None, **_: object) -> None:
-        from neuzip.formats.manifest import VERSION
+    Where it is missing, `NeuzipConfig` says so: transformers must stay usable.
+    """
+    function = inspect.getattr_static(owner, name, None)
+    if isinstance(function, staticmethod | classmethod):
+        setattr(owner, name, type(function)(change(function.__func__)))
+    elif function is not None:
+        setattr(owner, name, change(function))
 
+
+class NeuzipConfig(QuantizationConfigMixin):
+    """How `from_pretrained` keeps weights in memory: its `quantization_config`, for any folder.
+
+    `residency` is "dense", "packed" or "ans". It is not part of a checkpoint: nothing writes it. Raises
+    UsageError for another, and NeuzipError where this transformers cannot do it.
+    """
+
+    def __init__(self, residency: str = "dense") -> None:
+        if residency != "dense":
+            from .residency import require_residency
+
+            require_residency(residency)
         self.quant_method = METHOD  # type: ignore[assignment]
+        self.residency = residency
+        self.is_placed = False  # `load_model` hands tensors out where they shall stay, with no device map
         if not hasattr(modeling_utils.PreTrainedModel, _STEP):
             raise NeuzipError(
                 f"neuzip does not know how transformers {transformers.__version__} fills a model",
                 "load it with neuzip.load_model, or use another version of transformers",
             )
+        if residency != "dense" and not hasattr(HfQuantizer, "get_quantize_ops"):
+            raise NeuzipError(
+                f"the residency {residency!r} needs transformers 5, not {transformers.__version__}",
+                "install a newer one, or use the residency 'dense'",
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """What a compressed config.json holds. Raises NeuzipError for what cannot be loaded."""
+        from neuzip.formats.manifest import VERSION
+
+        version, original = config_dict.get("version"), config_dict.get("original")
         if version != VERSION or type(version) is not int:
             raise FormatError(
                 "config.json", f"format version {version!r}; this neuzip reads version {VERSION}",
@@ -81,6 +123,16 @@ class DenseConfig(QuantizationConfigMixin):
                 "transformers cannot load weights that were quantized before neuzip compressed them",
                 "restore them with `neuzip decompress` first, or load them with neuzip.load_model",
             )
+        return (cls(), kwargs) if return_unused_kwargs else cls()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(residency={self.residency!r})"
+
+
+def make_quantizer(config: NeuzipConfig, **options: Any) -> HfQuantizer:
+    """The quantizer for a residency."""
+    kind = DenseQuantizer if config.residency == "dense" else CompressingQuantizer
+    return kind(config, **options)
 
 
 class DenseQuantizer(HfQuantizer):
@@ -88,11 +140,9 @@ class DenseQuantizer(HfQuantizer):
 
     requires_parameters_quantization = False
 
-    def get_new_dtype(
-        self, converter: object, param: object, dtype: torch.dtype | None
-    ) -> torch.dtype | None:
-        """The dtype that a parameter gets without a quantizer."""
-        return dtype
+    def __init__(self, config: NeuzipConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.is_stored_compressed: bool = self.pre_quantized
 
     def get_special_dtypes_update(self, model: object, dtype: object) -> dict[str, torch.dtype]:
         """None, in 4.57."""
@@ -126,10 +176,220 @@ class DenseQuantizer(HfQuantizer):
         return True
 
 
+class CompressingQuantizer(HfQuantizer):
+    """Weights that are compressed in memory, each of them when it arrives."""
+
+    def __init__(self, config: NeuzipConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.residency = config.residency
+        self._is_placed = config.is_placed
+        self.failure: Exception | None = None
+        self.is_stored_compressed: bool = self.pre_quantized
+        # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
+        self.pre_quantized = False
+        self._uses: dict[str, Use] = {}
+        self._has_experts = False
+
+    def validate_environment(self, *_: object, device_map: object = None, **__: object) -> None:
+        """Raise UsageError for places where weights of this residency cannot lie."""
+        from .residency import expanded, require_places
+
+        is_open = isinstance(device_map, str)  # asked again when it has become places
+        if not (is_open or self._is_placed):
+            require_places(self.residency, expanded(device_map or {"": "cpu"}))
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The same. Raises UsageError for a dtype whose weights are not compressed in memory."""
+        from .residency import DTYPES
+
+        if dtype not in DTYPES:
+            raise UsageError(
+                f"the residency {self.residency!r} is for bf16 and fp16 weights, not {dtype}",
+                "give dtype=torch.bfloat16, or the residency 'dense'",
+            )
+        return dtype
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config, with experts one by one: transformers asks before it builds the model."""
+        from .load import prefer_single_experts
+
+        prefer_single_experts(config)
+        return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The same: what transformers asks before version 5.18, and some later ones ask as well."""
+        return self.update_attn_implementation(config)
+
+    @property
+    def quantized_element_size(self) -> float:
+        """Bytes a weight, about: what accelerate plans with."""
+        return _BYTES_A_WEIGHT[self.residency]
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """Whether a parameter is to be compressed."""
+        return param_name in self._uses
+
+    def get_quantize_ops(self) -> Any:
+        """What compresses."""
+        return _compression(self)
+
+    def preprocess_model(self, model: PreTrainedModel, dtype: object = None, **_: object) -> None:
+        """See which parameters can be compressed; modules stay as they are."""
+        from .residency import compressible, has_experts
+
+        self._uses = compressible(model)
+        self._has_experts = has_experts(model)
+        model.is_quantized = True  # type: ignore[assignment]
+        model.quantization_method = METHOD  # type: ignore[assignment]
+
+    def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A parameter that has arrived, compressed if it fits and that pays."""
+        from .residency import compress
+
+        expected = model.get_parameter(name)
+        if hasattr(expected, "_local_tensor"):  # a DTensor
+            raise NeuzipError(
+                f"the residency {self.residency!r} does not split weights among processes",
+                "leave tp_plan and distributed_config out, or use the residency 'dense'",
+            )
+        if name not in self._uses or weight.shape != expected.shape:  # which is said when all have arrived
+            return weight
+        return compress(weight, self._uses[name], self.residency)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
+        """Never called."""
+
+    def postprocess_model(self, model: PreTrainedModel, **_: object) -> None:
+        """Leave the config as it was: the residency is no part of a checkpoint."""
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        from .residency import decompress_parameters
+
+        decompress_parameters(model, dtype)
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, str]]:
+        """What `save_pretrained` lays out, without values."""
+        from .save import stand_ins
+
+        return stand_ins(model.state_dict()), {}
+
+    def is_serializable(self, **_: object) -> bool:
+        """Whether the model can be saved: as a compressed folder."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters on top of it can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile it: not where experts are computed one by one."""
+        return not self._has_experts
+
+
+_BYTES_A_WEIGHT = {"packed": 11.4 / 8, "ans": 10.9 / 8}
+"""Of bf16 weights of trained models."""
+
+
+def _compression(quantizer: CompressingQuantizer) -> Any:
+    """The step of transformers 5 that turns dense parameters into compressed ones."""
+    from transformers.core_model_loading import ConversionOps
+
+    class Compress(ConversionOps):
+        def convert(
+            self,
+            input_dict: dict[str, Any],
+            source_patterns: list[str],
+            target_patterns: list[str],
+            **context: Any,
+        ) -> dict[str, Any]:
+            try:
+                return {
+                    name: quantizer.compress(
+                        context["model"], name, value[0] if isinstance(value, list) else value
+                    )
+                    for name, value in input_dict.items()
+                }
+            except Exception as failure:  # transformers makes a line in a report of it
+                quantizer.failure = failure
+                raise
+
+    return Compress()
+
+
 def _safe_open(*arguments: Any, **options: Any) -> Any:
     from .load_file import safe_open
 
     return safe_open(*arguments, **options)
+
+
+def _with_values(save: Any) -> Any:
+    """What writes a safetensors file, for tensors that have no values yet too."""
+
+    @wraps(save)
+    def save_file(tensors: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        from .stand_ins import with_values
+
+        return save(with_values(tensors), *arguments, **options)
+
+    return save_file
+
+
+def _as_container(save: Any) -> Any:
+    """`save_pretrained`, which of a model that is compressed in memory makes a compressed folder."""
+    signature = inspect.signature(save)
+
+    @wraps(save)
+    def save_pretrained(*arguments: Any, **options: Any) -> Any:
+        call = signature.bind(*arguments, **options)
+        model, settings = arguments[0], call.arguments
+        is_ours = isinstance(getattr(model, "hf_quantizer", None), CompressingQuantizer)
+        if not is_ours or getattr(
+            model, "_hf_peft_config_loaded", False
+        ):  # of adapters it saves nothing else
+            return save(*arguments, **options)
+        if settings.get("push_to_hub") or settings.get("distributed_checkpoint"):
+            raise NeuzipError(
+                f"a model of the residency {model.hf_quantizer.residency!r} is saved to a folder only",
+                "save it there; `neuzip push` brings a compressed folder to the Hub",
+            )
+        if not settings.get("is_main_process", True):
+            return None
+
+        from .save import save_container
+
+        def save_plain(folder: Path) -> None:
+            settings["save_directory"] = folder
+            save(*call.args, **call.kwargs)
+
+        return save_container(save_plain, settings["save_directory"])
+
+    return save_pretrained
+
+
+def _with_our_config(merge: Any) -> Any:
+    """How transformers joins a config it was given with the checkpoint's: the residency is the given one."""
+
+    @wraps(merge)
+    def merged(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored, asked = quantization_config, quantization_config_from_args
+        if not isinstance(asked, NeuzipConfig):
+            return merge(cls, stored, asked)
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        if method != METHOD:
+            raise NeuzipError(
+                f"the weights are quantized already ({method}), so there is no residency for them",
+                "leave quantization_config out, or load a checkpoint that is not quantized",
+            )
+        if isinstance(stored, dict):
+            NeuzipConfig.from_dict(stored)
+        return copy.copy(asked)
+
+    return merged
 
 
 def _with_our_tensors(step: Any) -> Any:
@@ -147,24 +407,55 @@ def _with_our_tensors(step: Any) -> Any:
         if "load_config" in settings:
             settings = settings | vars(settings["load_config"])
         found = settings.get("checkpoint_files")
-        asked = isinstance(settings.get("hf_quantizer"), DenseQuantizer)
+        quantizer = settings.get("hf_quantizer")
+        compressing = isinstance(quantizer, CompressingQuantizer)
+        asked = getattr(quantizer, "is_stored_compressed", False)
+        if isinstance(quantizer, DenseQuantizer) and "load_config" in call.arguments:
+            # Or tensors that are renamed keep their dtype, and shapes are not compared, before version 5.23.
+            call.arguments["load_config"] = replace(call.arguments["load_config"], hf_quantizer=None)
+        expected = settings["model"].state_dict(keep_vars=True) if compressing else {}
         if not found or not (asked or _is_compressed(found[0])):  # not asked if it got another config
-            return step(*arguments, **options)
+            filled = step(*call.args, **call.kwargs)
+        else:
+            from neuzip.compress.source import TensorSource
 
-        from neuzip.compress.source import TensorSource
+            from .load import stored_tensors
 
-        from .load import stored_tensors
-
-        checkpoint = _checkpoint(found)
-        with TensorSource(checkpoint) as source:
-            tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
-            with stored_tensors(source, tensors, _place(settings)) as stored:
-                call.arguments |= {"state_dict": stored, "checkpoint_files": [""]}  # as 4.57 has it itself
-                if "sharded_metadata" in call.arguments:
-                    call.arguments["sharded_metadata"] = None
-                return step(*call.args, **call.kwargs)
+            checkpoint = _checkpoint(found)
+            place = None if compressing else _place(settings)
+            with TensorSource(checkpoint) as source:
+                tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
+                with stored_tensors(source, tensors, place, in_groups=compressing) as stored:
+                    call.arguments |= {
+                        "state_dict": stored,
+                        "checkpoint_files": [""],
+                    }  # as 4.57 has it itself
+                    if "sharded_metadata" in call.arguments:
+                        call.arguments["sharded_metadata"] = None
+                    filled = step(*call.args, **call.kwargs)
+        if isinstance(quantizer, CompressingQuantizer):
+            if quantizer.failure is not None:
+                raise quantizer.failure
+            info = filled[0] if isinstance(filled, tuple) else filled  # version 5.0
+            info.mismatched_keys.update(_put_back_misfits(settings["model"], expected))
+        return filled
 
     return fill
+
+
+def _put_back_misfits(
+    model: PreTrainedModel, expected: dict[str, Any]
+) -> Iterator[tuple[str, torch.Size, torch.Size]]:
+    """Names and both shapes of tensors that took the place of others of another shape, which is undone.
+
+    Before version 5.23 transformers compares no shapes if there is a quantizer.
+    """
+    for name, found in model.state_dict(keep_vars=True).items():
+        tensor = expected.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.shape != found.shape:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, tensor)
+            yield name, found.shape, tensor.shape
 
 
 def _is_compressed(file: str) -> bool:
@@ -211,3 +502,6 @@ def _place(settings: dict[str, Any]) -> torch.device:
     named = (settings.get("device_map") or {"": "cpu"}).values()
     places = {torch.device("cpu" if place == "disk" else place) for place in named}
     return places.pop() if len(places) == 1 else torch.device("cpu")
+
+
+register()  # here, as importing transformers' models imports this, and the other way round

@@ -18,12 +18,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """What safetensors' dtypes are in torch."""
-
-if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
-    TORCH_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:

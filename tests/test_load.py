@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from neuzip.compress import Rule, Scheme, compress, decompress
+from neuzip.compress.device import choose
+from neuzip.compress.source import TensorSource
+from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import DTYPE_BITS
-from neuzip.runtime import load
+from neuzip.runtime import load, residency
 from neuzip.runtime.load import load_model, load_state_dict, load_tokenizer
 from neuzip.runtime.tensors import TORCH_DTYPES, read_tensor, read_tensors
 
@@ -171,7 +176,7 @@ def test_tensors_that_are_in_their_place_stay_there(kind, dtype, checkpoints, co
     def placed(source, tensor, workers, failures, verify):  # type: ignore[no-untyped-def]
         data = read_tensor(source, tensor, workers)
         places[data.data_ptr()] = data
-        return load._Placed(data)
+        return load._Asked(source, tensor, lambda _: data)
 
     monkeypatch.setattr(load, "_Encoded", placed)
     model = load_model(compressed[kind], dtype)
@@ -181,11 +186,8 @@ def test_tensors_that_are_in_their_place_stay_there(kind, dtype, checkpoints, co
         assert {p.data_ptr() for p in model.parameters()} <= places.keys()
 
 
-def test_residency_and_verification(compressed, broken: Path):
+def test_without_verification(compressed):
     load_model(compressed["tied"], residency="dense", verify=False)
-    with pytest.raises(UsageError, match="there is no residency 'packed'") as caught:
-        load_model(compressed["tied"], residency="packed")
-    assert caught.value.hint == "what there is: 'dense'"
 
 
 def test_rounded_model_is_the_one_that_transformers_makes_of_the_restored_folder(checkpoints, tmp_path):
@@ -221,7 +223,205 @@ def test_transformers_says_nothing_and_is_left_as_it_was(compressed, capfd):
         logging.set_verbosity_warning()
 
 
+# Residencies
+
+
+COMPRESSED = ["llama, tied", "llama", "gpt2", "mixtral", "in shards"]
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with weights that are large enough to be compressed in memory: plain/ and small/."""
+    if not hasattr(HfQuantizer, "get_quantize_ops"):
+        pytest.skip("transformers 4 has the residency 'dense' only")
+    torch.manual_seed(2)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    llama_config = LlamaConfig(**(sizes | {"vocab_size": 512}), **heads, tie_word_embeddings=True)
+    untied_config = LlamaConfig(**(sizes | {"vocab_size": 512}), **heads)
+    models = {
+        "llama, tied": LlamaForCausalLM(llama_config),
+        "llama": LlamaForCausalLM(untied_config),
+        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=256, n_layer=2, n_head=2, n_positions=64)),
+        "mixtral": MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4)),
+        "in shards": LlamaForCausalLM(untied_config),
+    }
+    made = {}
+    for kind, model in models.items():
+        made[kind] = tmp_path_factory.mktemp("larger")
+        options = {"max_shard_size": "500KB"} if kind == "in shards" else {}
+        model.to(torch.bfloat16).save_pretrained(made[kind] / "plain", **options)
+        compress(made[kind] / "plain", made[kind] / "small")
+    return made
+
+
+def dense_copy(model: PreTrainedModel, like: Path, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The plain model with the weights that a compressed one holds in fact."""
+    plain = AutoModelForCausalLM.from_pretrained(like, dtype="auto")
+    if any(p.dim() == 3 for p in plain.parameters()):
+        plain.set_experts_implementation("eager")
+    names = dict(plain.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            dense = parameter.dense() if residency.is_compressed(parameter) else parameter
+            assert torch.equal(dense.cpu(), names[name]), name
+    assert len(list(model.parameters())) == len(list(plain.parameters())), "tied otherwise"
+    return plain.to(device)
+
+
+@torch.inference_mode()
+def assert_same_logits(model: PreTrainedModel, expected: PreTrainedModel, exact: bool) -> None:
+    """To the last bit, or about."""
+    ids = IDS.to(model.device)
+    mine, theirs = model(ids).logits, expected(ids).logits
+    if exact:
+        assert torch.equal(mine, theirs)
+    else:
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("form", ["plain", "small"])
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_packed_weights_are_those_of_the_original(kind: str, form: str, larger):
+    model = load_model(larger[kind] / form, residency="packed")
+    assert not model.training
+    held = residency.memory(model)
+    assert held.total.stored_bytes < 0.76 * held.total.dense_bytes
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain"), exact=False)
+
+
+def test_never_more_than_a_weight_is_dense(larger, monkeypatch):
+    """All that arrived before is compressed, and let go, when the next one is."""
+    dense: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    original = residency.compress
+
+    def noted(weight: torch.Tensor, use: Any, kept: str) -> torch.nn.Parameter:
+        alive.append(sum(ref() is not None for ref in dense))
+        dense.append(weakref.ref(weight))
+        return original(weight, use, kept)
+
+    monkeypatch.setattr(residency, "compress", noted)
+    load_model(larger["llama"] / "small", residency="packed")
+    assert len(dense) > 10
+    assert max(alive) <= 1
+
+
+def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypatch):
+    """As on a GPU, of which the CPU takes the place."""
+    groups: list[list[str]] = []
+
+    def noted(source, tensors, device, workers, *, verify):  # type: ignore[no-untyped-def]
+        assert device.type == "cuda"
+        groups.append([t.name for t in tensors])
+        return [read_tensor(source, t, workers, verify=verify) for t in tensors]
+
+    monkeypatch.setattr(load, "read_tensors", noted)
+    monkeypatch.setattr(load, "GROUP", 600_000)
+    monkeypatch.setattr(torch.Tensor, "to", _stays)
+    with TensorSource(larger["mixtral"] / "small") as source:
+        tensors = list(source.tensors())
+        with load.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
+            for tensor in sorted(tensors, key=lambda t: t.name):
+                data = stored[tensor.name][...].to(device="cpu", dtype=None)
+                assert torch.equal(data, read_tensor(source, tensor, Workers(1)))
+    assert sorted(name for group in groups for name in group) == sorted(t.name for t in tensors)
+    assert 3 < len(groups) < len(tensors) / 2
+
+
+def _stays(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("device", ["auto", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("kept", ["dense", "packed"])
+def test_a_device_map(device: Any, kept: str, larger):
+    pytest.importorskip("accelerate")
+    model = load_model(larger["llama"] / "small", device=device, residency=kept)
+    expected = dense_copy(model, larger["llama"] / "plain", model.device)
+    assert_same_logits(model, expected, exact=kept == "dense" and len({*map(place, model.parameters())}) == 1)
+
+
+def test_a_device_map_without_accelerate(larger, monkeypatch):
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    with pytest.raises(NeuzipError, match="the device map 'auto' needs the package accelerate"):
+        load_model(larger["llama"] / "small", device="auto")
+
+
+def test_residencies_that_cannot_be(larger):
+    folder = larger["llama"] / "small"
+    with pytest.raises(UsageError, match="there is no residency 'small'") as caught:
+        load_model(folder, residency="small")
+    assert caught.value.hint == "what there is: 'dense', 'packed', 'ans'"
+    with pytest.raises(UsageError, match="'ans' needs CUDA devices") as caught:
+        load_model(folder, residency="ans")
+    assert "--device cuda" in caught.value.hint and "--residency packed" in caught.value.hint
+    with pytest.raises(UsageError, match=r"is for bf16 and fp16 weights, not torch.float32"):
+        load_model(folder, torch.float32, residency="packed")
+
+
+def test_fp32_checkpoints_are_packed_after_the_cast(larger, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "single")
+    compress(tmp_path / "single", tmp_path / "small")
+    model = load_model(tmp_path / "small", torch.bfloat16, residency="packed")
+    assert residency.memory(model).packed.weights > 0
+    dense_copy(model, larger["llama"] / "plain")
+
+
+def test_without_transformers_5(larger, monkeypatch):
+    monkeypatch.delattr(HfQuantizer, "get_quantize_ops")
+    with pytest.raises(NeuzipError, match="the residency 'packed' needs transformers 5, not "):
+        load_model(larger["llama"] / "small", residency="packed")
+
+
+def test_what_does_not_fit_is_named_in_any_residency(larger, tmp_path: Path):
+    folder = Path(shutil.copytree(larger["llama"] / "small", tmp_path / "broken"))
+    edit_config(folder, vocab_size=400, num_hidden_layers=1)
+    with pytest.raises(
+        NeuzipError, match=r"has no place for: .*; tensors have another shape .*: lm_head.weight"
+    ):
+        load_model(folder, residency="packed")
+
+
+def test_damage_is_found_in_any_residency(larger, tmp_path: Path):
+    folder = Path(shutil.copytree(larger["mixtral"] / "small", tmp_path / "broken"))
+    damage(folder / "model.safetensors")
+    with pytest.raises(FormatError, match="damaged"):
+        load_model(folder, residency="packed")
+
+
+def test_a_failure_to_compress_is_not_lost(larger, monkeypatch):
+    def fails(*_: object) -> torch.nn.Parameter:
+        raise FileNotFoundError("the kernel")
+
+    monkeypatch.setattr(residency, "compress", fails)
+    with pytest.raises(NeuzipError, match="the kernel"):
+        load_model(larger["llama"] / "small", residency="packed")
+
+
+def greedy(model: PreTrainedModel, count: int) -> torch.Tensor:
+    ids = torch.tensor([[5, 77, 1234, 8, 600]], device=model.device)
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
+    ).cpu()
+
+
+def test_a_trained_model_says_the_same_packed(neuzip_data: Path):
+    folder = neuzip_data / "wikilm-26m"
+    model = load_model(folder, residency="packed")
+    held = residency.memory(model)
+    assert 8 * held.packed.stored_bytes / held.packed.weights < 11.5
+    assert torch.equal(greedy(model, 24), greedy(load_model(folder), 24))
+
+
 # What does not fit
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -273,9 +473,7 @@ def test_code_in_the_folder_is_not_run(broken: Path):
 
 def test_damaged_weights_are_found_while_loading(broken: Path):
     path = broken / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    damage(path)
     with pytest.raises(FormatError, match="damaged") as caught:
         load_model(broken)
     assert caught.value.file == str(path)
@@ -392,9 +590,84 @@ def test_model_on_a_gpu(kind, dtype, checkpoints, compressed, monkeypatch):
 @pytest.mark.gpu
 def test_damaged_weights_are_found_on_a_gpu(broken: Path):
     path = broken / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    damage(path)
     with pytest.raises(FormatError, match="damaged") as caught:
         load_model(broken, device="cuda")
     assert caught.value.file == str(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["dense", "packed", "ans"])
+@pytest.mark.parametrize("form", ["plain", "small"])
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypatch):
+    monkeypatch.setattr(load, "GROUP", 600_000)  # so that there are some
+    model = load_model(larger[kind] / form, device="cuda", residency=kept)
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    held = residency.memory(model)
+    assert (held.ans.weights > 0) == (kept == "ans")
+    if kept == "dense" and kind == "mixtral":
+        model.set_experts_implementation("eager")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kept", "share"), [("packed", 0.8), ("ans", 0.78)])
+def test_memory_while_loading(kept: str, share: float, tmp_path: Path):
+    """At no time, warm-up and temporaries of kernels included, near to what the dense model takes."""
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 10}
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=16)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    dense = residency.memory(model).total.dense_bytes
+    del model
+    compress(tmp_path / "plain", tmp_path / "small", device=choose("cuda", dense))
+    load_model(tmp_path / "small", device="cuda", residency=kept)  # kernels are compiled
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load_model(tmp_path / "small", device="cuda", residency=kept)
+    peak = torch.cuda.max_memory_allocated() - before
+    held = residency.memory(model).total
+    assert held.stored_bytes < (share - 0.06) * dense
+    assert peak < share * dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["dense", "packed", "ans"])
+def test_a_trained_model_says_the_same_on_a_gpu(kept: str, neuzip_data: Path, tmp_path: Path):
+    compress(neuzip_data / "wikilm-26m", tmp_path / "small")
+    original = AutoModelForCausalLM.from_pretrained(neuzip_data / "wikilm-26m", dtype="auto").to("cuda")
+    model = load_model(tmp_path / "small", device="cuda", residency=kept)
+    assert torch.equal(greedy(model, 256), greedy(original, 256))
+
+
+LLAMA_MAP = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1,
+             "model.norm": 1}  # fmt: skip
+GPT2_MAP = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.drop": 0, "transformer.h.0": 0,
+            "transformer.h.1": 1, "transformer.ln_f": 1}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kept", ["dense", "packed", "ans"])
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_two_gpus(kind: str, kept: str, larger):
+    pytest.importorskip("accelerate")
+    head = 0 if kind in ("llama, tied", "gpt2") else 1
+    device_map = (GPT2_MAP if kind == "gpt2" else LLAMA_MAP) | {"lm_head": head}
+    model = load_model(larger[kind] / "small", device=device_map, residency=kept)
+    assert {p.device.index for p in model.parameters()} == {0, 1}
+    if kept == "dense" and kind == "mixtral":
+        model.set_experts_implementation("eager")
+    assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kept", ["packed", "ans"])
+def test_accelerate_spreads_a_model_over_two_gpus(kept: str, larger):
+    pytest.importorskip("accelerate")
+    model = load_model(larger["llama"] / "small", device="auto", residency=kept)
+    assert {p.device.index for p in model.parameters()} == {0, 1}
+    assert_same_logits(model, dense_copy(model, larger["llama"] / "plain", "cuda"), exact=kept != "packed")

@@ -26,11 +26,13 @@ from transformers import (
     modeling_utils,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
 
 import neuzip
-from neuzip.compress import Rule, Scheme, compress
-from neuzip.errors import FormatError, NeuzipError
-from neuzip.runtime.quantizer import register
+from neuzip.compress import Rule, Scheme, compress, verify
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.runtime.quantizer import NeuzipConfig, register
+from neuzip.runtime.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,11 +150,12 @@ def test_on_a_gpu(kind: str, plain, small):
 @pytest.mark.parametrize("kind", ["llama", "sharded"])
 def test_device_map(kind: str, device_map: Any, plain, small, tmp_path: Path):
     pytest.importorskip("accelerate")
-    expected = AutoModelForCausalLM.from_pretrained(plain[kind])
     model = AutoModelForCausalLM.from_pretrained(
         small[kind], device_map=device_map, offload_folder=tmp_path / "offload"
     )
-    torch.testing.assert_close(model(IDS.to(model.device)).logits.cpu(), expected(IDS).logits)
+    ids = IDS.to(model.device)
+    expected = AutoModelForCausalLM.from_pretrained(plain[kind]).to(model.device)
+    torch.testing.assert_close(model(ids).logits.to(ids.device), expected(ids).logits)
     if device_map == "cpu":
         assert_same(model, expected)
 
@@ -191,6 +194,372 @@ def snapshot_of(folder: Path, root: Path) -> Path:
 def test_a_snapshot_of_the_hub(kind: str, plain, small, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(snapshot_of(small[kind], tmp_path))
     assert_same(model, AutoModelForCausalLM.from_pretrained(plain[kind]))
+
+
+# Compressed in memory
+
+
+LARGER = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+
+
+def larger_models() -> dict[str, tuple[PreTrainedModel, dict[str, Any]]]:
+    """Models of which most weights are large enough, and how to save them."""
+    gpt2_config = GPT2Config(vocab_size=512, n_embd=256, n_layer=2, n_head=4, n_positions=64)
+    return {
+        "llama": (LlamaForCausalLM(LlamaConfig(**LARGER)), {}),
+        "tied": (LlamaForCausalLM(LlamaConfig(**LARGER, tie_word_embeddings=True)), {}),
+        "sharded": (LlamaForCausalLM(LlamaConfig(**LARGER)), {"max_shard_size": "500KB"}),
+        "gpt2": (GPT2LMHeadModel(gpt2_config), {}),
+        "mixtral": (MixtralForCausalLM(MixtralConfig(**LARGER, num_local_experts=4)), {}),
+    }
+
+
+LARGER_KINDS = ["llama", "tied", "sharded", "gpt2", "mixtral"]
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with plain/ and small/."""
+    if not hasattr(HfQuantizer, "get_quantize_ops"):
+        pytest.skip("transformers 4 has the residency 'dense' only")
+    torch.manual_seed(2)
+    made = {}
+    for kind, (model, options) in larger_models().items():
+        made[kind] = tmp_path_factory.mktemp("larger")
+        model.to(torch.bfloat16).save_pretrained(made[kind] / "new")
+        # Of a model that was loaded transformers splits the tensors in another order.
+        loaded = AutoModelForCausalLM.from_pretrained(made[kind] / "new")
+        loaded.save_pretrained(made[kind] / "plain", **options)
+        compress(made[kind] / "plain", made[kind] / "small")
+    return made
+
+
+def packed(folder: Path, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=NeuzipConfig("packed"), **options)
+
+
+def assert_packed(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Most weights are, and all are worth the same."""
+    held = memory(model)
+    assert held.packed.weights > 0.8 * held.total.weights
+    theirs = dict(expected.named_parameters(remove_duplicate=False))
+    mine = dict(model.named_parameters(remove_duplicate=False))
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        dense = value.dense() if is_compressed(value) else value
+        assert torch.equal(dense.view(torch.int16), theirs[name].view(torch.int16)), name
+    assert len(list(model.parameters())) == len(list(expected.parameters())), "tied otherwise"
+
+
+@torch.inference_mode()
+def assert_about_the_same(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    mine, theirs = model(IDS.to(model.device)).logits, expected(IDS.to(expected.device)).logits
+    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("form", ["plain", "small"])
+@pytest.mark.parametrize("kind", LARGER_KINDS)
+def test_packed_on_request(kind: str, form: str, larger, recwarn):
+    model = packed(larger[kind] / form)
+    assert not [w for w in recwarn if "quantization_config" in str(w.message)]
+    expected = AutoModelForCausalLM.from_pretrained(larger[kind] / "plain")
+    assert_packed(model, expected)
+    assert_about_the_same(model, expected)
+    assert repr(model.hf_quantizer.quantization_config) == "NeuzipConfig(residency='packed')"
+    ours, theirs = model.config.to_dict(), expected.config.to_dict()
+    for config in (ours, theirs):
+        config.pop("_name_or_path", None)
+    assert ours == theirs
+
+
+def test_a_config_of_dense_changes_nothing(larger):
+    expected = AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")
+    for form in ("plain", "small"):
+        model = AutoModelForCausalLM.from_pretrained(
+            larger["llama"] / form, quantization_config=NeuzipConfig()
+        )
+        assert_same(model, expected)
+        assert not [n for n in ("hf_quantizer", "quantization_method", "is_quantized") if n in vars(model)]
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
+def test_packed_by_a_device_map(device_map: Any, larger):
+    pytest.importorskip("accelerate")
+    if device_map == "auto" and torch.cuda.is_available():
+        pytest.skip("goes to the GPU")
+    model = packed(larger["tied"] / "small", device_map=device_map)
+    assert_packed(model, AutoModelForCausalLM.from_pretrained(larger["tied"] / "plain"))
+
+
+@pytest.mark.parametrize("kind", LARGER_KINDS)
+def test_accelerate_finds_every_weight_where_it_shall_be(kind: str, larger):
+    """With its hooks, as for several GPUs. It tells tied weights by their addresses."""
+    accelerate = pytest.importorskip("accelerate")
+    model, expected = (
+        packed(larger[kind] / "small"), AutoModelForCausalLM.from_pretrained(larger[kind] / "plain")
+    )  # fmt: skip
+    names = [name for name, _ in model.named_children()]
+    model = accelerate.dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
+    assert_packed(model, expected)
+    assert_about_the_same(model, expected)
+
+
+def test_packed_weights_are_not_offloaded(larger, tmp_path: Path):
+    pytest.importorskip("accelerate")
+    with pytest.raises(UsageError, match="cannot spread weights over cpu and disk"):
+        packed(
+            larger["llama"] / "small", device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
+        )
+
+
+def test_ans_is_not_for_the_cpu(larger):
+    with pytest.raises(UsageError, match="'ans' needs CUDA devices for all weights, not cpu"):
+        AutoModelForCausalLM.from_pretrained(
+            larger["llama"] / "small", quantization_config=NeuzipConfig("ans")
+        )
+    with pytest.raises(UsageError, match="there is no residency 'small'"):
+        NeuzipConfig("small")
+
+
+def test_weights_that_are_quantized_already_are_refused(larger, tmp_path: Path):
+    folder = Path(shutil.copytree(larger["llama"] / "plain", tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NeuzipError, match=r"quantized already \(fp8\)"):
+        packed(folder)
+
+
+@pytest.mark.parametrize("asked", [None, "grouped_mm"])
+def test_experts_are_computed_one_by_one_unless_asked_otherwise(asked: str | None, larger):
+    options = {} if asked is None else {"experts_implementation": asked}
+    model = packed(larger["mixtral"] / "small", **options)
+    assert model.config._experts_implementation == (asked or "eager")
+    assert_about_the_same(model, AutoModelForCausalLM.from_pretrained(larger["mixtral"] / "plain"))
+    assert not model.hf_quantizer.is_compileable
+
+
+def test_no_library_makes_it_dense_unseen(larger):
+    """peft casts all weights of models that it does not know to be quantized."""
+    peft = pytest.importorskip("peft")
+    model = packed(larger["llama"] / "small")
+    before = memory(model)
+    for cast in (peft.prepare_model_for_kbit_training, lambda model: model.to(torch.float32)):
+        with pytest.raises(NeuzipError, match=r"PackedWeight of torch.bfloat16 cannot become torch.float32"):
+            cast(model)
+        assert memory(model) == before
+
+
+def test_dequantize_makes_a_plain_model(larger):
+    model = packed(larger["tied"] / "small").dequantize()
+    assert_same(model, AutoModelForCausalLM.from_pretrained(larger["tied"] / "plain"))
+    assert not hasattr(model, "hf_quantizer")
+
+
+def test_static_cache_and_compiled(larger):
+    model = packed(larger["llama"] / "small")
+    expected = AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")
+    settings = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
+    with torch.inference_mode():
+        text = model.generate(IDS[:1], **settings, cache_implementation="static")
+        assert torch.equal(text, expected.generate(IDS[:1], **settings, cache_implementation="static"))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits)
+    assert model.hf_quantizer.is_compileable
+
+
+# Saved again
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("form", ["plain", "small"])
+@pytest.mark.parametrize("kind", LARGER_KINDS)
+def test_saved_again_it_is_the_same_folder(kind: str, form: str, larger, tmp_path: Path):
+    options = {"max_shard_size": "500KB"} if kind == "sharded" else {}
+    packed(larger[kind] / form).save_pretrained(tmp_path / "again", **options)
+    assert contents(tmp_path / "again") == contents(larger[kind] / "small")
+    assert [p.name for p in tmp_path.iterdir()] == ["again"]
+
+
+def test_saved_over_an_older_one(larger, tmp_path: Path):
+    """Its tokenizer stays, its shards go."""
+    folder = Path(shutil.copytree(larger["sharded"] / "small", tmp_path / "again"))
+    (folder / "tokenizer.json").write_text("{}")
+    packed(larger["llama"] / "small").save_pretrained(folder)
+    assert contents(folder) == contents(larger["llama"] / "small") | {"tokenizer.json": b"{}"}
+    assert_packed(packed(folder), AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain"))
+
+
+def test_what_changed_is_saved_as_it_is(larger, tmp_path: Path):
+    model = packed(larger["llama"] / "small")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+        -model.model.layers[0].mlp.up_proj.weight.dense()
+    )
+    model.save_pretrained(tmp_path / "again")
+    verify(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+    assert torch.equal(again.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_save_that_fails_leaves_nothing_behind(larger, tmp_path: Path, monkeypatch):
+    folder = Path(shutil.copytree(larger["tied"] / "small", tmp_path / "again"))
+    model = packed(larger["llama"] / "small")
+    before = contents(folder)
+
+    def fails(*_: object, **__: object) -> None:
+        raise NeuzipError("no")
+
+    monkeypatch.setattr("neuzip.runtime.save.compress", fails)
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(NeuzipError, match="no"):
+            model.save_pretrained(target)
+    assert [p.name for p in tmp_path.iterdir()] == ["again"]
+    assert contents(folder) == before
+
+
+def test_only_one_process_saves_and_only_to_folders(larger, tmp_path: Path):
+    model = packed(larger["tied"] / "small")
+    model.save_pretrained(tmp_path / "again", is_main_process=False)
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(NeuzipError, match="is saved to a folder only") as caught:
+        model.save_pretrained(tmp_path / "again", push_to_hub=True)
+    assert "neuzip push" in caught.value.hint
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NeuzipError, match="file: is a file"):
+        model.save_pretrained(tmp_path / "file")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["packed", "ans"])
+@pytest.mark.parametrize("kind", LARGER_KINDS)
+def test_compressed_on_a_gpu_and_saved_again(kind: str, residency: str, larger, tmp_path: Path):
+    pytest.importorskip("accelerate")
+    options = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    expected = AutoModelForCausalLM.from_pretrained(larger[kind] / "plain", device_map="cuda", **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        larger[kind] / "small", device_map="cuda", quantization_config=NeuzipConfig(residency)
+    )
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
+    held = memory(model)
+    assert held.packed.weights + held.ans.weights > 0.8 * held.total.weights
+    assert_about_the_same(model, expected)
+    if residency == "ans":
+        assert torch.equal(model(IDS.cuda()).logits, expected(IDS.cuda()).logits)
+    model.save_pretrained(tmp_path / "again", **({"max_shard_size": "500KB"} if kind == "sharded" else {}))
+    assert contents(tmp_path / "again") == contents(larger[kind] / "small")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("residency", ["packed", "ans"])
+def test_generate_compiles_on_a_gpu(residency: str, larger):
+    """As transformers does by itself for a static cache on a GPU, CUDA graphs included."""
+    pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(
+        larger["llama"] / "small", device_map="cuda", quantization_config=NeuzipConfig(residency)
+    )
+    ids = IDS[:1].cuda()
+    settings = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0,
+                "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
+    plain = model.generate(ids, **settings)
+    for _ in range(2):
+        compiled = model.generate(ids, **settings, cache_implementation="static")
+        assert compiled.sequences.shape == plain.sequences.shape
+        torch.testing.assert_close(compiled.logits[0], plain.logits[0], rtol=0.02, atol=0.02)
+    torch._dynamo.reset()
+
+
+# Adapters
+
+
+def with_adapters(model: PreTrainedModel) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    targets = ["c_attn", "c_fc"] if model.config.model_type == "gpt2" else ["q_proj", "down_proj"]
+    settings = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0)
+    return peft.get_peft_model(model, settings)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
+def test_adapters_train_on_top_of_packed_weights(kind: str, larger):
+    model = with_adapters(packed(larger[kind] / "small"))
+    reference = with_adapters(AutoModelForCausalLM.from_pretrained(larger[kind] / "plain", dtype="auto"))
+    frozen = [p for p in model.parameters() if is_compressed(p)]
+    assert frozen and not any(p.requires_grad for p in frozen)
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[2] < losses[1] < losses[0]
+    assert losses[0] == pytest.approx(reference(IDS, labels=IDS).loss.item(), rel=1e-3)
+
+
+def test_gradients_of_adapters_are_those_on_dense_weights(larger):
+    model = with_adapters(packed(larger["llama"] / "small"))
+    reference = with_adapters(AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain", dtype="auto"))
+    for m in (model, reference):
+        m(IDS, labels=IDS).loss.backward()
+    theirs = dict(reference.named_parameters())
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and "lora_B" in name:  # lora_A gets none while lora_B is 0
+            scale = theirs[name].grad.abs().max().item()
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=0.05, atol=0.05 * scale)
+            compared += 1
+    assert compared == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["packed", "ans"])
+def test_adapters_train_on_a_gpu(residency: str, larger):
+    pytest.importorskip("accelerate")
+    model = with_adapters(
+        AutoModelForCausalLM.from_pretrained(
+            larger["llama"] / "small", device_map="cuda", quantization_config=NeuzipConfig(residency)
+        )
+    )
+    ids = IDS.cuda()
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_adapters_that_transformers_itself_adds_are_saved_alone(larger, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    model = packed(larger["llama"] / "small")
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert saved and all("lora" in name for name in saved)
+    again = packed(larger["llama"] / "small")
+    again.load_adapter(str(tmp_path / "adapter"))
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_merging_adapters_is_refused(larger):
+    """What is merged into has to change; a model that was made dense does."""
+    model = with_adapters(packed(larger["llama"] / "small"))
+    with pytest.raises(NeuzipError, match=r"frozen|in place|dense"):
+        model.merge_and_unload()
 
 
 # What goes wrong

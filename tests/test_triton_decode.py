@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from neuzip.compress import lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
-from neuzip.kernels.rans import triton_decode
+from neuzip.kernels.rans import torch_ops, triton_decode
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.torch_ops import ResidentTensor
 from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor
@@ -252,10 +252,13 @@ def test_what_does_not_fit_is_refused() -> None:
             replace(coded, **change)  # type: ignore[arg-type]
 
 
-def resident(numel: int = BLOCK + 700) -> tuple[ResidentTensor, bytes]:
+def resident(
+    numel: int = BLOCK + 700, *between: int, warps: int | None = None
+) -> tuple[ResidentTensor, bytes]:
+    """A tensor of `numel` weights, with chunks that start with those named besides 0."""
     fmt = FORMATS["BF16"]
     bits = weights(fmt, numel)
-    return ResidentTensor.of(code(bits, fmt)), bits.tobytes()
+    return ResidentTensor.of(code(bits, fmt), warps, (0, *between, numel)), bits.tobytes()
 
 
 def test_operator_decodes() -> None:
@@ -264,13 +267,74 @@ def test_operator_decodes() -> None:
     assert (out.cpu().numpy().tobytes(), errors.tolist()) == (original, [0])
 
 
-def test_operator_passes_opcheck() -> None:
+def check_chunks(tensor: ResidentTensor, original: bytes, poison: int) -> None:
+    """Each is decoded into memory full of something else, and not a byte beyond what it says it needs."""
+    for number in range(tensor.chunks):
+        chunk, room = tensor.chunk(number), tensor.room(number)
+        out = torch.full((room + GUARD,), poison, dtype=torch.uint8, device=DEVICE)
+        decoded = tensor.decode_into(out, number)
+        assert decoded.cpu().numpy().tobytes() == original[2 * chunk.start : 2 * chunk.stop]
+        assert (out[room:] == poison).all()
+
+
+def test_chunks_are_decoded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends and the next starts within a full block, another within the ragged one."""
+    monkeypatch.setattr(torch_ops, "TOGETHER", 1)  # fewer blocks for the interpreter
+    tensor, original = resident(2 * BLOCK + 700, BLOCK + 7, 2 * BLOCK + 9)
+    assert [tensor.room(i) for i in range(3)] == [4 * BLOCK, 2 * BLOCK + 1400, 1400]
+    check_chunks(tensor, original, 0xFF)
+    chunk = tensor.chunk(1)
+    again, errors = tensor.decode(1)
+    assert again.cpu().numpy().tobytes() == original[2 * chunk.start : 2 * chunk.stop]
+    assert errors.tolist() == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison", [0x00, 0xFF])
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "between",
+    [
+        (BLOCK,),
+        (1, 5 * BLOCK),
+        (5 * BLOCK + 7, 5 * BLOCK + 8),
+        (4 * BLOCK, 96 * BLOCK + 1, 96 * BLOCK + 300, 98 * BLOCK + 200),
+        tuple(range(777, 98 * BLOCK, 3 * BLOCK)),
+    ],
+)
+def test_chunks_of_any_bounds(between: tuple[int, ...], warps: int, poison: int) -> None:
+    check_chunks(*resident(98 * BLOCK + 700, *between, warps=warps), poison)
+
+
+def test_a_moved_resident_tensor_decodes() -> None:
+    """Nothing in the memory says where it is."""
+    tensor, original = resident(700, 300)
+    moved = tensor.on(tensor.memory.clone())
+    tensor.memory.fill_(0)
+    decoded = [moved.decode(number)[0].cpu().numpy().tobytes() for number in range(2)]
+    assert b"".join(decoded) == original
+
+
+def test_memory_or_chunks_that_do_not_fit_are_refused() -> None:
     tensor, _ = resident(600)
-    torch.library.opcheck(
-        torch.ops.neuzip.decode.default,
-        (tensor.streams, tensor.arrays, tensor.numel, tensor.fmt, tensor.kept, tensor.group,
-         tensor.block_size, tensor.shapes),
-    )  # fmt: skip
+    good = torch.empty(tensor.room(), dtype=torch.uint8, device=DEVICE)
+    for out in (good[:-1], good.view(torch.int16), good.view(2, -1)):
+        with pytest.raises(ValueError, match="needs 1200 bytes"):
+            tensor.decode_into(out)
+    with pytest.raises(ValueError, match="not aligned"):
+        tensor.decode_into(torch.empty(tensor.room() + 1, dtype=torch.uint8, device=DEVICE)[1:])
+    coded = code(weights(FORMATS["BF16"], 600), FORMATS["BF16"])
+    for bounds in ((0, 599), (1, 600), (0, 300, 300, 600), (0, 400, 300, 600)):
+        with pytest.raises(ValueError, match="no chunks"):
+            ResidentTensor.of(coded, bounds=bounds)
+
+
+def test_operators_pass_opcheck() -> None:
+    tensor, _ = resident(600)
+    arguments = tensor.memory, *tensor._arguments(tensor.chunk(0))
+    torch.library.opcheck(torch.ops.neuzip.decode.default, arguments)
+    out = torch.empty(tensor.room(), dtype=torch.uint8, device=DEVICE)
+    torch.library.opcheck(torch.ops.neuzip.decode_into.default, (out, *arguments))
 
 
 def test_operator_in_a_compiled_function() -> None:

@@ -1,115 +1,306 @@
-"""The GPU decoder as an operator of torch, `neuzip::decode`: a node for torch.compile and CUDA graphs."""
+"""The GPU decoder as operators of torch, `neuzip::decode` and `neuzip::decode_into`: nodes of graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
-from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.float_fields import FORMATS, FloatFormat
 
-from .triton_decode import ALIGNMENT, PATTERNS, CodedTensor, Launch, make_launches, raise_if_corrupt
+from .numbers import BLOCK, SCALE
+from .triton_decode import (
+    _OUT,
+    ALIGNMENT,
+    FEW_BLOCKS,
+    PATTERNS,
+    CodedTensor,
+    Launch,
+    make_launches,
+    raise_if_corrupt,
+)
 
-_ARRAYS = ("descriptors", "starts", "counts", "tables", "exponents", "programs")
+APART = 128
+"""Arrays, and descriptors of chunks, begin at multiples of so many bytes: Triton compiles a kernel once more
+for addresses that are no multiples of 16."""
+
+TOGETHER = 4
+"""Chunks start with every so many programs: for the same reason, as a program's entry has 12 bytes."""
 
 
-# Written out, as torch 2.6 does not understand `list[...]`.
+@dataclass(frozen=True)
+class Layout:
+    """What the memory of a `ResidentTensor` holds: `streams` bytes of streams, then the decoder's arrays."""
+
+    fmt: str
+    numel: int
+    kept: int
+    group: int
+    block_size: int
+    warps: int
+    streams: int
+
+    @property
+    def format(self) -> FloatFormat:
+        """The format of the weights."""
+        return FORMATS[self.fmt]
+
+    @property
+    def full(self) -> int:
+        """Full blocks."""
+        return self.numel // BLOCK
+
+    def arrays(self) -> Iterator[tuple[str, torch.dtype, slice]]:
+        """All arrays of fixed length: name, type, and the bytes they take. The descriptors follow."""
+        blocks, end = -(-self.numel // BLOCK), self.streams
+        for name, dtype, length in (
+            ("starts", torch.int64, blocks),
+            ("counts", torch.int32, blocks),
+            ("tables", torch.int32, SCALE),
+            ("exponents", torch.int32, 256),
+            ("programs", torch.int32, 3 * -(-self.full // self.warps)),
+            ("ragged", torch.int32, 3 * (blocks - self.full)),
+            ("errors", torch.int32, 1),
+        ):
+            start = _apart(end)
+            end = start + length * dtype.itemsize
+            yield name, dtype, slice(start, end)
+
+    @property
+    def descriptors(self) -> int:
+        """The byte with which the descriptors begin, one a chunk."""
+        *_, (_, _, last) = self.arrays()
+        return _apart(last.stop)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Weights `start` to `stop` of a tensor, the chunk of a number: decoded by itself, in whole blocks."""
+
+    number: int
+    start: int
+    stop: int
+
+    def blocks(self, layout: Layout) -> range:
+        """The full blocks that are decoded for it."""
+        together = TOGETHER * layout.warps
+        first = min(self.start // BLOCK, layout.full) // together * together
+        last = -(-self.stop // (BLOCK * layout.warps)) * layout.warps
+        return range(first, max(first, min(last, layout.full)))
+
+    def ragged(self, layout: Layout) -> bool:
+        """Whether the ragged block is decoded too."""
+        return self.stop > layout.full * BLOCK
+
+    def room(self, layout: Layout) -> int:
+        """Weights that are decoded."""
+        blocks = self.blocks(layout)
+        return (layout.numel if self.ragged(layout) else blocks.stop * BLOCK) - blocks.start * BLOCK
+
+    def part(self, layout: Layout) -> slice:
+        """Its weights among those that are decoded."""
+        before = self.blocks(layout).start * BLOCK
+        return slice(self.start - before, self.stop - before)
+
+
+# Written out: the operators give their numbers on as they come.
 _SCHEMA = (
-    "(Tensor streams, Tensor[] arrays, SymInt numel, str fmt, SymInt kept, SymInt group, SymInt block_size, "
-    "SymInt[] shapes) -> (Tensor, Tensor)"
+    "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, SymInt warps, "
+    "SymInt streams, SymInt number, SymInt start, SymInt stop"
 )
 
 
-@torch.library.custom_op("neuzip::decode", mutates_args=(), schema=_SCHEMA)
-def decode(
-    streams: torch.Tensor,
-    arrays: list[torch.Tensor],
-    numel: int,
-    fmt: str,
-    kept: int,
-    group: int,
-    block_size: int,
-    shapes: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode one tensor: its bit patterns as integers, and int32 `[1]`, not 0 if its words are corrupt.
+@torch.library.custom_op("neuzip::decode", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
+    """Decode the blocks of a chunk: bit patterns, and int32 `[1]`, not 0 if their words are corrupt.
 
     The arguments are those of a `ResidentTensor`, which is the way to call it.
     """
-    out = torch.empty(numel, dtype=PATTERNS[FORMATS[fmt].bits], device=streams.device)
-    errors = torch.zeros(1, dtype=torch.int32, device=streams.device)
-    for i in range(len(shapes) // 2):
-        launch = Launch(
-            (FORMATS[fmt], kept, group, block_size), bool(shapes[2 * i]), shapes[2 * i + 1],
-            *arrays[len(_ARRAYS) * i : len(_ARRAYS) * (i + 1)],
-        )  # fmt: skip
-        launch.start(streams, out.view(torch.uint8), errors)
+    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
+    out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
+    errors = memory.new_zeros(1, dtype=torch.int32)
+    for launch in _launches(memory, layout, chunk):
+        launch.start(memory, out.view(torch.uint8), errors)
     return out, errors
 
 
 @decode.register_fake
-def _(streams, arrays, numel, fmt, kept, group, block_size, shapes):  # type: ignore[no-untyped-def]
-    out = torch.empty(numel, dtype=PATTERNS[FORMATS[fmt].bits], device=streams.device)
-    return out, torch.empty(1, dtype=torch.int32, device=streams.device)
+def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
+    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
+    out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
+    return out, memory.new_empty(1, dtype=torch.int32)
 
 
-@dataclass(frozen=True)
+@torch.library.custom_op(
+    "neuzip::decode_into", mutates_args=("out",), schema=f"(Tensor(a!) out, {_SCHEMA}) -> ()"
+)
+def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
+    """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
+    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
+    errors = _arrays(memory, layout)["errors"]
+    for launch in _launches(memory, layout, chunk):
+        launch.start(memory, out.view(torch.uint8), errors)
+
+
+@decode_into.register_fake
+def _(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
+    return None
+
+
+def _arrays(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: memory[place].view(dtype) for name, dtype, place in layout.arrays()}
+
+
+def _launches(memory: torch.Tensor, layout: Layout, chunk: Chunk) -> list[Launch]:
+    """The launch for the full blocks of a chunk, and the one for the ragged block."""
+    arrays, blocks = _arrays(memory, layout), chunk.blocks(layout)
+    descriptor = memory[layout.descriptors + APART * chunk.number :][:APART].view(torch.int64)
+    launch = Launch(
+        (layout.format, layout.kept, layout.group, layout.block_size), False, layout.warps, descriptor,
+        *(arrays[name] for name in ("starts", "counts", "tables", "exponents", "programs")),
+    )  # fmt: skip
+    launches = []
+    if blocks:
+        programs = arrays["programs"].view(-1, 3)[blocks.start // layout.warps :]
+        launches.append(replace(launch, programs=programs[: -(-len(blocks) // layout.warps)]))
+    if chunk.ragged(layout):
+        launches.append(replace(launch, ragged=True, warps=1, programs=arrays["ragged"].view(-1, 3)))
+    return launches
+
+
+@dataclass(frozen=True, eq=False)
 class ResidentTensor:
-    """A coded tensor that stays on its device, to be decoded again and again: all streams in one buffer."""
+    """A coded tensor that stays on its device, to be decoded again and again: all of it in one buffer.
 
-    numel: int
-    streams: torch.Tensor
-    arrays: list[torch.Tensor]
-    fmt: str
-    kept: int
-    group: int
-    block_size: int
-    shapes: list[int]
-    """For each launch: whether it is for the ragged block, and warps a program."""
+    It is decoded chunk by chunk: one unless `of` is told otherwise. memory: uint8.
+    """
+
+    memory: torch.Tensor
+    layout: Layout
+    bounds: tuple[int, ...]
+    """The weights with which the chunks start, and the end of the last."""
+
+    _prepared: dict[int, list[Launch]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, coded: CodedTensor, warps: int | None = None) -> ResidentTensor:
+    def of(
+        cls, coded: CodedTensor, warps: int | None = None, bounds: Sequence[int] | None = None
+    ) -> ResidentTensor:
         """Copy the streams of a tensor of at least one weight together. Raises CorruptStream."""
-        parts = [coded.index.view(torch.uint8), coded.words.view(torch.uint8), *coded.planes.values()]
+        bounds = (0, coded.numel) if bounds is None else tuple(bounds)
+        if not coded.numel or bounds[0] != 0 or bounds[-1] != coded.numel or sorted(set(bounds)) != [*bounds]:
+            raise ValueError(f"{coded.numel} weights have no chunks with the bounds {bounds}")
+        if warps is None:
+            largest = max(stop - start for start, stop in pairwise(bounds))
+            warps = 1 if largest <= FEW_BLOCKS * BLOCK else 4
+        parts = [coded.words.view(torch.uint8), *coded.planes.values()]
         if coded.normaliser is not None:
             parts.append(coded.normaliser)
         ends = torch.tensor([-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]).cumsum(0).tolist()
-        streams = torch.zeros(ends[-1], dtype=torch.uint8, device=coded.words.device)
-        views = []
+        fmt, kept, group, block_size = coded.kind
+        layout = Layout(fmt.name, coded.numel, kept, group, block_size, warps, ends[-1])
+        nbytes = layout.descriptors + APART * (len(bounds) - 1)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=coded.words.device)
+        moved = []
         for part, start in zip(parts, [0, *ends], strict=False):
-            view = streams[start : start + part.numel()]
-            view.copy_(part)
-            views.append(view)
-        index, words, *planes = views
-        moved = replace(
+            moved.append(memory[start : start + -(-part.numel() // ALIGNMENT) * ALIGNMENT])
+            moved[-1][: part.numel()].copy_(part)
+        words, *planes = moved
+        there = replace(
             coded,
-            index=index.view(torch.int16),
-            words=words.view(torch.int16),
+            words=words[: coded.words.nbytes].view(torch.int16),
             planes=dict(zip(coded.planes, planes, strict=False)),
             normaliser=None if coded.normaliser is None else planes[-1],
         )
-        errors = torch.zeros(1, dtype=torch.int32, device=streams.device)
-        launches = make_launches([moved], streams, [0], [0], errors, warps)
+        errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        launches = make_launches([there], memory, [0], [0], errors, warps)
         raise_if_corrupt(errors, ["the tensor"])
-        fmt, kept, group, block_size = coded.kind
-        arrays = [getattr(launch, name) for launch in launches for name in _ARRAYS]
-        shapes = [number for launch in launches for number in (int(launch.ragged), launch.warps)]
-        return cls(coded.numel, streams, arrays, fmt.name, kept, group, block_size, shapes)
+        result = cls(memory, layout, bounds)
+        result._fill(launches)
+        return result
+
+    def _fill(self, launches: list[Launch]) -> None:
+        """Copy what the launches for the whole tensor need to its place, and what those of chunks do."""
+        arrays = _arrays(self.memory, self.layout)
+        for launch in launches:
+            for name in ("starts", "counts", "tables", "exponents"):
+                arrays[name].copy_(getattr(launch, name))
+            arrays["ragged" if launch.ragged else "programs"].copy_(launch.programs.view(-1))
+        fields = launches[0].descriptors.shape[1]
+        descriptors = self.memory[self.layout.descriptors :].view(torch.int64).view(-1, APART // 8)
+        descriptors[:, :fields] = launches[0].descriptors
+        before = [self.chunk(number).blocks(self.layout).start for number in range(self.chunks)]
+        size = BLOCK * self.layout.format.bits // 8
+        descriptors[:, _OUT] = torch.tensor(before, dtype=torch.int64).to(self.memory.device) * -size
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device, tables included."""
-        return sum(t.numel() * t.element_size() for t in (self.streams, *self.arrays))
+        return self.memory.nbytes
 
-    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bit patterns, and whether the words are corrupt: see the operator."""
-        result: tuple[torch.Tensor, torch.Tensor] = decode(
-            self.streams,
-            self.arrays,
-            self.numel,
-            self.fmt,
-            self.kept,
-            self.group,
-            self.block_size,
-            self.shapes,
-        )
-        return result
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+    def chunk(self, number: int) -> Chunk:
+        """The chunk of a number."""
+        return Chunk(number, self.bounds[number], self.bounds[number + 1])
+
+    def room(self, number: int = 0) -> int:
+        """Bytes that `decode_into` needs for a chunk: blocks are decoded as a whole."""
+        return self.chunk(number).room(self.layout) * self.layout.format.bits // 8
+
+    def decode(self, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bit patterns of a chunk, and whether the words are corrupt: see the operator."""
+        chunk = self.chunk(number)
+        out, errors = torch.ops.neuzip.decode(self.memory, *self._arguments(chunk))
+        return out[chunk.part(self.layout)], errors
+
+    def decode_into(self, out: torch.Tensor, number: int = 0) -> torch.Tensor:
+        """Decode a chunk into `out`, uint8, of at least `room` bytes: the bit patterns, a view of it.
+
+        `out` begins at a multiple of 16 bytes. Raises ValueError if it does not fit.
+        """
+        chunk, room = self.chunk(number), self.room(number)
+        if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < room:
+            raise ValueError(
+                f"the chunk needs {room} bytes of torch.uint8, not {tuple(out.shape)} {out.dtype}"
+            )
+        if out.device != self.memory.device:
+            raise ValueError(f"out is on {out.device}, the coded tensor on {self.memory.device}")
+        if torch.compiler.is_compiling() or type(self.memory) is not torch.Tensor:
+            torch.ops.neuzip.decode_into(out, self.memory, *self._arguments(chunk))
+        else:  # without the dispatcher, and with what the last call prepared
+            if out.data_ptr() % ALIGNMENT:
+                raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
+            for launch in self._launches_of(chunk):
+                launch.start(self.memory, out, self._errors)
+        return out[:room].view(PATTERNS[self.layout.format.bits])[chunk.part(self.layout)]
+
+    def on(self, memory: torch.Tensor) -> ResidentTensor:
+        """The same tensor in other memory with the same contents."""
+        return replace(self, memory=memory)
+
+    def _arguments(self, chunk: Chunk) -> tuple[str | int, ...]:
+        layout = self.layout
+        return (
+            layout.fmt, layout.numel, layout.kept, layout.group, layout.block_size, layout.warps,
+            layout.streams, chunk.number, chunk.start, chunk.stop,
+        )  # fmt: skip
+
+    def _launches_of(self, chunk: Chunk) -> list[Launch]:
+        if chunk.number not in self._prepared:
+            self._prepared[chunk.number] = _launches(self.memory, self.layout, chunk)
+        return self._prepared[chunk.number]
+
+    @cached_property
+    def _errors(self) -> torch.Tensor:
+        return _arrays(self.memory, self.layout)["errors"]
+
+
+def _apart(nbytes: int) -> int:
+    return -(-nbytes // APART) * APART
