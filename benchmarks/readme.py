@@ -31,8 +31,11 @@ def main() -> int:
 def figures() -> str:
     """All figures as Markdown; those of a GPU once they have been measured."""
     parts = [quality(load("quality-demo")), codec(load("cpu_codec"))]
-    if (RESULTS / "gpu_codec.json").is_file():
-        parts.append(gpu_codec(load("gpu_codec")))
+    for name, render in (
+        ("packed_linear", packed_linear), ("generate", generate), ("gpu_codec", gpu_codec)
+    ):  # fmt: skip
+        if (RESULTS / f"{name}.json").is_file():
+            parts.append(render(load(name)))
     return "\n\n".join([*parts, memory(load("memory"))])
 
 
@@ -129,10 +132,6 @@ def gpu_codec(document: dict[str, Any]) -> str:
         share = f"{r['share']:.0%}" if "share" in r else ""
         cells = (r["row"], r["by"], f"{r['gb_s']:,.{digits}f}{missed}", must, stretch, share, size)
         lines.append(f"| {' | '.join(cells)} |")
-    e, gpu = document["environment"], document["environment"]["gpu"]
-    packages = ", ".join(
-        f"{name} {v}" for name, v in e["packages"].items() if name in ("torch", "triton", "safetensors")
-    )
     return (
         "**The codec on a GPU**, GB/s of the plain form, medians; every output compared with the original "
         'first. "A call" is a user\'s call on an idle card, the other figures are kernels in a CUDA graph on '
@@ -143,7 +142,75 @@ def gpu_codec(document: dict[str, Any]) -> str:
         "must be no slower than bf16. `python benchmarks/gpu_codec.py`\n\n"
         "| what | by | GB/s | must | stretch | of the limit | size |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(lines)
-        + f"\n\n{gpu['name']}, driver {gpu['driver']}, Python {e['python']}, {packages}, commit {e['commit']}"
+        + f"\n\n{gpu_machine(document['environment'])}"
+    )
+
+
+def packed_linear(document: dict[str, Any]) -> str:
+    """Products with packed weights, for every shape and number of rows, against cuBLAS."""
+    results = document["results"]
+    columns = list(dict.fromkeys((r["rows"], r["kept"]) for r in results))
+    lines = []
+    for shape in dict.fromkeys((r["out"], r["in"]) for r in results):
+        cells = [f"{shape[0]} x {shape[1]}"]
+        for column in columns:
+            r = next(r for r in results if ((r["out"], r["in"]), (r["rows"], r["kept"])) == (shape, column))
+            missed = ", **missed**" if r["speedup"] < r["must"] else ""
+            cells.append(f"{r['speedup']:.2f}{missed} ({r['packed_us']:.1f} us)")
+        lines.append(f"| {' | '.join(cells)} |")
+    aims = [next(r for r in results if (r["rows"], r["kept"]) == column) for column in columns]
+    heads = [f"{rows:,} row{'s' if rows > 1 else ''}{'' if kept == 7 else f', k = {kept}'}"
+             for rows, kept in columns]  # fmt: skip
+    sizes = ", ".join(
+        f"{r['bits']:.2f} for {r['weights']}{', **missed**' if r['bits'] > r['must'] else ''}"
+        for r in document["bits"]
+    )
+    return (
+        "**Products with packed weights**, lossless where not said otherwise: how many times as fast as "
+        "cuBLAS with the same weights in bf16, by the number of rows of x. Escapes, reordering of x and any "
+        "decoding are included; both sides in CUDA graphs, weights not in the L2. An error against fp64 "
+        f"beyond that of cuBLAS ends the run. Bits a weight, all included: {sizes}; at most "
+        f"{document['bits'][0]['must']}. "
+        "`python benchmarks/packed_linear.py`\n\n"
+        f"| weights, out x in | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|\n"
+        f"| must | {' | '.join(str(r['must']) for r in aims)} |\n"
+        + "\n".join(lines)
+        + f"\n\n{gpu_machine(document['environment'])}"
+    )
+
+
+def generate(document: dict[str, Any]) -> str:
+    """A whole model in every residency."""
+    lines, machines = [], []
+    for section in document["sections"].values():
+        machines.append(gpu_machine(section["environment"]))
+        for r in section["rows"]:
+            bound = "at most" if r.get("most") else "at least"
+            aim = f"{bound} {r['must']}" if r.get("must") is not None else ""
+            missed = ", **missed**" if r.get("met") is False else ""
+            ratio = f"{r['ratio']:.3f}{missed}" if r.get("ratio") is not None else missed.removeprefix(", ")
+            lines.append(f"| {r['what']} | {r['by']} | {r['value']:,.4g} {r['unit']} | {ratio} | {aim} |")
+    return (
+        "**A model of Llama-3-8B's shapes** with made-up weights, and wikilm-26m, a real one: the same loop "
+        "for all, each step a CUDA graph. `python benchmarks/generate.py`\n\n"
+        "| what | residency | | of bf16 | must |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + "; ".join(dict.fromkeys(machines))
+    )
+
+
+def gpu_machine(environment: dict[str, Any]) -> str:
+    """The card and what drove it, in a few words."""
+    gpu = environment["gpu"]
+    packages = ", ".join(
+        f"{name} {v}"
+        for name, v in environment["packages"].items()
+        if name in ("torch", "triton", "safetensors", "transformers")
+    )
+    return (
+        f"{gpu['name']}, driver {gpu['driver']}, Python {environment['python']}, {packages}, "
+        f"commit {environment['commit']}"
     )
 
 

@@ -18,11 +18,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from neuzip.cli import commands
 from neuzip.errors import NeuzipError, UsageError
 
 _NOT_OUR_FAULT = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 )
+
+_GO_ON = "what is finished is kept: the same command goes on where it stopped"
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +33,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     from neuzip.cli.output import error, make_streams_forgiving
 
     make_streams_forgiving()
+    argv = sys.argv[1:] if argv is None else argv
     try:
         refuse_the_other_neuzip()
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except NeuzipError as failure:
@@ -41,7 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return failure.exit_code
     except KeyboardInterrupt:
         _traceback_if_wanted()
-        error("interrupted", "what is finished is kept: the same command goes on where it stopped")
+        error("interrupted", _GO_ON if _verb(argv) in commands.RESUMABLE else "")
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.
@@ -98,15 +102,17 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _refuse_ranks(argv: Sequence[str]) -> None:
     """Let only commands that share their work run in several processes: others would do it several times."""
-    from neuzip.cli.commands import VERBS
-
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
-    verb = next((argument for argument in argv if not argument.startswith("-")), "")
-    if several and verb in VERBS and verb != "compress":
+    verb = _verb(argv)
+    if several and verb in commands.VERBS and verb != "compress":
         raise UsageError(
             f"neuzip {verb} cannot run under torchrun: only compress can",
             "start it without torchrun; or unset WORLD_SIZE",
         )
+
+
+def _verb(argv: Sequence[str]) -> str:
+    return next((argument for argument in argv if not argument.startswith("-")), "")
 
 
 def _traceback_if_wanted() -> bool:

@@ -28,6 +28,15 @@ DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
     typer.Option(help="Work on the CPU or on a GPU; auto takes a GPU for 16 GiB of weights and more"),
 ]
+RunDeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option("--device", help="Run on the CPU or on a GPU"),
+]
+Residency = Literal["dense", "packed", "ans"]
+ResidencyOption = Annotated[
+    Residency,
+    typer.Option(help="Keep the weights in memory plain, packed, or coded (ans, on a GPU)"),
+]
 TensorOption = Annotated[
     list[str] | None,
     typer.Option("--tensor", metavar="GLOB", help="Only tensors whose name matches; repeatable"),

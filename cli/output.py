@@ -55,6 +55,23 @@ class Output:
         if self.mode == "human":
             print(printable(line))
 
+    @contextmanager
+    def stream(self) -> Iterator[Callable[[str], None]]:
+        """Give a function that says text of the result as it comes; a line end follows it (human only)."""
+        said = False
+
+        def write(text: str) -> None:
+            nonlocal said
+            if self.mode == "human":
+                said = True
+                print(printable(text), end="", flush=True)
+
+        try:
+            yield write
+        finally:
+            if said:
+                print(flush=True)
+
     def table(
         self,
         columns: Sequence[str],

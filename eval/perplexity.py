@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
-from transformers import __version__ as transformers_version
 
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.runtime.load import load_config, load_model, load_tokenizer, quiet_transformers
+from neuzip.runtime.generate import choose_device, positions
+from neuzip.runtime.load import load_config, load_model, load_tokenizer, quiet_transformers, versions
 
 from .demo import held_out_text
 
@@ -87,6 +87,7 @@ class Convention:
     words: int | None
     bytes: int | None
     device: str
+    residency: str = "dense"
     special_tokens: bool = False
 
 
@@ -118,21 +119,13 @@ class Score:
     difference: Difference | None
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers_version,
-    }
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The scores of some models under one convention, in the order in which they were given."""
 
     convention: Convention
     scores: tuple[Score, ...]
-    versions: Mapping[str, str] = field(default_factory=_versions)
+    versions: Mapping[str, str] = field(default_factory=versions)
 
 
 @dataclass(frozen=True)
@@ -179,17 +172,20 @@ def prepare(
     max_tokens: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    residency: str = "dense",
 ) -> Task:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
     By default windows do not overlap; they have 1,024 predictions, or as many as the model has positions.
-    `max_tokens` bounds the predictions. `device` auto is CUDA if there is any; `dtype` auto is float32 on a
-    CPU and the checkpoint's own elsewhere. Raises NeuzipError, and UsageError for what the model cannot do.
+    `max_tokens` bounds the predictions. `device` auto is CUDA if there is any; `dtype` auto is float32 for
+    dense weights on a CPU, else the checkpoint's own. `residency` is how weights are kept in memory. Raises
+    NeuzipError, and UsageError for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     window, stride = _window_and_stride(paths, window, stride)
-    place = _device(device)
-    kind = DTYPES[dtype] if dtype != "auto" else torch.float32 if place == "cpu" else None
+    place = choose_device(device).type
+    own = place != "cpu" or residency != "dense"
+    kind = DTYPES[dtype] if dtype != "auto" else None if own else torch.float32
     ids, words, size = _tokenise(paths, text, max_tokens)
     windows = tuple(cut(len(ids), window, stride))
     if not windows:
@@ -203,6 +199,7 @@ def prepare(
         words=words,
         bytes=size,
         device=place,
+        residency=residency,
     )
     return Task(paths, convention, torch.tensor(ids), windows, kind)
 
@@ -214,8 +211,9 @@ def evaluate(task: Task, *, on_tokens: OnTokens = lambda count: None) -> Evaluat
     """
     scores: list[Score] = []
     first: list[float] | None = None
+    device, residency = task.convention.device, task.convention.residency
     for path in task.paths:
-        model = load_model(path, task.dtype, task.convention.device)
+        model = load_model(path, task.dtype, device, residency=residency)
         sums = list(window_losses(model, task.ids, task.windows, on_tokens))
         scores.append(_score(path, str(model.dtype).removeprefix("torch."), task, sums, first))
         first = first or sums
@@ -342,8 +340,8 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 
 
 def _window_and_stride(paths: Sequence[Path], window: int | None, stride: int | None) -> tuple[int, int]:
-    limits = [getattr(load_config(p).get_text_config(), "max_position_embeddings", None) for p in paths]
-    limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
+    limits = [positions(load_config(path)) for path in paths]
+    limit = min((n for n in limits if n is not None), default=None)
     if window is None:
         window = WINDOW if limit is None else min(WINDOW, limit)
     elif limit is not None and window > limit:
@@ -355,14 +353,6 @@ def _window_and_stride(paths: Sequence[Path], window: int | None, stride: int | 
             "choose a smaller stride or a larger window",
         )
     return window, stride
-
-
-def _device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
-    return device
 
 
 def _tokenise(

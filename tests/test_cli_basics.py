@@ -223,8 +223,20 @@ def test_debug_shows_the_traceback(failure, setting, shown, probe, neuzip, monke
 def test_interrupt_in_a_command(probe, neuzip):
     probe(fail_with(KeyboardInterrupt()))
     said = neuzip("probe", "x")
-    assert (said.exit_code, said.stdout) == (130, "")
-    assert said.stderr.splitlines()[0] == "error: interrupted"
+    assert (said.exit_code, said.stdout, said.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_interrupt_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
+    probe(fail_with(KeyboardInterrupt()))
+    monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
+    said = neuzip("probe", "x")
+    assert said.stderr.splitlines()[1] == (
+        "hint: what is finished is kept: the same command goes on where it stopped"
+    )
+
+
+def test_commands_that_can_go_on_exist():
+    assert set(commands.RESUMABLE) <= set(commands.VERBS)
 
 
 PROBE = """

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from neuzip.compress import Rule, Scheme, compress
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.perplexity import (
     Difference,
     Estimate,
@@ -412,3 +413,22 @@ def test_trained_checkpoint_in_the_documented_convention(neuzip_data: Path, tmp_
     found = run(source, text=text, max_tokens=4096)
     assert (found.convention.window, found.convention.windows) == (1024, 4)
     assert found.scores[0].token_perplexity.value == pytest.approx(88.680, rel=1e-4)
+
+
+def test_weights_may_stay_compressed(neuzip, text_file):
+    """Packed weights are the same weights: only sums are rounded in another order."""
+    options = {"max_tokens": 200, "dtype": "bfloat16"}
+    dense, packed = run(CHECKPOINT, **options), run(CHECKPOINT, residency="packed", **options)
+    assert packed.scores[0].dtype == "bfloat16"
+    assert packed.scores[0].nll.value == pytest.approx(dense.scores[0].nll.value, rel=2e-3)
+    arguments = ["eval", CHECKPOINT, "--text", text_file, "--max-tokens", 20, "--residency", "packed"]
+    arguments += ["--device", "cpu"]
+    said = neuzip(*arguments)
+    assert "\nmodel    bfloat16 on cpu, residency packed; python 3." in said.stdout
+    assert neuzip(*arguments, "--json").json["convention"]["residency"] == "packed"
+    refused = neuzip(*arguments, "--dtype", "float32")
+    assert "error: the residency 'packed' is for bf16 and fp16 weights, not torch.float32\n" in refused.stderr
+    refused = neuzip(*arguments[:-4], "--residency", "ans", "--device", "cpu")
+    assert (refused.exit_code, refused.stderr.splitlines()[0]) == (
+        2, "error: the residency 'ans' needs CUDA devices for all weights, not cpu"
+    )  # fmt: skip

@@ -6,4 +6,9 @@ that the help appears at once.
 
 from __future__ import annotations
 
-VERBS: tuple[str, ...] = ("compress", "decompress", "verify", "inspect", "diff", "eval", "push", "demo")
+VERBS: tuple[str, ...] = (
+    "compress", "decompress", "verify", "inspect", "diff", "eval", "generate", "bench", "push", "demo",
+)  # fmt: skip
+
+RESUMABLE = ("compress", "decompress")
+"""Those that, once interrupted, go on where they stopped."""

@@ -43,13 +43,12 @@ def command(
     max_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
     ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Run on the CPU or on a GPU")
-    ] = "auto",
+    device: options.RunDeviceOption = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Compute in this; auto is float32 on a CPU, the weights' own on a GPU"),
+        typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
     ] = "auto",
+    residency: options.ResidencyOption = "dense",
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -67,6 +66,7 @@ def command(
         max_tokens=max_tokens,
         device=device,
         dtype=dtype,
+        residency=residency,
     )
     with out.progress("eval", task.tokens, unit="tokens") as advance:
         evaluation = evaluate(task, on_tokens=advance)
@@ -94,7 +94,8 @@ def report(out: Output, evaluation: Evaluation) -> None:
     out.text(f"text     {c.text}: " + ", ".join(f"{n:,} {what}" for n, what in counts if n is not None))
     out.text(f"windows  {windows_text(c)}; no special tokens")
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
-    out.text(f"model    {after.dtype} on {c.device}; {versions}")
+    kept = "" if c.residency == "dense" else f", residency {c.residency}"
+    out.text(f"model    {after.dtype} on {c.device}{kept}; {versions}")
     out.text()
     names = ["before", "after"] if after.difference is not None else [after.path]
     figures: dict[str, list[Estimate | None]] = {

@@ -1,0 +1,146 @@
+"""neuzip bench: speed and memory of a checkpoint in each residency, beside the dense model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.commands.eval import let_threads_sleep
+from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.runtime.speed import Plan, Speed, Speeds
+
+EXAMPLES = [
+    "neuzip bench my-model.nz",
+    "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
+    "neuzip bench my-model.nz --prompt-tokens 2048 --new-tokens 64 --json",
+]
+
+
+def command(
+    src: options.SourceArgument,
+    residency: Annotated[
+        str, typer.Option(metavar="R,...", help="Measure these beside dense: packed, ans")
+    ] = "packed",
+    batch: Annotated[str, typer.Option(metavar="N,...", help="Go on with N texts at a time")] = "1,8,32",
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Tokens of a prompt; 512, or what the model can, if not given"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens after each prompt")] = 128,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Take medians of N runs")] = 3,
+    graph: Annotated[
+        bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on a GPU")
+    ] = True,
+    device: options.RunDeviceOption = "auto",
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Measure tokens a second and memory, against the dense model"""
+    out = Output(json=json, quiet=quiet)
+    residencies, batches = _names(residency), _numbers(batch)
+    let_threads_sleep()
+    from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.generate import choose_device
+    from neuzip.runtime.speed import make_plan, measure
+
+    place = choose_device(device)
+    plan = make_plan(
+        resolve_source(src, note=out.status, progress=out.watched),
+        residencies,
+        batches=batches,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        rounds=rounds,
+        device=place,
+        graph=graph,
+    )
+    with out.progress("bench", plan.runs, unit="runs") as advance:
+        speeds = measure(plan, on_run=advance)
+    report(out, plan, speeds)
+    out.result(
+        {
+            "path": plan.path,
+            "prompt_tokens": plan.prompt_tokens,
+            "new_tokens": plan.new_tokens,
+            "rounds": plan.rounds,
+            **vars(speeds),
+        },
+        quiet=[row.decode_tokens_per_second for row in speeds.rows],
+    )
+
+
+def report(out: Output, plan: Plan, speeds: Speeds) -> None:
+    """Say what was run, and show a row for each residency and batch."""
+    packages = ", ".join(f"{name} {version}" for name, version in speeds.versions.items())
+    graphed = {row.graphed for row in speeds.rows}
+    how = {True: "as a CUDA graph", False: "launched one by one"}
+    steps = (
+        f"; steps {' or '.join(how[one] for one in sorted(graphed))}" if plan.device.type == "cuda" else ""
+    )
+    out.text(f"path     {plan.path}")
+    out.text(f"model    {speeds.dtype} on {speeds.device}; {packages}")
+    out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{steps}")
+    out.text(f"weights  {_weights(speeds)}")
+    out.text(
+        f"medians  of {plan.rounds} run{'' if plan.rounds == 1 else 's'}; in brackets the ratio to dense"
+    )
+    out.text()
+    columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
+    out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])
+    if any(row.differing_tokens for row in speeds.rows):
+        out.text()
+        out.text("Sums in another order are rounded otherwise: of tokens that are nearly tied")
+        out.text("another may be taken, and all that follow in its text may differ.")
+
+
+def _weights(speeds: Speeds) -> str:
+    """What the weights of each residency take in memory."""
+    sizes = {row.residency: row.weight_bytes for row in speeds.rows}
+    return ", ".join(
+        f"{name} {bytes_text(n)}" + ("" if name == "dense" else f" ({n / sizes['dense']:.2f})")
+        for name, n in sizes.items()
+    )
+
+
+def _cells(row: Speed) -> list[str]:
+    peak = "-" if row.peak_bytes is None else bytes_text(row.peak_bytes) + _ratio(row, row.peak_ratio)
+    return [
+        row.residency,
+        str(row.batch),
+        _rate(row.prefill_tokens_per_second) + _ratio(row, row.prefill_ratio),
+        _rate(row.decode_tokens_per_second) + _ratio(row, row.decode_ratio),
+        peak,
+        "all" if not row.differing_tokens else percent_text(row.tokens - row.differing_tokens, row.tokens),
+    ]
+
+
+def _ratio(row: Speed, ratio: float | None) -> str:
+    return "" if ratio is None or row.residency == "dense" else f" ({ratio:.2f})"
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+
+
+def _names(text: str) -> list[str]:
+    """The residencies of `packed,ans`."""
+    names, known = [part.strip() for part in text.split(",")], get_args(options.Residency)
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"--residency {text}: there is no {name!r}", f"what there is: {', '.join(known)}"
+            )
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    """The batches of `1,8,32`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--batch {text}: is no list of numbers", "give them as 1,8,32")
+    return [int(part) for part in parts]

@@ -1,0 +1,107 @@
+"""neuzip generate: go on with a prompt."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.commands.eval import let_threads_sleep
+from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.runtime.generate import Generation
+
+EXAMPLES = [
+    'neuzip generate my-model.nz --prompt "The history of"',
+    "neuzip generate my-model.nz --prompt - --residency packed < question.txt",
+    'neuzip generate me/chat-model --prompt "Who are you?" --chat --temperature 1',
+]
+
+
+def command(
+    src: options.SourceArgument,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT|-", help="Go on with this; - reads it from stdin", show_default=False)
+    ],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="End after N tokens")] = 128,
+    residency: options.ResidencyOption = "dense",
+    device: options.RunDeviceOption = "auto",
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="T", min=0.0, help="Draw tokens, the less likely the higher; 0 draws none"),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(metavar="P", min=0.0, max=1.0, help="Draw from the likeliest that reach this together"),
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Draw the same tokens each time")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Let a model go on with a text"""
+    out = Output(json=json, quiet=quiet)
+    if temperature == 0 and (top_p < 1 or seed is not None):
+        raise UsageError("--top-p and --seed: nothing is drawn at temperature 0", "give a --temperature")
+    if top_p == 0:
+        raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
+    text = _read_stdin() if prompt == "-" else prompt
+    let_threads_sleep()
+    from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.generate import choose_device, generate, prepare
+    from neuzip.runtime.load import load_model
+    from neuzip.runtime.speed import peak_bytes, reset_peak
+
+    place = choose_device(device)
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
+    reset_peak(place)
+    model = load_model(path, device=place, residency=residency)
+    with out.stream() as write:
+        made = generate(model, task, temperature=temperature, top_p=top_p, seed=seed, on_text=write)
+    peak = peak_bytes(place)
+    out.status(_summary(made, peak, residency, place.type))
+    out.result(
+        {
+            "prompt": text,
+            "text": made.text,
+            "tokens": made.tokens,
+            "prompt_tokens": task.ids.numel(),
+            "seconds": made.seconds,
+            "first_token_seconds": made.first_token_seconds,
+            "tokens_per_second": made.tokens_per_second,
+            "peak_bytes": peak,
+            "residency": residency,
+            "device": str(place),
+        },
+        quiet=made.text.splitlines(),
+    )
+
+
+def _read_stdin() -> str:
+    """The prompt, less the line end that `echo` and editors put behind it."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--prompt -: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
+            "convert it first, for example with iconv",
+        ) from error
+
+
+def _summary(made: Generation, peak: int | None, residency: str, place: str) -> str:
+    speed = made.tokens_per_second
+    where = "on the CPU" if place == "cpu" else "of the GPU"
+    parts = [
+        f"{len(made.tokens)} tokens in {seconds_text(made.seconds)}",
+        f"the first after {seconds_text(made.first_token_seconds)}"
+        + ("" if speed is None else f", then {speed:,.1f} tokens/s"),
+        "" if peak is None else f"peak memory {bytes_text(peak)} {where}",
+        f"residency {residency}",
+    ]
+    return "; ".join(filter(None, parts))

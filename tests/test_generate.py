@@ -1,0 +1,518 @@
+"""Text from a model: what is said and when, what is refused, and that the fast loop gives the same tokens."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers import __version__ as transformers_version
+
+from neuzip.compress import compress
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.eval.demo import CHECKPOINT
+from neuzip.runtime import generate as generate_module
+from neuzip.runtime.generate import (
+    Generation,
+    GreedyDecoder,
+    Prompt,
+    agreement,
+    choose_device,
+    generate,
+    has_single_experts,
+    prepare,
+)
+from neuzip.runtime.load import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "sliding window": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES, initializer_range=0.3)),
+    "experts": lambda: MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4)),
+}
+BATCH, TOKENS, NEW = 3, 10, 24
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, device: torch.device) -> PreTrainedModel:
+    """A tiny model of random weights in fp32, in which no two tokens are equally likely."""
+    torch.manual_seed(3)
+    return MODELS[request.param]().to(device).eval()
+
+
+@pytest.fixture
+def recordable(model: PreTrainedModel) -> PreTrainedModel:
+    """Those whose step does the same each time."""
+    if transformers_version < "5" and isinstance(model, MixtralForCausalLM):
+        pytest.skip("transformers 4.57 asks which experts are wanted before it computes them")
+    return model
+
+
+def is_capturable(model: PreTrainedModel) -> bool:
+    """Of fp32 experts torch 2.11 computes the products one by one, and the host asks for their sizes."""
+    return not isinstance(model, MixtralForCausalLM)
+
+
+@pytest.fixture
+def ids(device: torch.device) -> torch.Tensor:
+    return torch.randint(256, (BATCH, TOKENS), generator=torch.Generator().manual_seed(4)).to(device)
+
+
+# The fast loop
+
+
+def test_decoder_gives_the_tokens_of_transformers(model: PreTrainedModel, ids: torch.Tensor):
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    decoder = GreedyDecoder(model, BATCH, TOKENS + NEW, graph=is_capturable(model))
+    found = decoder.generate(ids, NEW)
+    assert found.tolist() == whole[:, TOKENS:].tolist()
+    assert len(set(found.flatten().tolist())) > 8  # it says something
+    assert decoder.graphed is (ids.device.type == "cuda" and is_capturable(model))
+
+
+def test_decoder_begins_anew_with_each_prompt(model: PreTrainedModel, ids: torch.Tensor):
+    decoder, another = (
+        GreedyDecoder(model, BATCH, TOKENS + NEW, graph=is_capturable(model)) for _ in range(2)
+    )
+    first = decoder.generate(ids, NEW)
+    other = decoder.generate(ids[:, :4].flip(0), NEW)
+    assert torch.equal(decoder.generate(ids, NEW), first)
+    assert torch.equal(another.generate(ids[:, :4].flip(0), NEW), other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real graph is captured")
+def test_one_step_recorded_and_replayed_is_every_step(recordable: PreTrainedModel, ids: torch.Tensor):
+    """As a CUDA graph has it: the same operations on the same memory, and no value read by the host."""
+    decoder = GreedyDecoder(recordable, BATCH, TOKENS + NEW)
+    expected = decoder.generate(ids, NEW)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            decoder._advance()
+        return decoder._token
+
+    decoder._reset()
+    recorded = make_fx(step)()
+    found = [decoder.prefill(ids).clone()]
+    found += [recorded()[:, 0].clone() for _ in range(NEW - 1)]
+    assert torch.equal(torch.stack(found, dim=1), expected)
+
+
+def test_decoder_refuses_what_it_was_not_made_for(ids: torch.Tensor, device: torch.device):
+    decoder = GreedyDecoder(MODELS["llama"]().to(device), BATCH, TOKENS + 1)
+    with pytest.raises(ValueError, match="no step from 0 of 11 tokens"):
+        decoder.step()
+    with pytest.raises(ValueError, match="2 prompts of 10 tokens in a decoder of 3 x 11"):
+        decoder.prefill(ids[:2])
+    with pytest.raises(ValueError, match="3 prompts of 20 tokens"):
+        decoder.prefill(ids.repeat(1, 2))
+    decoder.prefill(ids)
+    decoder.step()
+    with pytest.raises(ValueError, match="no step from 11 of 11 tokens"):
+        decoder.step()
+
+
+@pytest.mark.gpu
+def test_graph_and_launches_give_the_same_tokens(recordable: PreTrainedModel, ids: torch.Tensor):
+    model = recordable.bfloat16()
+    graphed, launched = (GreedyDecoder(model, BATCH, TOKENS + NEW, graph=graph) for graph in (True, False))
+    assert (graphed.graphed, launched.graphed) == (True, False)
+    assert torch.equal(graphed.generate(ids, NEW), launched.generate(ids, NEW))
+
+
+def single_experts() -> PreTrainedModel:
+    model = MODELS["experts"]().eval()
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real graph is refused")
+@pytest.mark.skipif(transformers_version < "5", reason="experts are computed in one way only")
+def test_experts_computed_one_by_one_cannot_be_captured(ids: torch.Tensor, device: torch.device):
+    """The host asks which of them a token needs."""
+    model = single_experts().to(device)
+    assert has_single_experts(model)
+    assert not any(has_single_experts(MODELS[kind]()) for kind in MODELS)
+    decoder = GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False)
+
+    def step() -> None:
+        with torch.no_grad():
+            decoder._advance()
+
+    with pytest.raises(RuntimeError, match="value out of a tracing tensor"):
+        make_fx(step)()
+
+
+@pytest.mark.gpu
+def test_a_model_of_single_experts_is_refused_a_graph(ids: torch.Tensor, device: torch.device):
+    model = single_experts().to(device)
+    with pytest.raises(NeuzipError, match=r"its steps cannot be captured in a CUDA graph: its experts"):
+        GreedyDecoder(model, BATCH, TOKENS + NEW)
+    assert GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False).generate(ids, 2).shape == (BATCH, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [opt, MODELS["experts"]], ids=["opt", "experts in fp32"])
+def test_a_model_that_cannot_be_captured_is_named(
+    make: Callable[[], PreTrainedModel], device: torch.device, ids: torch.Tensor
+):
+    model = make().to(device).eval()
+    with pytest.raises(
+        NeuzipError, match=f"^{type(model).__name__}: its steps cannot be captured in a CUDA graph"
+    ):
+        GreedyDecoder(model, BATCH, TOKENS + NEW)
+    assert GreedyDecoder(model, BATCH, TOKENS + NEW, graph=False).generate(ids, 2).shape == (BATCH, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["dense", "packed", "ans"])
+def test_residencies_in_a_graph(residency: str, small: Path, device: torch.device):
+    """The built-in model's tokens, for prompts of other lengths in turn; with packed but for ties."""
+    original = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="auto").to(device)
+    model = load_model(small, device=device, residency=residency)
+    prompts = torch.randint(1024, (2, 40), generator=torch.Generator().manual_seed(5)).to(device)
+    expected, found = (GreedyDecoder(m, 2, 40 + NEW) for m in (original, model))
+    assert found.graphed
+    for part in (prompts, prompts[:, :7], prompts):
+        tokens = found.generate(part, NEW)
+        if residency == "packed":
+            assert_tied_at_most(original, part, tokens, 4)
+        else:
+            assert torch.equal(tokens, expected.generate(part, NEW))
+
+
+def assert_tied_at_most(original: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor, ties: int):
+    """All tokens are the original's own choice, or tied with it, as sums in another order may decide."""
+    judged = agreement(original, ids, tokens)
+    assert judged.chosen + judged.tied == judged.tokens, judged
+    assert judged.tied <= ties, judged
+
+
+def test_agreement_with_a_text_of_another_form(demo_model: PreTrainedModel, monkeypatch):
+    ids = torch.randint(1024, (2, 12), generator=torch.Generator().manual_seed(5))
+    tokens = GreedyDecoder(demo_model, 2, 20).generate(ids, 8)
+    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 16, 0)
+    logits = demo_model(torch.cat([ids, tokens], dim=1)).logits
+    second = logits[:, -2].topk(2).indices[:, 1]
+    tokens[:, -1] = second
+    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 14, 0)
+    monkeypatch.setattr(generate_module, "TIE", 256)  # as much as the likeliest logit itself
+    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 14, 2)
+
+
+# Text as it comes
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in checkpoint, compressed."""
+    folder = tmp_path_factory.mktemp("generate") / "small"
+    compress(CHECKPOINT, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo_model(small: Path) -> PreTrainedModel:
+    return load_model(small)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of words whose decoder puts spaces between, none before the first: as SentencePiece's."""
+    vocabulary = {word: i for i, word in enumerate(["<s>", "▁a", "▁b", "▁c", "<0xC3>", "<0xA9>", "\n"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def speaker(tokens: list[int]) -> Any:
+    """What `generate` needs of a model, and that says these tokens."""
+
+    def say(ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
+        streamer.put(ids)
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        return torch.cat([ids, torch.tensor([tokens])], dim=1)
+
+    return SimpleNamespace(
+        generate=say,
+        generation_config=SimpleNamespace(eos_token_id=None, pad_token_id=None),
+        get_input_embeddings=lambda: SimpleNamespace(weight=torch.zeros(1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        pytest.param([2, 3], [" b", " c"], id="the first space stays"),
+        pytest.param([4, 5, 2], ["é", " b"], id="no half characters"),
+        pytest.param([4, 5, 4, 5], ["é", "é"], id="characters of two tokens, twice"),
+        pytest.param([2, 4], [" b", "\ufffd"], id="half a character at the end"),
+        pytest.param([0, 2, 0], [" b"], id="special tokens are silent"),
+        pytest.param([6, 2], ["\n", " b"], id="lines"),
+        pytest.param([], [], id="nothing"),
+    ],
+)
+def test_text_comes_in_whole_characters(tokens: list[int], pieces: list[str]):
+    said: list[str] = []
+    prompt = Prompt("a", torch.tensor([[0, 1]]), words(), 9)
+    made = generate(speaker(tokens), prompt, on_text=said.append)
+    assert said == pieces
+    assert (made.text, made.tokens) == ("".join(pieces), tuple(tokens))
+
+
+def test_text_is_what_the_tokenizer_makes_of_all_tokens(demo_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, 'def über(ß):\n    """', max_new_tokens=40)
+    said: list[str] = []
+    made = generate(demo_model, prompt, on_text=said.append)
+    everything = prompt.tokenizer.decode([*prompt.ids[0].tolist(), *made.tokens])
+    assert everything == prompt.tokenizer.decode(prompt.ids[0]) + made.text
+    assert "".join(said) == made.text
+    assert len(said) > 20
+    assert 0 < made.first_token_seconds < made.seconds
+    speed = made.tokens_per_second
+    assert speed is not None and speed > len(made.tokens) / made.seconds
+
+
+def test_the_first_token_alone_has_no_speed():
+    assert Generation("x", (1,), 0.2, 0.1).tokens_per_second is None
+
+
+def test_greedy_whatever_the_checkpoint_asks_for(demo_model: PreTrainedModel, monkeypatch):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=20)
+    expected = generate(demo_model, prompt).tokens
+    for name, value in {"do_sample": True, "temperature": 5.0, "top_k": 3, "num_beams": 4}.items():
+        monkeypatch.setattr(demo_model.generation_config, name, value)
+    assert generate(demo_model, prompt).tokens == expected
+
+
+def test_seed_draws_the_same_and_leaves_others_alone(demo_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=20)
+    torch.manual_seed(1)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(1)
+    first, again, other = (generate(demo_model, prompt, temperature=1.5, seed=s) for s in (7, 7, 8))
+    assert first.tokens == again.tokens
+    assert first.tokens != other.tokens
+    assert torch.equal(torch.rand(3), undisturbed)
+    likeliest = generate(demo_model, prompt).tokens
+    assert generate(demo_model, prompt, temperature=1.5, top_p=1e-6, seed=7).tokens == likeliest
+
+
+# What is refused
+
+
+def test_prompt_of_as_many_tokens_as_there_is_room_for():
+    tokens = prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=1).ids.numel()
+    assert prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=256 - tokens).max_new_tokens == 256 - tokens
+    with pytest.raises(
+        UsageError, match=f"--max-new-tokens {257 - tokens}: behind {tokens} of prompt"
+    ) as short:
+        prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=257 - tokens)
+    assert f"give --max-new-tokens {256 - tokens} or fewer" in short.value.hint
+    with pytest.raises(UsageError, match=r"--prompt: has \d+ tokens, and the model was made for 256"):
+        prepare(CHECKPOINT, "x = 1\n" * 200, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "--prompt: is empty"), ("x\udcff", "--prompt: is not Unicode at position 1")],
+    ids=["empty", "surrogate"],
+)
+def test_prompt_that_is_no_text(text: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        prepare(CHECKPOINT, text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in checkpoint to spoil."""
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+
+
+def test_folder_without_a_tokenizer(folder: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(NeuzipError, match="there is no tokenizer"):
+        prepare(folder, "x")
+
+
+def test_tokenizer_of_another_model(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 5}))
+    with pytest.raises(NeuzipError, match=r"the tokenizer makes token \d+, the model knows 5"):
+        prepare(folder, "import")
+
+
+def test_chat_puts_the_prompt_into_the_template(folder: Path):
+    with pytest.raises(NeuzipError, match="its tokenizer has no chat template"):
+        prepare(folder, "x", chat=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    tokenizer.save_pretrained(folder)
+    ids = prepare(folder, "x", chat=True).ids
+    assert tokenizer.decode(ids[0]) == "<user>x<answer>"
+
+
+def test_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(UsageError, match="--device cuda: torch finds no CUDA device"):
+        choose_device("cuda")
+
+
+# The command
+
+
+def test_command_in_all_modes(small: Path, in_all_modes):
+    said = in_all_modes("generate", small, "--prompt", "def main(", "--max-new-tokens", 12, "--device", "cpu")
+    answer = said["json"].json
+    text = answer["text"]
+    assert said["human"].stdout == f"{text}\n"
+    assert said["quiet"].stdout.splitlines() == text.splitlines()
+    assert (said["json"].stderr, said["quiet"].stderr) == ("", "")
+    summary = said["human"].stderr
+    assert summary.startswith("12 tokens in 0.") and summary.endswith("; residency dense\n")
+    assert " tokens/s; peak memory " in summary
+    assert len(answer["tokens"]) == 12
+    assert answer["prompt"] == "def main("
+    assert answer["seconds"] > answer["first_token_seconds"] > 0
+    assert answer["peak_bytes"] > 1e7
+    assert (answer["residency"], answer["device"]) == ("dense", "cpu")
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+
+def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypatch):
+    stdin(monkeypatch, "def über(\n\n".encode())
+    said = neuzip("generate", small, "--prompt", "-", "--max-new-tokens", 3, "--device", "cpu", "--json")
+    assert said.json["prompt"] == "def über(\n"
+    stdin(monkeypatch, b"ab\xff")
+    said = neuzip("generate", small, "--prompt", "-")
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr.startswith("error: --prompt -: not UTF-8: byte 0xff at position 2\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", ""], "--prompt: is empty"),
+        (["--prompt", "x", "--max-new-tokens", "300"], "--max-new-tokens 300: behind 1 of prompt"),
+        (["--prompt", "x", "--seed", "1"], "--top-p and --seed: nothing is drawn at temperature 0"),
+        (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "--top-p 0: leaves no token to draw"),
+        (["--prompt", "x", "--residency", "ans", "--device", "cpu"], ""),
+    ],
+    ids=["empty prompt", "too long", "seed", "top-p", "ans on a CPU"],
+)
+def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
+    said = neuzip("generate", small, *options)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr.startswith(f"error: {message}")
+    assert "hint: " in said.stderr
+
+
+def test_wrong_use_is_said_before_the_weights_are_read(small: Path, neuzip, monkeypatch):
+    from neuzip.runtime import load
+
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    assert neuzip("generate", small, "--prompt", "x", "--max-new-tokens", 300).exit_code == 2
+
+
+def test_text_cannot_steer_the_terminal_but_json_has_it(small: Path, neuzip, monkeypatch):
+    def say(*_: Any, on_text: Callable[[str], None], **__: Any) -> Generation:
+        on_text("a\x1b[2J")
+        on_text("b\n")
+        return Generation("a\x1b[2Jb\n", (1, 2), 0.2, 0.1)
+
+    monkeypatch.setattr(generate_module, "generate", say)
+    said = neuzip("generate", small, "--prompt", "x", "--device", "cpu")
+    assert said.stdout == "a\\x1b[2Jb\n\n"
+    assert said.stderr.startswith("2 tokens in 0.20 s; the first after 0.10 s, then 10.0 tokens/s; peak ")
+    assert neuzip("generate", small, "--prompt", "x", "--json").json["text"] == "a\x1b[2Jb\n"
+
+
+def test_interrupt_ends_the_line_and_the_command(small: Path, neuzip, monkeypatch):
+    def say(*_: Any, on_text: Callable[[str], None], **__: Any) -> Generation:
+        on_text("half a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_module, "generate", say)
+    said = neuzip("generate", small, "--prompt", "x", "--device", "cpu")
+    assert (said.exit_code, said.stdout) == (130, "half a\n")
+    assert said.stderr == "error: interrupted\n"
+
+
+# A real model
+
+
+@pytest.mark.parametrize("residency", ["dense", "packed", pytest.param("ans", marks=pytest.mark.gpu)])
+def test_wikilm_says_the_same_in_every_residency(
+    residency: str, neuzip_data: Path, neuzip, tmp_path: Path, device: torch.device
+):
+    """All of its tokens; on a GPU packed sums in another order, which may decide ties otherwise."""
+    plain, small = neuzip_data / "wikilm-26m", tmp_path / "small"
+    compress(plain, small)
+    tokens = 256 if device.type == "cuda" else 12
+    text = "The history of the"
+    ids = AutoTokenizer.from_pretrained(plain)(text, return_tensors="pt")["input_ids"].to(device)
+    original = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").to(device)
+    whole = original.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
+    said = neuzip(
+        "generate", small, "--prompt", text, "--max-new-tokens", tokens, "--residency", residency, "--json"
+    )
+    if residency == "packed" and device.type == "cuda":
+        assert_tied_at_most(original, ids, torch.tensor([said.json["tokens"]]), 8)
+    else:
+        assert said.json["tokens"] == whole[0, ids.shape[1] :].tolist()
