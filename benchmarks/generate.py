@@ -72,9 +72,9 @@ class Target:
     most: bool = False
 
     def met(self, ratio: float, by: float | None = None) -> bool:
-        """Whether a ratio, to two digits, is as it must be."""
-        aim, shown = self.must if by is None else by, round(ratio, 2)
-        return shown <= aim if self.most else shown >= aim
+        """Whether a ratio is as it must be."""
+        aim = self.must if by is None else by
+        return ratio <= aim if self.most else ratio >= aim
 
 
 DECODE, PEAK = "decode, batch 1", "peak memory, load and tokens"

@@ -21,7 +21,17 @@ from neuzip.eval.demo import CHECKPOINT
 from neuzip.runtime import speed
 from neuzip.runtime.generate import GreedyDecoder
 from neuzip.runtime.load import load_model
-from neuzip.runtime.speed import Speed, make_plan, measure, peak_bytes, prompts, reset_peak, run
+from neuzip.runtime.speed import (
+    Plan,
+    Speed,
+    Speeds,
+    make_plan,
+    measure,
+    peak_bytes,
+    prompts,
+    reset_peak,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,6 +211,19 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert rows[0]["weight_bytes"] == 2_624_768 > 1.02 * rows[2]["weight_bytes"]
     assert {"python", "torch", "transformers"} == set(answer["versions"])
     assert len([float(line) for line in said["quiet"].stdout.splitlines()]) == 4
+    assert "nearly tied" not in human
+
+
+def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
+    def differing(plan: Plan, **_: Any) -> Speeds:
+        dense = Speed("dense", 1, True, 1.0, 900, 100.0, 40.0, 1000, 4)
+        return Speeds((dense, replace(dense, residency="packed", differing_tokens=1)), "bfloat16", "cpu", {})
+
+    monkeypatch.setattr(speed, "measure", differing)
+    lines = neuzip("bench", small, *SHORT).stdout.splitlines()
+    assert lines[-4].split()[0] == "packed" and lines[-4].endswith("75.00 %")
+    assert lines[-2].endswith("of tokens that are nearly tied")
+    assert max(map(len, lines[-4:])) <= 80
 
 
 @pytest.mark.parametrize(

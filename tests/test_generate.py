@@ -38,6 +38,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.runtime import generate as generate_module
 from neuzip.runtime.generate import (
+    Agreement,
     Generation,
     GreedyDecoder,
     Prompt,
@@ -233,16 +234,17 @@ def assert_tied_at_most(original: PreTrainedModel, ids: torch.Tensor, tokens: to
     assert judged.tied <= ties, judged
 
 
-def test_agreement_with_a_text_of_another_form(demo_model: PreTrainedModel, monkeypatch):
-    ids = torch.randint(1024, (2, 12), generator=torch.Generator().manual_seed(5))
-    tokens = GreedyDecoder(demo_model, 2, 20).generate(ids, 8)
-    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 16, 0)
-    logits = demo_model(torch.cat([ids, tokens], dim=1)).logits
-    second = logits[:, -2].topk(2).indices[:, 1]
-    tokens[:, -1] = second
-    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 14, 0)
-    monkeypatch.setattr(generate_module, "TIE", 256)  # as much as the likeliest logit itself
-    assert agreement(demo_model, ids, tokens) == generate_module.Agreement(16, 14, 2)
+def test_agreement_with_a_text_of_another_form(monkeypatch):
+    torch.manual_seed(3)
+    model = MODELS["llama"]().eval()
+    ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(5))
+    tokens = GreedyDecoder(model, 2, 20).generate(ids, 8)
+    assert agreement(model, ids, tokens) == Agreement(16, 16, 0)
+    logits = model(torch.cat([ids, tokens], dim=1)).logits
+    tokens[:, -1] = logits[:, -2].topk(2).indices[:, 1]  # the second choice
+    assert agreement(model, ids, tokens) == Agreement(16, 14, 0)
+    monkeypatch.setattr(generate_module, "TIE", 1 << 30)
+    assert agreement(model, ids, tokens) == Agreement(16, 14, 2)
 
 
 # Text as it comes

@@ -196,10 +196,10 @@ def test_memory_for_what_is_compressed_is_bounded_and_given_back(tmp_path: Path,
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = load_file(tmp_path / "b.safetensors", device="cuda")
-    total = sum(t.nbytes for t in found.values())
+    total = sum(t.nbytes + (1 << 20) for t in found.values())  # torch leaves up to 1 MiB of a block unused
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # memory that another stream used counts until somebody looks whether it is done
-    assert torch.cuda.memory_allocated() - before <= 1.01 * total
+    assert torch.cuda.memory_allocated() - before <= total
     assert torch.cuda.max_memory_allocated() - before <= total + (gpu.UNDER_WAY + 2) * gpu.PART
     assert all(torch.equal(found[name].cpu(), layers[name]) for name in layers)
 

@@ -33,7 +33,9 @@ from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import DTYPE_BITS
+from neuzip.kernels.rans import triton_encode
 from neuzip.runtime import load, residency
+from neuzip.runtime.generate import agreement
 from neuzip.runtime.load import load_model, load_state_dict, load_tokenizer
 from neuzip.runtime.tensors import TORCH_DTYPES, read_tensor, read_tensors
 
@@ -339,7 +341,7 @@ def test_a_device_map(device: Any, kept: str, larger):
     pytest.importorskip("accelerate")
     model = load_model(larger["llama"] / "small", device=device, residency=kept)
     expected = dense_copy(model, larger["llama"] / "plain", model.device)
-    assert_same_logits(model, expected, exact=kept == "dense" and len({*map(place, model.parameters())}) == 1)
+    assert_same_logits(model, expected, exact=kept == "dense")
 
 
 def test_a_device_map_without_accelerate(larger, monkeypatch):
@@ -403,7 +405,7 @@ def test_a_failure_to_compress_is_not_lost(larger, monkeypatch):
 def greedy(model: PreTrainedModel, count: int) -> torch.Tensor:
     ids = torch.tensor([[5, 77, 1234, 8, 600]], device=model.device)
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
     ).cpu()
 
 
@@ -612,10 +614,11 @@ def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kept", "share"), [("packed", 0.8), ("ans", 0.78)])
-def test_memory_while_loading(kept: str, share: float, tmp_path: Path):
-    """At no time, warm-up and temporaries of kernels included, near to what the dense model takes."""
-    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 10}
+@pytest.mark.parametrize(("kept", "share"), [("packed", 0.74), ("ans", 0.72)])
+def test_memory_while_loading(kept: str, share: float, tmp_path: Path, monkeypatch):
+    """Beside what is compressed: a group of dense weights, its codes, and what a weight's coder needs."""
+    monkeypatch.setattr(load, "GROUP", 64 << 20)  # a share of this model as of one of several GB
+    sizes = {"vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 10}
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=16)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
@@ -629,8 +632,12 @@ def test_memory_while_loading(kept: str, share: float, tmp_path: Path):
     model = load_model(tmp_path / "small", device="cuda", residency=kept)
     peak = torch.cuda.max_memory_allocated() - before
     held = residency.memory(model).total
-    assert held.stored_bytes < (share - 0.06) * dense
-    assert peak < share * dense
+    assert held.stored_bytes < share * dense
+    nbytes = [p.numel() * p.dtype.itemsize for p in model.parameters()]
+    slack = sum(n > 1 << 20 for n in nbytes) << 20  # torch leaves up to 1 MiB of a block of memory unused
+    coder = max(nbytes) if kept == "packed" else 3 * max(nbytes) + triton_encode.SCRATCH
+    limit = held.stored_bytes + 2 * load.GROUP + coder + slack
+    assert peak < limit < dense
 
 
 @pytest.mark.gpu
@@ -639,7 +646,13 @@ def test_a_trained_model_says_the_same_on_a_gpu(kept: str, neuzip_data: Path, tm
     compress(neuzip_data / "wikilm-26m", tmp_path / "small")
     original = AutoModelForCausalLM.from_pretrained(neuzip_data / "wikilm-26m", dtype="auto").to("cuda")
     model = load_model(tmp_path / "small", device="cuda", residency=kept)
-    assert torch.equal(greedy(model, 256), greedy(original, 256))
+    text = greedy(model, 256)
+    if kept == "packed":  # sums in another order may decide ties otherwise
+        judged = agreement(original, text[:, :5], text[:, 5:])
+        assert judged.chosen + judged.tied == judged.tokens, judged
+        assert judged.tied <= 8, judged
+    else:
+        assert torch.equal(text, greedy(original, 256))
 
 
 LLAMA_MAP = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1,

@@ -267,9 +267,9 @@ def test_kernel_decodes_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int], 
 @dtypes
 @pytest.mark.parametrize("drop", range(1, 11))
 def test_kernel_decodes_fewer_bits(dtype: torch.dtype, drop: int) -> None:
-    weights = without_lowest_bits(with_specials(gaussian((5, 130), dtype)), drop)
-    dense, untouched = guarded((5, 130), dtype, 0xFF)
-    triton_pack.decode(by_reference(weights), 0, 5, dense)
+    weights = without_lowest_bits(with_specials(gaussian((13, 130), dtype)), drop)
+    dense, untouched = guarded((13, 130), dtype, 0xFF)
+    triton_pack.decode(by_reference(weights), 0, 13, dense)
     assert same_bits(dense, weights)
     assert untouched()
 

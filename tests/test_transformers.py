@@ -31,7 +31,7 @@ from transformers.quantizers.base import HfQuantizer
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.runtime.quantizer import NeuzipConfig, register
+from neuzip.runtime.quantizer import NeuzipConfig, make_quantizer, register
 from neuzip.runtime.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -320,6 +320,21 @@ def test_ans_is_not_for_the_cpu(larger):
         )
     with pytest.raises(UsageError, match="there is no residency 'small'"):
         NeuzipConfig("small")
+    config = NeuzipConfig("ans")
+    config.is_placed = True  # as load_model has it, which looks itself
+    make_quantizer(config).validate_environment(device_map=None)
+
+
+@pytest.mark.parametrize("residency", ["dense", "packed"])
+def test_weights_of_another_shape_are_refused(residency: str, larger, tmp_path: Path):
+    folder = Path(shutil.copytree(larger["llama"] / "small", tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    options = {"quantization_config": NeuzipConfig(residency)}
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options, ignore_mismatched_sizes=True)
+    assert {p.shape[0] for name, p in model.named_parameters() if "layers" not in name} == {400, 256}
 
 
 def test_weights_that_are_quantized_already_are_refused(larger, tmp_path: Path):
