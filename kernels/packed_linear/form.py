@@ -14,7 +14,7 @@ BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
 SLOTS = 32  # weights of a row that share words: the signs of 32 fill one
 TILE_ROWS = 16  # rows whose words lie together
 MAX_COLUMNS = 1 << 16  # an escape says where it is in 16 bits
-MAX_ESCAPES = (1 << 31) - 1  # they are counted in an int32
+MAX_ESCAPES = (1 << 31) - (1 << 16)  # they are counted in an int32, and kernels count a little further
 FEW_ESCAPES = (1 << 16) - 1  # so many are counted in 16 bits
 
 

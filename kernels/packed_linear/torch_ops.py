@@ -23,7 +23,7 @@ RESULTS = 1 << 23
 """Results of a product with them, or more: for fewer, cuBLAS may split K and add sums rounded to bf16."""
 
 LARGEST = 256 << 20
-"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has."""
+"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has. A gradient decodes all of them."""
 
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
@@ -166,8 +166,9 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     All three have one dtype, else TypeError; under autocast x and bias are cast to that of the weights.
     Raises ValueError for shapes and devices that do not go together.
     """
-    if x.device != packed.device:
-        raise ValueError(f"x is on {x.device}, the packed weights are on {packed.device}")
+    for name, one in (("x", x), ("bias", bias)):
+        if one is not None and one.device != packed.device:
+            raise ValueError(f"{name} is on {one.device}, the packed weights are on {packed.device}")
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(packed.dtype)
         bias = bias if bias is None else bias.to(packed.dtype)
@@ -251,7 +252,7 @@ def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
     if _on_gpu(packed.words) and 0 < flat.shape[0] <= FEW_ROWS and packed.words.numel():
         from . import triton_linear
 
-        y = triton_linear.linear(flat.contiguous(), packed, bias)
+        y = triton_linear.linear(flat.contiguous(), packed, None if bias is None else bias.contiguous())
     else:
         y = _multiply_decoded(flat, packed, bias)
     return y.view(*x.shape[:-1], out)

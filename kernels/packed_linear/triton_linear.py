@@ -453,7 +453,7 @@ def _few_rows(
         result += tl.sum(tl.reshape(fix[nb], [16 * TN, EL, 8]), 1)
         if BIAS:
             result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(y + m * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+        tl.store(y + m.to(tl.int64) * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
 
 
 @triton.jit
