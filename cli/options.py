@@ -11,6 +11,10 @@ SourceArgument = Annotated[
     str,
     typer.Argument(metavar="SRC", help="Folder, .safetensors file or Hub id", show_default=False),
 ]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="Folder or Hub id of a model", show_default=False),
+]
 DestinationArgument = Annotated[
     Path,
     typer.Argument(metavar="DST", help="Folder or file to write", show_default=False),

@@ -112,6 +112,7 @@ def prepare(
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(f"--prompt: is not Unicode at position {error.start}", "give it as UTF-8") from error
+    config = load_config(path)  # first: it says what is wrong with a path
     tokenizer = load_tokenizer(path)
     if chat and not tokenizer.chat_template:
         raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat")
@@ -128,7 +129,6 @@ def prepare(
         raise UsageError(
             "--prompt: the tokenizer makes no token of it", "give some text for the model to go on with"
         )
-    config = load_config(path)
     _require_known_tokens(path, config, int(ids.max()))
     _require_room(config, ids.numel(), max_new_tokens)
     return Prompt(text, ids, tokenizer, max_new_tokens)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
 
@@ -65,8 +65,9 @@ def load_model(
     "ans"; they then never lie anywhere dense as a whole. `verify` compares what is read with its checksums.
     Code that lies in the folder is never run.
 
-    Raises FormatError for damaged files, UsageError for a residency that cannot be on the device, and
-    NeuzipError for what is not such a model or for tensors that are missing, left over or of the wrong shape.
+    Raises FormatError for damaged files, UsageError for a device that there is not and for a residency that
+    cannot be on it, and NeuzipError for what is not such a model or for tensors that are missing, left over
+    or of the wrong shape.
     """
     folder = Path(path)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
@@ -74,7 +75,7 @@ def load_model(
         raise NeuzipError(
             f"the device map {device!r} needs the package accelerate", "install it, or name one device"
         )
-    place = None if is_map else torch.device(device)  # type: ignore[arg-type]
+    place = None if is_map else _place(device)
     options: dict[str, Any] = {"device_map": device} if is_map else {}
     if residency != "dense":
         from .quantizer import NeuzipConfig
@@ -117,6 +118,22 @@ def load_model(
     return placed
 
 
+def _place(device: Any) -> torch.device:
+    """One device by its name. Raises UsageError where torch knows or finds none."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"device={device!r}: torch knows no such device",
+            f"give 'cpu', 'cuda', 'cuda:1', or one of {', '.join(map(repr, DEVICE_MAPS))}",
+        ) from error
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= found:
+        count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
+        raise UsageError(f"device={str(place)!r}: torch finds {count}", "give another, or device='cpu'")
+    return place
+
+
 def prefer_single_experts(config: PreTrainedConfig) -> None:
     """Have a model's experts computed one by one, unless it was told how: so only those asked are decoded."""
     if getattr(config, "_experts_implementation", "unknown") is None:
@@ -127,6 +144,11 @@ def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
     """The configuration of a checkpoint folder, of a compressed one the original's. Raises NeuzipError."""
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
     folder = checkpoint.root
+    if checkpoint.is_file:
+        raise NeuzipError(
+            f"{checkpoint.path}: has no config.json: a file of weights alone is no model",
+            "give a folder with config.json and model.safetensors",
+        )
     if f"{ORIGINAL_FOLDER}/config.json" in checkpoint.others:
         folder = folder / ORIGINAL_FOLDER
     elif "config.json" not in checkpoint.others:
@@ -146,7 +168,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint folder, plain or compressed. Raises NeuzipError."""
     folder = Path(path)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # version 5.0 would make one up
-        raise NeuzipError(f"{path}: there is no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)")
+        raise NeuzipError(
+            f"{path}: there is no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)",
+            "copy the tokenizer's files there, or call save_pretrained of the tokenizer",
+        )
     with quiet_transformers():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

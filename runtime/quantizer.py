@@ -264,10 +264,16 @@ class CompressingQuantizer(HfQuantizer):
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        """The model with all weights dense, cast to `dtype`; None leaves each its own.
+
+        Raises UsageError for a dtype that is none of floating point.
+        """
         from .residency import decompress_parameters
 
-        decompress_parameters(model, dtype)
+        # Not the base's: it would fill in the config's dtype, and cast what was never compressed.
+        decompress_parameters(model, None if dtype is None else _floating(dtype))
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, str]]:
@@ -289,6 +295,14 @@ class CompressingQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it: not where experts are computed one by one."""
         return not self._has_experts
+
+
+def _floating(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, or the one of a name such as "bfloat16"."""
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise UsageError(f"dtype={dtype!r}: is no floating-point dtype", "give one such as torch.bfloat16")
+    return named
 
 
 _BYTES_A_WEIGHT = {"packed": 11.4 / 8, "ans": 10.9 / 8}

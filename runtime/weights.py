@@ -322,7 +322,9 @@ class PackedWeight(CompressedWeight):
         )
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        return packed_ops.rows(self.packed, ids + self.first if self.first else ids)
+        if self._rows < self.packed.shape[0]:  # beyond an expert's rows are those of its neighbours
+            ids = torch.where((ids >= 0) & (ids < self._rows), ids + self.first, -1)
+        return packed_ops.rows(self.packed, ids)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         p = self.packed
@@ -595,7 +597,7 @@ def _embedding(
 ) -> Any:
     if not isinstance(weight, CompressedWeight) or weight.flipped or weight.dim() != 2:
         return NotImplemented
-    if max_norm is not None or not _direct(ids) or weight._traced:
+    if max_norm is not None or not _direct(ids) or weight._traced or _needs_graph(weight, ids, None):
         return NotImplemented
     return weight._look_up(ids)
 

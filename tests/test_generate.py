@@ -383,8 +383,35 @@ def folder(tmp_path: Path) -> Path:
 def test_folder_without_a_tokenizer(folder: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(NeuzipError, match="there is no tokenizer"):
+    with pytest.raises(NeuzipError, match="there is no tokenizer") as refusal:
         prepare(folder, "x")
+    assert "save_pretrained" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["bench"]], ids=["generate", "bench"])
+def test_source_that_is_no_folder(command: list[str], folder: Path, neuzip):
+    verb, *options = command
+    missing, file = folder / "missing", folder / "model.safetensors"
+    said = neuzip(verb, missing, *options, "--device", "cpu")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr == neuzip("inspect", missing).stderr
+    said = neuzip(verb, file, *options, "--device", "cpu")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.startswith(f"error: {file}: has no config.json: a file of weights alone is no model")
+    assert "hint: give a folder" in said.stderr
+
+
+def test_device_that_is_not_there_for_a_model(small: Path, monkeypatch):
+    for name in ("nonsense", "cuda:x", None):
+        with pytest.raises(UsageError, match="torch knows no such device"):
+            load_model(small, device=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="device='cuda': torch finds no CUDA device"):
+        load_model(small, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="device='cuda:1': torch finds 1 CUDA device"):
+        load_model(small, device="cuda:1")
 
 
 def test_tokenizer_of_another_model(folder: Path):

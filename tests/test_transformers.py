@@ -372,6 +372,38 @@ def test_dequantize_makes_a_plain_model(larger):
     assert not hasattr(model, "hf_quantizer")
 
 
+def test_dequantize_after_saving(larger, tmp_path: Path):
+    """transformers leaves a name in the config then."""
+    model = packed(larger["llama"] / "small")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(model.dequantize(), AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain"))
+
+
+def test_dequantize_casts_only_on_request(larger):
+    model = packed(larger["llama"] / "small")
+    norm = model.model.norm.weight
+    norm.data = norm.data.float() + 1e-4
+    kept = norm.detach().clone()
+    model.dequantize()
+    assert torch.equal(model.model.norm.weight, kept)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", torch.float16], ids=str)
+def test_dequantize_to_another_dtype(dtype: str | torch.dtype, larger):
+    model = packed(larger["llama"] / "small").dequantize(dtype)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("dtype", ["float17", "int8", torch.int8], ids=str)
+def test_dequantize_to_what_is_no_float(dtype: str | torch.dtype, larger):
+    model = packed(larger["llama"] / "small")
+    before = memory(model)
+    with pytest.raises(UsageError, match="is no floating-point dtype"):
+        model.dequantize(dtype)
+    assert memory(model) == before
+
+
 def test_static_cache_and_compiled(larger):
     model = packed(larger["llama"] / "small")
     expected = AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import operator
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -176,10 +178,43 @@ def test_experts(kind: str, transposed: bool) -> None:
 @pytest.mark.parametrize(("out", "number"), [(16, 1), (16, 2), (32, 2), (40, 2), (24, 2), (24, 0)])
 def test_the_kernel_takes_an_expert_out_of_all(out: int, number: int) -> None:
     """Where its rows begin with a tile, with its neighbours' weights in the last one."""
-    dense, x = random(3, out, 40), random(2, 40, seed=1)
+    dense, x = random(3, out, 40), random(4, 40, seed=1)
     dense[:, ::3, ::7] *= 2.0**20  # escapes
-    y = triton_linear.linear(x, PackedWeight.of(dense)[number]._own())
-    torch.testing.assert_close(y, F.linear(x, dense[number]), rtol=2e-2, atol=1)
+    x[2:, ::7] = 0  # or they outweigh the others
+    y = triton_linear.linear(x, PackedWeight.of(dense)[number]._own()).double()
+    wide, matrix = x.double(), dense[number].double()
+    assert ((y - wide @ matrix.t()).abs() <= wide.abs() @ matrix.t().abs() * 2**-8).all()
+
+
+@pytest.mark.parametrize("kind", ["packed", "exact"])
+def test_an_expert_has_no_rows_of_its_neighbours(kind: str) -> None:
+    dense = random(3, 8, 64)
+    weight = OF[kind](dense)
+    for number in range(3):
+        expert = frozen(weight[number])
+        for ids in ([0, 7, 3], [[1], [7]]):
+            index = torch.tensor(ids, device=DEVICE)
+            assert same_bits(F.embedding(index, expert), dense[number][index])
+            assert same_bits(expert[index - 8], dense[number][index])
+        for row in (8, -1, 17, -9):
+            assert_no_row(partial(F.embedding, torch.tensor([row], device=DEVICE), expert))
+        for row in (8, -9):
+            assert_no_row(partial(operator.getitem, expert, torch.tensor([row], device=DEVICE)))
+
+
+def assert_no_row(look_up: Callable[[], torch.Tensor]) -> None:
+    if DEVICE.type == "cuda":
+        assert look_up().isnan().all()
+    else:
+        with pytest.raises(IndexError):
+            look_up()
+
+
+def test_gradients_reach_a_packed_embedding_that_asks_for_them() -> None:
+    dense, ids = random(50, 40), torch.tensor([3, 7, 3], device=DEVICE)
+    weight = frozen(PackedWeight.of(dense)).requires_grad_()
+    rows = F.embedding(ids, weight)
+    assert rows.requires_grad and same_bits(rows.detach(), dense[ids])
 
 
 @EVERY

@@ -22,7 +22,7 @@ EXAMPLES = [
 
 
 def command(
-    src: options.SourceArgument,
+    src: options.ModelArgument,
     residency: Annotated[
         str, typer.Option(metavar="R,...", help="Measure these beside dense: packed, ans")
     ] = "packed",

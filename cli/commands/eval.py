@@ -22,7 +22,7 @@ EXAMPLES = [
 
 
 def command(
-    src: options.SourceArgument,
+    src: options.ModelArgument,
     text: Annotated[
         str,
         typer.Option(metavar="FILE|demo", help="UTF-8 text to predict, or the demo's", show_default=False),

@@ -23,7 +23,7 @@ EXAMPLES = [
 
 
 def command(
-    src: options.SourceArgument,
+    src: options.ModelArgument,
     prompt: Annotated[
         str, typer.Option(metavar="TEXT|-", help="Go on with this; - reads it from stdin", show_default=False)
     ],

@@ -23,7 +23,9 @@ RESULTS = 1 << 23
 """Results of a product with them, or more: for fewer, cuBLAS may split K and add sums rounded to bf16."""
 
 LARGEST = 256 << 20
-"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has. A gradient decodes all of them."""
+"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has.
+
+A gradient decodes all of them at once."""
 
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
