@@ -73,7 +73,7 @@ def choose(option: Option, nbytes: int) -> Device:
         rank = os.environ.get("LOCAL_RANK", "0")
         number = int(rank) % count if count and rank.isdecimal() else 0
         try:
-            problem = _unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
+            problem = unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
             if problem is None:
                 from .gpu import Gpu
 
@@ -105,7 +105,7 @@ def _driver_devices() -> int:
     return count.value
 
 
-def _unfit(number: int) -> str | None:
+def unfit(number: int) -> str | None:
     """Why a card cannot run the kernels, if it cannot."""
     import torch
 

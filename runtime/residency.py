@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 
@@ -96,6 +97,7 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
     """Raise UsageError where weights of a residency cannot lie. A place is a torch device or "disk"."""
     if residency == "dense":
         return
+    places = list(places)
     kinds = {_kind(place) for place in places}
     if residency == "ans" and kinds - {"cuda"}:
         raise UsageError(
@@ -107,6 +109,10 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
             f"the residency {residency!r} cannot spread weights over {' and '.join(sorted(kinds))}",
             "give a device map without offloading, or --residency dense",
         )
+    if "cuda" in kinds and torch.cuda.is_available():
+        reasons = {unfit(_number(place)) for place in places} - {None}
+        if reasons:
+            raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give --residency dense")
 
 
 def compress_parameters(model: nn.Module, residency: str) -> Memory:
@@ -258,6 +264,12 @@ def _kind(place: torch.device | str | int) -> str:
     if isinstance(place, int):
         return "cuda"
     return place if place == "disk" else torch.device(place).type
+
+
+def _number(place: torch.device | str | int) -> int:
+    """Which card a place is."""
+    number: int | None = place if isinstance(place, int) else torch.device(place).index
+    return torch.cuda.current_device() if number is None else number
 
 
 def expanded(device_map: object) -> Iterator[torch.device | str | int]:

@@ -290,3 +290,14 @@ def test_compressed_on_a_gpu(kind: str, residency: str):
     assert report.total.stored_bytes < 0.8 * report.total.dense_bytes
     assert_same_weights(model, expected)
     assert_same_results(model, expected, exact=residency == "ans")
+
+
+@pytest.mark.parametrize("place", ["cuda", 0, torch.device("cuda", 0)])
+def test_a_card_that_cannot_run_the_kernels_is_refused(place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    residency.require_places("dense", [place])
+    with pytest.raises(UsageError, match=r"Tesla T4 has the compute capability 7\.5, and 8\.0 is needed"):
+        residency.require_places("packed", [place])
