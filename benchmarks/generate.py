@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save
+from environment import UNKNOWN, describe, describe_gpu, save_sections
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -165,17 +165,11 @@ def main() -> None:
     aimed = [row for row in rows if "met" in row]
     print(f"\n{sum(not row['met'] for row in aimed)} of {len(aimed)} targets missed")
     if whole:
-        print(f"saved {merge({n: {'environment': environment, 'rows': r} for n, r in of_sections.items()})}")
+        what = "a Llama-3-8B-shaped model of made-up weights, and wikilm-26m, in every residency"
+        measured = {name: {"environment": environment, "rows": r} for name, r in of_sections.items()}
+        print(f"saved {save_sections('generate', what, measured)}")
     else:
         print("not saved: this was a small run")
-
-
-def merge(measured: dict[str, Row]) -> Path:
-    """Put sections into the place of those that were saved before."""
-    path = Path(__file__).parent / "results" / "generate.json"
-    before = json.loads(path.read_text())["sections"] if path.is_file() else {}
-    what = "a Llama-3-8B-shaped model of made-up weights, and wikilm-26m, in every residency"
-    return save("generate", {"what": what, "sections": {**before, **measured}})
 
 
 # The 8B-shaped model

@@ -17,7 +17,6 @@ The bits of wikilm-26m are those of all its matrices together; they need the fol
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save
+from environment import UNKNOWN, describe, describe_gpu, save_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.compress.source import TensorSource
@@ -61,11 +60,9 @@ def main() -> None:
     if environment["commit"] == UNKNOWN:
         parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
     torch.manual_seed(0)
-    path = Path(__file__).parent / "results" / "packed_linear.json"
-    document = json.loads(path.read_text()) if path.is_file() else {"what": __doc__.splitlines()[0]}
     for name in arguments.sections:
-        document[name] = {"environment": environment, **sections[name](arguments.rounds)}
-        print(f"saved {save('packed_linear', document)}")
+        measured = {name: {"environment": environment, **sections[name](arguments.rounds)}}
+        print(f"saved {save_sections('packed_linear', __doc__.splitlines()[0], measured)}")
 
 
 def products(rounds: int) -> Row:

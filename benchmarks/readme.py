@@ -148,7 +148,8 @@ def gpu_codec(document: dict[str, Any]) -> str:
 
 def packed_linear(document: dict[str, Any]) -> str:
     """Products with packed weights, for every shape and number of rows, against cuBLAS."""
-    results = document["products"]["results"]
+    products, bits = document["sections"]["products"], document["sections"]["bits"]
+    results = products["results"]
     columns = list(dict.fromkeys((r["rows"], r["kept"]) for r in results))
     lines = []
     for shape in dict.fromkeys((r["out"], r["in"]) for r in results):
@@ -163,20 +164,20 @@ def packed_linear(document: dict[str, Any]) -> str:
              for rows, kept in columns]  # fmt: skip
     sizes = ", ".join(
         f"{r['bits']:.2f} for {r['weights']}{', **missed**' if r['bits'] > r['must'] else ''}"
-        for r in document["bits"]["results"]
+        for r in bits["results"]
     )
     return (
         "**Products with packed weights**, lossless where not said otherwise: how many times as fast as "
         "cuBLAS with the same weights in bf16, by the number of rows of x. Escapes, reordering of x and any "
         "decoding are included; both sides in CUDA graphs, weights not in the L2. An error against fp64 "
         f"beyond that of cuBLAS ends the run. Bits a weight, all included: {sizes}; at most "
-        f"{document['bits']['results'][0]['must']}. "
+        f"{bits['results'][0]['must']}. "
         "`python benchmarks/packed_linear.py`\n\n"
         f"| weights, out x in | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|\n"
         f"| must | {' | '.join(str(r['must']) for r in aims)} |\n"
         + "\n".join(lines)
-        + f"\n\n{gpu_machine(document['products']['environment'])}; bits: commit "
-        f"{document['bits']['environment']['commit']}"
+        + f"\n\n{gpu_machine(products['environment'])}; bits: commit "
+        f"{bits['environment']['commit']}"
     )
 
 

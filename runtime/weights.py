@@ -243,7 +243,7 @@ class CompressedWeight(torch.Tensor):
 
 
 class PackedWeight(CompressedWeight):
-    """Weights in the packed form, about 11.3 bits each in bf16, that products read as they lie.
+    """Weights in the packed form, about 11.4 bits each in bf16, that products read as they lie.
 
     `exact` decodes for products instead, so that results are those of the dense weight bit for bit.
     """

@@ -167,3 +167,16 @@ def save() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(params=[0x00, 0xFF], ids=["zeros", "ones"])
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory that nobody has written to: what a kernel forgets to write cannot look right."""
+    empty: Callable[..., torch.Tensor] = torch.empty
+
+    def filled(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        tensor = empty(*arguments, **keywords)
+        tensor.view(torch.uint8).fill_(request.param)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", filled)

@@ -8,7 +8,6 @@ operators use the reference. That nothing outside the arrays is read shows on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,19 +81,6 @@ def assert_same(a: PackedTensor, b: PackedTensor) -> None:
     for name in ARRAYS:
         mine, other = getattr(a, name).cpu(), getattr(b, name).cpu()
         assert mine.dtype == other.dtype and torch.equal(mine, other), name
-
-
-@pytest.fixture(params=[0x00, 0xFF], ids=["zeros", "ones"])
-def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory that nobody has written to: what a kernel forgets to write cannot look right."""
-    empty: Callable[..., torch.Tensor] = torch.empty
-
-    def filled(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        tensor = empty(*arguments, **keywords)
-        tensor.view(torch.uint8).fill_(request.param)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, fill: int, offset: int = 0) -> Any:

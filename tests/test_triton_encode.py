@@ -5,7 +5,6 @@ Where there is no CUDA device, Triton's interpreter runs the same kernels on sma
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,19 +70,6 @@ def same_as_on_the_cpu(bits: Bits, fmt: FloatFormat, device: torch.device, **lau
     assert got.index.cpu().numpy().tobytes() == coded.index.tobytes()
     assert got.words.cpu().numpy().tobytes() == coded.words.tobytes()
     return table
-
-
-@pytest.fixture(params=[0x00, 0xFF], ids=["zeros", "ones"])
-def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory that nobody has written to: what the encoder forgets to write cannot look right."""
-    empty: Callable[..., torch.Tensor] = torch.empty
-
-    def filled(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        tensor = empty(*arguments, **keywords)
-        tensor.view(torch.uint8).fill_(request.param)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 @formats

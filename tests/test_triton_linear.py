@@ -74,7 +74,7 @@ def warps(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     ],
 )  # fmt: skip
 def test_any_shape(
-    out: int, columns: int, rows: int, number: int, together: int, drop: int, dtype, warps, device
+    out: int, columns: int, rows: int, number: int, together: int, drop: int, dtype, warps, device, poison
 ):  # fmt: skip
     warps(number, together)
     weights = made(out, columns, dtype, drop)

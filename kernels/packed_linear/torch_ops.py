@@ -184,7 +184,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
 
 
-# The operators. Their schemas are written out, as torch 2.6 does not understand all annotations.
+# The operators. Their schemas are written out: those of `*weights` cannot be inferred.
 
 _WEIGHTS = (
     "Tensor words, Tensor row_start, Tensor escapes, "
@@ -325,7 +325,7 @@ def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor 
     if parts == 1:
         _decode_to(buffer, packed, 0)
         return F.linear(x, buffer, bias)
-    y = x.new_empty(x.shape[0], out)
+    y = torch.empty(x.shape[0], out, dtype=x.dtype, device=x.device)
     for start in range(0, out, step):
         stop = min(start + step, out)
         weight, part = buffer[: stop - start], y[:, start:stop]

@@ -27,6 +27,7 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .form import SLOTS, Layout, Window
 from .torch_ops import PackedTensor, format_of
+from .triton_slots import as_start, side_by_side
 
 MANY_TILES = 512
 """With so many, a warp takes two at once, as they share what it loads of x."""
@@ -44,7 +45,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     out = packed.shape[0]
     compiled = isinstance(_one_row, triton.JITFunction)
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
-    y = x.new_empty(rows, out, dtype=x.dtype if compiled else torch.float32)
+    y = torch.empty(rows, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
     tiles, lanes = packed.words.shape[0], packed.words.shape[2]
     weights = packed.words, packed.row_start, packed.escapes
     stand_in = _stand_in(packed.base, packed.parity, packed.dtype)
@@ -61,7 +62,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
             )  # fmt: skip
             return y.to(x.dtype)
         blocks = 1 << (-(-rows // 8) - 1).bit_length()
-        fragments = x.new_empty(2, SLOTS * lanes * 8 * blocks)
+        fragments = torch.empty(2, SLOTS * lanes * 8 * blocks, dtype=x.dtype, device=x.device)
         _reorder[(triton.cdiv(fragments.shape[1], STEP),)](
             fragments[0], fragments[1], x, rows, columns, C=lanes, BM=8 * blocks, STEP=STEP, num_warps=2
         )
@@ -160,27 +161,11 @@ def _high_bytes(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.const
 
 
 @triton.jit
-def _permute(low, high, SELECT: tl.constexpr, ASM: tl.constexpr):
-    """Two weights side by side: the first two of 4 slots (0x5140), or the others (0x7362)."""
-    if ASM:
-        pair = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, " + SELECT + ";", "=r,r,r", [low, high],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        if SELECT == "0x7362":
-            low = low >> 16
-            high = high >> 16
-        pair = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
-    return pair
-
-
-@triton.jit
 def _weights(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
     """Slots 4 G and 4 G + 1, and the next two, of a row."""
     low = _low_bytes(words, LOW, G)
     high = _high_bytes(words, base4, LOW, HALF, G)
-    return _permute(low, high, "0x5140", ASM), _permute(low, high, "0x7362", ASM)
+    return side_by_side(low, high, ASM)
 
 
 @triton.jit
@@ -221,13 +206,6 @@ def _mma(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
         l3, r3 = _multiply_pairs(a[3], b[1], W, HALF)
         result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
     return result
-
-
-@triton.jit
-def _start_of(row_start, row):
-    """Where the escapes of a row begin: held in 16 bits if that is enough."""
-    start = tl.load(row_start + row)
-    return start.to(tl.int32) & 0xFFFF if row_start.dtype.element_ty == tl.int16 else start
 
 
 @triton.jit
@@ -281,8 +259,8 @@ def _one_row(
     c = warp * 4 + q
     base4 = base * 0x01010101
     row = tl.minimum(tile * 16 + t // EL, N - 1)
-    first = _start_of(row_start, row) + t % EL
-    stop = _start_of(row_start, row + 1)
+    first = as_start(tl.load(row_start + row)) + t % EL
+    stop = as_start(tl.load(row_start + row + 1))
 
     a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
     pairs = _load_x(x, 4 * r * C + c, c < C, K, C, EVEN)
@@ -405,8 +383,8 @@ def _few_rows(
     last = (N + 15) // 16 - 1
     base4 = base * 0x01010101
     row = tl.minimum(tile * 16 + t // EL, N - 1)
-    first = _start_of(row_start, row) + t % EL
-    stop = _start_of(row_start, row + 1)
+    first = as_start(tl.load(row_start + row)) + t % EL
+    stop = as_start(tl.load(row_start + row + 1))
 
     zero = tl.zeros([T], tl.float32)
     sums = ()

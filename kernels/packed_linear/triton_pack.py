@@ -38,6 +38,7 @@ from .form import (
     words_shape,
 )
 from .torch_ops import PackedTensor, format_of
+from .triton_slots import as_start, side_by_side
 
 THREADS = 128
 OCTETS = 8
@@ -397,25 +398,14 @@ def _patterns(
     if F16:
         high = (high - _take(upper, g, 2, 1)) << 2 | _take(middle, g, 0, 2)
     high |= (sign << (7 - g)) & -2139062144
-    if ASM:
-        first = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
-        second = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        first = (low & 0xFF) | (high & 0xFF) << 8 | (low & 0xFF00) << 8 | (high & 0xFF00) << 16
-        low, high = (low >> 16) & 0xFFFF, (high >> 16) & 0xFFFF
-        second = (low & 0xFF) | (high & 0xFF) << 8 | (low & 0xFF00) << 8 | (high & 0xFF00) << 16
+    first, second = side_by_side(low, high, ASM)
     return first + turn, second + turn
 
 
 @triton.jit
 def _start_of(row_start_ptr, row, valid):
-    """Where the escapes of rows begin: held in 16 bits if that is enough."""
-    start = tl.load(row_start_ptr + row, mask=valid, other=0)
-    return start.to(tl.int32) & 0xFFFF if row_start_ptr.dtype.element_ty == tl.int16 else start
+    """Where the escapes of rows begin."""
+    return as_start(tl.load(row_start_ptr + row, mask=valid, other=0))
 
 
 @triton.jit
