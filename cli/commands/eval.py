@@ -40,6 +40,7 @@ def command(
     text: Annotated[
         str | None,
         typer.Option(
+            "--text",  # typer 0.27 takes a name like its metavar from that: --TEXT
             metavar="TEXT",
             help="Predict this: a UTF-8 file, a directory of them, a dataset of the Hub, or demo",
             show_default=False,

@@ -33,7 +33,13 @@ COLUMNS = {
 def command(
     src: options.ModelArgument,
     text: Annotated[
-        str, typer.Option(metavar="TEXT", help="Predict this text, as eval's --text", show_default=False)
+        str,
+        typer.Option(
+            "--text",  # its name, as in eval.py
+            metavar="TEXT",
+            help="Predict this text, as eval's --text",
+            show_default=False,
+        ),
     ],
     schemes: Annotated[
         str,
