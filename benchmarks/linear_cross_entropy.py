@@ -1,10 +1,11 @@
 """The loss of a linear head without its logits, what else is asked of it, and two heads compared, on one GPU.
 
-    python benchmarks/linear_cross_entropy.py [--sections gemma llama] [--rounds 9]
+    python benchmarks/linear_cross_entropy.py [--sections gemma llama] [--rounds 5]
 
 Heads as large as that of Gemma 2 2B and as that of Llama 3 8B, for 8,192 tokens; bf16, hidden states
-N(0, 0.5), weights N(0, 0.02), targets at random. All sides take turns, so that a card that slows down does
-so for all; times are medians of CUDA events over calls of the kind that a user makes, one behind another.
+N(0, 0.5), weights N(0, 0.02), targets at random. All sides take turns; in its turn each runs for a quarter
+of a second (triton.testing.do_bench: CUDA events, the second-level cache overwritten before each call), so
+that a card that slows down does so by what this side takes of its power. Times are medians of medians.
 Memory is the peak of torch's allocator beside inputs, results and gradients.
 
 Checked first, or the run ends: losses against fp64 logits, no further off than torch's plus 1e-5; divergence
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from environment import UNKNOWN, describe, describe_gpu, save_sections
-from gpu_codec import milliseconds
+from triton.testing import do_bench
 
 from neuzip.kernels.linear_cross_entropy import (
     Head,
@@ -92,7 +93,7 @@ def main() -> None:
     """Measure, print the table, save it: each section takes its own place in the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
@@ -330,7 +331,7 @@ def measure(cases: list[Case], rounds: int, shape: Shape) -> list[Row]:
     for _ in range(rounds):
         for case, mine in zip(cases, times, strict=True):
             with torch.set_grad_enabled("backward" in case.row):
-                mine.append(milliseconds(case.run, warm=True))
+                mine.append(do_bench(case.run, warmup=50, rep=200, return_mode="median"))
     rows = []
     for case, mine, extra in zip(cases, times, memory, strict=True):
         ms = statistics.median(mine)

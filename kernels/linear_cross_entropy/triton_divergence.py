@@ -66,7 +66,7 @@ def _configuration(dtype: torch.dtype, described: bool) -> Launch:
         return Launch(64, 64, 32, 8, 2, 16, 1, flatten=False)
     if not described:
         return Launch(64, 128, 32, 8, 3, 16, 1, flatten=False)
-    return Launch(128, 128, 64, 8, 3, 16, 1, flatten=True)
+    return Launch(128, 128, 64, 8, 3, 16, 1, flatten=False)
 
 
 def divergence(

@@ -67,8 +67,8 @@ class Launch:
     flatten: bool  # tiles and steps are one loop: the next tile is being loaded while this one ends
 
 
-def _configuration(dtype: torch.dtype, tokens: int, described: bool) -> Launch:
-    """What was fastest on an H200 (benchmarks/linear_cross_entropy.py). All widths are powers of two."""
+def _configuration(dtype: torch.dtype, tokens: int, described: bool, extras: bool) -> Launch:
+    """What was fastest on an H200 (benchmarks/results/log.md). All widths are powers of two."""
     if dtype == torch.float32:
         return Launch(64, 64, 32, 8, 2, 16, 1, flatten=False)
     if not described:
@@ -77,7 +77,8 @@ def _configuration(dtype: torch.dtype, tokens: int, described: bool) -> Launch:
         return Launch(64, 128, 64, 4, 4, 16, 2, flatten=True)
     if tokens <= 128:
         return Launch(128, 128, 64, 8, 3, 16, 1, flatten=True)
-    return Launch(256, 128, 64, 8, 3, 16, 1, flatten=True)
+    # One loop takes more power, which slows the card down; with more to do at the end of a tile it pays.
+    return Launch(256, 128, 64, 8, 3, 16, 1, flatten=extras)
 
 
 def forward(
@@ -103,7 +104,7 @@ def token_statistics(head: Head, target: Tensor, ignore_index: int, workspace: i
 
 def tile_columns(head: Head) -> int:
     """Columns of the vocabulary in a tile of `forward`."""
-    return _configuration(head.hidden.dtype, head.tokens, describable(head)).columns
+    return _configuration(head.hidden.dtype, head.tokens, describable(head), extras=False).columns
 
 
 def _run(
@@ -111,7 +112,7 @@ def _run(
 ) -> TokenStatistics:
     tokens, device = head.tokens, head.hidden.device
     described = describable(head)
-    launch = _configuration(head.hidden.dtype, tokens, described)
+    launch = _configuration(head.hidden.dtype, tokens, described, extras)
     state = State.empty(tokens, device, extras)
     logit = target_logits(head, target, ignore_index)
     if not tokens:
