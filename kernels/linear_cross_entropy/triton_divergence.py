@@ -40,6 +40,7 @@ from .triton_forward import (
     flags,
     fold,
     multipliable,
+    multiplied,
     operands,
     programs,
     target_logits,
@@ -286,10 +287,10 @@ def _tile_pairs(
         for k in range(0, MOST_D, BK):  # what is beyond a shorter D is 0
             a = _load(hidden, p_a, k, row, N, D, BM, BK, TMA)
             b = _load(weight, p_b, k, column, C, D, BN, BK, TMA)
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            acc = multiplied(a, b, acc)
             c = _load(other_hidden, p_c, k, row, N, OTHER_D, BM, BK, OTHER_TMA)
             d = _load(other_weight, p_d, k, column, C, OTHER_D, BN, BK, OTHER_TMA)
-            other_acc = tl.dot(c, d.T, other_acc, input_precision="ieee")
+            other_acc = multiplied(c, d, other_acc)
             if not TMA:
                 p_a += BK * h_col
                 p_b += BK * w_col
@@ -455,7 +456,7 @@ def _candidates(
             there = (k0 + k < D)[None, :]
             a = tl.load(p_a, mask=inside[:, None] & there, other=0.0)
             b = tl.load(p_b, mask=(n < C)[:, None] & there, other=0.0)
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            acc = multiplied(a, b, acc)
             p_a += BK * h_col
             p_b += BK * w_col
         z = tile_logits(acc, bias, column, start, C, scale, softcap, BN, BIAS, SCALE, SOFTCAP, False)

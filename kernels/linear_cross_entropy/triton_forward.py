@@ -171,6 +171,7 @@ def target_logits(head: Head, target: Tensor, ignore_index: int) -> Tensor:
     """The logits of the targets, fp32 [N]; NaN for those that are ignored or outside the vocabulary."""
     out = torch.empty(head.tokens, device=head.hidden.device)
     hidden, weight, d = head.hidden, head.weight, head.hidden.shape[1]
+    depth = _configuration(hidden.dtype, head.tokens, described=False, extras=False).step  # see `multiplied`
     step = SEGMENT if isinstance(weight, PackedTensor) else max(1, head.tokens)
     for start in range(0, head.tokens, step):
         rows = slice(start, start + step)
@@ -184,7 +185,7 @@ def target_logits(head: Head, target: Tensor, ignore_index: int) -> Tensor:
             _target_logits[(triton.cdiv(part.shape[0], 64),)](
                 out[rows], part, chosen, bias_of(head), ids, ignore_index, part.shape[0], head.vocabulary,
                 head.scale, head.softcap or 1.0, *part.stride(), *chosen.stride(),
-                D=d, B=64, BK=64, CHOSEN=isinstance(weight, PackedTensor), **flags(head),
+                D=d, B=64, BK=depth, CHOSEN=isinstance(weight, PackedTensor), **flags(head),
                 num_warps=8, num_stages=2,
             )  # fmt: skip
     return out
@@ -291,6 +292,17 @@ def tile_of(i, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit
+def multiplied(a, b, acc):
+    """acc + a @ b.T. fp32 step by step: thousands of products added one by one lose more than torch's do."""
+    if a.dtype == tl.float32:
+        part = tl.dot(a, b.T, input_precision="ieee")
+        # A plain sum would be made part of the product again.
+        return tl.fma(part, tl.full(part.shape, 1.0, tl.float32), acc)
+    else:
+        return tl.dot(a, b.T, acc, input_precision="ieee")
+
+
+@triton.jit
 def products(
     hidden, weight, row, column, N, C, h_row, h_col, w_row, w_col,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
@@ -301,7 +313,7 @@ def products(
         for k in range(0, D, BK):
             a = hidden.load([row, k])
             b = weight.load([column, k])
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            acc = multiplied(a, b, acc)
     else:
         m = row + tl.arange(0, BM)
         n = column + tl.arange(0, BN)
@@ -312,7 +324,7 @@ def products(
             inside = (k0 + k < D)[None, :]
             a = tl.load(p_a, mask=(m < N)[:, None] & inside, other=0.0)
             b = tl.load(p_b, mask=(n < C)[:, None] & inside, other=0.0)
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            acc = multiplied(a, b, acc)
             p_a += BK * h_col
             p_b += BK * w_col
     return acc
@@ -500,7 +512,7 @@ def _target_logits(
         there = counted[:, None] & (k0 + k < D)[None, :]
         a = tl.load(p_a, mask=there, other=0.0)
         b = tl.load(p_b, mask=there, other=0.0)
-        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        acc = multiplied(a, b, acc)
         p_a += BK * h_col
         p_b += BK * w_col
     own = tl.arange(0, B)[:, None] == tl.arange(0, B)[None, :]
