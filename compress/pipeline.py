@@ -49,8 +49,8 @@ from . import lossless, truncated
 from .device import CPU, Device
 from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
-from .plan import Plan, PlannedTensor, coded_streams, make_plan
-from .scheme import LOSSLESS, Rule
+from .plan import Plan, PlannedTensor, coded_streams, make_plan, try_ternary
+from .scheme import LOSSLESS, Rule, Scheme
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
@@ -153,19 +153,20 @@ def compress(
     device: Device = CPU,
     on_bytes: OnBytes = ignore,
     ranks: Ranks = ALONE,
+    allow_destructive: bool = False,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
     With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
     told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
     call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
-    `device`. Raises NeuzipError.
+    `device`. `allow_destructive` lets ternary schemes round weights that are not ternary. Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
     with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
-        plan = ranks.on_first(lambda: make_plan(source, rules, workers))
+        plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
         job = _Compression(source, plan, workers, verify, device, ranks.counting(on_bytes), ranks)
         job.require_shared_source()
         if source.checkpoint.is_file:
@@ -502,7 +503,7 @@ class _Compression:
             for verdict in check_tensors(
                 written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
             ):
-                if not verdict.identical and verdict.scheme != "truncated":
+                if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
                         "this is a bug in neuzip, or faulty memory; please report it",
@@ -574,6 +575,11 @@ class _Compression:
         def read(start: int, stop: int) -> Bits:
             return reader(start * size, stop * size).view(fmt.dtype)
 
+        as_ternary = None
+        if scheme.kind == "ternary" or try_ternary(tensor, scheme, read):
+            as_ternary = self._encode_ternary(tensor, read, scheme)
+        if as_ternary is not None and scheme.kind == "ternary":
+            return as_ternary
         try:
             if scheme.mantissa_bits is not None:
                 rounding = truncated.Rounding(fmt, scheme.mantissa_bits, scheme.block_size)
@@ -585,7 +591,9 @@ class _Compression:
                 read, numel, fmt, parallel, lambda bits: whole.update(bits.data), gpu
             )
         except lossless.NotWorthwhile:
-            return TensorRecord("raw", digest(reader, nbytes)), {}
+            return as_ternary or (TensorRecord("raw", digest(reader, nbytes)), {})
+        if as_ternary is not None and _size(as_ternary[1]) < _size(streams):
+            return as_ternary
         return TensorRecord("lossless", whole.hexdigest(), kept, streams=checksums(streams)), streams
 
     def _note(self, tensor: SourceTensor, note: str) -> None:
@@ -615,6 +623,42 @@ class _Compression:
         return TensorRecord(
             "truncated", restored, kept, rounding.block_size, original, loss, checksums(streams)
         ), streams
+
+    def _encode_ternary(
+        self, tensor: SourceTensor, read: Read, scheme: Scheme
+    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
+        """The same for a ternary tensor; None for one that is better, or has to be, kept as it is.
+
+        Where the scheme is lossless, every bit has to come back.
+        """
+        from . import ternary  # loads torch
+
+        exactly = scheme.kind == "lossless"
+        fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
+        bits = read(0, numel)
+        try:
+            weight = ternary.as_tensor(bits, fmt, tensor.info.shape)
+            coded = ternary.encode_exact(weight) if exactly else ternary.encode(weight, scheme)
+        except ternary.NoTernaryForm as reason:
+            if not exactly:
+                self._note(tensor, f"{reason}: kept lossless")
+            return None
+        except lossless.NotWorthwhile:
+            if not exactly:
+                self._note(tensor, "takes no less as codes and scales: kept lossless")
+            return None
+        if coded.is_zero:
+            self._note(tensor, "all its weights are 0")
+        original = xxhash.xxh3_64_hexdigest(bits.data)
+        restored, loss = ternary.restored(coded, bits, fmt)
+        lossy, layout = restored != original, coded.layout
+        if lossy and exactly:  # zeros have signs
+            return None
+        return TensorRecord(
+            "ternary", restored, original=original if lossy else None, loss=loss if lossy else None,
+            streams=checksums(coded.streams), quantizer=coded.quantizer, packing=layout.packing,
+            scale_dtype=layout.scale_dtype, group=layout.group,
+        ), coded.streams  # fmt: skip
 
     def _other_files(self, work: Path) -> None:
         """Carry the files that are not weights, rewrite those that name weights, and list them all."""
@@ -683,6 +727,10 @@ def checksums(streams: dict[str, Stream]) -> dict[str, str]:
     return {name: stream.checksum for name, stream in streams.items()}
 
 
+def _size(streams: dict[str, Stream]) -> int:
+    return sum(stream.nbytes for stream in streams.values())
+
+
 def describe(record: TensorRecord, dtype: str) -> str:
     """A record's scheme in a few words.
 
@@ -693,6 +741,9 @@ def describe(record: TensorRecord, dtype: str) -> str:
         return f"same as {record.alias_of}"
     if record.scheme == "truncated":
         return f"k={record.mantissa_bits}" + (f" block={record.block_size}" if record.block_size else "")
+    if record.scheme == "ternary":
+        group = "" if record.group is None else f" group={record.group}"
+        return f"ternary {record.quantizer}{group}" + (", lossless" if record.lossless else "")
     fmt = FORMATS.get(dtype)
     if record.scheme == "lossless" and fmt is not None and record.mantissa_bits < fmt.mantissa_bits:
         return f"lossless, {record.mantissa_bits} of {fmt.mantissa_bits} mantissa bits"

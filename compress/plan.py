@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,8 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
 
 from . import lossless, truncated
-from .scheme import LOSSLESS, RAW, Rule, Scheme, choose
+from .lossless import Read
+from .scheme import LINEAR_WEIGHTS, LOSSLESS, RAW, TERNARY_DTYPES, Rule, Scheme, choose
 from .source import SourceTensor, TensorSource, digest
 from .workers import Workers
 
@@ -26,6 +29,12 @@ CODED_MINIMUM = 4096
 
 ALIAS_MINIMUM = 4096
 """Bytes from which on equal tensors are stored once."""
+
+LARGEST_CONFIG = 1 << 20
+"""Bytes of a config.json that is read."""
+
+TERNARY_SAMPLE = 4096
+"""Weights of a row that a first look for ternary values takes in."""
 
 SAMPLED_BLOCKS = 12
 """Blocks of a tensor that a prediction looks at."""
@@ -63,18 +72,29 @@ class Plan:
 def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
     """The streams that tensors of one file may get."""
     return {
-        t.tensor.name: streams_of(t.scheme.block_size)
+        t.tensor.name: streams_of("lossless", t.scheme.block_size)  # their names are the longest
         for t in planned
         if t.scheme.kind != "raw" and t.alias_of is None
     }
 
 
-def make_plan(source: TensorSource, rules: Sequence[Rule], workers: Workers, predict: bool = False) -> Plan:
-    """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples."""
+def make_plan(
+    source: TensorSource,
+    rules: Sequence[Rule],
+    workers: Workers,
+    predict: bool = False,
+    allow_destructive: bool = False,
+) -> Plan:
+    """Choose a scheme for every tensor, find equal ones, and perhaps predict sizes from samples.
+
+    Raises NeuzipError for ternary schemes of weights that are not ternary, unless `allow_destructive`.
+    """
     require_matches(rules, [tensor.name for tensor in source.tensors()])
-    planned = [
-        _apply(tensor, choose(rules, tensor.name, len(tensor.info.shape))) for tensor in source.tensors()
-    ]
+    chosen = [(t, choose(rules, t.name, len(t.info.shape))) for t in source.tensors()]
+    _refuse_packed(source, [t for t, scheme in chosen if scheme.kind == "ternary"])
+    planned = [_apply(tensor, scheme) for tensor, scheme in chosen]
+    if not allow_destructive:
+        _refuse_destruction(source, planned, workers)
     planned = _find_aliases(source, planned)
     checkpoint = source.checkpoint
     sizes = {f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)}
@@ -92,10 +112,10 @@ def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
     """Raise NeuzipError for a rule that no tensor's name matches: most likely a slip of the pen."""
     for rule in rules:
         if rule.match != "*" and not any(fnmatchcase(name, rule.match) for name in names):
-            raise NeuzipError(
-                f"no tensor is called anything like {rule.match!r}",
-                "neuzip inspect SRC lists the names; correct the glob or leave it out",
-            )
+            hint = "neuzip inspect SRC lists the names; correct the glob or leave it out"
+            if rule.match == LINEAR_WEIGHTS and rule.scheme.kind == "ternary":
+                hint = 'name the linear layers in a --plan, in rules with scheme = "ternary"'
+            raise NeuzipError(f"no tensor is called anything like {rule.match!r}", hint)
 
 
 def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
@@ -107,11 +127,124 @@ def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
         return PlannedTensor(tensor, RAW, f"{tensor.info.dtype} has no exponent to code")
     if tensor.info.nbytes < CODED_MINIMUM:
         return PlannedTensor(tensor, RAW, "too small to shrink")
+    if scheme.kind == "ternary" and (tensor.info.dtype not in TERNARY_DTYPES or not tensor.info.shape):
+        return PlannedTensor(tensor, LOSSLESS, f"{tensor.info.dtype} has no ternary form")
     if scheme.mantissa_bits is not None and scheme.mantissa_bits >= fmt.mantissa_bits:
         return PlannedTensor(tensor, LOSSLESS, f"{fmt.name} has {fmt.mantissa_bits} mantissa bits")
     if scheme.block_size is not None and not truncated.normalisable(fmt):
         return PlannedTensor(tensor, replace(scheme, block_size=None), f"{fmt.name} takes no normaliser")
     return PlannedTensor(tensor, scheme)
+
+
+def may_be_ternary(read: Read, shape: Sequence[int], group: int | None = None) -> bool:
+    """Whether weights of one group in three rows of a tensor are all -s, 0 and s: then it may be ternary.
+
+    `read` gives bit patterns, of a dtype of TERNARY_DTYPES. Without a `group` a row has one scale.
+    """
+    columns = shape[-1] if shape else 0
+    numel = math.prod(shape)
+    if numel == 0:
+        return False
+    rows = numel // columns
+    for row in {0, rows // 2, rows - 1}:
+        bits = read(row * columns, row * columns + min(columns, group or columns, TERNARY_SAMPLE))
+        magnitudes = bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
+        if np.unique(magnitudes[magnitudes > 0]).size > 1:
+            return False
+    return True
+
+
+def try_ternary(tensor: SourceTensor, scheme: Scheme, read: Read) -> bool:
+    """Whether a matrix that is to be lossless may take less as codes and scales."""
+    return (
+        scheme.kind == "lossless"
+        and tensor.info.dtype in TERNARY_DTYPES
+        and len(tensor.info.shape) > 1
+        and may_be_ternary(read, tensor.info.shape)
+    )
+
+
+def _refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], workers: Workers) -> None:
+    """Raise NeuzipError if a tensor that is to be ternary has other values than -s, 0 and s."""
+    online = _is_trained_online(source)
+    fitting = Scheme("ternary", quantizer="absmean-clamped")
+    asked = [
+        t
+        for t in planned
+        if t.scheme.kind == "ternary"
+        and not (online and (t.scheme.quantizer, t.scheme.group) == (fitting.quantizer, fitting.group))
+    ]
+    promising = list(workers.map(lambda t: _may_be_ternary(source, t), asked))
+    # One at a time: now whole tensors are read.
+    names = [
+        t.tensor.name
+        for t, may_be in zip(asked, promising, strict=True)
+        if not (may_be and _is_ternary(source, t))
+    ]
+    if names:
+        if online:
+            raise NeuzipError(
+                f"{source.checkpoint.path}: config.json says bitnet, online: it was trained for one scale a "
+                "tensor, the clamped absmean",
+                "give --ternary-quantizer absmean-clamped, and no group",
+            )
+        raise NeuzipError(
+            f"{source.checkpoint.path}: {len(names)} of {len(asked)} tensors that are to be ternary have "
+            f"other values than -s, 0 and s, {names[0]!r} first; rounding them destroys a model that was not "
+            "trained for it: in a third-party audit perplexity on WikiText went from 13.9 to 3.8e6",
+            "leave them lossless, or give --allow-destructive to do it all the same",
+        )
+
+
+def _refuse_packed(source: TensorSource, asked: Iterable[SourceTensor]) -> None:
+    """Raise NeuzipError for a tensor that is to be ternary and holds packed codes already."""
+    names = {t.name for t in source.tensors()}
+    for tensor in asked:
+        if tensor.info.dtype == "U8" and f"{tensor.name}_scale" in names:
+            raise NeuzipError(
+                f"{source.checkpoint.path}: {tensor.name!r} holds ternary weights packed for transformers' "
+                f"bitnet (U8, beside {tensor.name}_scale) already, 2 bits each",
+                "leave out --ternary: then they stay as they are, and everything else is compressed",
+            )
+
+
+def _is_trained_online(source: TensorSource) -> bool:
+    """Whether config.json says that transformers makes the weights ternary in every forward pass."""
+    path = source.checkpoint.root / "config.json"
+    if "config.json" not in source.checkpoint.others or path.stat().st_size > LARGEST_CONFIG:
+        return False
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # whoever rewrites it says so
+        return False
+    how = config.get("quantization_config") if isinstance(config, dict) else None
+    return (
+        isinstance(how, dict)
+        and how.get("quant_method") == "bitnet"
+        and how.get("quantization_mode") == "online"
+    )
+
+
+def _patterns(source: TensorSource, tensor: SourceTensor) -> Read:
+    fmt, reader = FORMATS[tensor.info.dtype], source.reader(tensor)
+    size = fmt.bits // 8
+    return lambda start, stop: reader(start * size, stop * size).view(fmt.dtype)
+
+
+def _may_be_ternary(source: TensorSource, planned: PlannedTensor) -> bool:
+    group = planned.scheme.group
+    read = _patterns(source, planned.tensor)
+    return may_be_ternary(read, planned.tensor.info.shape, group if isinstance(group, int) else None)
+
+
+def _is_ternary(source: TensorSource, planned: PlannedTensor) -> bool:
+    """Whether all values of a tensor are -s, 0 and s already, s being the tensor's, a row's or a group's."""
+    from . import ternary  # loads torch
+
+    info = planned.tensor.info
+    bits = _patterns(source, planned.tensor)(0, info.numel)
+    weight = ternary.as_tensor(bits, FORMATS[info.dtype], info.shape)
+    return ternary.find_exact(weight, ternary.Layout.of_scheme(info.shape, planned.scheme).group) is not None
 
 
 def _find_aliases(source: TensorSource, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
@@ -149,6 +282,8 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
     info = planned.tensor.info
     if planned.alias_of is not None or planned.scheme.kind == "raw" or info.numel == 0:
         return replace(planned, predicted=0 if planned.alias_of is not None else info.nbytes)
+    if planned.scheme.kind == "ternary":
+        return replace(planned, predicted=min(_ternary_bytes(planned), info.nbytes))
     fmt = FORMATS[info.dtype]
     blocks = -(-info.numel // rans.BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(SAMPLED_BLOCKS, blocks)).astype(int))
@@ -171,14 +306,24 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
         return replace(planned, predicted=info.nbytes)
     words = streams["words"].nbytes * info.numel // sample.size
     predicted = streams["table"].nbytes + 2 * blocks + words + (1 + kept) * info.numel // 8 + normalisers
+    if try_ternary(planned.tensor, planned.scheme, _patterns(source, planned.tensor)):
+        predicted = min(predicted, _ternary_bytes(planned))
     return replace(planned, predicted=min(predicted, info.nbytes))
+
+
+def _ternary_bytes(planned: PlannedTensor) -> int:
+    """What codes and scales take."""
+    from . import ternary  # loads torch
+
+    layout = ternary.Layout.of_scheme(planned.tensor.info.shape, planned.scheme)
+    return sum(map(lossless.padded, layout.stream_bytes.values()))
 
 
 def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor]) -> int:
     """The size of a container: tensors, names and records."""
     header = source.header(file)
     zeros = "0" * 16
-    streams = dict.fromkeys(streams_of(None), zeros)
+    streams = dict.fromkeys(streams_of("lossless"), zeros)
     records = {
         t.tensor.name: TensorRecord("raw", zeros)
         if t.scheme.kind == "raw"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.manifest import is_block_size
+from neuzip.formats.manifest import PACKINGS, SCALE_DTYPES, is_block_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,23 +19,37 @@ else:
     import tomli as tomllib
 
 _NUMBERS = ("mantissa_bits", "block_size", "min_dimensions")
+_TERNARY = ("quantizer", "group", "packing", "scale_dtype")
+TERNARY_DTYPES = ("BF16", "F16", "F32")
+QUANTIZERS = ("absmean", "absmean-clamped", "least-squares")
+LINEAR_WEIGHTS = "*layers.*_proj.weight"
+"""What `--ternary` is for: the linear layers of attention and MLP, as most models call them."""
 BLOCK_SIZES = "a power of two from 8 to 16384"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a tensor is to be stored: `raw`, `lossless`, or `truncated` to `mantissa_bits`.
+    """How a tensor is to be stored: `raw`, `lossless`, `truncated` to `mantissa_bits`, or `ternary`.
 
-    `block_size` is the number of weights that share a normaliser, or None. Raises UsageError.
+    `block_size` is the number of weights that share a normaliser, or None. For `ternary`: `quantizer` is one
+    of QUANTIZERS, `group` the number of weights of a row that share a scale ("row": all; None: all of the
+    tensor), `packing` and `scale_dtype` say how codes and scales are stored. Raises UsageError.
     """
 
     kind: str = "lossless"
     mantissa_bits: int | None = None
     block_size: int | None = None
+    quantizer: str = "absmean"
+    group: int | str | None = None
+    packing: str = "trits"
+    scale_dtype: str = "F32"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("raw", "lossless", "truncated"):
-            raise UsageError(f"unknown scheme {self.kind!r}", "the schemes are raw, lossless and truncated")
+        if self.kind not in ("raw", "lossless", "truncated", "ternary"):
+            raise UsageError(
+                f"unknown scheme {self.kind!r}", "the schemes are raw, lossless, truncated and ternary"
+            )
+        self._check_ternary()
         if (self.kind == "truncated") != (self.mantissa_bits is not None):
             raise UsageError(f"the scheme {self.kind!r} with mantissa bits {self.mantissa_bits}")
         if self.mantissa_bits is not None and not 0 <= self.mantissa_bits <= 51:
@@ -45,7 +59,29 @@ class Scheme:
         if self.block_size is not None and not is_block_size(self.block_size):
             raise UsageError(f"the block size {self.block_size} is not {BLOCK_SIZES}")
 
+    def _check_ternary(self) -> None:
+        if self.kind != "ternary":
+            for field in fields(self):
+                if field.name in _TERNARY and getattr(self, field.name) != field.default:
+                    raise UsageError(f"the scheme {self.kind!r} has no {field.name}", "only ternary has")
+            return
+        for name, choices in (
+            ("quantizer", QUANTIZERS), ("packing", PACKINGS), ("scale_dtype", SCALE_DTYPES),
+        ):  # fmt: skip
+            if getattr(self, name) not in choices:
+                raise UsageError(
+                    f"{getattr(self, name)!r} is no {name} of ternary weights", f"give {' or '.join(choices)}"
+                )
+        if self.group not in (None, "row") and (type(self.group) is not int or self.group < 1):
+            raise UsageError(
+                f"the group {self.group!r} is no number of weights",
+                "give a number such as 128, or row; without one the tensor has one scale",
+            )
+
     def __str__(self) -> str:
+        if self.kind == "ternary":
+            group = "" if self.group is None else f" group={self.group}"
+            return f"ternary {self.quantizer}{group}"
         if self.kind != "truncated":
             return self.kind
         return f"k={self.mantissa_bits}" + (f" block={self.block_size}" if self.block_size else "")
@@ -73,29 +109,49 @@ class Rule:
             entry["mantissa_bits"] = self.scheme.mantissa_bits
         if self.scheme.block_size is not None:
             entry["block_size"] = self.scheme.block_size
+        if self.scheme.kind == "ternary":
+            entry |= {key: value for key in _TERNARY if (value := getattr(self.scheme, key)) is not None}
         if self.min_dimensions:
             entry["min_dimensions"] = self.min_dimensions
         return entry
 
 
 def rules_of_options(
-    mantissa_bits: int | None, block_size: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    mantissa_bits: int | None,
+    block_size: str,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    ternary: Scheme | None = None,
 ) -> list[Rule]:
     """The rules that the options of `neuzip compress` stand for. Raises UsageError.
 
     `block_size` is a number or "none". Only tensors of two and more dimensions are rounded: norms and biases
-    weigh little and matter much, so they stay lossless.
+    weigh little and matter much, so they stay lossless. `ternary` is for LINEAR_WEIGHTS only.
     """
+    if ternary is not None and include:
+        raise UsageError(
+            "--ternary excludes --include", "for other tensors than " + LINEAR_WEIGHTS + " write a --plan"
+        )
     if block_size != "none" and not (block_size.isdecimal() and len(block_size) < 10):
         raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
     size = None if block_size == "none" else int(block_size)
     scheme = Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
     rules = [Rule(glob, RAW) for glob in exclude]
+    if ternary is not None:
+        rules.append(Rule(LINEAR_WEIGHTS, ternary, min_dimensions=2))
     for glob in include or ["*"]:
         if scheme.mantissa_bits is not None:
             rules.append(Rule(glob, scheme, min_dimensions=2))
         rules.append(Rule(glob, LOSSLESS))
     return [*rules, Rule("*", RAW)] if include else rules
+
+
+def ternary_of_options(quantizer: str, group: str, packing: str) -> Scheme:
+    """The scheme that the options --ternary-... stand for. `group` is a number, "row" or "tensor"."""
+    if group not in ("row", "tensor") and not (group.isdecimal() and len(group) < 10):
+        raise UsageError(f"--ternary-group {group!r} is neither a number nor row nor tensor")
+    size = int(group) if group.isdecimal() else None if group == "tensor" else group
+    return Scheme("ternary", quantizer=quantizer, group=size, packing=packing)
 
 
 def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
@@ -128,7 +184,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = []
     for number, entry in enumerate(entries, 1):
-        unknown = set(entry) - {"match", "scheme", *_NUMBERS}
+        unknown = set(entry) - {"match", "scheme", *_NUMBERS, *_TERNARY}
         if unknown or not isinstance(entry.get("match"), str):
             problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "match is missing"
             raise NeuzipError(f"{path}: rule {number}: {problem}")
@@ -136,7 +192,10 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
             raise NeuzipError(f"{path}: rule {number}: {', '.join(_NUMBERS)} are whole numbers")
         try:
             default = "truncated" if "mantissa_bits" in entry else "lossless"
-            scheme = Scheme(entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size"))
+            named = {key: entry[key] for key in _TERNARY if key in entry}
+            scheme = Scheme(
+                entry.get("scheme", default), entry.get("mantissa_bits"), entry.get("block_size"), **named
+            )
         except UsageError as error:
             raise NeuzipError(f"{path}: rule {number}: {error.message}", error.hint) from error
         rules.append(Rule(entry["match"], scheme, entry.get("min_dimensions", 0)))

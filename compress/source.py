@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from . import lossless, truncated
 from .device import CPU, Device
 from .lossless import PIECE, OnGpu
+
+if TYPE_CHECKING:
+    from . import ternary
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -146,7 +149,7 @@ class TensorSource:
             return self.reader(self.resolve(tensor))
         if record.scheme == "raw":
             return lambda start, stop: opened.read_raw(tensor.name, start, stop)
-        decoder = self._decoder(tensor, opened, record)
+        decoder = self.decoder(tensor)
         size = DTYPE_BITS[tensor.info.dtype] // 8
 
         def read(start: int, stop: int) -> Bytes:
@@ -181,12 +184,15 @@ class TensorSource:
         (opened.file if isinstance(opened, Container) else opened).read_at(offset, target)
 
     def coding(self, tensor: SourceTensor) -> Coding | None:
-        """How a tensor is coded; None for one that is stored as it is. Raises FormatError."""
-        opened, record = self._files[tensor.file], tensor.record
-        if record is None or not record.streams:
+        """How the floats of a tensor are coded; None for one that is ternary, or stored as it is.
+
+        Raises FormatError.
+        """
+        record = tensor.record
+        if record is None or not record.streams or record.scheme == "ternary":
             return None
-        assert isinstance(opened, Container)
-        decoder = self._decoder(tensor, opened, record)
+        decoder = self.decoder(tensor)
+        assert isinstance(decoder, (lossless.Decoder, truncated.Decoder))
         inner = decoder.inner if isinstance(decoder, truncated.Decoder) else decoder
         return Coding(
             FORMATS[tensor.info.dtype], record.mantissa_bits, record.block_size,
@@ -234,9 +240,14 @@ class TensorSource:
                     tensor=tensor.name, field=stream,
                 )  # fmt: skip
 
-    def _decoder(
-        self, tensor: SourceTensor, opened: Container, record: TensorRecord
-    ) -> lossless.Decoder | truncated.Decoder:
+    def decoder(self, tensor: SourceTensor) -> lossless.Decoder | truncated.Decoder | ternary.Decoder:
+        """What decodes ranges of a tensor that has streams. Raises FormatError.
+
+        Ternary tensors are decoded on the CPU, whatever the device: there is little to do.
+        """
+        opened, record = self._files[tensor.file], tensor.record
+        assert isinstance(opened, Container)
+        assert record is not None
         fmt = FORMATS.get(tensor.info.dtype)
         if fmt is None:
             raise FormatError(
@@ -250,6 +261,8 @@ class TensorSource:
         def length(stream: str) -> int:
             return opened.stream_bytes(tensor.name, stream)
 
+        if record.scheme == "ternary":
+            return _ternary_decoder(opened.path, tensor, read, length)
         gpu = self.device.gpu_for(tensor.info.numel)
         on_gpu = None
         if gpu is not None:
@@ -277,6 +290,22 @@ class TensorSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ternary_decoder(
+    path: Path, tensor: SourceTensor, read: lossless.ReadStream, length: Callable[[str], int]
+) -> ternary.Decoder:
+    import torch  # only who has ternary tensors waits for it
+
+    from . import ternary
+
+    def read_tensor(stream: str, start: int, stop: int) -> torch.Tensor:
+        return torch.from_numpy(read(stream, start, stop))
+
+    try:
+        return ternary.of_tensor(tensor, read_tensor, length)
+    except NeuzipError as error:
+        raise FormatError(path, error.message, tensor=tensor.name) from error
 
 
 def weight_bytes(path: str | os.PathLike[str]) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -193,6 +193,12 @@ class Error:
         """The two figures of the manifest, to 6 digits."""
         rms = math.sqrt(self.relative_squares / self.nonzero) if self.nonzero else 0.0
         return Loss(_six_digits(self.max_relative), _six_digits(rms))
+
+    @property
+    def ternary_loss(self) -> Loss:
+        """The same with the error of the whole tensor: a weight that becomes 0 is off by 1, however small."""
+        l2 = self.relative_l2
+        return replace(self.loss, relative_l2=_six_digits(l2) if math.isfinite(l2) else None)
 
     @property
     def relative_l2(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -36,8 +36,9 @@ def ignore(_: int) -> None:
 class TensorVerdict:
     """What was found out about one tensor.
 
-    `identical` is whether it equals the original, or None where no original was given; for one that does not,
-    the largest relative error and the relative L2 error.
+    `lossless` is whether it is stored so that it restores to the original. `identical` is whether it equals
+    the original, or None where no original was given; for one that does not, the largest relative error and
+    the relative L2 error.
     """
 
     file: str
@@ -47,6 +48,7 @@ class TensorVerdict:
     identical: bool | None = None
     max_relative: float | None = None
     relative_l2: float | None = None
+    lossless: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def verify(
 
             verdicts = list(check_tensors(source, tensors, workers, other, on_bytes))
     for verdict in verdicts:
-        if verdict.identical is False and verdict.scheme != "truncated":
+        if verdict.identical is False and verdict.lossless:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
                 f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
@@ -129,7 +131,9 @@ def _alias_verdict(source: TensorSource, tensor: SourceTensor, target: SourceTen
             source.checkpoint.root / tensor.file, f"its checksum is not that of {target.name!r}",
             tensor=tensor.name,
         )  # fmt: skip
-    return TensorVerdict(tensor.file, tensor.name, target.record.scheme, tensor.info.nbytes)
+    return TensorVerdict(
+        tensor.file, tensor.name, target.record.scheme, tensor.info.nbytes, lossless=target.record.lossless
+    )
 
 
 def verify_files(source: TensorSource) -> int:
@@ -223,17 +227,18 @@ def check_tensors(
                 tensor=tensor.name,
             )  # fmt: skip
         scheme = tensor.record.scheme if tensor.record is not None else "plain"
+        stored = tensor.record
         if scheme == "alias":
-            target = source.resolve(tensor).record
-            scheme = target.scheme if target is not None else scheme
-        verdict = TensorVerdict(tensor.file, tensor.name, scheme, tensor.info.nbytes)
+            stored = source.resolve(tensor).record
+            scheme = stored.scheme if stored is not None else scheme
+        lossless = stored is None or stored.lossless
+        verdict = TensorVerdict(tensor.file, tensor.name, scheme, tensor.info.nbytes, lossless=lossless)
         if original is not None and identical:
-            verdict = TensorVerdict(tensor.file, tensor.name, scheme, tensor.info.nbytes, True, 0.0, 0.0)
+            verdict = replace(verdict, identical=True, max_relative=0.0, relative_l2=0.0)
         elif original is not None:
-            verdict = TensorVerdict(
-                tensor.file, tensor.name, scheme, tensor.info.nbytes, False,
-                error.max_relative, error.relative_l2,
-            )  # fmt: skip
+            verdict = replace(
+                verdict, identical=False, max_relative=error.max_relative, relative_l2=error.relative_l2
+            )
         yield verdict
 
 

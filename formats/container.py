@@ -26,8 +26,11 @@ from .tensor_file import MAX_HEADER, Header, TensorFile, TensorInfo, parse_heade
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
 
-STREAM_DTYPES = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8"}
-"""The streams of a coded tensor, in the order in which they are written."""
+STREAM_DTYPES = {
+    "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
+    "codes": "U8", "scale": "U8",
+}  # fmt: skip
+"""The streams of coded tensors, in the order in which they are written."""
 
 HEADER_ENTRY = "neuzip:header"
 MANIFEST_ENTRY = "neuzip:manifest"
@@ -73,9 +76,11 @@ def padded_stream(parts: Sequence[npt.NDArray[np.generic]]) -> Stream:
     return Stream([*parts, np.zeros(short // parts[0].itemsize, parts[0].dtype)])  # type: ignore[list-item]
 
 
-def streams_of(block_size: int | None) -> list[str]:
-    """The streams of a coded tensor with or without a normaliser."""
-    return [s for s in STREAM_DTYPES if s != "normaliser" or block_size is not None]
+def streams_of(scheme: str, block_size: int | None = None) -> list[str]:
+    """The streams of a coded tensor: of floats with or without a normaliser, or of a ternary one."""
+    if scheme == "ternary":
+        return ["codes", "scale"]
+    return ["table", "index", "words", "sign_mantissa", *(["normaliser"] if block_size is not None else [])]
 
 
 class ContainerWriter:
@@ -269,7 +274,7 @@ class Container:
                     raise FormatError(
                         self.path, f"no weights, so it cannot be {record.scheme}", tensor=name, field="scheme"
                     )
-                wanted = streams_of(record.block_size)
+                wanted = streams_of(record.scheme, record.block_size)
                 if set(record.streams) != set(wanted):
                     raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
                 for stream in wanted:

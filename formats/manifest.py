@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,12 @@ from neuzip.errors import FormatError
 from .tensor_file import parse_json
 
 VERSION = 1
-SCHEMES = ("raw", "lossless", "truncated", "alias")
+SCHEMES = ("raw", "lossless", "truncated", "ternary", "alias")
+PACKINGS = ("trits", "2bit")
+SCALE_DTYPES = ("F32", "F16")
+QUANTIZERS = ("absmean", "absmean-clamped", "least-squares", "exact")
+"""What ternary weights may come from. "exact": their values were ternary already."""
+
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """Features that a manifest may require of its reader. Version 1 has none."""
 
@@ -27,10 +32,17 @@ class Loss:
     """What rounding did to a tensor: errors relative to each non-zero weight.
 
     `max_relative` is the largest |restored - original| / |original|, `rms_relative` its root mean square.
+    `relative_l2` is |restored - original| / |original| of the whole tensor in the Euclidean norm, which only
+    ternary tensors have.
     """
 
     max_relative: float
     rms_relative: float
+    relative_l2: float | None = None
+
+    def to_json(self) -> dict[str, float]:
+        """The figures that there are."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,8 @@ class TensorRecord:
 
     `checksum` is the xxh3-64 of the tensor's bytes as they are restored, `original` of the bytes that were
     compressed, where rounding made them differ. `streams` maps the names of the streams to their xxh3-64.
-    `alias_of` names the tensor that holds the bytes, `alias_file` its file if it is another one.
+    `alias_of` names the tensor that holds the bytes, `alias_file` its file if it is another one. The last
+    four are of ternary tensors; a `group` of None is one scale for the tensor.
     """
 
     scheme: str
@@ -51,6 +64,10 @@ class TensorRecord:
     streams: Mapping[str, str] = field(default_factory=dict)
     alias_of: str | None = None
     alias_file: str | None = None
+    quantizer: str | None = None
+    packing: str | None = None
+    scale_dtype: str | None = None
+    group: int | None = None
 
     @property
     def lossless(self) -> bool:
@@ -66,16 +83,20 @@ class TensorRecord:
                 entry["file"] = self.alias_file
         if self.scheme in ("lossless", "truncated"):
             entry["mantissa_bits"] = self.mantissa_bits
+        if self.scheme == "ternary":
+            entry["quantizer"] = self.quantizer
+            entry["packing"] = self.packing
+            entry["scale_dtype"] = self.scale_dtype
+        if self.group is not None:
+            entry["group"] = self.group
+        if self.streams:
             entry["streams"] = dict(self.streams)
         if self.block_size is not None:
             entry["block_size"] = self.block_size
         if self.original is not None:
             entry["original"] = self.original
         if self.loss is not None:
-            entry["loss"] = {
-                "max_relative": self.loss.max_relative,
-                "rms_relative": self.loss.rms_relative,
-            }
+            entry["loss"] = self.loss.to_json()
         return entry
 
 
@@ -160,26 +181,55 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
     if scheme == "raw":
         return TensorRecord(scheme, entry["checksum"])
     mantissa_bits, streams = entry.get("mantissa_bits"), entry.get("streams")
-    if type(mantissa_bits) is not int or not 0 <= mantissa_bits <= 52:
-        raise bad("mantissa_bits")
     if not isinstance(streams, dict) or not all(is_checksum(c) for c in streams.values()):
         raise bad("streams")
+    if scheme == "ternary":
+        for key, choices in (
+            ("quantizer", QUANTIZERS), ("packing", PACKINGS), ("scale_dtype", SCALE_DTYPES),
+        ):  # fmt: skip
+            if entry.get(key) not in choices:
+                raise bad(key)
+        group = entry.get("group")
+        if group is not None and (type(group) is not int or group < 1):
+            raise bad("group")
+        # Without `original` the weights had this form already, and nothing is lost.
+        original, loss = (None, None) if entry.get("original") is None else _loss_of(entry, bad)
+        return TensorRecord(
+            scheme, entry["checksum"], original=original, loss=loss, streams=streams,
+            quantizer=entry["quantizer"], packing=entry["packing"], scale_dtype=entry["scale_dtype"],
+            group=group,
+        )  # fmt: skip
+    if type(mantissa_bits) is not int or not 0 <= mantissa_bits <= 52:
+        raise bad("mantissa_bits")
     if scheme == "lossless":
         return TensorRecord(scheme, entry["checksum"], mantissa_bits, streams=streams)
-    block_size, original, loss = entry.get("block_size"), entry.get("original"), entry.get("loss")
+    block_size = entry.get("block_size")
     if block_size is not None and (type(block_size) is not int or not is_block_size(block_size)):
         raise bad("block_size")
-    if not is_checksum(original):
+    return TensorRecord(scheme, entry["checksum"], mantissa_bits, block_size, *_loss_of(entry, bad), streams)
+
+
+def _loss_of(entry: dict[str, Any], bad: Callable[[str], FormatError]) -> tuple[str, Loss]:
+    """The original's checksum, and the loss."""
+    original, loss = entry.get("original"), entry.get("loss")
+    if not isinstance(original, str) or not is_checksum(original):
         raise bad("original")
     if not isinstance(loss, dict) or not all(
-        type(loss.get(k)) in (int, float) and 0 <= loss[k] <= sys.float_info.max
-        for k in ("max_relative", "rms_relative")
+        _is_figure(loss.get(key)) for key in ("max_relative", "rms_relative")
     ):
         raise bad("loss")
-    return TensorRecord(
-        scheme, entry["checksum"], mantissa_bits, block_size, original,
-        Loss(float(loss["max_relative"]), float(loss["rms_relative"])), streams,
-    )  # fmt: skip
+    relative_l2 = loss.get("relative_l2")
+    if relative_l2 is not None and not _is_figure(relative_l2):
+        raise bad("loss")
+    return original, Loss(
+        float(loss["max_relative"]),
+        float(loss["rms_relative"]),
+        float(relative_l2) if relative_l2 is not None else None,
+    )
+
+
+def _is_figure(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def is_block_size(n: int) -> bool:

@@ -67,6 +67,7 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
         keep_trailing_newline=True,
     )
     environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
+    environment.filters["norm"] = _norm
     return environment.get_template("model_card.md.j2").render(
         metadata=_new_metadata(metadata, base_model, lossless=not rounded),
         base_models=_listed(base_model),
@@ -80,6 +81,7 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
         ),
         parts=_parts(stored.values()),
         rounded=rounded,
+        ternary=sum(loss.relative_l2 is not None for *_, loss in rounded),
         max_relative=max((loss.max_relative for *_, loss in rounded), default=0.0),
         rms_relative=max((loss.rms_relative for *_, loss in rounded), default=0.0),
         original=text.strip("\r\n"),
@@ -167,6 +169,10 @@ def _scheme(record: TensorRecord) -> str:
         normalised = f" in blocks of {record.block_size}" if record.block_size is not None else ""
         bits = "1 mantissa bit" if record.mantissa_bits == 1 else f"{record.mantissa_bits} mantissa bits"
         return bits + normalised
+    if record.scheme == "ternary":
+        scales = "the tensor" if record.group is None else f"{record.group} weights of a row"
+        how = "already" if record.lossless else f"by {record.quantizer}"
+        return f"ternary {how}, a scale for {scales}"
     return {"raw": "stored as it is", "alias": "shared with another tensor"}.get(record.scheme, record.scheme)
 
 
@@ -207,6 +213,11 @@ def _ratio(part: Part) -> str:
 
 def _bits(part: Part) -> str:
     return f"{8 * part.stored_bytes / part.weights:.2f}" if part.weights else "-"
+
+
+def _norm(relative_l2: float | None) -> str:
+    """A cell with a tensor's relative error, empty where it has none."""
+    return f" {relative_l2:.6g} |" if relative_l2 is not None else " |"
 
 
 def _code(name: str) -> str:

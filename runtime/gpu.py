@@ -15,7 +15,7 @@ Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +24,8 @@ from queue import SimpleQueue
 import torch
 import xxhash
 
-from neuzip.compress.lossless import padded
+from neuzip.compress import ternary
+from neuzip.compress.lossless import padded, pieces
 from neuzip.compress.source import Coding, Extent, SourceTensor, TensorSource
 from neuzip.compress.workers import default_jobs
 from neuzip.errors import FormatError, NeuzipError
@@ -301,15 +302,36 @@ class _Load:
         outs: list[torch.Tensor] = []
         for number, streams in part.streams.items():
             tensor = self._tensors[number]
+            if ternary.is_ternary(tensor):
+                continue
             coding = self._source.coding(tensor)  # before there is memory for what a hostile header may claim
             assert coding is not None
             self._memory[number] = self._empty(tensor.info.nbytes)
             coded.append(_coded_tensor(coding, tensor.info.numel, streams))
             outs.append(self._memory[number].view(PATTERNS[coding.fmt.bits]))
         self._queues.kernels_wait()
+        for number in [n for n in part.streams if ternary.is_ternary(self._tensors[n])]:
+            self._memory[number] = self._decode_ternary(number, part.streams.pop(number))
         numbers = list(part.streams)
         part.streams.clear()
         return numbers, decode(coded, outs)
+
+    def _decode_ternary(self, number: int, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The bytes of a ternary tensor whose streams have arrived. Waits for the GPU, to check the codes."""
+        tensor = self._tensors[number]
+        try:
+            decoder = ternary.of_tensor(
+                tensor,
+                lambda name, start, stop: streams[name][start:stop],
+                lambda name: streams[name].numel(),
+            )
+            memory = self._empty(tensor.info.nbytes)
+            size = tensor.info.nbytes // tensor.info.numel
+            for start, stop in pieces(tensor.info.numel):
+                memory[start * size : stop * size] = decoder.weights(start, stop).view(torch.uint8)
+        except NeuzipError as error:
+            raise self._refusal(number, error.message, None) from error
+        return memory
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)

@@ -74,7 +74,7 @@ def pad16(length: int) -> int:
 
 
 def check_path(path: Any, what: str) -> None:
-    """Sections 3 and 10: relative, and no part is empty, `.` or `..`."""
+    """Sections 3 and 11: relative, and no part is empty, `.` or `..`."""
     good = isinstance(path, str) and not {"", ".", ".."} & set(path.split("/"))
     must(good, f"{what} is not a relative path of plain parts.")
 
@@ -140,7 +140,10 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, record in dict(records or {}).items():
         must(isinstance(record, dict), f"The record of {name!r} is not an object.")
         scheme, B = record.get("scheme"), record.get("block_size")
-        must(scheme in ["raw", "lossless", "truncated", "alias"], f"The scheme {scheme!r} is not known.")
+        must(
+            scheme in ["raw", "lossless", "truncated", "ternary", "alias"],
+            f"The scheme {scheme!r} is not known.",
+        )
         needed = ["checksum"]
         if scheme == "alias":
             needed += ["of"]
@@ -151,11 +154,20 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             good = "block_size" not in record or (is_count(B) and B in [1 << bit for bit in range(3, 15)])
             must(good, f"{name!r} has the block_size {B!r}.")
             must(scheme == "truncated" or B is None, f"{name!r} is lossless and has a block_size.")
-            streams = set(STREAMS) - ({"normaliser"} if B is None else set())
+            streams = set(STREAMS) - {"codes", "scale"} - ({"normaliser"} if B is None else set())
             needed += ["original"] * (scheme == "truncated")
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
             must(good, f"{name!r} has not the streams of its scheme.")
-        if scheme == "truncated":
+        if scheme == "ternary":
+            G = record.get("group")
+            must(record.get("packing") in ["trits", "2bit"], f"The packing of {name!r} is not known.")
+            must(record.get("scale_dtype") in ["F32", "F16"], f"The scale_dtype of {name!r} is not known.")
+            sources = ["absmean", "absmean-clamped", "least-squares", "exact"]
+            must(record.get("quantizer") in sources, f"The quantizer of {name!r} is not known.")
+            must(G is None or (is_count(G) and G > 0), f"{name!r} has the group {G!r}.")
+            good = isinstance(record.get("streams"), dict) and set(record["streams"]) == {"codes", "scale"}
+            must(good, f"{name!r} has not the streams of its scheme.")
+        if scheme == "truncated" or (scheme == "ternary" and record.get("original") is not None):
             loss = record.get("loss")
             figures = loss if isinstance(loss, dict) else {}
             for figure in (figures.get("max_relative"), figures.get("rms_relative")):
@@ -179,7 +191,10 @@ FLOATS = {  # exponent bits E, mantissa bits M
 
 # --- 5. Streams ---------------------------------------------------------------------------------------------
 
-STREAMS = {"table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8"}
+STREAMS = {
+    "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
+    "codes": "U8", "scale": "U8",
+}  # fmt: skip
 
 
 def plane_widths(w: int) -> list[int]:
@@ -288,7 +303,54 @@ def normalise(pattern: np.ndarray, dtype: str, q: np.ndarray) -> np.ndarray:
         return np.asarray((value.astype(factor.dtype) * factor).astype(value.dtype).view(pattern.dtype))
 
 
-# --- 9. What a reader checks --------------------------------------------------------------------------------
+# --- 9. Ternary weights -------------------------------------------------------------------------------------
+
+TERNARY = {"BF16": "<u2", "F16": "<u2", "F32": "<u4"}
+
+
+def ternary_bytes(n: int, c: int, G: int | None, packing: str, scale_dtype: str) -> dict[str, int]:
+    """The lengths of the streams of a ternary tensor, without their padding."""
+    scales = 1 if G is None else n // c * ceil_div(c, G)
+    codes = ceil_div(n, 5) if packing == "trits" else 4 * (n // c) * ceil_div(c, 16)
+    return {"codes": codes, "scale": scales * {"F32": 4, "F16": 2}[scale_dtype]}
+
+
+def ternary_codes(data: bytes, n: int, c: int, packing: str) -> np.ndarray:
+    """The codes of all weights."""
+    if packing == "trits":
+        v = np.arange(243)
+        five = np.full((256, 5), 3)  # by byte: the digits of v, or what no byte stands for
+        five[-(-256 * v // 243)] = np.stack([v // 3**power % 3 for power in (4, 3, 2, 1, 0)], axis=1)
+        codes = five[np.frombuffer(data, np.uint8)].reshape(-1)
+        must((codes < 3).all(), "A byte stands for no five codes.")
+        filler, codes = codes[n:], codes[:n]
+    else:
+        numbers, e = np.frombuffer(data, "<u4").reshape(n // c, -1), np.arange(16)
+        rows = (numbers[:, :, None] >> (8 * (e % 4) + 2 * (e // 4)).astype("<u4") & np.uint32(3)).astype(int)
+        must((rows < 3).all(), "A code is 2.")
+        rows = rows.reshape(n // c, -1)
+        filler, codes = rows[:, c:], rows[:, :c].reshape(-1)
+    must((filler == 1).all(), "What fills up the codes is not 0.")
+    return np.asarray(codes - 1)
+
+
+def ternary_patterns(codes: np.ndarray, scale: np.ndarray, dtype: str) -> np.ndarray:
+    """The patterns of weights from their codes and their scales in binary32."""
+    pattern = TERNARY[dtype]
+    if dtype == "BF16":
+        wide = scale.view("<u4").astype(np.uint64)
+        rounded = wide + 0x7FFF + (wide >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)  # ties to even
+    elif dtype == "F16":
+        with np.errstate(all="ignore"):
+            rounded = scale.astype("<f2").view("<u2")
+    else:
+        rounded = scale.view("<u4")
+    sign = np.array(1 << 8 * np.dtype(pattern).itemsize - 1, pattern)
+    rounded = rounded.astype(pattern)
+    return np.where(codes == 0, np.array(0, pattern), np.where(codes < 0, rounded | sign, rounded))
+
+
+# --- 10. What a reader checks -------------------------------------------------------------------------------
 
 
 class Container:
@@ -346,14 +408,28 @@ class Container:
     def expected_streams(self, name: str) -> dict[str, tuple[str, list[int]]]:
         """Dtype and shape of every stream of a tensor."""
         record, (dtype, shape) = self.records[name], self.tensors[name]
+        if record["scheme"] == "ternary":
+            return self.expected_ternary(name)
         n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
         must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
         must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
         must(B is None or dtype in ("BF16", "F16", "F32", "F64"), f"{dtype} has no block_size.")
         table, index = self.words(f"{name}:table"), self.words(f"{name}:index")
         must(len(table) >= 3, f"The table of {name!r} is too short.")
-        expected, lengths = {}, stream_bytes(n, k, B, table, index)
-        for stream in record["streams"]:
+        return self.padded(name, stream_bytes(n, k, B, table, index))
+
+    def expected_ternary(self, name: str) -> dict[str, tuple[str, list[int]]]:
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        must(dtype in TERNARY and shape and math.prod(shape) > 0, f"{name!r} cannot be ternary.")
+        G = record.get("group")
+        must(G is None or shape[-1] >= G, f"A group of {name!r} is longer than a row.")
+        lengths = ternary_bytes(math.prod(shape), shape[-1], G, record["packing"], record["scale_dtype"])
+        return self.padded(name, lengths)
+
+    def padded(self, name: str, lengths: dict[str, int]) -> dict[str, tuple[str, list[int]]]:
+        """What streams of these lengths are, filled up with zeros."""
+        expected = {}
+        for stream in self.records[name]["streams"]:
             padding = self.entry(f"{name}:{stream}")[lengths[stream] :]
             must(not any(padding), f"The padding of {name}:{stream} is not zero.")
             itemsize = 2 if STREAMS[stream] == "U16" else 1
@@ -371,14 +447,16 @@ class Container:
             target = self.opened.get(path) or Container(path, self.opened)
             must(of in target.tensors, f"{name!r} is an alias of {of!r}, which is not there.")
             must(target.tensors[of] == self.tensors[name], f"{name!r} and {of!r} differ in dtype or shape.")
-            scheme = target.records[of]["scheme"]
-            must(scheme != "alias", f"{name!r} is an alias of the alias {of!r}.")
-            must(("original" in record) == (scheme == "truncated"), f"`original` of {name!r} is wrong.")
+            stored = target.records[of]
+            must(stored["scheme"] != "alias", f"{name!r} is an alias of the alias {of!r}.")
+            lossy = stored["scheme"] in ("truncated", "ternary") and "original" in stored
+            must(("original" in record) == lossy, f"`original` of {name!r} is wrong.")
             restored = target.tensor(of)
         else:
             for stream, checksum in record["streams"].items():
                 check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
-            restored = self.decode(name).tobytes()
+            decode = self.decode_ternary if record["scheme"] == "ternary" else self.decode
+            restored = decode(name).tobytes()
         check(restored, record["checksum"], f"tensor {name!r}")
         return restored
 
@@ -401,6 +479,19 @@ class Container:
             pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
         return pattern
 
+    def decode_ternary(self, name: str) -> np.ndarray:
+        """Section 9: the patterns of a ternary tensor."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, c, G = math.prod(shape), shape[-1], record.get("group")
+        lengths = ternary_bytes(n, c, G, record["packing"], record["scale_dtype"])
+        stored = self.entry(f"{name}:scale")[: lengths["scale"]]
+        scale = np.frombuffer(stored, {"F32": "<f4", "F16": "<f2"}[record["scale_dtype"]])
+        must(np.isfinite(scale).all() and not np.signbit(scale).any(), f"A scale of {name!r} cannot be.")
+        codes = ternary_codes(self.entry(f"{name}:codes")[: lengths["codes"]], n, c, record["packing"])
+        i, j = np.divmod(np.arange(n), c)
+        number = np.zeros(n, int) if G is None else i * ceil_div(c, G) + j // G
+        return ternary_patterns(codes, scale.astype("<f4")[number], dtype)
+
 
 def restore_file(path: Path) -> bytes:
     """The bytes of the original file."""
@@ -408,7 +499,7 @@ def restore_file(path: Path) -> bytes:
     return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
 
 
-# --- 10. Folders --------------------------------------------------------------------------------------------
+# --- 11. Folders --------------------------------------------------------------------------------------------
 
 
 def restore_folder(path: Path) -> dict[str, bytes]:

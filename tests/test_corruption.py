@@ -128,6 +128,8 @@ GOOD: dict[str, Callable[[], Any]] = {
     "escapes": escapes,
     "wide": wide,
     "normalised": lambda: normalised("F32", 8),
+    "ternary": lambda: bad.ternary("trits", 30),
+    "ternary words": lambda: bad.ternary("2bit", None, "F16"),
     "all schemes": lambda: with_alias(
         merged(
             bad.lossless("BF16"),
@@ -137,6 +139,7 @@ GOOD: dict[str, Callable[[], Any]] = {
             bad.lossless("F8_E4M3FNUZ"),
             bad.lossless("F32", few(400, 100, 20)),
             normalised("F64", 64),
+            bad.ternary("2bit", 16),
         ),
         "c",
     ),
@@ -258,8 +261,9 @@ def edit_header_text(data: bytearray, rng: Rng) -> None:
 TOKEN = re.compile(rb'-?\d+|"[^"]*"|[\[\]{},:]')
 NUMBERS = b"0 1 2 16 -1 1.0 1e3 true null 65535 4294967296 4611686018427387904 1e999 NaN".split()
 TEXTS = (
-    b'"" "w" "U8" "U16" "BF16" "F64" "X1" "raw" "lossless" "truncated" "alias" "../w" "neuzip:header"'.split()
-)
+    b'"" "w" "U8" "U16" "BF16" "F64" "X1" "raw" "lossless" "truncated" "alias" "../w" "neuzip:header"'
+    b' "ternary" "2bit" "F16"'
+).split()
 
 
 def edit_text(text: bytes, rng: Rng) -> bytes:
@@ -305,7 +309,7 @@ def test_accidents_are_noticed(batch: int, tmp_path: Path) -> None:
     assert refused > 0.8 * BATCH, "these accidents do no harm"
 
 
-@pytest.mark.parametrize("name", ["pairs", "normalised", "raw"])
+@pytest.mark.parametrize("name", ["pairs", "normalised", "raw", "ternary", "ternary words"])
 def test_every_byte_is_guarded(name: str, tmp_path: Path) -> None:
     """One bit of every byte of a container, one after the other."""
     data = good(name)
@@ -405,8 +409,8 @@ def attack_bytes(parts: Any, rng: Rng) -> None:
 
 
 def attack_planes(parts: Any, rng: Rng) -> None:
-    """Change signs, mantissas and normalisers."""
-    entry = choose(parts, rng, "sign_mantissa", "normaliser")
+    """Change signs, mantissas, normalisers, and the codes and scales of ternary weights."""
+    entry = choose(parts, rng, "sign_mantissa", "normaliser", "codes", "codes", "scale")
     if entry is not None:
         data = bytearray(parts.entries[entry][2])
         set_bytes(data, rng)
@@ -428,7 +432,10 @@ def attack_record(parts: Any, rng: Rng) -> None:
     names = list(records)
     record = records[str(rng.choice(names))]
     key, values = [
-        ("scheme", ["raw", "lossless", "truncated", "alias"]),
+        ("scheme", ["raw", "lossless", "truncated", "ternary", "alias"]),
+        ("packing", ["trits", "2bit", "3bit", None]),
+        ("scale_dtype", ["F32", "F16", "F64"]),
+        ("group", [None, 1, 15, 30, 33, 100, 101, 300, 1 << 40, -1, True]),
         ("mantissa_bits", [0, 1, 2, 3, 7, 10, 23, 52, 53, -1, True, 1.0]),
         ("block_size", [8, 16, 64, 16384, 4, 32768, 0, None, True]),
         ("of", [*names, "w", ""]),
@@ -436,7 +443,7 @@ def attack_record(parts: Any, rng: Rng) -> None:
         ("checksum", ["0" * 16, None, 1]),
         ("loss", [{"max_relative": 0, "rms_relative": 0}, {}, None, {"max_relative": 1e308}]),
         ("original", ["0" * 16, None]),
-    ][int(rng.integers(8))]
+    ][int(rng.integers(11))]
     record[key] = values[int(rng.integers(len(values)))]
 
 

@@ -24,6 +24,11 @@ from neuzip.runtime.tensors import read_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCHEMES: dict[str, list[Rule]] = {"lossless": [], "truncated": [Rule("*", Scheme("truncated", 3, 64))]}
+TERNARY = [
+    Rule("other", Scheme("ternary", group=16, packing="2bit")),
+    Rule("half", Scheme("ternary", group="row", scale_dtype="F16")),
+    Rule("weight", Scheme("ternary", group=16)),
+]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -46,6 +51,20 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("gpu") / "small.safetensors"
     save_file(tensors(), path.with_name("plain.safetensors"))
     compress(path.with_name("plain.safetensors"), path, SCHEMES[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def ternary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ternary tensors among others."""
+    path = tmp_path_factory.mktemp("gpu") / "ternary.safetensors"
+    save_file(tensors(), path.with_name("plain.safetensors"))
+    compress(path.with_name("plain.safetensors"), path, TERNARY, allow_destructive=True)
+    with Container(path) as container:
+        records = container.manifest.tensors
+    assert {name for name, record in records.items() if record.scheme == "ternary"} == {
+        "weight", "other", "half",
+    }  # fmt: skip
     return path
 
 
@@ -74,6 +93,14 @@ def test_bytes_are_the_same_however_they_are_cut(chunk: int, part: int, small: P
     monkeypatch.setattr(gpu, "CHUNK", chunk)
     monkeypatch.setattr(gpu, "PART", part)
     assert_loads(small)
+
+
+@pytest.mark.parametrize("part", [1 << 28, 3000], ids=["one part", "many parts"])
+@pytest.mark.parametrize("chunk", [1 << 24, 112])
+def test_ternary_tensors_are_the_same_however_they_are_cut(chunk: int, part: int, ternary: Path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    monkeypatch.setattr(gpu, "PART", part)
+    assert_loads(ternary)
 
 
 def test_plain_files_too(small: Path):
@@ -140,6 +167,26 @@ def test_without_verification_the_decoder_finds_corrupt_words(small: Path):
     with TensorSource(broken) as source, pytest.raises(FormatError, match="the words are corrupt") as caught:
         gpu.read_on(DEVICE, source, stored(source), verify=False)
     assert (caught.value.file, caught.value.tensor) == (str(broken), "other")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"), [("weight", "stands for no five trits"), ("other", "hold a code of 3")]
+)
+def test_without_verification_codes_that_there_are_not_are_found(tensor: str, problem: str, ternary: Path):
+    """A byte of 1 stands for no trits; a bit more makes a code of 1 one of 3."""
+    with TensorSource(ternary) as source:
+        (found,) = (t for t in source.tensors() if t.name == tensor)
+        start = next(e.start for e in source.extents(found) if e.stream == "codes")
+    changed = bytearray(ternary.read_bytes())
+    changed[start + 20] = 1 if tensor == "weight" else 0xFF
+    broken = ternary.with_name(f"broken-{tensor}.safetensors")
+    broken.write_bytes(changed)
+    with TensorSource(broken) as source, pytest.raises(FormatError, match=problem) as caught:
+        gpu.read_on(DEVICE, source, stored(source), verify=False)
+    assert (caught.value.file, caught.value.tensor) == (str(broken), tensor)
+    with TensorSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+        gpu.read_on(DEVICE, source, stored(source))
+    assert caught.value.field == "codes"
 
 
 def test_without_verification_nothing_else_is_found(small: Path):

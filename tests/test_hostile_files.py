@@ -179,7 +179,7 @@ def test_checkpoints_whose_tensors_of_unknown_dtype_differ_in_size(tmp_path: Pat
 
 MEMORY_SCRIPT = """
 import json, resource, sys
-from neuzip.compress import compress, verify
+from neuzip.compress import compress, ternary, verify  # ternary loads torch, which takes memory
 from neuzip.errors import NeuzipError
 good, out, *suspects = sys.argv[1:]
 verify(good, jobs=1)

@@ -72,14 +72,14 @@ def states(number: int, pattern: str) -> tuple[int, ...]:
     return tuple(int(number.replace(",", "")) for number in match.groups())
 
 
-# The example of section 11
+# The example of section 12
 
 LINE = re.compile(r"^    ([0-9a-f]{4})  (.{47})  (.*)$", re.MULTILINE)
 
 
 def hex_dump() -> bytes:
     data = b""
-    for offset, digits, _ in LINE.findall(section(11)):
+    for offset, digits, _ in LINE.findall(section(12)):
         assert int(offset, 16) == len(data), f"the offset {offset} of the hex dump is wrong"
         data += bytes.fromhex(digits)
     return data
@@ -100,10 +100,10 @@ def test_hex_dump_is_what_neuzip_writes(tmp_path: Path):
 
 
 def test_hex_dump_has_the_text_and_lengths_beside_its_bytes():
-    for _, digits, text in LINE.findall(section(11)):
+    for _, digits, text in LINE.findall(section(12)):
         letters = "".join(chr(b) if 32 <= b < 127 else "." for b in bytes.fromhex(digits))
         assert text.rstrip() == letters.rstrip()
-    parts = re.findall(r"\((\d+) bytes\):\n\n((?:    .*\n)+)", section(11))
+    parts = re.findall(r"\((\d+) bytes\):\n\n((?:    .*\n)+)", section(12))
     assert parts
     for length, lines in parts:
         assert sum(len(bytes.fromhex(digits)) for _, digits, _ in LINE.findall(lines)) == int(length)
@@ -249,6 +249,10 @@ SCHEMES = {
     "k=1": Scheme("truncated", 1),
     "k=0 block=8": Scheme("truncated", 0, 8),
     "k=6 block=512": Scheme("truncated", 6, 512),
+    "ternary": Scheme("ternary"),
+    "ternary 2bit": Scheme("ternary", quantizer="least-squares", packing="2bit"),
+    "ternary group=100": Scheme("ternary", group=100),
+    "ternary 2bit group=64": Scheme("ternary", group=64, packing="2bit", scale_dtype="F16"),
 }
 
 
@@ -263,7 +267,7 @@ def test_decoder_restores_what_neuzip_writes(
     tensors = {name: golden.Tensor(dtype, [len(p)], p.tobytes()) for name, p in cases.items()}
     source, packed, back = (tmp_path / f"{step}.safetensors" for step in ("source", "packed", "back"))
     source.write_bytes(golden.Input(tensors).to_bytes())
-    compress(source, packed, [Rule("*", SCHEMES[scheme])], verify=False)
+    compress(source, packed, [Rule("*", SCHEMES[scheme])], verify=False, allow_destructive=True)
     decompress(packed, back)
 
     container = decoder.Container(packed, {})
@@ -272,12 +276,38 @@ def test_decoder_restores_what_neuzip_writes(
     assert decoder.restore_file(packed) == back.read_bytes()
     for name, patterns in cases.items():
         record = container.records[name]
-        if record["scheme"] == "lossless":
+        if "original" not in record:
             assert container.tensor(name) == patterns.tobytes(), name
-        if record["scheme"] == "truncated":
+        else:
             assert record["original"] == xxhash.xxh3_64_hexdigest(patterns.tobytes()), name
             if dtype in NATIVE:
                 assert_loss(record["loss"], patterns.view(NATIVE[dtype]), container.tensor(name))
+
+
+def test_ternary_weights_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows that fill no words, and groups that fill no rows."""
+    monkeypatch.setattr(lossless, "OVERHEAD", -(10**9))
+    monkeypatch.setattr("neuzip.compress.plan.CODED_MINIMUM", 0)
+    shapes = [[5, 16], [7, 33], [3, 2, 45], [40, 1], [1, 100], [150], [2, 1, 31]]
+    schemes = [
+        Scheme("ternary", group=group, packing=packing, scale_dtype=scale_dtype)
+        for group in (None, "row", 1, 7, 16, 32)
+        for packing in ("trits", "2bit")
+        for scale_dtype in ("F32", "F16")
+    ]
+    tensors, rules = {}, []
+    for number, scheme in enumerate(schemes):
+        for shape in shapes:
+            name = f"{number} {shape}".replace("[", "(")
+            tensors[name] = golden.normal("BF16", math.prod(shape), seed=name)._replace(shape=shape)
+        rules.append(Rule(f"{number} *", scheme))
+    source, packed, back = (tmp_path / f"{step}.safetensors" for step in ("source", "packed", "back"))
+    source.write_bytes(golden.Input(tensors).to_bytes())
+    compress(source, packed, rules, verify=False, allow_destructive=True)
+    decompress(packed, back)
+    container = decoder.Container(packed, {})
+    assert {record["scheme"] for record in container.records.values()} == {"ternary"}
+    assert decoder.restore_file(packed) == back.read_bytes()
 
 
 def assert_loss(loss: dict[str, float], original: np.ndarray, data: bytes) -> None:
@@ -286,6 +316,9 @@ def assert_loss(loss: dict[str, float], original: np.ndarray, data: bytes) -> No
     relative = np.abs(b[a != 0] - a[a != 0]) / np.abs(a[a != 0])
     assert loss["max_relative"] == pytest.approx(relative.max(), rel=1e-5)
     assert loss["rms_relative"] == pytest.approx(math.sqrt(np.square(relative).mean()), rel=1e-5)
+    if "relative_l2" in loss:
+        l2 = np.linalg.norm(b - a) / np.linalg.norm(a)
+        assert loss["relative_l2"] == pytest.approx(l2, rel=1e-5)
 
 
 def checkpoint(folder: Path) -> dict[str, bytes]:
@@ -402,6 +435,12 @@ class Opened:
         words[at] = value
         self.stream(name, words.tobytes())
 
+    def byte(self, name: str, at: int, *values: int) -> None:
+        """Change bytes of a stream."""
+        data = bytearray(self.entries[name][2])
+        data[at : at + len(values)] = values
+        self.stream(name, bytes(data))
+
     def first_block(self) -> int:
         """Words of the first block of `pairs`, which ends with escapes."""
         return int(np.frombuffer(self.entries["pairs:index"][2], "<u2")[0])
@@ -437,6 +476,19 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "6 palette falls": ("lossless_escapes", lambda c: c.word("pairs:table", 4, 0)),
     "6 palette beyond the dtype": ("lossless_escapes", lambda c: c.word("pairs:table", 3 + 15, 256)),
     "6 sum of frequencies": ("lossless_escapes", lambda c: c.word("pairs:table", 3 + 16, 4000)),
+    "9 unknown packing": ("ternary", lambda c: c.records["row"].update(packing="bits")),
+    "9 unknown scale_dtype": ("ternary", lambda c: c.records["row"].update(scale_dtype="BF16")),
+    "9 no group": ("ternary", lambda c: c.records["row"].pop("group")),
+    "9 long group": ("ternary", lambda c: c.records["row"].update(group=94)),
+    "9 other packing": ("ternary", lambda c: c.records["2bit"].update(packing="trits")),
+    "9 no loss": ("ternary", lambda c: c.records["row"].pop("loss")),
+    "9 long codes": ("ternary", lambda c: c.stream("row:codes", c.entries["row:codes"][2] + bytes(16))),
+    "9 byte of no codes": ("ternary", lambda c: c.byte("tensor:codes", 8, 1)),
+    "9 codes after the last": ("ternary", lambda c: c.byte("tensor:codes", 1004, 255)),
+    "9 code of 2": ("ternary", lambda c: c.byte("2bit:codes", 8, 0xFF)),
+    "9 codes after a row": ("ternary", lambda c: c.byte("2bit:codes", 23, 0)),
+    "9 infinite scale": ("ternary", lambda c: c.byte("tensor:scale", 2, 0x80, 0x7F)),
+    "9 negative scale": ("ternary", lambda c: c.byte("row:scale", 1, 0xB8)),
     "7 too many escapes": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 65535)),
     "7 words left": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 0)),
     "7 final state": ("lossless_escapes", lambda c: c.word("pairs:words", 33, 0)),

@@ -25,6 +25,7 @@ EXAMPLES = [
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --calibration held-out.txt",
+    "neuzip compress my-bitnet small --ternary --ternary-group row",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "",
     "A plan file has rules in order; the first whose glob matches a name decides:",
@@ -33,11 +34,14 @@ EXAMPLES = [
     'match = "*embed_tokens*"      match = "*"',
     'scheme = "lossless"           mantissa_bits = 3',
     "",
+    'A rule with scheme = "ternary" may set quantizer, group and packing too.',
     "A target makes such a plan and writes it to DST.plan.toml.",
 ]
 
 WORTH_A_WORD = 1 << 16
 """Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
+
+TERNARY_DEFAULTS = ("absmean", "tensor", "trits")
 
 BlockSize = Annotated[
     str,
@@ -45,6 +49,37 @@ BlockSize = Annotated[
         metavar="N|none",
         help="Let N weights (8, 16, ... 16384) share a normaliser: larger, often closer",
     ),
+]
+
+TernaryOption = Annotated[
+    bool,
+    typer.Option(
+        "--ternary",
+        help="Store the linear weights of a model trained for it (*layers.*_proj.weight) as -1, 0 and 1 times"
+        " a scale; exact if that is what they are",
+    ),
+]
+QuantizerOption = Annotated[
+    Literal["absmean", "absmean-clamped", "least-squares"],
+    typer.Option(
+        "--ternary-quantizer",
+        help="How weights that are not ternary yet are rounded; a bitnet checkpoint for online mode takes"
+        " absmean-clamped",
+    ),
+]
+GroupOption = Annotated[
+    str,
+    typer.Option(
+        "--ternary-group", metavar="N|row|tensor", help="Let N weights of a row share a scale, or all"
+    ),
+]
+PackingOption = Annotated[
+    Literal["trits", "2bit"],
+    typer.Option("--ternary-packing", help="Store 5 weights a byte, or 4"),
+]
+DestructiveOption = Annotated[
+    bool,
+    typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
 ]
 
 
@@ -83,6 +118,11 @@ def command(
             " alone; auto is measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
+    ternary: TernaryOption = False,
+    ternary_quantizer: QuantizerOption = "absmean",
+    ternary_group: GroupOption = "tensor",
+    ternary_packing: PackingOption = "trits",
+    allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
     dry_run: options.DryRunOption = False,
@@ -107,20 +147,29 @@ def command(
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
-        if plan is not None and (mantissa_bits is not None or block_size != "none" or include):
+        if plan is not None and (mantissa_bits is not None or block_size != "none" or include or ternary):
             raise UsageError(
-                "--plan excludes --mantissa-bits, --block-size and --include", "write them into the plan"
+                "--plan excludes --mantissa-bits, --block-size, --include and --ternary",
+                "write them into the plan",
             )
-        if goal is not None and (plan is not None or mantissa_bits is not None):
+        if goal is not None and (plan is not None or mantissa_bits is not None or ternary):
             raise UsageError(
-                f"{goal.option} excludes --plan and --mantissa-bits", "it chooses the mantissa bits itself"
+                f"{goal.option} excludes --plan, --mantissa-bits and --ternary",
+                "it chooses the mantissa bits itself",
             )
+        if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
+            raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
+        if allow_destructive and not ternary and plan is None:
+            raise UsageError("--allow-destructive is for --ternary, or a --plan with ternary rules")
         if goal is not None and ranks.world > 1:
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
         rounding = "none" if goal is not None else block_size
-        rules = scheme.rules_of_options(mantissa_bits, rounding, include or [], exclude or [])
+        weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
+        rules = scheme.rules_of_options(
+            mantissa_bits, rounding, include or [], exclude or [], weights if ternary else None
+        )
         if plan is not None:
             raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
             rules = [*raw, *scheme.read_plan_file(plan)]
@@ -140,14 +189,14 @@ def command(
             raise typer.Exit(0 if delivered.holds else 1)
         if dry_run:
             if ranks.is_first:
-                _show_plan(out, path, dst, rules, jobs)
+                _show_plan(out, path, dst, rules, jobs, allow_destructive=allow_destructive)
             return
         total = weight_bytes(path)
         chosen = choose(device, total)
         with out.progress("compress", total) as advance:
             report = compress(
                 path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=chosen,
-                on_bytes=advance, ranks=ranks,
+                on_bytes=advance, ranks=ranks, allow_destructive=allow_destructive,
             )  # fmt: skip
         for warning in report.warnings:
             out.warning(warning)
@@ -177,6 +226,12 @@ def _report(out: Output, report: CompressionReport, more: Mapping[str, object] |
             f"largest relative error {max(x.max_relative for x in lossy):.3g}, "
             f"largest RMS {max(x.rms_relative for x in lossy):.3g}"
         )
+        norms = [x.relative_l2 for x in lossy if x.relative_l2 is not None]
+        if norms:
+            out.text(
+                f"{len(norms)} of them to -1, 0 and 1 times a scale: they differ from the original by "
+                f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
+            )
     else:
         out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
     speed = "" if report.resumed_files else f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
@@ -212,6 +267,8 @@ def _show_plan(
     rules: Sequence[Rule],
     jobs: int | None,
     more: Mapping[str, object] | None = None,
+    *,
+    allow_destructive: bool = False,
 ) -> None:
     from neuzip.compress import make_plan
     from neuzip.compress.pipeline import require_plain
@@ -220,7 +277,7 @@ def _show_plan(
 
     with TensorSource(path) as source, Workers(jobs) as workers:
         require_plain(source, dst)
-        plan = make_plan(source, rules, workers, predict=True)
+        plan = make_plan(source, rules, workers, predict=True, allow_destructive=allow_destructive)
     predicted = plan.predicted_bytes or 0
     rows = []
     for t in plan.tensors:

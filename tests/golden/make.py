@@ -127,6 +127,51 @@ def alias_raw_metadata() -> Input:
     )
 
 
+def signs(dtype: str, seed: str, rows: int, columns: int, *scales: int) -> Tensor:
+    """Weights that are 0 or have one of these patterns for a magnitude, which rows take in turn."""
+    E, M = FIELDS[dtype]
+    random = numbers(seed, rows * columns).reshape(rows, columns)
+    magnitudes = np.resize(np.array(scales, np.uint64), rows)[:, None]
+    patterns = (random >> np.uint64(63)) << np.uint64(E + M) | magnitudes
+    patterns = np.where(random % np.uint64(3) == 0, np.uint64(0), patterns)
+    return Tensor(dtype, [rows, columns], patterns.astype(f"<u{(1 + E + M) // 8}").tobytes())
+
+
+def ternary() -> Input:
+    """Three dtypes, all sorts of scales, both packings, and aliases."""
+    names = {"tensor": "BF16", "row": "F16", "group": "F32", "2bit": "BF16", "2bit group": "F32"}
+    tensors = {
+        name: normal(dtype, 5022, seed=f"ternary {name}")._replace(shape=[54, 93])
+        for name, dtype in names.items()
+    }
+    return Input(
+        {**tensors, "tied": tensors["tensor"], "norm": normal("F32", 2000, seed="norm")},
+        (
+            Rule("row", Scheme("ternary", group="row", quantizer="least-squares", scale_dtype="F16")),
+            Rule("group", Scheme("ternary", group=32)),
+            Rule("2bit", Scheme("ternary", packing="2bit", quantizer="least-squares")),
+            Rule("2bit group", Scheme("ternary", packing="2bit", group=31, scale_dtype="F16")),
+            Rule("norm", Scheme("truncated", 3)),
+            Rule("*", Scheme("ternary")),
+        ),
+    )
+
+
+def ternary_exact() -> Input:
+    """What is ternary already, without being asked for; and a tensor that is so but for the sign of zeros."""
+    zero = np.frombuffer(signs("BF16", "zero", 60, 80, 0x3C20).data, "<u2").copy()
+    zero[7] = 0x8000
+    return Input(
+        {
+            "one scale": signs("BF16", "one", 61, 83, 0x3C25),
+            "a scale a row": signs("F16", "rows", 40, 160, 0x2155, 0x2AAA, 0x1111),
+            "as asked": signs("F32", "asked", 40, 96, 0x3C254321),
+            "zero": Tensor("BF16", [60, 80], zero.tobytes()),
+        },
+        (Rule("as asked", Scheme("ternary", packing="2bit", scale_dtype="F16")), LOSSLESS),
+    )
+
+
 GOLDEN: dict[str, Callable[[], Input]] = {
     "smallest": lambda: Input({}),
     "lossless_pairs": lambda: Input({"w": normal("BF16", 16384 + 257)._replace(shape=[43, 387])}),
@@ -157,6 +202,8 @@ GOLDEN: dict[str, Callable[[], Input]] = {
         ),
     ),
     "alias_raw_metadata": alias_raw_metadata,
+    "ternary": ternary,
+    "ternary_exact": ternary_exact,
 }
 
 # Too large to keep, but their sizes are watched.
@@ -171,6 +218,10 @@ WATCHED: dict[str, Callable[[], Input]] = {
     ),
     "large_normaliser": lambda: Input(
         {"w": normal("BF16", 300_000, seed="large")}, (Rule("*", Scheme("truncated", 3, 512)),)
+    ),
+    "large_ternary": lambda: Input(
+        {"w": normal("BF16", 300_000, seed="large")._replace(shape=[300, 1000])},
+        (Rule("*", Scheme("ternary", group=128)),),
     ),
     "many_small": lambda: Input({f"layer.{i}.w": normal("BF16", 1200, seed=str(i)) for i in range(60)}),
 }
@@ -188,7 +239,7 @@ def make(recipe: Callable[[], Input], folder: Path) -> Made:
     """Compress an input and restore it, in an empty folder."""
     source, packed, restored = (folder / f"{step}.safetensors" for step in ("source", "packed", "restored"))
     source.write_bytes(recipe().to_bytes())
-    compress(source, packed, recipe().rules, overwrite=True, verify=False)
+    compress(source, packed, recipe().rules, overwrite=True, verify=False, allow_destructive=True)
     decompress(packed, restored, overwrite=True)
     return Made(source.read_bytes(), packed.read_bytes(), restored.read_bytes())
 

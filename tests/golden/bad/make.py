@@ -197,6 +197,42 @@ def truncated(dtype: str = "BF16", block_size: int | None = None) -> Parts:
     return parts.seal()
 
 
+TRITS, WORDS = "trits", "2bit"
+
+
+def ternary(packing: str = TRITS, group: int | None = None, scale_dtype: str = "F32") -> Parts:
+    """A container with one ternary tensor `w`, BF16 of 3 rows of 100 weights; every scale is 1."""
+    codes = np.arange(300) * 2654435761 % 2**32 % 3  # one more than the codes
+    if packing == TRITS:
+        stored = -(-256 * (codes.reshape(60, 5) @ [81, 27, 9, 3, 1]) // 243)
+        data = stored.astype(np.uint8).tobytes()
+    else:
+        columns = np.ones((3, 112), np.int64)
+        columns[:, :100] = codes.reshape(3, 100)
+        shifts = 8 * (np.arange(16) % 4) + 2 * (np.arange(16) // 4)
+        data = (columns.reshape(21, 16) << shifts).sum(axis=1).astype("<u4").tobytes()
+    scales = 1 if group is None else 3 * -(-100 // group)
+    scale = np.ones(scales, "<f4" if scale_dtype == "F32" else "<f2").tobytes()
+    patterns = np.array([0xBF80, 0, 0x3F80], "<u2")[codes].tobytes()
+    header = safetensors({"w": ("BF16", [3, 100], patterns)})[: -len(patterns)]
+    streams: dict[str, Entry] = {
+        f"w:{name}": ("U8", [len(pad(part))], pad(part)) for name, part in (("codes", data), ("scale", scale))
+    }
+    record: dict[str, Any] = {
+        "scheme": "ternary",
+        "checksum": checksum(patterns),
+        "quantizer": "absmean",
+        "packing": packing,
+        "scale_dtype": scale_dtype,
+        "streams": {"codes": "", "scale": ""},
+        "original": "0" * 16,
+        "loss": {"max_relative": 1, "rms_relative": 0.5, "relative_l2": 0.5},
+    }
+    if group is not None:
+        record["group"] = group
+    return Parts(header, {"version": 1, "header": "", "tensors": {"w": record}}, streams).seal()
+
+
 def raw(*aliases: str) -> Parts:
     """A container with a raw tensor `w`, and with aliases of it."""
     data = bytes(range(8))
@@ -298,6 +334,17 @@ def set_words(stream: str, at: int, *values: int) -> Damage:
         words = parts.words(f"w:{stream}")
         words[at : at + len(values)] = values
         parts.put(f"w:{stream}", words)
+
+    return damage
+
+
+def set_bytes(stream: str, at: int, *values: int) -> Damage:
+    """Overwrite bytes of a stream of `w`."""
+
+    def damage(parts: Parts) -> None:
+        data = bytearray(parts.entries[f"w:{stream}"][2])
+        data[at : at + len(values)] = values
+        parts.put(f"w:{stream}", bytes(data))
 
     return damage
 
@@ -428,6 +475,8 @@ def without_weights(parts: Parts) -> None:
     set_record(checksum=checksum(b""))(parts)
 
 
+TERNARY_FIELDS = {"scheme": "ternary", "quantizer": "exact", "packing": TRITS, "scale_dtype": "F32"}
+
 BAD: dict[str, Callable[[], bytes]] = {
     # The file itself
     "nothing": lambda: b"",
@@ -503,7 +552,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "manifest_with_another_tensor": of(empty, lambda p: p.manifest["tensors"].update(w=raw().record("w"))),
     # Its records
     "record_a_list": of(raw, lambda p: p.manifest["tensors"].update(w=[])),
-    "scheme_unknown": of(raw, set_record(scheme="ternary")),
+    "scheme_unknown": of(raw, set_record(scheme="quaternary")),
     "scheme_a_list": of(raw, set_record(scheme=["raw"])),
     "scheme_missing": of(raw, set_record(scheme=...)),
     "checksum_missing": of(raw, set_record(checksum=...)),
@@ -537,6 +586,42 @@ BAD: dict[str, Callable[[], bytes]] = {
     "raw_of_another_dtype": of(raw, set_original(dtype="I8")),
     "raw_of_another_shape": of(raw, set_original(shape=[2, 4])),
     "raw_of_another_size": of(of_unknown_dtype, set_original(data_offsets=[0, 1 << 61])),
+    # Ternary ones
+    "ternary_of_fp8": of(ternary, set_original(dtype="F8_E4M3", shape=[6, 100])),
+    "ternary_of_fp64": of(ternary, set_original(dtype="F64", shape=[3, 25])),
+    "ternary_scalar": of(ternary, set_original(shape=[], data_offsets=[0, 2])),
+    "ternary_without_weights": of(ternary, without_weights),
+    "ternary_of_2_to_the_60_weights": of(ternary, set_original(shape=[1 << 60], data_offsets=[0, 1 << 61])),
+    "ternary_with_streams_of_floats": of(lossless, set_record(**TERNARY_FIELDS)),
+    "lossless_with_codes": of(ternary, set_record(scheme="lossless", mantissa_bits=0)),
+    "packing_unknown": of(ternary, set_record(packing="3bit")),
+    "packing_missing": of(ternary, set_record(packing=...)),
+    "packing_the_other": of(ternary, set_record(packing=WORDS)),
+    "quantizer_a_list": of(ternary, set_record(quantizer=["absmean"])),
+    "scale_dtype_bf16": of(ternary, set_record(scale_dtype="BF16")),
+    "group_0": of(ternary, set_record(group=0)),
+    "group_true": of(ternary, set_record(group=True)),
+    "group_of_text": of(ternary, set_record(group="row")),
+    "group_longer_than_a_row": of(lambda: ternary(TRITS, 100), set_record(group=101)),
+    "group_of_2_to_the_62": of(lambda: ternary(TRITS, 100), set_record(group=1 << 62)),
+    "group_with_too_few_scales": of(ternary, set_record(group=10)),
+    "ternary_with_original_without_loss": of(ternary, set_record(loss=...)),
+    "relative_l2_negative": of(
+        ternary, set_record(loss={"max_relative": 1, "rms_relative": 1, "relative_l2": -1})
+    ),
+    "trits_of_no_code": of(ternary, set_bytes("codes", 0, 1)),
+    "trits_too_long": of(ternary, resize("codes", 16)),
+    "trits_too_short": of(ternary, resize("codes", -16)),
+    "words_with_code_3": of(lambda: ternary(WORDS), set_bytes("codes", 0, 3)),
+    "words_filled_up_with_ones": of(lambda: ternary(WORDS), set_bytes("codes", 27, 0x95)),
+    "words_too_long": of(lambda: ternary(WORDS), resize("codes", 16)),
+    "scale_infinite": of(ternary, set_bytes("scale", 2, 0x80, 0x7F)),
+    "scale_nan": of(lambda: ternary(WORDS, 50, "F16"), set_bytes("scale", 10, 1, 0x7C)),
+    "scale_negative": of(ternary, set_bytes("scale", 3, 0xBF)),
+    "scale_minus_zero": of(lambda: ternary(TRITS, 7), set_bytes("scale", 176, 0, 0, 0, 0x80)),
+    "scale_too_long": of(ternary, resize("scale", 16)),
+    "codes_damaged": of(ternary, set_bytes("codes", 59, 0x80)),
+    "codes_damaged_with_old_checksum": of(ternary, set_bytes("codes", 59, 0x80), seal=False),
     # Aliases
     "alias_of_a_number": of(lambda: raw("v"), set_alias(of=1)),
     "alias_of_nothing": of(lambda: raw("v"), set_alias(of="x")),
@@ -620,6 +705,10 @@ def good() -> Iterator[tuple[str, bytes]]:
         "escaping": escaping,
         "truncated": truncated,
         "normalised": lambda: truncated("BF16", 8),
+        "ternary": ternary,
+        "ternary row": lambda: ternary(TRITS, 100, "F16"),
+        "ternary words": lambda: ternary(WORDS),
+        "ternary words group": lambda: ternary(WORDS, 7),
     }
     makers |= {dtype: (lambda d=dtype: lossless(d)) for dtype in FORMATS}  # type: ignore[misc]
     for name, make in makers.items():

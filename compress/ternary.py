@@ -1,0 +1,356 @@
+"""Weights of -1, 0 and 1 times a scale, as in BitNet b1.58 (arXiv 2402.17764): packed codes, and scales.
+
+    codes   trits   5 codes a byte, in the tensor's order (quantizers.pack_trits)
+            2bit    16 codes a 32-bit word, rows of whole words, ready to multiply (quantizers.pack_ternary)
+    scale   fp32 or fp16, little-endian: one for the tensor, or one for each group of a row; it multiplies
+
+A weight comes back as scale * code, rounded once to the dtype of its tensor. Weights that were -s, +0 and s
+come back bit for bit, whatever the quantiser: such a tensor is lossless. A tensor with an infinity or a NaN
+has no ternary form.
+
+Beside `gpu` the one module of this room that loads torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from neuzip.errors import FormatError, NeuzipError
+from neuzip.formats.container import Stream, padded_stream
+from neuzip.kernels import quantizers
+from neuzip.kernels.float_fields import Bits, FloatFormat
+from neuzip.kernels.quantizers import Ternary
+
+from . import lossless
+from .lossless import NotWorthwhile, expect_length, padded, pieces
+from .scheme import Scheme
+from .truncated import Error
+
+if TYPE_CHECKING:
+    from neuzip.formats.manifest import Loss, TensorRecord
+
+    from .source import SourceTensor, TensorSource
+
+ReadStream = Callable[[str, int, int], Tensor]
+"""read_stream(name, start, stop): bytes start to stop of a stream, uint8 on any device."""
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""The dtypes of tensors that have a ternary form."""
+
+CODES_A_WORD = 16
+TRITS_A_BYTE = 5
+
+QUANTIZERS: dict[str, Callable[..., Ternary]] = {
+    "absmean": quantizers.absmean,
+    "absmean-clamped": partial(quantizers.absmean, clamped=True),  # transformers' bitnet, online
+    "least-squares": quantizers.least_squares,
+}
+
+GLANCE = 4096
+"""Weights of a row that are looked at before all are."""
+
+
+class NoTernaryForm(Exception):
+    """The tensor has none, for the reason given."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the codes and scales of a tensor [..., columns] are stored.
+
+    `group` is the number of weights of a row that share a scale, the last of a row perhaps fewer; None is
+    one scale for the tensor. `packing` is "trits" or "2bit", `scale_dtype` "F32" or "F16".
+    """
+
+    shape: tuple[int, ...]
+    group: int | None = None
+    packing: str = "trits"
+    scale_dtype: str = "F32"
+
+    @classmethod
+    def of_record(cls, shape: tuple[int, ...], record: TensorRecord) -> Layout:
+        """That of a stored tensor."""
+        assert record.packing is not None
+        assert record.scale_dtype is not None
+        return cls(shape, record.group, record.packing, record.scale_dtype)
+
+    @classmethod
+    def of_scheme(cls, shape: tuple[int, ...], scheme: Scheme) -> Layout:
+        """That which a scheme asks for; a group is never longer than a row. Raises NoTernaryForm."""
+        if math.prod(shape) == 0 or not shape:
+            raise NoTernaryForm("has no rows of weights")
+        group = scheme.group
+        if group is not None:
+            group = max(1, min(group, shape[-1]) if isinstance(group, int) else shape[-1])
+        return cls(shape, group, scheme.packing, scheme.scale_dtype)
+
+    @property
+    def numel(self) -> int:
+        """Its weights."""
+        return math.prod(self.shape)
+
+    @property
+    def columns(self) -> int:
+        """Weights of a row."""
+        return self.shape[-1]
+
+    @property
+    def words_a_row(self) -> int:
+        """Words of a row of "2bit"."""
+        return -(-self.columns // CODES_A_WORD)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """[] or [..., groups]."""
+        return () if self.group is None else (*self.shape[:-1], -(-self.columns // self.group))
+
+    @property
+    def stream_bytes(self) -> dict[str, int]:
+        """The lengths of the streams, without their padding."""
+        rows = math.prod(self.shape[:-1])
+        trits = -(-self.numel // TRITS_A_BYTE)
+        return {
+            "codes": trits if self.packing == "trits" else 4 * rows * self.words_a_row,
+            "scale": math.prod(self.scale_shape) * (2 if self.scale_dtype == "F16" else 4),
+        }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor's streams and their layout. `quantizer` made it: "exact" if its values stay what they were."""
+
+    quantizer: str
+    layout: Layout
+    streams: dict[str, Stream]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all weights are 0."""
+        return not any(part.any() for part in self.streams["scale"].parts)
+
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        """What reads these streams back."""
+        data = {name: np.concatenate(stream.parts) for name, stream in self.streams.items()}
+        return Decoder(
+            lambda name, start, stop: torch.from_numpy(data[name][start:stop]),
+            lambda name: data[name].nbytes,
+            dtype,
+            self.layout,
+        )
+
+
+def encode(weight: Tensor, scheme: Scheme) -> Encoded:
+    """Quantise a tensor [..., in] of bf16, fp16 or fp32 by `scheme`, and pack it.
+
+    Weights that have a ternary form already keep it, exactly but for the sign of zeros. Raises NoTernaryForm,
+    or NotWorthwhile when the streams would be no smaller than the tensor.
+    """
+    layout = Layout.of_scheme(tuple(weight.shape), scheme)
+    quantizer, ternary = "exact", find_exact(weight, layout.group)
+    if ternary is None:
+        if not bool(weight.isfinite().all()):
+            raise NoTernaryForm("holds infinities or NaNs")
+        quantizer = scheme.quantizer
+        ternary = QUANTIZERS[quantizer](weight, group=layout.group)
+    elif layout.scale_dtype == "F16" and not torch.equal(ternary.scale.half().float(), ternary.scale):
+        layout = replace(layout, scale_dtype="F32")  # what is exact stays so
+    return _encode(quantizer, ternary, layout, weight.nbytes)
+
+
+def encode_exact(weight: Tensor) -> Encoded:
+    """Pack a tensor [..., in] whose values are ternary already, with a scale for all or for each row.
+
+    Raises NoTernaryForm for any other, or NotWorthwhile.
+    """
+    ternary = find_exact(weight)
+    if ternary is None:
+        raise NoTernaryForm("has other values than -s, 0 and s")
+    return _encode("exact", ternary, Layout(tuple(weight.shape)), weight.nbytes)
+
+
+def _encode(quantizer: str, ternary: Ternary, layout: Layout, nbytes: int) -> Encoded:
+    layout = replace(layout, group=ternary.group)
+    scale = ternary.scale.half() if layout.scale_dtype == "F16" else ternary.scale
+    if not bool(scale.isfinite().all()) or not torch.equal(scale > 0, ternary.scale > 0):
+        raise NoTernaryForm("has scales that fp16 cannot hold")
+    if sum(map(padded, layout.stream_bytes.values())) + lossless.OVERHEAD >= nbytes:
+        raise NotWorthwhile
+    return Encoded(quantizer, layout, {"codes": _pack(ternary.codes, layout), "scale": _bytes(scale)})
+
+
+def restored(coded: Encoded, bits: Bits, fmt: FloatFormat) -> tuple[str, Loss]:
+    """The checksum of what the streams of a tensor decode to, and its loss against the original `bits`."""
+    decoder = coded.decoder(TORCH_DTYPES[fmt.name])
+    running, error = xxhash.xxh3_64(), Error()
+    for start, stop in pieces(bits.size):
+        part = decoder.read(start, stop)
+        running.update(part.data)
+        error += Error.between(bits[start:stop], part, fmt)
+    return running.hexdigest(), error.ternary_loss
+
+
+def find_exact(weight: Tensor, group: int | None = None) -> Ternary | None:
+    """The ternary form that the values of a tensor [..., in] have already, or None.
+
+    One scale for all is looked for first, then one a row, then one a `group`. Zeros may have signs, which the
+    form has not.
+    """
+    if weight.dim() == 0 or weight.numel() == 0:
+        return None
+    unsigned, columns = weight.masked_fill(weight == 0, 0), weight.shape[-1]
+    for size in dict.fromkeys([None, columns, group]):
+        some = weight.reshape(-1)[: min(size or columns, GLANCE)].abs()
+        if bool(((some == 0) | (some == some.max())).all()):  # so far; most tensors fail here already
+            found = quantizers.exact(unsigned, group=size)
+            if found is not None:
+                return found
+    return None
+
+
+def _pack(codes: Tensor, layout: Layout) -> Stream:
+    if layout.packing == "trits":  # in pieces of whole bytes: packing takes several times their memory
+        flat, step = codes.reshape(-1), TRITS_A_BYTE << 20
+        parts = [quantizers.pack_trits(flat[at : at + step]) for at in range(0, flat.numel(), step)]
+        return padded_stream([part.numpy() for part in parts])
+    return _bytes(quantizers.pack_ternary(codes))
+
+
+def _bytes(tensor: Tensor) -> Stream:
+    return padded_stream([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()])
+
+
+class Decoder:
+    """Decodes ranges of one ternary tensor: the inverse of `encode`.
+
+    `length` gives the length of a stream in bytes. Everything happens on the device of the streams. Raises
+    NeuzipError when they contradict the layout, or hold what no encoder writes.
+    """
+
+    def __init__(
+        self, read_stream: ReadStream, length: Callable[[str], int], dtype: torch.dtype, layout: Layout
+    ) -> None:
+        self._read_stream, self._dtype, self.layout = read_stream, dtype, layout
+        if not layout.shape:
+            raise NeuzipError("a tensor without dimensions cannot be ternary")
+        if layout.group is not None and layout.group > layout.columns:
+            raise NeuzipError(f"a group of {layout.group} weights is longer than a row")
+        for stream, nbytes in layout.stream_bytes.items():
+            expect_length(stream, length(stream), padded(nbytes))
+        stored = read_stream("scale", 0, layout.stream_bytes["scale"])
+        self.scale = stored.view(torch.float16 if layout.scale_dtype == "F16" else torch.float32).float()
+        if not bool((self.scale.isfinite() & ~self.scale.signbit()).all()):
+            raise NeuzipError("the stream 'scale' has a scale that is negative, infinite or no number")
+
+    def codes(self, start: int, stop: int) -> Tensor:
+        """The codes of weights `start` to `stop`: int8."""
+        if start == stop:
+            return self.scale.new_empty(0, dtype=torch.int8)
+        try:
+            return self._trits(start, stop) if self.layout.packing == "trits" else self._words(start, stop)
+        except ValueError as error:
+            raise NeuzipError(f"the stream 'codes': {error}") from error
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Weights `start` to `stop`, in the tensor's dtype."""
+        return (self.codes(start, stop) * self._scales(start, stop)).to(self._dtype)
+
+    def read(self, start: int, stop: int) -> Bits:
+        """The bit patterns of weights `start` to `stop`."""
+        patterns = self.weights(start, stop).cpu().view(torch.int8).numpy()
+        bits: Bits = patterns.view(f"<u{self._dtype.itemsize}")
+        return bits
+
+    def ternary(self) -> Ternary:
+        """The whole tensor as codes and scales."""
+        parts = [self.codes(*piece) for piece in pieces(self.layout.numel)]
+        codes = torch.cat(parts) if len(parts) > 1 else parts[0]
+        layout = self.layout
+        return Ternary(codes.view(layout.shape), self.scale.view(layout.scale_shape), layout.group)
+
+    def _trits(self, start: int, stop: int) -> Tensor:
+        first, last = start // TRITS_A_BYTE, -(-stop // TRITS_A_BYTE)
+        begin, end = first * TRITS_A_BYTE, min(last * TRITS_A_BYTE, self.layout.numel)
+        codes = quantizers.unpack_trits(self._read_stream("codes", first, last), end - begin)
+        return codes[start - begin : stop - begin]
+
+    def _words(self, start: int, stop: int) -> Tensor:
+        columns, a_row = self.layout.columns, self.layout.words_a_row
+        (row, column), (last_row, last_column) = divmod(start, columns), divmod(stop - 1, columns)
+        first = row * a_row + column // CODES_A_WORD
+        last = last_row * a_row + last_column // CODES_A_WORD + 1
+        words = self._read_stream("codes", 4 * first, 4 * last).view(torch.int32)
+        codes = quantizers.unpack_ternary(words, CODES_A_WORD * (last - first))
+        if columns % CODES_A_WORD:
+            place = torch.arange(codes.numel(), device=codes.device) + CODES_A_WORD * (first % a_row)
+            filler = place % (CODES_A_WORD * a_row) >= columns
+            if bool(codes[filler].any()):
+                raise ValueError("rows are not filled up with zeros")
+            codes = codes[~filler]
+        begin = column % CODES_A_WORD
+        return codes[begin : begin + stop - start]
+
+    def _scales(self, start: int, stop: int) -> Tensor:
+        """The scales of weights `start` to `stop`, or the one of all."""
+        group, columns = self.layout.group, self.layout.columns
+        if group is None:
+            return self.scale
+        if columns % group == 0 and group <= stop - start:
+            first, last = start // group, -(-stop // group)
+            begin = start - first * group
+            return self.scale[first:last].repeat_interleave(group)[begin : begin + stop - start]
+        place = torch.arange(start, stop, device=self.scale.device)
+        return self.scale[place // columns * -(-columns // group) + place % columns // group]
+
+
+def of_tensor(tensor: SourceTensor, read_stream: ReadStream, length: Callable[[str], int]) -> Decoder:
+    """The decoder of a stored ternary tensor, whose streams may be anywhere. Raises NeuzipError."""
+    assert tensor.record is not None
+    dtype = TORCH_DTYPES.get(tensor.info.dtype)
+    if dtype is None:
+        raise NeuzipError(f"{tensor.info.dtype} cannot be ternary")
+    return Decoder(read_stream, length, dtype, Layout.of_record(tensor.info.shape, tensor.record))
+
+
+def read_ternary(source: TensorSource, name: str | SourceTensor) -> Ternary:
+    """Codes (int8 [..., in]) and scales (fp32 [] or [..., groups]) of a stored ternary tensor, on the CPU.
+
+    No dense tensor is made; an alias gives the tensor it stands for. The streams' checksums are compared.
+    Raises FormatError for damaged streams, NeuzipError for a tensor that is not there or not ternary.
+    """
+    named = [t for t in source.tensors() if t.name == name] if isinstance(name, str) else [name]
+    if not named:
+        raise NeuzipError(f"{source.checkpoint.path}: has no tensor {name!r}", "neuzip inspect lists them")
+    tensor = source.resolve(named[0])
+    if not is_ternary(tensor):
+        raise NeuzipError(
+            f"{source.checkpoint.path}: {tensor.name!r} is not stored ternary",
+            "neuzip inspect shows how tensors are stored",
+        )
+    source.check_streams(tensor)
+    decoder = source.decoder(tensor)
+    assert isinstance(decoder, Decoder)
+    try:
+        return decoder.ternary()
+    except NeuzipError as error:
+        path = source.checkpoint.root / tensor.file
+        raise FormatError(path, error.message, tensor=tensor.name) from error
+
+
+def is_ternary(tensor: SourceTensor) -> bool:
+    """Whether a tensor, which is no alias, is stored ternary."""
+    return tensor.record is not None and tensor.record.scheme == "ternary"
+
+
+def as_tensor(bits: Bits, fmt: FloatFormat, shape: tuple[int, ...]) -> Tensor:
+    """Bit patterns seen as a tensor; read-only ones are copied."""
+    patterns = bits if bits.flags.writeable else bits.copy()
+    return torch.from_numpy(patterns.view(np.uint8)).view(TORCH_DTYPES[fmt.name]).view(shape)
