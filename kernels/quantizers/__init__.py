@@ -1,6 +1,7 @@
 """The quantisers of BitNet b1.58 and a4.8: floats to small integers and scales, in plain torch.
 
     weights      absmean, least_squares, exact         codes -1, 0, 1     a scale a tensor, row or group
+                 error_feedback                        the same, for what comes in
     activations  int8_absmax, top_k_int8               codes -127 to 127  a scale a token
                  int4_absmean                          codes -8 to 7
                  fp4_e2m1                              codes +-0, 1, 2, 3, 4, 6, 8, 12: twice the E2M1 number
@@ -29,6 +30,7 @@ from .activations import (
     top_k_int8,
     top_k_mask,
 )
+from .feedback import error_feedback
 from .kv import QuantizedHeads, quantize_heads
 from .planes import pack, pack_ternary, plane_widths, unpack, unpack_ternary, words
 from .ternary import Ternary, absmean, exact, least_squares, scale_for_absmean_reader
@@ -40,6 +42,7 @@ __all__ = [
     "QuantizedTokens",
     "Ternary",
     "absmean",
+    "error_feedback",
     "exact",
     "fp4_e2m1",
     "int4_absmean",

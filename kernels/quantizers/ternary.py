@@ -170,6 +170,11 @@ def _least_squares(rows: Tensor) -> tuple[Tensor, Tensor]:
     return _codes(rows, below.double()), scale
 
 
+def best_scale(rows: Tensor) -> Tensor:
+    """The scale that `least_squares` gives each row, fp32 [R, 1]."""
+    return _least_squares(rows)[1]
+
+
 def _levels(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Magnitudes in descending order, fp32 [R, m], and how many weights have each, int64 [R, m] or [1, 1].
 

@@ -1,0 +1,128 @@
+"""Ternary weights for what comes in: codes and scales that keep products with typical inputs, not weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import magnitudes
+from .ternary import Ternary, best_scale
+
+DAMPING = 0.01
+"""Of the mean of the diagonal, added to it, so that inputs seldom or never seen do no harm."""
+
+BLOCK = 128
+"""Columns whose errors are spread over the rest at once."""
+
+
+def error_feedback(weight: Tensor, gram: Tensor, *, group: int | None = None) -> Ternary:
+    """Ternary weights [out, in] whose products with inputs X are near to the weights' own.
+
+    gram    [in, in], X^T X of the inputs
+    group   weights of a row that share a scale, or None: one for the tensor
+
+    Columns are rounded one after the other, each to the nearest of -s, 0 and s, and what that changes in the
+    products is made up for by those still to come, as well as they can: GPTQ (arXiv 2210.17323). With a scale
+    a row or for the tensor columns come in the order of their inputs' energy. A group's scale is at first
+    that of `least_squares` for what its columns are by then. In the end all scales are chosen once more, by
+    least squares in the products, for the codes that were found; where one is below 0 its codes change signs.
+
+    fp64. Raises ValueError for shapes that do not go together, and for what is not finite.
+    """
+    _check(weight, gram)
+    columns = weight.shape[1]
+    width = columns if group is None else group
+    order = torch.arange(columns, device=weight.device)
+    if width >= columns:
+        order = gram.diagonal().argsort(descending=True, stable=True)
+    target = weight.double()[:, order]
+    damped = _damped(gram.double()[order][:, order])
+    scale = best_scale(weight.reshape(1, -1)).double() if group is None else None
+    codes = _round_columns(target, _spread(damped), width, scale)
+    if group is None:
+        scale = _shared_scale(target, damped, codes)
+        signs = scale.sign().expand_as(codes)
+    else:
+        scale = _scales(target, damped, codes, width)
+        signs = scale.sign().repeat_interleave(width, 1)[:, :columns]
+    signed = torch.empty_like(codes, dtype=torch.int8)
+    signed[:, order] = (codes * signs).to(torch.int8)
+    return Ternary(signed, scale.abs().float(), group)
+
+
+def _check(weight: Tensor, gram: Tensor) -> None:
+    magnitudes.check_floats(weight)
+    if weight.dim() != 2 or gram.shape != (weight.shape[1], weight.shape[1]):
+        raise ValueError(
+            f"weights are [out, in] and the inputs' products [in, in], not {tuple(weight.shape)} and "
+            f"{tuple(gram.shape)}"
+        )
+    if not bool(weight.isfinite().all()) or not bool(gram.isfinite().all()):
+        raise ValueError("the weights or their inputs hold NaN or infinity")
+
+
+def _damped(gram: Tensor) -> Tensor:
+    """The products of inputs, made safe to invert."""
+    mean = gram.diagonal().mean() if gram.numel() else gram.sum()
+    return gram + (DAMPING * mean + torch.finfo(gram.dtype).tiny) * torch.eye(
+        len(gram), dtype=gram.dtype, device=gram.device
+    )
+
+
+def _spread(damped: Tensor) -> Tensor:
+    """How an error of a column is made up for: row j of the upper Cholesky factor of the inverse."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def _round_columns(target: Tensor, spread: Tensor, width: int, scale: Tensor | None) -> Tensor:
+    """Codes of fp64 weights [out, in], the errors of each column spread over those after it."""
+    w, columns = target.clone(), target.shape[1]
+    codes = torch.zeros_like(w)
+    of_group = scale
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        errors = torch.zeros_like(w[:, start:stop])
+        for j in range(start, stop):
+            if scale is None and j % width == 0:
+                # Errors of this block have not reached the columns after it yet.
+                end = min(j + width, columns)
+                now = w[:, j:end].clone()
+                if end > stop:
+                    now[:, stop - j :] -= errors @ spread[start:stop, stop:end]
+                of_group = best_scale(now.float()).double()
+            assert of_group is not None
+            column = w[:, j : j + 1]
+            code = column.sign() * (column.abs() > of_group / 2)
+            error = (column - of_group * code) / spread[j, j]
+            w[:, j:stop] -= error @ spread[j : j + 1, j:stop]
+            codes[:, j : j + 1] = code
+            errors[:, j - start : j - start + 1] = error
+        w[:, stop:] -= errors @ spread[start:stop, stop:]
+    return codes
+
+
+def _shared_scale(target: Tensor, gram: Tensor, codes: Tensor) -> Tensor:
+    """The scale [] with which codes come nearest to the weights in the products; 0 for codes of 0."""
+    energy = (codes @ gram * codes).sum()
+    return torch.where(energy > 0, (target @ gram * codes).sum() / energy, 0)
+
+
+def _scales(target: Tensor, gram: Tensor, codes: Tensor, width: int) -> Tensor:
+    """The scales [out, groups] with which codes come nearest to the weights in the products."""
+    wanted = target @ gram
+    rows, columns = codes.shape
+    groups = -(-columns // width)
+    member = torch.arange(columns, device=codes.device) // width
+    found = codes.new_zeros(rows, groups)
+    # Row by row a system of its groups: the energy of each, and what they share.
+    step = max(1, (1 << 24) // max(1, columns * groups))
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        parted = codes.new_zeros(len(codes[part]), groups, columns)
+        parted.scatter_(1, member.expand(len(parted), 1, columns), codes[part, None])
+        system = parted @ gram @ parted.mT
+        empty = system.diagonal(dim1=1, dim2=2) == 0
+        system += torch.diag_embed(empty.double())
+        found[part] = torch.linalg.solve(system, parted @ wanted[part, :, None])[..., 0]
+    return found

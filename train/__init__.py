@@ -1,0 +1,1 @@
+"""Models that change: weights that become ternary, training."""
