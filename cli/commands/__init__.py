@@ -7,8 +7,8 @@ that the help appears at once.
 from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
-    "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench", "push",
-    "demo",
+    "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
+    "export", "push", "demo",
 )  # fmt: skip
 
 RESUMABLE = ("compress", "decompress", "sweep")

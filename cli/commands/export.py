@@ -1,0 +1,120 @@
+"""neuzip export: write a ternary model as other engines read it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.threads import let_threads_sleep
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.compress.export import Target
+
+EXAMPLES = [
+    "neuzip export my-model.nz my-model-bitnet --to transformers-bitnet",
+    "neuzip export my-model.nz my-model-vllm --to compressed-tensors",
+    "neuzip export my-model.nz my-model.gguf --to gguf --gguf-type q2_0",
+]
+
+Engine = Literal["transformers-bitnet", "compressed-tensors", "gguf"]
+
+
+def command(
+    src: options.ModelArgument,
+    dst: options.DestinationArgument,
+    to: Annotated[Engine, typer.Option(help="Write what this engine or library reads", show_default=False)],
+    gguf_type: Annotated[
+        Literal["tq1_0", "tq2_0", "q2_0"] | None,
+        typer.Option(help="Pack GGUF weights in this type: 1.69, 2.06 (default) or 2.25 bits each"),
+    ] = None,
+    gguf_mixed: Annotated[
+        bool,
+        typer.Option("--gguf-mixed", help="Pack rows that fill no whole blocks of that type as Q2_0 or Q4_0"),
+    ] = False,
+    linear_class: Annotated[
+        Literal["bitlinear", "autobitlinear"] | None,
+        typer.Option(help="Write for this class of transformers; bitlinear if not given"),
+    ] = None,
+    mode: Annotated[
+        Literal["offline", "online"] | None,
+        typer.Option(help="Let transformers take the weights as packed (default), or quantise floats itself"),
+    ] = None,
+    activations: Annotated[
+        Literal["int8", "none"] | None,
+        typer.Option(help="Let compressed-tensors quantise activations to 8 bits (default), or not at all"),
+    ] = None,
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Write a ternary model as other engines read it"""
+    out = Output(json=json, quiet=quiet)
+    for option, value, engine in (
+        ("--gguf-type", gguf_type, "gguf"),
+        ("--gguf-mixed", gguf_mixed or None, "gguf"),
+        ("--linear-class", linear_class, "transformers-bitnet"),
+        ("--mode", mode, "transformers-bitnet"),
+        ("--activations", activations, "compressed-tensors"),
+    ):
+        if value is not None and to != engine:
+            raise UsageError(f"{option} is for --to {engine}", f"leave it out, or export with --to {engine}")
+    if to == "gguf" and dst.suffix != ".gguf":
+        raise UsageError(f"{dst}: --to gguf writes one file", "end DST in .gguf")
+    let_threads_sleep()
+    target = _target(to, gguf_type, gguf_mixed, linear_class, mode, activations)
+    from neuzip.compress.export import export
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import resolve_source
+
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    with out.progress("export", 2 * weight_bytes(path)) as advance:
+        report = export(path, dst, target, overwrite=overwrite, on_bytes=advance)
+    for warning in report.warnings:
+        out.warning(warning)
+    out.text(
+        f"{report.ternary} of {len(report.tensors)} tensors are ternary; weights "
+        f"{bytes_text(report.source_bytes)} -> {bytes_text(report.exported_bytes)} "
+        f"({percent_text(report.exported_bytes, report.source_bytes)})"
+    )
+    packings = Counter(t.packing for t in report.tensors if t.packing)
+    if len(packings) > 1:
+        out.text("packed as " + ", ".join(f"{kind} ({n})" for kind, n in packings.most_common()))
+    out.text(
+        "codes as in the source; "
+        + (f"scales rounded by {report.scale_error:.2g} at most" if report.scale_error else "scales exact")
+    )
+    out.text(f"{report.dst} in {seconds_text(report.seconds)}")
+    out.result(
+        {
+            **vars(report),
+            "to": to,
+            "target": target,
+            "ternary": report.ternary,
+            "scale_error": report.scale_error,
+        },
+        quiet=[report.dst],
+    )
+
+
+def _target(
+    to: Engine,
+    gguf_type: str | None,
+    gguf_mixed: bool,
+    linear_class: str | None,
+    mode: str | None,
+    activations: str | None,
+) -> Target:
+    from neuzip.compress.export import Gguf
+    from neuzip.formats.export.compressed_tensors import PackQuantized
+    from neuzip.formats.export.transformers_bitnet import TransformersBitnet
+
+    if to == "gguf":
+        return Gguf(gguf_type or "tq2_0", gguf_mixed)
+    if to == "compressed-tensors":
+        return PackQuantized(activations or "int8")
+    return TransformersBitnet(linear_class or "bitlinear", mode or "offline")
