@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -22,15 +22,18 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.ternary import is_ternary
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
 
-from .tensors import read_tensor, read_tensors, torch_dtype
+from .tensors import read_tensor, read_tensors, read_ternary, torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from .quantizer import NeuzipConfig
 
 INDEX = "model.safetensors.index.json"
 SHOWN_NAMES = 5
@@ -54,6 +57,7 @@ def load_model(
     device: str | torch.device | dict[str, Any] = "cpu",
     *,
     residency: str = "dense",
+    activations: str | Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> PreTrainedModel:
     """The causal language model of a checkpoint folder, in evaluation mode.
@@ -65,9 +69,15 @@ def load_model(
     "ans"; they then never lie anywhere dense as a whole. `verify` compares what is read with its checksums.
     Code that lies in the folder is never run.
 
-    Raises FormatError for damaged files, UsageError for a device that there is not and for a residency that
-    cannot be on it, and NeuzipError for what is not such a model or for tensors that are missing, left over
-    or of the wrong shape.
+    Of a "dense" model ternary weights are dense numbers as well. Otherwise they keep 2 bits each, and inputs
+    of their layers are quantised by `activations`, a mode of `bitlinear` or {"mode": ..., "sites": {...}}.
+    None is what config.json says, or else "b1.58" if weights were made ternary by compressing them, and
+    "none" if they had been so before. Layers of "none" are kept as any others, which for weights with many
+    zeros means dense.
+
+    Raises FormatError for damaged files, UsageError for a device that there is not, for a residency that
+    cannot be on it and for activations that there are not, and NeuzipError for what is not such a model or
+    for tensors that are missing, left over or of the wrong shape.
     """
     folder = Path(path)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
@@ -77,11 +87,11 @@ def load_model(
         )
     place = None if is_map else _place(device)
     options: dict[str, Any] = {"device_map": device} if is_map else {}
-    if residency != "dense":
+    if residency != "dense" or activations is not None:
         from .quantizer import NeuzipConfig
         from .residency import require_places
 
-        asked = NeuzipConfig(residency)
+        asked = NeuzipConfig(residency, activations)
         if place is not None:
             require_places(residency, [place])
             asked.is_placed = True
@@ -89,6 +99,8 @@ def load_model(
     with TensorSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
         tensors = _model_tensors(source)
+        if residency != "dense":
+            prepare_ternary(asked, config, source, tensors)
         try:
             with stored_tensors(
                 source, tensors, place, verify=verify, in_groups=residency != "dense"
@@ -235,12 +247,20 @@ def stored_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
 
-    A `place` of None is wherever transformers asks for them. `in_groups` decodes them when asked for on GPUs
-    too, with some of those that will be asked for next. What is found damaged meanwhile is raised as
-    FormatError in the end, whatever transformers makes of it.
+    A `place` of None is wherever transformers asks for them. `in_groups` is for models that are compressed in
+    memory: tensors are decoded when asked for on GPUs too, with some of those that will be asked for next,
+    and ternary matrices are a BitWeight. What is found damaged meanwhile is raised as FormatError in the end,
+    whatever transformers makes of it.
     """
     failures: list[NeuzipError] = []
     with Workers() as workers:
+        ternary: dict[str, SourceTensor] = {}
+        if in_groups:
+            from .bitlinear import BitWeight
+
+            matrices = [t for t in tensors if BitWeight.can_be(t.info.shape)]
+            ternary = {t.name: t for t in matrices if is_ternary(source.resolve(t))}
+            tensors = [t for t in tensors if t.name not in ternary]
         if in_groups and (place is None or place.type == "cuda"):
             groups = _Groups(source, tensors, place, workers, failures, verify)
             stored: dict[str, Any] = {t.name: _Asked(source, t, partial(groups.take, t)) for t in tensors}
@@ -251,6 +271,9 @@ def stored_tensors(
             stored = {t.name: _Asked(source, t, partial(_hand_over, held[t.name])) for t in tensors}
         else:
             stored = {t.name: _Encoded(source, t, workers, failures, verify) for t in tensors}
+        stored |= {
+            name: _Ternary(source, tensor, place, failures, verify) for name, tensor in ternary.items()
+        }
         try:
             yield stored
         except Exception as error:
@@ -379,6 +402,62 @@ class _Asked:
     def __getitem__(self, index: Any) -> Any:
         assert index is ...
         return self
+
+
+class _Ternary:
+    """A ternary matrix that transformers gets as a BitWeight, as `_Asked` gives others."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensor: SourceTensor,
+        place: torch.device | None,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        self._source, self._tensor, self._place, self._failures = source, tensor, place, failures
+        self._verify = verify
+        self.dtype, self.shape = torch_dtype(source, tensor), torch.Size(tensor.info.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def to(
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> torch.Tensor:
+        from neuzip.kernels.ternary_linear import TernaryWeight
+
+        from .bitlinear import BitWeight
+
+        place = self._place or torch.device("cpu" if device is None else device)
+        try:
+            ternary = read_ternary(self._source, self._tensor, place, verify=self._verify)
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+        return BitWeight.of(TernaryWeight.of(ternary), self.dtype if dtype is None else dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index is ...
+        return self
+
+
+def prepare_ternary(
+    asked: NeuzipConfig, config: PreTrainedConfig | None, source: TensorSource, tensors: list[SourceTensor]
+) -> None:
+    """Tell a quantizer's config what the checkpoint and its files say of activations. Raises FormatError.
+
+    `config` gets what the config.json beside the weights says: the one it was made of may be the original's.
+    """
+    found = [t.record for t in map(source.resolve, tensors) if is_ternary(t)]
+    made = any(record is not None and record.quantizer != "exact" for record in found)
+    asked.fallback = "b1.58" if made else "none"
+    if config is not None and found:
+        from .bitlinear import SECTION, recorded
+
+        says = recorded(source.checkpoint.root)
+        if says is not None:
+            setattr(config, SECTION, (getattr(config, SECTION, None) or {}) | {"activations": says.to_json()})
 
 
 def _model_tensors(source: TensorSource) -> list[SourceTensor]:

@@ -39,12 +39,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from neuzip.errors import FormatError, NeuzipError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
     from neuzip.formats.checkpoint import Checkpoint
 
+    from .bitlinear import Activations
     from .residency import Use
 
 METHOD = "neuzip"
@@ -84,17 +85,27 @@ def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
 class NeuzipConfig(QuantizationConfigMixin):
     """How `from_pretrained` keeps weights in memory: its `quantization_config`, for any folder.
 
-    `residency` is "dense", "packed" or "ans". It is not part of a checkpoint: nothing writes it. Raises
-    UsageError for another, and NeuzipError where this transformers cannot do it.
+    `residency` is "dense", "packed" or "ans". It is not part of a checkpoint: nothing writes it.
+    `activations` are those of ternary layers, see `load_model`. Raises UsageError for others, and NeuzipError
+    where this transformers cannot do it.
     """
 
-    def __init__(self, residency: str = "dense") -> None:
+    def __init__(self, residency: str = "dense", activations: str | Mapping[str, Any] | None = None) -> None:
         if residency != "dense":
+            from .bitlinear import Activations
             from .residency import require_residency
 
             require_residency(residency)
+            activations = None if activations is None else Activations.of(activations).to_json()
+        elif activations is not None:
+            raise UsageError(
+                f"activations {activations!r}: the inputs of a dense model are not quantised",
+                "give the residency 'packed', which keeps ternary weights in 2 bits",
+            )
         self.quant_method = METHOD  # type: ignore[assignment]
         self.residency = residency
+        self.activations = activations
+        self.fallback = "none"  # the mode of ternary layers of which neither this nor a config.json says one
         self.is_placed = False  # `load_model` hands tensors out where they shall stay, with no device map
         if not hasattr(modeling_utils.PreTrainedModel, _STEP):
             raise NeuzipError(
@@ -126,7 +137,8 @@ class NeuzipConfig(QuantizationConfigMixin):
         return (cls(), kwargs) if return_unused_kwargs else cls()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(residency={self.residency!r})"
+        more = "" if self.activations is None else f", activations={self.activations!r}"
+        return f"{type(self).__name__}(residency={self.residency!r}{more})"
 
 
 def make_quantizer(config: NeuzipConfig, **options: Any) -> HfQuantizer:
@@ -181,6 +193,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def __init__(self, config: NeuzipConfig, **options: Any) -> None:
         super().__init__(config, **options)
+        self.asked = config
         self.residency = config.residency
         self._is_placed = config.is_placed
         self.failure: Exception | None = None
@@ -244,6 +257,7 @@ class CompressingQuantizer(HfQuantizer):
 
     def compress(self, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A parameter that has arrived, compressed if it fits and that pays."""
+        from .bitlinear import BitWeight
         from .residency import compress
 
         expected = model.get_parameter(name)
@@ -254,15 +268,34 @@ class CompressingQuantizer(HfQuantizer):
             )
         if name not in self._uses or weight.shape != expected.shape:  # which is said when all have arrived
             return weight
-        return compress(weight, self._uses[name], self.residency)
+        use = self._uses[name]
+        if isinstance(weight, BitWeight):
+            if not use.looked_up and self.activations(model).at(name.rpartition(".")[0]) != "none":
+                return weight
+            weight = weight.dense()
+        return compress(weight, use, self.residency)
+
+    def activations(self, model: PreTrainedModel) -> Activations:
+        """What the inputs of ternary layers are quantised to: as asked for, as recorded, or the fall-back."""
+        from .bitlinear import Activations, noted
+
+        if self.asked.activations is not None:
+            return Activations.of(self.asked.activations)
+        return noted(model) or Activations(self.asked.fallback)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
         """Never called."""
 
     def postprocess_model(self, model: PreTrainedModel, **_: object) -> None:
-        """Leave the config as it was: the residency is no part of a checkpoint."""
+        """Make the ternary layers. Leave the config as it was: the residency is no part of a checkpoint."""
+        from .bitlinear import bit_linears, install_arrived, note
+
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+        activations = self.activations(model)
+        install_arrived(model, activations)
+        if bit_linears(model):
+            note(model, activations)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """The model with all weights dense, cast to `dtype`; None leaves each its own.
@@ -371,6 +404,13 @@ def _as_container(save: Any) -> Any:
                 f"a model of the residency {model.hf_quantizer.residency!r} is saved to a folder only",
                 "save it there; `neuzip push` brings a compressed folder to the Hub",
             )
+        from .bitlinear import bit_linears
+
+        if bit_linears(model):
+            raise NeuzipError(
+                "a model with ternary layers is not saved, as their scales would be rounded to its dtype",
+                "copy the folder it came from, or make it dense first: model.dequantize()",
+            )
         if not settings.get("is_main_process", True):
             return None
 
@@ -433,12 +473,14 @@ def _with_our_tensors(step: Any) -> Any:
         else:
             from neuzip.compress.source import TensorSource
 
-            from .load import stored_tensors
+            from .load import prepare_ternary, stored_tensors
 
             checkpoint = _checkpoint(found)
             place = None if compressing else _place(settings)
             with TensorSource(checkpoint) as source:
                 tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
+                if isinstance(quantizer, CompressingQuantizer):
+                    prepare_ternary(quantizer.asked, None, source, tensors)
                 with stored_tensors(source, tensors, place, in_groups=compressing) as stored:
                     call.arguments |= {
                         "state_dict": stored,

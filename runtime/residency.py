@@ -12,6 +12,8 @@ hardly become smaller.
     residency   products        look-ups, and what is tied to them
     packed      PackedWeight    PackedWeight
     ans         AnsWeight       PackedWeight, exact: only the rows looked up are decoded
+
+Layers of weights that are stored ternary are BitLinear in both, see `bitlinear`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 
+from .bitlinear import bit_linears, to_dense
 from .weights import AnsWeight, PackedWeight
 
 RESIDENCIES = ("dense", "packed", "ans")
@@ -73,16 +76,20 @@ class Held:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the parameters of a model take, by the residency that each has in fact."""
+    """What the parameters of a model take, by the residency that each has in fact.
+
+    Weights of BitLinear layers, 2 bits each and their scales, are `ternary` in any residency.
+    """
 
     dense: Held
     packed: Held
     ans: Held
+    ternary: Held = Held()
 
     @property
     def total(self) -> Held:
         """All parameters."""
-        return self.dense + self.packed + self.ans
+        return self.dense + self.packed + self.ans + self.ternary
 
 
 def require_residency(residency: str) -> None:
@@ -133,6 +140,7 @@ def compress_parameters(model: nn.Module, residency: str) -> Memory:
 
 def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make all parameters dense again where they lie, one after the other. They train again."""
+    to_dense(model)
     places = _places(model)
     for parameter in list(model.parameters()):
         if isinstance(parameter, PackedWeight | AnsWeight):
@@ -176,7 +184,9 @@ def memory(model: nn.Module) -> Memory:
             held["ans"] += Held(parameter.numel(), nbytes, parameter.stored_bytes)
         else:
             held["dense"] += Held(parameter.numel(), nbytes, nbytes)
-    return Memory(held["dense"], held["packed"], held["ans"])
+    for layer in set(bit_linears(model).values()):
+        held["ternary"] += Held(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
+    return Memory(held["dense"], held["packed"], held["ans"], held["ternary"])
 
 
 def compressible(model: nn.Module) -> dict[str, Use]:

@@ -8,9 +8,11 @@ from functools import partial
 import torch
 import xxhash
 
+from neuzip.compress import ternary
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError
+from neuzip.errors import FormatError, NeuzipError
+from neuzip.kernels.quantizers import Ternary
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
@@ -79,6 +81,38 @@ def read_tensor(
 ) -> torch.Tensor:
     """One tensor, decoded on the CPU. Raises FormatError."""
     return read_tensors(source, [tensor], torch.device("cpu"), workers, verify=verify)[0]
+
+
+def read_ternary(
+    source: TensorSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
+) -> Ternary:
+    """Codes and scales of a tensor that is stored ternary, unpacked on `device`, and no dense tensor.
+
+    `verify` compares what is stored with its checksums. Raises FormatError.
+    """
+    target = source.resolve(tensor)
+    path = source.checkpoint.root / target.file
+    streams: dict[str, torch.Tensor] = {}
+    for extent in source.extents(target):
+        stored = torch.empty(extent.nbytes, dtype=torch.uint8)
+        source.read_into(target.file, extent.start, stored.numpy())
+        found = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
+        if found != extent.checksum:
+            raise FormatError(
+                path, f"has the checksum {found} instead of {extent.checksum}: the file is damaged",
+                tensor=target.name, field=extent.stream,
+            )  # fmt: skip
+        streams[extent.stream or ""] = stored.to(device)
+    try:
+        return ternary.of_tensor(
+            target,
+            lambda name, start, stop: streams[name][start:stop],
+            lambda name: streams[name].numel(),
+        ).ternary()
+    except FormatError:
+        raise
+    except NeuzipError as error:
+        raise FormatError(path, error.message, tensor=target.name) from error
 
 
 def read_range(
