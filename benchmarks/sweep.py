@@ -102,7 +102,7 @@ def _plans(
     """Plans of the sizes and of the divergences of the same number of bits everywhere, on a text unseen."""
     device = arguments.device
     calibrated = Yardstick(
-        arguments.checkpoint, _calibration(arguments.calibration), max_tokens=MAX_TOKENS, device=device
+        arguments.checkpoint, calibration(arguments.calibration), max_tokens=MAX_TOKENS, device=device
     )
     judge = Yardstick(arguments.checkpoint, text, max_tokens=arguments.max_tokens, device=device)
     results: list[dict[str, object]] = []
@@ -160,7 +160,8 @@ def _uniform_divergence(checkpoint: Path, k: int, yardstick: Yardstick, dst: Pat
     return yardstick.run(dst).comparison.kld.mean.value
 
 
-def _calibration(source: str) -> Text:
+def calibration(source: str) -> Text:
+    """The text that is calibrated with."""
     if source != "train":
         return read_text(source)
     topics = split_topics()[0]

@@ -154,20 +154,24 @@ def compress(
     on_bytes: OnBytes = ignore,
     ranks: Ranks = ALONE,
     allow_destructive: bool = False,
+    activations: str | None = None,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
     With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
     told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
     call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
-    `device`. `allow_destructive` lets ternary schemes round weights that are not ternary. Raises NeuzipError.
+    `device`. `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is
+    the mode that config.json says for ternary weights (runtime/bitlinear.py). Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
     with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
-        job = _Compression(source, plan, workers, verify, device, ranks.counting(on_bytes), ranks)
+        job = _Compression(
+            source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations
+        )
         job.require_shared_source()
         if source.checkpoint.is_file:
             job.file(dst, overwrite)
@@ -219,7 +223,9 @@ class _Compression:
         device: Device,
         on_bytes: OnBytes,
         ranks: Ranks,
+        activations: str | None,
     ) -> None:
+        self._activations = activations
         self._source = source
         self._plan = plan
         self._workers = workers
@@ -668,7 +674,8 @@ class _Compression:
             records[file][name] = record
         lossless_only = all(r.lossless for r in self._records.values())
         rewritten = {f: rewritten_index(checkpoint, f, records) for f in index_files(checkpoint)}
-        rewritten |= {f: rewritten_config(checkpoint, f, lossless_only) for f in config_files(checkpoint)}
+        for file in config_files(checkpoint):
+            rewritten[file] = rewritten_config(checkpoint, file, lossless_only, self._activations)
         stored = {file: StoredFile("container") for file in checkpoint.weights}
         for file in checkpoint.others:
             original = checkpoint.root / file

@@ -105,16 +105,20 @@ class Yardstick:
         load_seconds = time.perf_counter() - began
         other = HeadedModel(model)
         other.seconds, other.fed = 0.0, 0  # without the probe
-        paired = self._compared(other, on_tokens)
+        comparison = self.compare(other, on_tokens)
         peak = peak_bytes(self.device)
         return Run(
-            paired.summary(),
+            comparison,
             str(model.dtype).removeprefix("torch."),
             load_seconds,
             other.fed / other.seconds,
             memory(model).total.stored_bytes,
             None if peak is None or before is None else max(0, peak - before),
         )
+
+    def compare(self, other: HeadedModel, on_tokens: OnTokens = lambda count: None) -> Comparison:
+        """Compare a live model with the original. Raises NeuzipError, and NotFinite."""
+        return self._compared(other, on_tokens).summary()
 
     def _compared(self, other: HeadedModel, on_tokens: OnTokens) -> Paired:
         """Compare with the original, which forms its logits for this one only, if it has to."""

@@ -190,8 +190,13 @@ def config_files(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def rewritten_config(checkpoint: Checkpoint, config: str, lossless: bool) -> bytes:
-    """A config.json that says how its weights are stored, in the words of transformers."""
+def rewritten_config(
+    checkpoint: Checkpoint, config: str, lossless: bool, activations: str | None = None
+) -> bytes:
+    """A config.json that says how its weights are stored, in the words of transformers.
+
+    And in ours how `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
+    """
     path = checkpoint.root / config
     try:
         document = json.loads(_read_limited(path))
@@ -204,6 +209,11 @@ def rewritten_config(checkpoint: Checkpoint, config: str, lossless: bool) -> byt
     how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
     if "quantization_config" in document:
         how["original"] = document["quantization_config"]
+    if activations is not None:
+        section = document.get("neuzip", {})
+        if not isinstance(section, dict):
+            raise FormatError(path, "not an object", field="neuzip")
+        document["neuzip"] = section | {"activations": activations}
     return _pretty(document | {"quantization_config": how}, path)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import quantizers
+from neuzip.train.rotation import orthogonal, rotate
 from neuzip.train.ternary import Recipe, _Feed, convert, decoder_layers
 
 
@@ -148,3 +149,36 @@ def test_a_model_without_layers_is_refused(model):
 def test_layers_are_those_of_the_decoder(model):
     assert decoder_layers(model) is model.model.layers
     assert isinstance(decoder_layers(model)[0].mlp.up_proj, nn.Linear)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 64, 96, 97])
+def test_rotations_are_orthogonal(size: int):
+    q = orthogonal(size)
+    torch.testing.assert_close(q @ q.T, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.equal(q, orthogonal(size))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rotated_model_says_the_same(model, tied: bool):
+    model = model.float()
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.uniform_(0.5, 2)
+        layer.post_attention_layernorm.weight.data.uniform_(0.5, 2)
+    model.model.norm.weight.data.uniform_(0.5, 2)
+    ids = WINDOWS[:3]
+    with torch.no_grad():
+        before, weight = model(ids).logits, model.model.layers[0].mlp.up_proj.weight.clone()
+        rotate(model)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model.model.layers[0].mlp.up_proj.weight, weight)
+    assert (model.model.norm.weight == 1).all()
+
+
+def test_what_cannot_be_rotated_is_refused(model):
+    with pytest.raises(NeuzipError, match="has no self_attn"):
+        rotate(GPTNeoXForCausalLM(GPTNeoXConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            tie_word_embeddings=False,
+        )))  # fmt: skip

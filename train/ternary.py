@@ -1,8 +1,8 @@
 """Ternary weights for a model that was not trained for them, from what its layers see of a text.
 
 Layer after layer, in place: a layer's linear weights become codes times scales, and the next layer sees what
-the changed ones give it. Without a text every matrix is quantised by itself. Either way the weights are the
-ones that `neuzip compress --ternary` then stores exactly: scales are rounded to the model's dtype.
+the changed ones give it. Without a text every matrix is quantised by itself. Once they have the checkpoint's
+dtype, `neuzip compress --ternary` stores the weights exactly.
 
 Measured on wikilm-26m: benchmarks/ternary_conversion.py. What a language model loses by this is far more than
 by any other scheme here; only training brings it back.
@@ -10,16 +10,30 @@ by any other scheme here; only training brings it back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from neuzip.compress.workspace import (
+    copy_file,
+    publish,
+    recover,
+    refuse_existing,
+    refuse_nesting,
+    remove,
+    workspace,
+    writing,
+)
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
+from neuzip.runtime.load import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -160,3 +174,24 @@ class _Feed:
         for states in self.states:
             out = layer(states, **self.keywords)
             yield out[0] if isinstance(out, tuple) else out
+
+
+def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwrite: bool = False) -> None:
+    """Write a converted model as a plain checkpoint, with all else that lies in the folder `src`.
+
+    Raises NeuzipError, before anything is written if `dst` exists.
+    """
+    checkpoint = find_checkpoint(src)
+    refuse_existing(dst, overwrite)
+    refuse_nesting(checkpoint.path, dst)
+    recover(dst)
+    with workspace(dst) as work:
+        for old in work.iterdir():
+            remove(old)
+        with writing(work):
+            with quiet_transformers():
+                model.save_pretrained(work)
+            for file in checkpoint.others:
+                if not (work / file).exists() and not file.endswith(".index.json"):
+                    copy_file(checkpoint.root / file, work / file)
+        publish(work, dst)

@@ -77,6 +77,10 @@ PackingOption = Annotated[
     Literal["trits", "2bit"],
     typer.Option("--ternary-packing", help="Store 5 weights a byte, or 4"),
 ]
+ActivationsOption = Annotated[
+    Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
+    typer.Option(help="Say in config.json what inputs of ternary weights are quantised to when it runs"),
+]
 DestructiveOption = Annotated[
     bool,
     typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
@@ -122,6 +126,7 @@ def command(
     ternary_quantizer: QuantizerOption = "absmean",
     ternary_group: GroupOption = "tensor",
     ternary_packing: PackingOption = "trits",
+    activations: ActivationsOption = None,
     allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
@@ -159,6 +164,8 @@ def command(
             )
         if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
             raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
+        if activations is not None and not ternary and plan is None:
+            raise UsageError("--activations is for --ternary, or a --plan with ternary rules")
         if allow_destructive and not ternary and plan is None:
             raise UsageError("--allow-destructive is for --ternary, or a --plan with ternary rules")
         if goal is not None and ranks.world > 1:
@@ -196,7 +203,7 @@ def command(
         with out.progress("compress", total) as advance:
             report = compress(
                 path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=chosen,
-                on_bytes=advance, ranks=ranks, allow_destructive=allow_destructive,
+                on_bytes=advance, ranks=ranks, allow_destructive=allow_destructive, activations=activations,
             )  # fmt: skip
         for warning in report.warnings:
             out.warning(warning)

@@ -37,7 +37,7 @@ def error_feedback(weight: Tensor, gram: Tensor, *, group: int | None = None) ->
         order = gram.diagonal().argsort(descending=True, stable=True)
     target = weight.double()[:, order]
     damped = _damped(gram.double()[order][:, order])
-    scale = best_scale(weight.reshape(1, -1)).double() if group is None else None
+    scale = best_scale(weight.reshape(1, -1)).double()[0] if group is None else None
     codes = _round_columns(target, _spread(damped), width, scale)
     if group is None:
         scale = _shared_scale(target, damped, codes)
@@ -72,34 +72,31 @@ def _damped(gram: Tensor) -> Tensor:
 def _spread(damped: Tensor) -> Tensor:
     """How an error of a column is made up for: row j of the upper Cholesky factor of the inverse."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    spread: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return spread
 
 
 def _round_columns(target: Tensor, spread: Tensor, width: int, scale: Tensor | None) -> Tensor:
     """Codes of fp64 weights [out, in], the errors of each column spread over those after it."""
-    w, columns = target.clone(), target.shape[1]
+    w = target.T.contiguous()  # a column is a row here
+    columns = len(w)
     codes = torch.zeros_like(w)
     of_group = scale
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
-        errors = torch.zeros_like(w[:, start:stop])
+        errors = torch.zeros_like(w[start:stop])
         for j in range(start, stop):
             if scale is None and j % width == 0:
                 # Errors of this block have not reached the columns after it yet.
-                end = min(j + width, columns)
-                now = w[:, j:end].clone()
-                if end > stop:
-                    now[:, stop - j :] -= errors @ spread[start:stop, stop:end]
-                of_group = best_scale(now.float()).double()
+                group = w[j : j + width].clone()
+                group[stop - j :] -= spread[start:stop, stop : j + width].T @ errors
+                of_group = best_scale(group.T.float()).double()[:, 0]
             assert of_group is not None
-            column = w[:, j : j + 1]
-            code = column.sign() * (column.abs() > of_group / 2)
-            error = (column - of_group * code) / spread[j, j]
-            w[:, j:stop] -= error @ spread[j : j + 1, j:stop]
-            codes[:, j : j + 1] = code
-            errors[:, j - start : j - start + 1] = error
-        w[:, stop:] -= errors @ spread[start:stop, stop:]
-    return codes
+            codes[j] = w[j].sign() * (w[j].abs() > of_group / 2)
+            errors[j - start] = (w[j] - of_group * codes[j]) / spread[j, j]
+            w[j:stop] -= torch.outer(spread[j, j:stop], errors[j - start])
+        w[stop:] -= spread[start:stop, stop:].T @ errors
+    return codes.T
 
 
 def _shared_scale(target: Tensor, gram: Tensor, codes: Tensor) -> Tensor:

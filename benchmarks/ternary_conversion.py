@@ -1,0 +1,123 @@
+"""What a model loses when its linear weights become ternary without training, step by step.
+
+    python benchmarks/ternary_conversion.py NAME CHECKPOINT TEXT --calibration TEXT [--max-tokens N]
+
+    python benchmarks/ternary_conversion.py demo eval/demo/checkpoint demo --calibration train
+    python benchmarks/ternary_conversion.py wikilm-26m $NEUZIP_DATA/wikilm-26m \\
+        $NEUZIP_DATA/wikitext-2/wiki.test.raw --calibration $NEUZIP_DATA/wikitext-2/wiki.valid.raw
+
+From absmean, as BitNet b1.58 trains with, to group scales, error feedback and rotation: perplexity,
+divergence from the original and agreement on TEXT, and the bits of a ternary weight, five codes a byte and
+fp32 scales. Error feedback sees the calibration text (`train`: the demo's training text). The result is
+benchmarks/results/ternary-conversion-NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import describe, describe_gpu, save
+from sweep import calibration
+
+from neuzip.eval.head import HeadedModel
+from neuzip.eval.texts import read_text
+from neuzip.eval.yardstick import Yardstick, read_tokens
+from neuzip.runtime.load import load_model
+from neuzip.train.rotation import rotate
+from neuzip.train.ternary import Recipe, convert
+
+STEPS: list[tuple[bool, Recipe]] = [
+    (False, Recipe("absmean", None)),
+    (False, Recipe("least-squares", None)),
+    (False, Recipe("least-squares", "row")),
+    (False, Recipe("least-squares", 128)),
+    (False, Recipe("error-feedback", None)),
+    (False, Recipe("error-feedback", "row")),
+    (False, Recipe("error-feedback", 128)),
+    (False, Recipe("error-feedback", 64)),
+    (True, Recipe("absmean", None)),
+    (True, Recipe("least-squares", None)),
+    (True, Recipe("error-feedback", "row")),
+    (True, Recipe("error-feedback", 128)),
+]
+"""Whether the model is rotated first, and how its weights are rounded."""
+
+WINDOW = 512
+"""Tokens of a window of the calibration text."""
+
+
+def main() -> None:
+    """Convert, compare, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("text")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--calibration-tokens", type=int, default=16_384)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    judge = Yardstick(
+        arguments.checkpoint, read_text(arguments.text), max_tokens=arguments.max_tokens,
+        device=arguments.device, dtype="float32",
+    )  # fmt: skip
+    seen = read_tokens(arguments.checkpoint, calibration(arguments.calibration)).ids
+    windows = seen[: min(len(seen), arguments.calibration_tokens) // WINDOW * WINDOW].view(-1, WINDOW)
+    results = []
+    for rotated, recipe in STEPS:
+        row = step(judge, arguments.checkpoint, rotated, recipe, windows)
+        results.append(row)
+        print(
+            f"{row['step']:44} perplexity {row['perplexity']:10.2f}  divergence {row['kld']:.4f}  "
+            f"same first choice {row['top_1']:.1%}  {row['bits']:.2f} bits  {row['seconds']:.0f} s",
+            flush=True,
+        )
+    environment = describe("neuzip-toolkit", "torch", "transformers")
+    if judge.device.type == "cuda":
+        environment["gpu"] = describe_gpu()
+    found = {
+        "what": "ternary weights without training, step by step",
+        "text": Path(arguments.text).name,
+        "tokens": judge.tokens,
+        "calibration": Path(arguments.calibration).name,
+        "calibration_tokens": windows.numel(),
+        "device": judge.device.type,
+        "environment": environment,
+        "original": {"perplexity": results[0]["original"]},
+        "results": results,
+    }
+    print(f"saved {save(f'ternary-conversion-{arguments.name}', found)}")
+
+
+def step(
+    judge: Yardstick, checkpoint: Path, rotated: bool, recipe: Recipe, windows: torch.Tensor
+) -> dict[str, Any]:
+    """One row."""
+    model = load_model(checkpoint, torch.float32, judge.device)
+    began = time.perf_counter()
+    if rotated:
+        rotate(model)
+    found = convert(model, recipe, windows)
+    seconds = time.perf_counter() - began
+    comparison = judge.compare(HeadedModel(model))
+    weights = sum(t.codes.numel() for t in found.values())
+    scales = sum(t.scale.numel() for t in found.values())
+    group = {None: "a scale a tensor", "row": "a scale a row"}.get(
+        recipe.group if not isinstance(recipe.group, int) else "", f"a scale for {recipe.group}"
+    )
+    return {
+        "step": f"{'rotated, ' if rotated else ''}{recipe.quantizer}, {group}",
+        "rotated": rotated, "quantizer": recipe.quantizer, "group": recipe.group,
+        "perplexity": math.exp(comparison.other_nll.value), "kld": comparison.kld.mean.value,
+        "top_1": comparison.top_1.value, "bits": 8 / 5 + 32 * scales / weights, "seconds": seconds,
+        "original": math.exp(comparison.base_nll.value),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

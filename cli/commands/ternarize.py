@@ -1,0 +1,126 @@
+"""neuzip ternarize: make the weights of a model ternary without training it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.threads import let_threads_sleep
+from neuzip.errors import NeuzipError, UsageError
+
+EXAMPLES = [
+    "neuzip ternarize my-model tern --calibration held-out.txt --allow-destructive",
+    "neuzip ternarize my-model blind --quantizer absmean --allow-destructive",
+    "",
+    "What it did, and its form of 1.6 bits a weight:",
+    "neuzip eval tern --base my-model --text other.txt",
+    "neuzip compress tern small --ternary --ternary-group row",
+]
+
+WINDOW = 512
+"""Tokens of the calibration text that the model reads at once."""
+
+
+def command(
+    src: options.SourceArgument,
+    dst: options.DestinationArgument,
+    quantizer: Annotated[
+        Literal["error-feedback", "least-squares", "absmean"],
+        typer.Option(
+            help="Round so that products with typical inputs change least, or the weights, or as BitNet b1.58"
+        ),
+    ] = "error-feedback",
+    group: Annotated[
+        str, typer.Option(metavar="N|row|tensor", help="Let N weights of a row share a scale, or all")
+    ] = "row",
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Take typical inputs from this text, as eval's --text"),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(metavar="N", min=WINDOW, help="Read only the first N tokens of it")
+    ] = 131_072,
+    allow_destructive: Annotated[
+        bool,
+        typer.Option(
+            "--allow-destructive", help="Do it, though it harms any model that was trained otherwise"
+        ),
+    ] = False,
+    device: options.RunDeviceOption = "auto",
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Make the weights of a model -1, 0 and 1 times a scale, without training it"""
+    out = Output(json=json, quiet=quiet)
+    if not allow_destructive:
+        raise UsageError(
+            "a model that was not trained with ternary weights is harmed by them: blindly rounded, some lose"
+            " all they know (a third party measured a perplexity of 13.9 becoming 3.8 million)",
+            "--allow-destructive does it; then see with: neuzip eval DST --base SRC",
+        )
+    if quantizer == "error-feedback" and calibration is None:
+        raise UsageError("--quantizer error-feedback needs a text", "give --calibration FILE, or demo")
+    let_threads_sleep()
+    import time
+
+    from neuzip.compress.source import TensorSource
+    from neuzip.compress.workspace import refuse_existing
+    from neuzip.eval.texts import read_text
+    from neuzip.eval.yardstick import read_tokens
+    from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.generate import choose_device
+    from neuzip.runtime.load import load_model
+    from neuzip.train import ternary
+
+    recipe = ternary.Recipe(quantizer, _group(group))
+    refuse_existing(dst, overwrite)
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    with TensorSource(path) as source:
+        if source.is_compressed:
+            raise NeuzipError(f"{path}: is compressed", "give what neuzip decompress makes of it")
+    began = time.monotonic()
+    windows = None
+    if quantizer == "error-feedback":
+        assert calibration is not None
+        ids = read_tokens(path, read_text(calibration)).ids[:calibration_tokens]
+        if len(ids) < WINDOW:
+            raise UsageError(
+                f"--calibration {calibration}: has {len(ids)} tokens", f"give a text of {WINDOW} and more"
+            )
+        windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    where = choose_device(device)
+    model = load_model(path, None, where)
+    dtype = model.dtype
+    if where.type == "cpu":
+        model = model.float()  # bf16 products are slow on a CPU
+    with out.progress("ternarize", len(ternary.decoder_layers(model)), unit="layers") as advance:
+        found = ternary.convert(model, recipe, windows, on_layer=lambda: advance(1))
+    ternary.save(model.to(dtype), path, dst, overwrite)
+    weights = sum(one.codes.numel() for one in found.values())
+    zeros = sum(int((one.codes == 0).sum()) for one in found.values()) / weights
+    seconds = time.monotonic() - began
+    out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
+    out.text(f"{dst} in {seconds_text(seconds)} on {where}")
+    out.status(f"what it did: neuzip eval {dst} --base {path} --text TEXT")
+    out.result(
+        {
+            "src": path, "dst": dst, "recipe": recipe, "tensors": sorted(found), "weights": weights,
+            "zeros": zeros, "tokens": 0 if windows is None else windows.numel(), "device": str(where),
+            "dtype": str(dtype).removeprefix("torch."), "seconds": seconds,
+        },
+        quiet=[dst],
+    )  # fmt: skip
+
+
+def _group(text: str) -> int | Literal["row"] | None:
+    if text == "tensor":
+        return None
+    if text == "row":
+        return "row"
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise UsageError(f"--group {text}: is no group", "give a number of weights, row or tensor")
