@@ -12,7 +12,7 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
 
 EXAMPLES = [
-    "neuzip ternarize my-model tern --calibration held-out.txt --allow-destructive",
+    "neuzip ternarize my-model tern --calibration my.txt --allow-destructive",
     "neuzip ternarize my-model blind --quantizer absmean --allow-destructive",
     "",
     "What it did, and its form of 1.6 bits a weight:",
@@ -25,7 +25,7 @@ WINDOW = 512
 
 
 def command(
-    src: options.SourceArgument,
+    src: options.ModelArgument,
     dst: options.DestinationArgument,
     quantizer: Annotated[
         Literal["error-feedback", "least-squares", "absmean"],
