@@ -41,6 +41,11 @@ ResidencyOption = Annotated[
     Residency,
     typer.Option(help="Keep the weights in memory plain, packed, or coded (ans, on a GPU)"),
 ]
+KvBits = Literal["8", "4", "3"]
+KvBitsOption = Annotated[
+    KvBits | None,
+    typer.Option("--kv-bits", help="Keep keys and values in so few bits", show_default=False),
+]
 TensorOption = Annotated[
     list[str] | None,
     typer.Option("--tensor", metavar="GLOB", help="Only tensors whose name matches; repeatable"),
@@ -53,3 +58,8 @@ ExcludeOption = Annotated[
     list[str] | None,
     typer.Option("--exclude", metavar="GLOB", help="Store matching tensors raw; repeatable"),
 ]
+
+
+def bits(kv_bits: KvBits | None) -> int | None:
+    """The number that --kv-bits gives."""
+    return None if kv_bits is None else int(kv_bits)

@@ -24,7 +24,9 @@ from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.quantizers.kv import Range
 from neuzip.runtime.generate import input_device
+from neuzip.runtime.kv_cache import KVCache
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 
 if TYPE_CHECKING:
@@ -61,11 +63,16 @@ class HeadedModel:
     """A loaded causal language model whose logits are not formed.
 
     `formed` is why they are after all, in words, or None. `seconds` and `fed` add up the time that the model
-    took up to its hidden states, and the tokens that it was fed.
+    took up to its hidden states, and the tokens that it was fed. With `kv_bits` every token attends to keys
+    and values in as many bits, its own included, as decoding would keep them; the first of each window is the
+    text's first. Raises NeuzipError if the model keeps something else.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, kv_bits: int | None = None, kv_span: Range = "absmax"
+    ) -> None:
         self.model = model
+        self.kv_bits, self.kv_span = kv_bits, kv_span
         self.device = input_device(model)
         self.seconds, self.fed = 0.0, 0
         self.scale: float = 1.0
@@ -132,7 +139,13 @@ class HeadedModel:
         return time.perf_counter()
 
     def _run(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits
+        options: dict[str, Any] = {"use_cache": False}
+        if self.kv_bits is not None:
+            cache = KVCache(self.model.config, self.kv_bits, span=self.kv_span)
+            options = {"use_cache": True, "past_key_values": cache}
+        logits: Tensor = self.model(input_ids=ids.to(self.device), **options).logits
+        if self.kv_bits is not None:
+            cache.require_use(self.name)
         return logits
 
     def _hidden(self, seen: list[Tensor], ids: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Model:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
-    to form logits, or None.
+    to form logits, or None. `kv_bits` are those of its keys and values, None if they are as they were.
     """
 
     path: str
@@ -83,6 +83,7 @@ class Model:
     weight_bytes: int
     tokens_per_second: float
     formed: str | None
+    kv_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class Evaluation:
 class Task:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
-    `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own.
+    `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
+    are those of the last checkpoint's keys and values.
     """
 
     paths: tuple[Path, ...]
@@ -138,6 +140,7 @@ class Task:
     device: torch.device | str
     dtype: torch.dtype | None
     residency: str
+    kv_bits: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -164,14 +167,16 @@ def prepare(
     device_map: str | None = None,
     dtype: str = "auto",
     residency: str = "dense",
+    kv_bits: int | None = None,
 ) -> Task:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
     `conventions` None are all that the text is long enough for. `window` and `stride` are of the first two;
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
-    CPU, else the checkpoint's own. `residency` is how weights are kept in memory. Raises NeuzipError, and
-    UsageError for what the model cannot do.
+    CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
+    checkpoint, and no other, attends to keys and values in as many bits. Raises NeuzipError, and UsageError
+    for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
@@ -187,7 +192,7 @@ def prepare(
             if conventions or name == "token":
                 raise
             skipped[name] = str(reason)
-    return Task(paths, text, tuple(readings), skipped, place, kind, residency)
+    return Task(paths, text, tuple(readings), skipped, place, kind, residency, kv_bits)
 
 
 def evaluate(
@@ -257,7 +262,7 @@ def _together(
     task: Task, ranks: Ranks, on_tokens: OnTokens
 ) -> tuple[list[Model], list[list[Values]], Paired]:
     """Both models at once: what they are, the losses of both for each reading, and how they compare."""
-    base, other = (_load(task, path) for path in task.paths)
+    base, other = (_load(task, number) for number in range(2))
     first, *rest = task.readings
     paired = compare(
         base, other, first.ids, first.windows, first.blocks,
@@ -277,8 +282,8 @@ def _together(
 def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Model], list[list[Values]]]:
     models: list[Model] = []
     losses: list[list[Values]] = [[] for _ in task.readings]
-    for path in task.paths:
-        model = _load(task, path)
+    for number in range(len(task.paths)):
+        model = _load(task, number)
         for reading, found in zip(task.readings, losses, strict=True):
             found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
         models.append(_described(model, ranks))
@@ -286,8 +291,10 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     return models, losses
 
 
-def _load(task: Task, path: Path) -> HeadedModel:
-    return HeadedModel(load_model(path, task.dtype, task.device, residency=task.residency))
+def _load(task: Task, number: int) -> HeadedModel:
+    model = load_model(task.paths[number], task.dtype, task.device, residency=task.residency)
+    is_last = number == len(task.paths) - 1
+    return HeadedModel(model, kv_bits=task.kv_bits if is_last else None)
 
 
 def _described(model: HeadedModel, ranks: Ranks) -> Model:
@@ -299,6 +306,7 @@ def _described(model: HeadedModel, ranks: Ranks) -> Model:
         weight_bytes=memory(model.model).total.stored_bytes,
         tokens_per_second=fed / seconds if seconds else math.inf,
         formed=model.formed,
+        kv_bits=model.kv_bits,
     )
 
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from neuzip.errors import NeuzipError, UsageError
 
 from . import buffers
+from .kv_cache import KVCache, StaticKVLayer
 from .load import load_config, load_tokenizer, quiet_transformers
 from .residency import has_experts
 
@@ -58,12 +59,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model said. `text` is the sum of what was streamed; times are from the start of the call."""
+    """What a model said. `text` is the sum of what was streamed; times are from the start of the call.
+
+    Of a cache in few bits, `cache_bytes` is what it took in the end, `attention` how it was read.
+    """
 
     text: str
     tokens: tuple[int, ...]
     seconds: float
     first_token_seconds: float
+    cache_bytes: int | None = None
+    attention: str | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -173,9 +179,12 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    kv_bits: int | None = None,
     on_text: OnText = lambda text: None,
 ) -> Generation:
     """Go on with a prompt until the model ends its text, or for `max_new_tokens`. `on_text` is told at once.
+
+    `kv_bits` are those that keys and values are kept in, None as they are: see `kv_cache`.
 
     `temperature` 0 takes the likeliest token each time. Otherwise tokens are drawn, from the likeliest that
     together have the probability `top_p`; the same `seed` draws the same ones, and nothing else is seeded.
@@ -190,8 +199,10 @@ def generate(
     padding = model.generation_config.pad_token_id
     if padding is None and ends is not None:  # or transformers says that it takes this
         padding = ends[0] if isinstance(ends, list) else ends
+    cache = None if kv_bits is None else KVCache(model.config, kv_bits)
+    attention = nullcontext() if cache is None else cache.attention(model)
     began = time.perf_counter()
-    with quiet_transformers(), _seeded(seed, device):
+    with quiet_transformers(), _seeded(seed, device), attention:
         whole = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
@@ -200,10 +211,15 @@ def generate(
             pad_token_id=padding,
             streamer=stream,
             **drawn,
+            **({} if cache is None else {"past_key_values": cache}),
         )
     tokens = tuple(whole[0, ids.shape[1] :].tolist())
     seconds = time.perf_counter() - began
-    return Generation("".join(stream.parts), tokens, seconds, (stream.first or began + seconds) - began)
+    text, first = "".join(stream.parts), (stream.first or began + seconds) - began
+    if cache is None:
+        return Generation(text, tokens, seconds, first)
+    cache.require_use(type(model).__name__)
+    return Generation(text, tokens, seconds, first, cache.nbytes, cache.how)
 
 
 @torch.no_grad()
@@ -320,12 +336,25 @@ class GreedyDecoder:
 
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NeuzipError if it cannot be one.
+    With `kv_bits` keys and values are kept in as many bits.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int, max_length: int, *, graph: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        max_length: int,
+        *,
+        graph: bool = True,
+        kv_bits: int | None = None,
+    ) -> None:
         self.model, self.batch, self.max_length = model, batch, max_length
         self.device = input_device(model)
-        self._cache = static_cache(model.config, max_length)
+        self._cache = (
+            static_cache(model.config, max_length)
+            if kv_bits is None
+            else KVCache(model.config, kv_bits, max_length=max_length)
+        )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)
@@ -343,6 +372,19 @@ class GreedyDecoder:
     def graphed(self) -> bool:
         """Whether steps replay a CUDA graph."""
         return self._graph is not None
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take, for all of `max_length`; 0 before the first prompt."""
+        if isinstance(self._cache, KVCache):
+            return self._cache.nbytes
+        states = [getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in states if isinstance(tensor, torch.Tensor))
+
+    @property
+    def attention(self) -> str | None:
+        """How attention reads keys and values in few bits, in words; None if they are as they were."""
+        return self._cache.how if isinstance(self._cache, KVCache) else None
 
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         """Begin anew with prompts, int64 [batch, tokens]: the token after each, [batch]."""
@@ -401,7 +443,9 @@ class GreedyDecoder:
 
     def _steps_are_alike(self) -> bool:
         places = {parameter.device for parameter in self.model.parameters()}
-        return len(places) == 1 and all(type(layer) is StaticLayer for layer in self._cache.layers)
+        return len(places) == 1 and all(
+            type(layer) in (StaticLayer, StaticKVLayer) for layer in self._cache.layers
+        )
 
     def _capture(self) -> None:
         with self._running():
@@ -414,6 +458,7 @@ class GreedyDecoder:
         try:
             with (
                 torch.no_grad(),
+                self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext(),
                 torch.cuda.device(self.device),
                 torch.cuda.graph(graph, stream=self._stream),
             ):
@@ -431,7 +476,8 @@ class GreedyDecoder:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """On the stream of the graph, between what was asked for before and what is asked for next."""
-        with torch.no_grad():
+        packed = self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext()
+        with torch.no_grad(), packed:
             if self._stream is None:
                 yield
                 return

@@ -56,7 +56,8 @@ def read_on(
     `verify` compares all that is stored with its checksums before it is decoded. Raises FormatError.
     """
     queues = _Queues(device)
-    with torch.cuda.device(device) if queues.on_gpu else nullcontext():
+    # Other threads write to that memory too, and they are not in a mode that the caller may be in.
+    with torch.inference_mode(False), torch.cuda.device(device) if queues.on_gpu else nullcontext():
         try:
             memory = _Load(source, tensors, verify, queues).run()
         except torch.OutOfMemoryError as error:

@@ -8,6 +8,7 @@ them is the prefill, the median time of the steps after it the decode. All resid
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -47,11 +48,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of one residency and batch; tokens a second are those of all texts of the batch together.
+    """Medians of one residency, cache and batch; tokens a second are those of all texts of a batch together.
 
     `weight_bytes` is what the parameters take; `peak_bytes` the most that loading and the run took, of the
     GPUs' memory, or of the process on a CPU, None where the system does not tell. Ratios are to the dense
     model. `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest.
+    Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
+    are read.
     """
 
     residency: str
@@ -68,11 +71,14 @@ class Speed:
     prefill_ratio: float = 1.0
     decode_ratio: float = 1.0
     peak_ratio: float | None = 1.0
+    kv_bits: int | None = None
+    cache_bytes: int = 0
+    attention: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `measure` does. `device` is a GPU or the CPU."""
+    """What `measure` does, on a GPU or the CPU. `kv_bits` come beside keys and values as they are."""
 
     path: Path
     residencies: tuple[str, ...]
@@ -82,11 +88,17 @@ class Plan:
     rounds: int
     device: torch.device
     graph: bool
+    kv_bits: int | None = None
+
+    @property
+    def caches(self) -> tuple[int | None, ...]:
+        """In how many bits keys and values are kept, one after the other; None is as they are."""
+        return (None,) if self.kv_bits is None else (None, self.kv_bits)
 
     @property
     def runs(self) -> int:
         """How often `measure` calls `on_run`."""
-        return len(self.residencies) * len(self.batches) * self.rounds
+        return len(self.residencies) * len(self.caches) * len(self.batches) * self.rounds
 
 
 @dataclass(frozen=True)
@@ -109,11 +121,13 @@ def make_plan(
     rounds: int = 3,
     device: torch.device,
     graph: bool = True,
+    kv_bits: int | None = None,
 ) -> Plan:
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
-    `prompt_tokens` None are 512, or as many as the model has positions for. Raises UsageError for more, and
-    for residencies that cannot be on the device.
+    `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
+    the dense one too, is also measured with keys and values in as many. Raises UsageError for more tokens,
+    and for residencies that cannot be on the device.
     """
     for residency in residencies:
         require_places(residency, [device])
@@ -136,6 +150,7 @@ def make_plan(
         rounds,
         device,
         graph,
+        kv_bits,
     )
 
 
@@ -152,8 +167,8 @@ def measure(plan: Plan, *, on_run: OnRun = lambda count: None) -> Speeds:
         load_seconds, load_peak = time.perf_counter() - began, peak_bytes(plan.device)
         _require_graphs(plan, model)
         dtype = str(model.dtype).removeprefix("torch.")
-        for batch in plan.batches:
-            row, tokens = _measure_batch(plan, model, residency, batch, on_run)
+        for kv_bits, batch in itertools.product(plan.caches, plan.batches):
+            row, tokens = _measure_batch(plan, model, residency, batch, kv_bits, on_run)
             peaks = [load_peak, row.peak_bytes]
             row = replace(
                 row, load_seconds=load_seconds, peak_bytes=max((p for p in peaks if p), default=None)
@@ -227,13 +242,15 @@ def prompts(vocabulary: int, batch: int, tokens: int) -> torch.Tensor:
 
 
 def _measure_batch(
-    plan: Plan, model: PreTrainedModel, residency: str, batch: int, on_run: OnRun
+    plan: Plan, model: PreTrainedModel, residency: str, batch: int, kv_bits: int | None, on_run: OnRun
 ) -> tuple[Speed, torch.Tensor]:
     free_memory()
     reset_peak(plan.device)
     ids = prompts(model.config.get_text_config().vocab_size, batch, plan.prompt_tokens)
     try:
-        decoder = GreedyDecoder(model, batch, plan.prompt_tokens + plan.new_tokens, graph=plan.graph)
+        decoder = GreedyDecoder(
+            model, batch, plan.prompt_tokens + plan.new_tokens, graph=plan.graph, kv_bits=kv_bits
+        )
         run(decoder, ids, 2)  # kernels for this length of the prompt are compiled and chosen
         runs = []
         for _ in range(plan.rounds):
@@ -256,6 +273,9 @@ def _measure_batch(
             decode_tokens_per_second=batch / statistics.median(steps),
             peak_bytes=peak_bytes(plan.device),
             tokens=runs[-1].tokens.numel(),
+            kv_bits=kv_bits,
+            cache_bytes=decoder.cache_bytes,
+            attention=decoder.attention,
         ),
         runs[-1].tokens,
     )

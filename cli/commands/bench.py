@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
+    "neuzip bench my-model.nz --kv-bits 3 --prompt-tokens 4096",
     "neuzip bench my-model.nz --prompt-tokens 2048 --new-tokens 64 --json",
 ]
 
@@ -36,6 +37,12 @@ def command(
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on a GPU")
     ] = True,
+    kv_bits: Annotated[
+        options.KvBits | None,
+        typer.Option(
+            "--kv-bits", help="Measure keys and values in so few bits too, for each", show_default=False
+        ),
+    ] = None,
     device: options.RunDeviceOption = "auto",
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
@@ -58,6 +65,7 @@ def command(
         rounds=rounds,
         device=place,
         graph=graph,
+        kv_bits=options.bits(kv_bits),
     )
     with out.progress("bench", plan.runs, unit="runs") as advance:
         speeds = measure(plan, on_run=advance)
@@ -86,13 +94,19 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     out.text(f"model    {speeds.dtype} on {speeds.device}; {packages}")
     out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{steps}")
     out.text(f"weights  {_weights(speeds)}")
+    if plan.kv_bits is not None:
+        out.text(f"cache    {_caches(speeds)}")
+        out.text(f"read     {', '.join(sorted({row.attention for row in speeds.rows if row.attention}))}")
     out.text(
         f"medians  of {plan.rounds} run{'' if plan.rounds == 1 else 's'}; in brackets the ratio to dense"
     )
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])
-    if any(row.differing_tokens for row in speeds.rows):
+    if any(row.differing_tokens for row in speeds.rows if row.kv_bits is not None):
+        out.text()
+        out.text(f"Keys and values in {plan.kv_bits} bits are other numbers: other tokens are no fault.")
+    if any(row.differing_tokens for row in speeds.rows if row.kv_bits is None):
         out.text()
         out.text("Sums in another order are rounded otherwise: of tokens that are nearly tied")
         out.text("another may be taken, and all that follow in its text may differ.")
@@ -107,10 +121,19 @@ def _weights(speeds: Speeds) -> str:
     )
 
 
+def _caches(speeds: Speeds) -> str:
+    """What keys and values take, of the largest batch."""
+    rows = [row for row in speeds.rows if row.batch == speeds.rows[-1].batch]
+    plain = next(row.cache_bytes for row in rows if row.kv_bits is None)
+    sizes = {row.kv_bits: row.cache_bytes for row in rows if row.kv_bits is not None}
+    few = ", ".join(f"{bits} bits {bytes_text(n)} ({n / plain:.2f})" for bits, n in sizes.items())
+    return f"as they are {bytes_text(plain)}, {few}, of batch {rows[0].batch}"
+
+
 def _cells(row: Speed) -> list[str]:
     peak = "-" if row.peak_bytes is None else bytes_text(row.peak_bytes) + _ratio(row, row.peak_ratio)
     return [
-        row.residency,
+        row.residency if row.kv_bits is None else f"{row.residency}, KV {row.kv_bits}",
         str(row.batch),
         _rate(row.prefill_tokens_per_second) + _ratio(row, row.prefill_ratio),
         _rate(row.decode_tokens_per_second) + _ratio(row, row.decode_ratio),
@@ -120,7 +143,8 @@ def _cells(row: Speed) -> list[str]:
 
 
 def _ratio(row: Speed, ratio: float | None) -> str:
-    return "" if ratio is None or row.residency == "dense" else f" ({ratio:.2f})"
+    is_base = row.residency == "dense" and row.kv_bits is None
+    return "" if ratio is None or is_base else f" ({ratio:.2f})"
 
 
 def _rate(speed: float) -> str:

@@ -30,6 +30,7 @@ EXAMPLES = [
     "neuzip eval s.nz --text hf://datasets/Salesforce/wikitext/wikitext-2-raw-v1",
     "neuzip eval small --text my-texts --conventions token --window 2048",
     "neuzip eval small --base my-model --text demo --report page.html",
+    "neuzip eval my-model --base my-model --text demo --kv-bits 3",
     "neuzip eval small --tasks arc_easy,hellaswag --limit 200",
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
@@ -83,6 +84,14 @@ def command(
         typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
     ] = "auto",
     residency: options.ResidencyOption = "dense",
+    kv_bits: Annotated[
+        options.KvBits | None,
+        typer.Option(
+            "--kv-bits",
+            help="Attend to keys and values in so few bits, in SRC alone, not in --base",
+            show_default=False,
+        ),
+    ] = None,
     page: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a page about it too: .html, .md or .json"),
@@ -106,7 +115,7 @@ def command(
 ) -> None:
     """Measure perplexity on a text, before and after compression"""
     out = Output(json=json, quiet=quiet)
-    refuse_contradictions(text, page, sweep, tasks, limit)
+    refuse_contradictions(text, page, sweep, tasks, limit, kv_bits)
     let_threads_sleep()
     if tasks is not None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
@@ -136,6 +145,7 @@ def command(
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
                 device=device, device_map=device_map, dtype=dtype, residency=residency,
+                kv_bits=options.bits(kv_bits),
             )  # fmt: skip
             with out.progress("eval", task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(
@@ -181,7 +191,12 @@ def give_result(
 
 
 def refuse_contradictions(
-    text: str | None, page: Path | None, sweep: Path | None, tasks: str | None, limit: int | None
+    text: str | None,
+    page: Path | None,
+    sweep: Path | None,
+    tasks: str | None,
+    limit: int | None,
+    kv_bits: str | None = None,
 ) -> None:
     """Raise UsageError for options that do not go together."""
     if text is None and tasks is None:
@@ -192,6 +207,11 @@ def refuse_contradictions(
         raise UsageError(f"--sweep {sweep}: is shown in a report only", "give --report too")
     if limit is not None and tasks is None:
         raise UsageError(f"--limit {limit}: bounds the documents of tasks", "give --tasks, or --max-tokens")
+    if kv_bits is not None and tasks is not None:
+        raise UsageError(
+            f"--kv-bits {kv_bits}: is for --text; tasks keep keys and values as they are",
+            "leave out --kv-bits or --tasks",
+        )
     if tasks is not None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(
             "--tasks cannot run under torchrun",
@@ -268,6 +288,8 @@ def report(out: Output, evaluation: Evaluation) -> None:
     many = "" if e.processes == 1 else f", {e.processes} processes"
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{many}; {versions}")
+    if e.models[-1].kv_bits is not None:
+        out.text(f"cache   {_names(e)[-1]} with keys and values in {_kv_text(e.models[-1].kv_bits)}")
     out.text()
     _show_perplexities(out, e)
     if e.comparison is not None:
@@ -275,6 +297,11 @@ def report(out: Output, evaluation: Evaluation) -> None:
         _show_comparison(out, e.comparison, e.compared or "")
     out.text()
     _show_cost(out, e)
+
+
+def _kv_text(bits: int) -> str:
+    first = ", those of a window's first token in 4" if bits == 3 else ""
+    return f"{bits} bits{first}"
 
 
 def _names(e: Evaluation) -> list[str]:

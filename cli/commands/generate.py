@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = [
     'neuzip generate my-model.nz --prompt "The history of"',
     "neuzip generate my-model.nz --prompt - --residency packed < question.txt",
+    'neuzip generate my-model.nz --prompt "The history of" --kv-bits 4',
     'neuzip generate me/chat-model --prompt "Who are you?" --chat --temperature 1',
 ]
 
@@ -29,6 +30,7 @@ def command(
     ],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="End after N tokens")] = 128,
     residency: options.ResidencyOption = "dense",
+    kv_bits: options.KvBitsOption = None,
     device: options.RunDeviceOption = "auto",
     temperature: Annotated[
         float,
@@ -62,9 +64,16 @@ def command(
     reset_peak(place)
     model = load_model(path, device=place, residency=residency)
     with out.stream() as write:
-        made = generate(model, task, temperature=temperature, top_p=top_p, seed=seed, on_text=write)
+        made = generate(
+            model, task, temperature=temperature, top_p=top_p, seed=seed,
+            kv_bits=options.bits(kv_bits), on_text=write,
+        )  # fmt: skip
     peak = peak_bytes(place)
     out.status(_summary(made, peak, residency, place.type))
+    if made.cache_bytes is not None:
+        out.status(
+            f"keys and values in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}"
+        )
     out.result(
         {
             "prompt": text,
@@ -76,6 +85,9 @@ def command(
             "tokens_per_second": made.tokens_per_second,
             "peak_bytes": peak,
             "residency": residency,
+            "kv_bits": options.bits(kv_bits),
+            "kv_bytes": made.cache_bytes,
+            "attention": made.attention,
             "device": str(place),
         },
         quiet=made.text.splitlines(),

@@ -1,0 +1,153 @@
+"""Quantising and packing new tokens, in Triton: bit for bit what `torch_ops.store` writes.
+
+A program takes some tokens of one head of one text. All arithmetic is fp32 with one rounding an operation, in
+the order of quantizers.quantize_heads; the launch forbids the compiler to fuse any of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neuzip.kernels.quantizers import plane_widths, words
+from neuzip.kernels.rans.triton_decode import LAUNCHING
+
+from .torch_ops import Heads
+
+TO_INTEGER = tl.constexpr(1.5 * 2**23)
+"""Added to a number of up to 2**22 and taken off again, it rounds it to an integer, halves to even."""
+
+NUMBERS = 2048
+"""Numbers that a program takes at most."""
+
+NARROWEST = 32
+"""A head is filled up to a power of two, and a plane of 1 bit has words for 32 codes."""
+
+
+def padded(width: int) -> int:
+    """To how many numbers a head is filled up in a kernel."""
+    return max(NARROWEST, 1 << (width - 1).bit_length())
+
+
+def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor) -> None:
+    """See `kv_cache.store`. Raises ValueError for shapes and strides that do not fit."""
+    batch, count, tokens, width = x.shape
+    if (*heads.words.shape[:2], heads.width) != (batch, count, width) or tokens > heads.room:
+        raise ValueError(f"{tuple(x.shape)} does not fit into the room {tuple(heads.words.shape)}")
+    if x.stride(3) != 1 or heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
+        raise ValueError("the numbers of a head, its words and the scales of its tokens lie side by side")
+    if not x.numel():
+        return
+    columns = padded(width)
+    rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
+    with torch.cuda.device_of(x), LAUNCHING:
+        _store_kernel[(triton.cdiv(tokens, rows), count, batch)](
+            x, heads.words, heads.scale, heads.low, heads.first_bits, first, at,
+            tokens, width, *x.stride()[:3], *heads.words.stride()[:3], *heads.scale.stride()[:2],
+            *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
+            AT_IS_POINTER=isinstance(at, Tensor), BITS=heads.bits, WIDTHS=plane_widths(heads.bits),
+            COUNTS=tuple(words(width, w) for w in plane_widths(heads.bits)), FIRST_COUNT=words(width, 1),
+            ROWS=rows, COLUMNS=columns, num_warps=1 if rows * columns <= 256 else 4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _nearest_even_bf16(x):
+    """x, fp32, rounded to a number that bf16 has: the interpreter would cut bits off."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def as_stored(x, KIND: tl.constexpr):
+    """x, fp32, as it will be read from memory of a dtype."""
+    if KIND.is_bf16():
+        x = _nearest_even_bf16(x)
+    else:
+        x = x.to(KIND).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _stored_scale(x, KIND: tl.constexpr):
+    scale = as_stored(x, KIND)
+    return tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def shifts(WIDTH: tl.constexpr):
+    """Where in a word the code e of a plane lies."""
+    e = tl.arange(0, 32 // WIDTH)
+    return 8 * (e % 4) + WIDTH * (e // 4)
+
+
+@triton.jit
+def _store_plane(
+    rows, fields, mask, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Write the words of the lower WIDTH bits of int32 [ROWS, COLUMNS] to `rows` [ROWS, 1]."""
+    parts = tl.reshape(fields & ((1 << WIDTH) - 1), [ROWS, COLUMNS * WIDTH // 32, 32 // WIDTH])
+    words = tl.sum(parts << shifts(WIDTH)[None, None, :], 2)
+    offs = tl.arange(0, COLUMNS * WIDTH // 32)
+    tl.store(rows + offs[None, :], words, mask=mask[:, None] & (offs < COUNT)[None, :])
+
+
+@triton.jit(do_not_specialize=["at_ptr", "tokens"])
+def _store_kernel(
+    x_ptr, words_ptr, scale_ptr, low_ptr, first_bits_ptr, first_ptr, at_ptr,
+    tokens, width, stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh,
+    stride_fb, stride_fh,
+    AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
+    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    KIND: tl.constexpr = scale_ptr.dtype.element_ty
+    head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    there = rows < tokens
+    real = columns < width
+    x = x_ptr + text * stride_xb + head * stride_xh + rows[:, None] * stride_xt + columns[None, :]
+    x = tl.load(x, mask=there[:, None] & real[None, :], other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
+
+    steps = tl.full([ROWS], (1 << BITS) - 1, tl.float32)
+    is_first = rows < 0
+    if first_bits_ptr is not None:
+        is_first = rows == tl.load(first_ptr + text) - at
+        steps = tl.where(is_first, (2 << BITS) - 1.0, steps)
+
+    nan = tl.max(tl.where(x != x, 1, 0), 1) > 0  # a maximum passes over NaN
+    if low_ptr is None:
+        peak = tl.where(nan, float("nan"), tl.max(tl.abs(x), 1))
+        scale = _stored_scale(tl.div_rn(peak, steps * 0.5), KIND)
+        low = -scale * (steps * 0.5)
+    else:
+        least = tl.min(tl.where(real[None, :], x, float("inf")), 1)
+        most = tl.max(tl.where(real[None, :], x, float("-inf")), 1)
+        low = as_stored(tl.where(nan, float("nan"), least), KIND)
+        scale = tl.div_rn(tl.where(nan, low, tl.maximum(most - low, 0.0)), steps)
+        scale = _stored_scale(scale, KIND)
+    y = tl.div_rn(x - low[:, None], tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(x))
+    y = tl.where((scale == 0)[:, None] | (y != y), 0.0, y)
+    y = tl.minimum(tl.maximum(y, 0.0), steps[:, None])
+    codes = ((y + TO_INTEGER) - TO_INTEGER).to(tl.int32)
+    codes = tl.where(real[None, :], codes, 0)
+
+    to = at + rows
+    words = words_ptr + text * stride_wb + head * stride_wh + to[:, None] * stride_wt  # [ROWS, 1]
+    begin = 0
+    for i in tl.static_range(len(WIDTHS)):
+        field = codes >> (BITS & (WIDTHS[i] - 1))  # the planes that follow have the lower bits
+        _store_plane(words + begin, field, there, COUNTS[i], ROWS, COLUMNS, WIDTHS[i])
+        begin += COUNTS[i]
+    scales = text * stride_sb + head * stride_sh + to
+    tl.store(scale_ptr + scales, scale.to(KIND), mask=there)
+    if low_ptr is not None:
+        tl.store(low_ptr + scales, low.to(KIND), mask=there)
+    if first_bits_ptr is not None:
+        place = first_bits_ptr + text * stride_fb + head * stride_fh + rows[:, None] * 0
+        _store_plane(place, codes >> BITS, there & is_first, FIRST_COUNT, ROWS, COLUMNS, 1)
