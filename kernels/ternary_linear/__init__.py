@@ -1,0 +1,33 @@
+"""Products of quantised activations with ternary weights: W1.58A8 and W1.58A4 of BitNet b1.58 and a4.8.
+
+Activations become small integers (8 bits; 4 bits; E2M1 numbers, twice of which are integers; 8 bits of the
+largest half), weights are -1, 0 and 1 in 2 bits each, sums are int32 and exact, and scales come last, in an
+order that `reference` fixes: so all implementations give the same bits.
+
+| tokens                    | on a GPU (Triton)                                                          |
+|---------------------------|----------------------------------------------------------------------------|
+| 1                         | one launch, quantisation included; words are masked in registers           |
+| 2 to 64                   | two launches, the first one quantises; weights are read once for 32 tokens |
+| more                      | weights are unpacked to int8, some at a time, for int8 tensor cores        |
+| any, scales of groups     | as for more tokens: slower than bf16 for one token                         |
+
+On a CPU fp32 matrices do it, which are exact for integers this small: right, not fast.
+
+Kernels of few tokens load weights before the kernel ahead of them in the stream has ended, on cards that can.
+A kernel that writes the words of a `TernaryWeight` must therefore not be the last one before a product: `of`
+and `to` wait, whoever changes words in place has to.
+
+| input                           | what happens                                            |
+|---------------------------------|---------------------------------------------------------|
+| a token with NaN or infinity    | NaN throughout                                          |
+| in not a multiple of 256        | words for the next one; out is filled up to 16 likewise |
+| no tokens, no rows, no columns  | an empty result, zeros                                  |
+| more than 65,536 columns        | refused                                                 |
+"""
+
+from __future__ import annotations
+
+from .torch_ops import Activation, relu2_glu, ternary_linear
+from .weight import TernaryWeight
+
+__all__ = ["Activation", "TernaryWeight", "relu2_glu", "ternary_linear"]

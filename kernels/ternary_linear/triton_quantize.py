@@ -1,0 +1,244 @@
+"""Activations to codes and scales, in Triton: the quantisers of `kernels.quantizers`, to the last bit.
+
+What the codes are made with are a few numbers of the token, the same for all its activations (`_numbers`).
+They need the largest magnitude, INT4 the mean as well, which is taken in the same fixed point as
+`quantizers.magnitudes` does, so that the order of additions is free.
+
+Rounding is by adding 1.5 * 2**23, whose last place is worth 1: the sum is rounded to nearest, halves to even,
+and its lowest byte is the code. Products and sums must not be fused for that: launch with
+enable_fp_fusion=False.
+
+    layout of codes    rows         int8 [tokens, padded]
+                       fragments    int8 [padded / 256, p, j / 2, 8 blocks, q, j % 2, b, 4]: of each token, in
+                                    steps of 256, codes 4 j to 4 j + 3 of word 4 q + 2 p + b
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from neuzip.kernels.quantizers.activations import EPSILON, SMALLEST, SQRT_7
+from neuzip.kernels.quantizers.magnitudes import SUM_BITS
+
+from .weight import STEP, steps_of
+
+KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
+"""How the kernels call the activations."""
+
+INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
+_SUM_BITS, _INFINITY = tl.constexpr(SUM_BITS), tl.constexpr(0x7F800000)
+_SMALL = tl.constexpr((127 - 60) << 23)  # 2**-60
+_SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
+
+
+def quantize(
+    x: torch.Tensor, activation: str, kept: int, clamped: bool, blocks: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
+
+    Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
+    fragments; what stands there for tokens that x has not is anything. Whoever calls holds
+    LAUNCHING, and the device is the current one.
+    """
+    tokens, columns = x.shape
+    padded = steps_of(columns) * STEP
+    codes = torch.empty(8 * blocks or tokens, padded, dtype=torch.int8, device=x.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    total = torch.empty(tokens, dtype=torch.int32, device=x.device)
+    block = max(STEP, triton.next_power_of_2(columns))
+    compiled = isinstance(_quantize_kernel, triton.JITFunction)
+    early = compiled and early_launches(x.device)
+    _quantize_kernel[(tokens,)](
+        codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
+        KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), GRANULES=block // 16,
+        FRAGMENTS=blocks > 0, EARLY=early, ASM=compiled,
+        num_warps=min(32, max(1, block // 256)), launch_pdl=early, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scale, total
+
+
+@functools.cache
+def early_launches(device: torch.device) -> bool:
+    """Whether the card can start a kernel before the one ahead has ended: from compute capability 9.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def widened(x):
+    """bf16, fp16 or fp32 as fp32. (The interpreter's own conversion gets denormals of bf16 wrong.)"""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as integers in the same order: those of infinities and NaNs are the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def fixed_unit(peak_bits, CEIL_LOG2: tl.constexpr):
+    """The power of two that magnitudes are multiplied with to be added as int64, and its inverse: fp64."""
+    finite = tl.where(peak_bits < _INFINITY, peak_bits, 0)
+    wide = finite.to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
+    exponent = tl.where(finite == 0, 0, (wide >> 52) - 1022)
+    power = _SUM_BITS - CEIL_LOG2 - exponent
+    return ((1023 + power) << 52).to(tl.float64, bitcast=True), ((1023 - power) << 52).to(
+        tl.float64, bitcast=True
+    )
+
+
+@triton.jit
+def fixed_point(x, peak_bits, unit, inverse_unit, FAST: tl.constexpr):
+    """Magnitudes in fixed point, cut off: int64; too large by the second result if FAST.
+
+    FAST, for tokens of more than 512 activations: below 2**52 of the units are cut off by adding 2**52 of
+    them in fp64, towards zero, as conversions of 64 bits are slow. fp32 becomes fp64 by moving its bits,
+    right for normal numbers only; so small tokens are lifted by 2**100 first, and in others denormals are
+    below the unit.
+    """
+    if FAST:
+        lift = tl.where(peak_bits < _SMALL, 2.0**100, 1.0).to(tl.float32)
+        ceiling = inverse_unit * 2.0**52 * lift.to(tl.float64)
+        added = tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; .reg .f64 wide; shr.u32 high, $1, 3; add.u32 high, high, 0x38000000;"
+            " shl.b32 low, $1, 29; mov.b64 wide, {low, high}; add.rz.f64 wide, wide, $2; mov.b64 $0, wide; }",
+            "=l,r,d", [magnitude_bits(tl.abs(x) * lift), ceiling], dtype=tl.int64, is_pure=True, pack=1,
+        )  # fmt: skip
+        excess = ceiling.to(tl.int64, bitcast=True)
+    else:
+        added = (tl.abs(x).to(tl.float64) * unit).to(tl.int64)
+        excess = tl.zeros([], tl.int64)
+    return added, excess
+
+
+@triton.jit
+def numbers(peak_bits, total, inverse_unit, columns, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr):
+    """What a token's codes are made with, fp32, and its scale, NaN where an activation is not finite.
+
+    total, inverse_unit  of INT4: the sum of the magnitudes in fixed point, and what it is multiplied with
+    """
+    size = peak_bits.to(tl.float32, bitcast=True)
+    if KIND == FP4:
+        seen = size >= _SMALLEST
+        factor = tl.where(seen, size * 0.0625, 1.0)
+        scale = tl.where(seen, tl.math.div_rn(size, 12.0), 0.0)
+    else:
+        most = 127.0
+        if KIND == INT4:
+            size = (total.to(tl.float64) * inverse_unit / columns).to(tl.float32)
+            most = _SQRT_7
+        if CLAMPED:
+            size = tl.maximum(size, epsilon)
+            divisor = size
+        else:
+            divisor = size + epsilon
+        most = tl.full([], most, tl.float32)
+        factor = tl.math.div_rn(most, divisor)
+        scale = tl.math.div_rn(size, most)
+    finite = peak_bits < _INFINITY
+    return (
+        factor,
+        tl.where(finite, scale, float("nan")),
+        peak_bits >= tl.full([], _SMALLEST, tl.float32).to(tl.int32, bitcast=True),
+    )
+
+
+@triton.jit
+def rounded_codes(x, factor, seen, KIND: tl.constexpr, NARROW: tl.constexpr):
+    """int32 whose lowest byte is the code of x, fp32. NARROW: x was of 16 bits, and this is compiled.
+
+    FP4 rounds a quotient. That of NARROW numbers is either on the middle between two codes, and then the
+    product with the reciprocal and one correction give it exactly, or further from it than they err.
+    """
+    if KIND == FP4:
+        if NARROW:
+            lift = tl.where(factor < 2.0**-70, 2.0**100, 1.0).to(tl.float32)  # no remainder is lost
+            divisor = factor * lift
+            reciprocal = tl.math.div_rn(tl.full([], 1.0, tl.float32), divisor)
+            dividend = x * (0.75 * lift)
+            y = dividend * reciprocal
+            y = tl.math.fma(tl.math.fma(-y, divisor, dividend), reciprocal, y)
+        else:
+            y = tl.math.div_rn(x * 0.75, tl.broadcast_to(factor, x.shape))
+        size = tl.abs(y)
+        # Steps of 1, 2 and 4 are rounded to by rounders 1, 2 and 4 times as large.
+        rounder = tl.where(size >= 8.0, 4.0 * _ROUNDER, tl.where(size >= 4.0, 2.0 * _ROUNDER, _ROUNDER))
+        y = (y + rounder) - rounder
+        y = tl.where(seen, tl.clamp(y, -12.0, 12.0), 0.0)
+    else:
+        y = x * factor
+        if KIND == INT4:
+            y = tl.clamp(y, -8.0, 7.0)
+    return (y + _ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _count(condition):
+    return tl.sum(condition.to(tl.int32))
+
+
+@triton.jit
+def _largest(size, kept, LOWEST: tl.constexpr):
+    """Which magnitudes, integers without bits below LOWEST, are the `kept` largest: of equals, the first."""
+    least = kept * 0
+    for bit in tl.static_range(30, LOWEST - 1, -1):  # the largest number that `kept` of them reach
+        higher = least | (1 << bit)
+        least = tl.where(_count(size >= higher) >= kept, higher, least)
+    equal = (size == least).to(tl.int32)
+    of_row = tl.sum(equal, 1)
+    earlier = (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(equal, 1) - equal
+    return (size > least) | ((equal != 0) & (earlier < kept - _count(size > least)))
+
+
+@triton.jit(do_not_specialize=["columns", "kept"])
+def _quantize_kernel(
+    codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, fragment_tokens, kept, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, GRANULES: tl.constexpr,
+    FRAGMENTS: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A token a program."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    granule, i = tl.arange(0, GRANULES), tl.arange(0, 16)[None, :]
+    k = granule[:, None] * 16 + i
+    inside = k < columns
+    x = widened(tl.load(x_ptr + token.to(tl.int64) * columns + k, mask=inside, other=0.0))
+    size = magnitude_bits(x)
+    peak = tl.max(size)
+    total, inverse = tl.zeros([], tl.int64), tl.zeros([], tl.float64)
+    if KIND == INT4:
+        unit, inverse = fixed_unit(peak, CEIL_LOG2)
+        FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
+        sizes, excess = fixed_point(tl.where(peak < _INFINITY, x, 0.0), peak, unit, inverse, FAST)
+        total = tl.sum(sizes - excess)
+    factor, scale, seen = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
+    NARROW: tl.constexpr = ASM and x_ptr.dtype.element_ty != tl.float32
+    codes = rounded_codes(x, factor, seen, KIND, NARROW).to(tl.int8)
+    wanted = inside & (peak < _INFINITY)
+    if KIND == TOP_K:
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        LOWEST: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
+        wanted &= _largest(tl.where(inside, tl.minimum(size, _INFINITY), -1), kept, LOWEST)
+    codes = tl.where(wanted, codes, 0)
+    if FRAGMENTS:
+        # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) of thread q has them.
+        p, b = granule // 2 % 2, granule % 2
+        piece = (granule // 16 * 4 + 2 * p)[:, None] + i // 8
+        place = granule // 4 % 4 * 16 + b * 4
+        target = (piece * fragment_tokens + token) * 64 + place[:, None] + i // 4 % 2 * 8 + i % 4
+        tl.store(codes_ptr + target, codes, mask=k < padded)
+    else:
+        tl.store(codes_ptr + token.to(tl.int64) * padded + k, codes, mask=k < padded)
+    tl.store(scale_ptr + token, scale)
+    tl.store(total_ptr + token, tl.sum(codes.to(tl.int32)))

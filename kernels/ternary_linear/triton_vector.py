@@ -1,0 +1,548 @@
+"""Products of a few tokens with ternary weights, in Triton, by matrix instructions on 8-bit integers.
+
+A warp takes tiles of 16 rows and 256 columns. Its thread (r, q) loads words 4 q to 4 q + 3 of rows r and
+r + 8: masked, they are what it has to give to m16n8k32, with no thread asking another. What is multiplied are
+c + 1, 0 to 2 for codes c, so the sum of the token's codes is taken off in the end.
+
+One token (`_one_token`) is one column of the 8 that an instruction multiplies with. The 8 instructions of a
+tile, (p, j), take the codes 4 j to 4 j + 3 of words 2 p and 2 p + 1 of each thread, and what is asked for
+stands in column 4 p + j of their own sums: so thread (r, q) needs the activations of one of the 8 only, no
+two threads have the same, and the quantiser's work is shared out as well. As an instruction has sums
+of its own, no bits have to be shifted: they are 4**j times too large, which a shift of the sums repairs.
+
+More tokens (`_few_tokens`) come quantised, in the order of the instructions. Their words are shifted, and the
+sums are those of blocks of 8 tokens.
+
+Several warps share the columns of a tile and add their sums in the end. Kernels load weights before they wait
+for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from neuzip.kernels.quantizers.activations import EPSILON
+from neuzip.kernels.rans.triton_decode import LAUNCHING
+
+from .triton_quantize import (
+    INT4,
+    KINDS,
+    early_launches,
+    fixed_point,
+    fixed_unit,
+    magnitude_bits,
+    numbers,
+    quantize,
+    rounded_codes,
+    widened,
+)
+from .weight import STEP, TernaryWeight
+
+_STEP = tl.constexpr(STEP)
+
+
+FUSED_TURNS = 8
+"""Steps of a thread up to which a product quantises its token itself: it has to keep all activations."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a product of few tokens is launched."""
+
+    warps: int  # that share the columns of a tile
+    tiles: int  # of a program: one after the other for one token, at once for more
+    early: bool = True  # weights are loaded before the kernel ahead has ended
+
+
+def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
+    """A tile a program, and for long rows as many warps as leave a thread 4 to 8 steps."""
+    warps = 4 if steps <= 8 else 8 if steps <= 64 else 16
+    return Launch(min(warps, triton.next_power_of_2(steps)), 1)
+
+
+def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
+    """Tiles that a program has at once share what it loads of x; but all multiprocessors want some."""
+    together = 2 if tiles >= 2 * multiprocessors - 8 else 1
+    if tiles >= 8 * multiprocessors and blocks <= 2:
+        together = 4
+    return Launch(min(8, triton.next_power_of_2(steps)), together)
+
+
+def one_token(
+    x: torch.Tensor,
+    weight: TernaryWeight,
+    bias: torch.Tensor | None,
+    activation: str,
+    clamped: bool,
+    kept: int = 0,
+    gate: torch.Tensor | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """The product of x [1, in] with weights that have a scale, or one a row: [1, out].
+
+    gate [1, out], of the dtype of x: the result is multiplied with its squared ReLU, and rows for which that
+    is 0 are not read. The rest is as for `ternary_linear`; all arrays are contiguous.
+    """
+    out, columns = weight.shape
+    tiles, steps = weight.words.shape[:2]
+    compiled = isinstance(_one_token, triton.JITFunction)
+    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
+    y = torch.empty(1, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
+    early = compiled and launch.early and early_launches(x.device)
+    turns = triton.cdiv(steps, launch.warps)
+    codes = scale = total = None
+    with torch.cuda.device_of(x), LAUNCHING:
+        if activation == "top_k_int8" or turns > FUSED_TURNS:
+            codes, scale, total = quantize(x, activation, kept, clamped)
+            codes = codes.view(torch.int32)
+        _one_token[(triton.cdiv(tiles, launch.tiles),)](
+            y, x, weight.words, weight.scale, bias, gate, codes, scale, total, out, columns, steps, tiles,
+            EPSILON, KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(),
+            ROWS=weight.scale.dim() > 0, W=launch.warps, TURNS=turns,
+            AHEAD=min(turns, 8 if launch.warps <= 8 else 4), TILES=launch.tiles,
+            EVEN=columns == turns * launch.warps * STEP, EARLY=early, ASM=compiled,
+            num_warps=launch.warps, launch_pdl=early, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y.to(x.dtype)
+
+
+def few_tokens(
+    x: torch.Tensor,
+    weight: TernaryWeight,
+    bias: torch.Tensor | None,
+    activation: str,
+    clamped: bool,
+    kept: int = 0,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """The same for x [tokens, in]: [tokens, out]. Weights are read once for 32 tokens."""
+    tokens, out = x.shape[0], weight.shape[0]
+    tiles, steps = weight.words.shape[:2]
+    compiled = isinstance(_few_tokens, triton.JITFunction)
+    y = torch.empty(tokens, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
+    blocks = triton.cdiv(tokens, 8)
+    together = 4 if blocks > 2 else blocks
+    blocks = triton.cdiv(blocks, together) * together
+    launch = launch or few_tokens_launch(tiles, steps, blocks, multiprocessors(x.device))
+    early = compiled and launch.early and early_launches(x.device)
+    with torch.cuda.device_of(x), LAUNCHING:
+        codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks)
+        _few_tokens[(triton.cdiv(tiles, launch.tiles), blocks // together)](
+            y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
+            tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
+            W=launch.warps, NB=together, TN=launch.tiles, EVEN=steps % launch.warps == 0,
+            EARLY=early, ASM=compiled, num_warps=launch.warps, launch_pdl=early, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y.to(x.dtype)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the card has; in the interpreter 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _four(tile):
+    """The columns of [T, 4]."""
+    T: tl.constexpr = tile.shape[0]
+    even, odd = tl.split(tl.reshape(tile, [T, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _lowest_bytes(tile, ASM: tl.constexpr):
+    """The lowest bytes of 4 int32 in one: [T] of [T, 4]."""
+    b0, b1, b2, b3 = _four(tile)
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
+            " prmt.b32 $0, low, high, 0x5410; }",
+            "=r,r,r,r,r", [b0, b1, b2, b3], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        word = (b0 & 0xFF) | (b1 & 0xFF) << 8 | (b2 & 0xFF) << 16 | (b3 & 0xFF) << 24
+    return word
+
+
+@triton.jit
+def _signed_byte(word, B: tl.constexpr):
+    return (word << (24 - 8 * B)) >> 24
+
+
+@triton.jit
+def _multiply_bytes(a, b, W: tl.constexpr):
+    """For the interpreter: what 8 rows and 8 columns, 16 products each, add to two sums of every thread."""
+    sums = tl.zeros([W, 8, 8, 4], tl.int32)
+    for i in tl.static_range(4):
+        mine = tl.reshape((a >> (8 * i)) & 0xFF, [W, 8, 1, 4])
+        sums += mine * tl.reshape(_signed_byte(b, i), [W, 1, 8, 4])
+    left, right = tl.split(tl.reshape(tl.sum(sums, 3), [W, 8, 4, 2]))
+    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
+
+
+@triton.jit
+def _mma(a0, a1, a2, a3, b0, b1, sums, W: tl.constexpr, ASM: tl.constexpr):
+    """m16n8k32 of unsigned weights and signed activations, four a word; returns the thread's 4 sums."""
+    if ASM:
+        result = tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        l0, r0 = _multiply_bytes(a0, b0, W)
+        l1, r1 = _multiply_bytes(a1, b0, W)
+        l2, r2 = _multiply_bytes(a2, b1, W)
+        l3, r3 = _multiply_bytes(a3, b1, W)
+        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
+    return result
+
+
+@triton.jit
+def _sum_of_bytes(word, so_far, ASM: tl.constexpr):
+    """The sum of 4 signed bytes, added to another."""
+    if ASM:
+        result = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, word * 0 + 0x01010101, so_far],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = so_far
+        for i in tl.static_range(4):
+            result += _signed_byte(word, i)
+    return result
+
+
+@triton.jit
+def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr):
+    """The 4 words that a thread has of row r, and those of row r + 8, of a tile and step: [T, 4] each."""
+    at = words + (tile.to(tl.int64) * steps + step)[:, None] * _STEP
+    at += own[:, None] + tl.arange(0, 4)[None, :]
+    if EVEN:
+        upper = tl.load(at, eviction_policy="evict_first")
+        lower = tl.load(at + 128, eviction_policy="evict_first")
+    else:
+        inside = step < steps
+        upper = tl.load(at, mask=(inside & there)[:, None], other=0, eviction_policy="evict_first")
+        lower = tl.load(at + 128, mask=(inside & there8)[:, None], other=0, eviction_policy="evict_first")
+    return upper, lower
+
+
+@triton.jit
+def _load_tile(
+    words, tile, tiles, first, steps, own, there, there8,
+    W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a thread has of a tile in its first AHEAD turns."""
+    loaded = ()
+    tile = first * 0 + tl.minimum(tile, tiles - 1)
+    for turn in tl.static_range(AHEAD):
+        loaded += (_load_words(words, tile, first + turn * W, steps, own, there, there8, EVEN),)
+    return loaded
+
+
+@triton.jit
+def _load_x(x, k, columns, EVEN: tl.constexpr):
+    """The 4 activations from column k on, fp32 [T, 4]; 0 beyond the last."""
+    at = k[:, None] + tl.arange(0, 4)[None, :]
+    if EVEN:
+        loaded = tl.load(x + at)
+    else:
+        loaded = tl.load(x + at, mask=at < columns, other=0.0)
+    return widened(loaded)
+
+
+@triton.jit
+def _rounded(value, like, ASM: tl.constexpr):
+    """fp32 rounded to the dtype that `like` points to. The interpreter cuts off what bf16 cannot hold."""
+    if not ASM and like.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        value = tl.where(value == value, (bits & -0x10000).to(tl.float32, bitcast=True), value)
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _squared(gate, rows, valid, ASM: tl.constexpr):
+    """The squared ReLU of a gate's outputs, rounded as they are: fp32."""
+    value = widened(tl.load(gate + rows, mask=valid, other=0.0))
+    value = tl.where(value <= 0, 0.0, value)  # NaN stays
+    return _rounded(value * value, gate, ASM)
+
+
+@triton.jit
+def _open(gate, rows, N, ASM: tl.constexpr):
+    """For which rows the squared ReLU is not 0."""
+    return _squared(gate, rows, rows < N, ASM) != 0
+
+
+@triton.jit
+def _load_scales(scales, bias, n, N, ROWS: tl.constexpr):
+    """The scale and the bias of rows n, fp32; loaded ahead of what they are added to."""
+    scale = tl.load(scales + n, mask=n < N, other=0.0) if ROWS else tl.load(scales)
+    added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32) if bias is not None else 0.0
+    return scale, added
+
+
+@triton.jit
+def _scaled(sums, token_scale, of_rows, bias):
+    """Sums as fp32, times the scales, plus the bias."""
+    scale, added = of_rows
+    result = sums.to(tl.float32) * (token_scale * scale)
+    if bias is not None:
+        result += added
+    return result
+
+
+@triton.jit
+def _one_token(
+    y, x, words, scales, bias, gate, codes, token_scale, total, N, K, steps, tiles, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of y, one after the other: W warps share the columns, a step each in turn."""
+    t = tl.arange(0, 32 * W)
+    lane, first = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    own = r * 16 + q * 4
+    begin = tl.program_id(0) * TILES
+    there, there8 = t >= 0, t >= 0
+    GATED: tl.constexpr = gate is not None
+    WHOLE: tl.constexpr = EVEN and not GATED
+    if not GATED:
+        loaded = _load_tile(words, begin, tiles, first, steps, own, there, there8, W, AHEAD, WHOLE)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if GATED:
+        there, there8 = _open(gate, begin * 16 + r, N, ASM), _open(gate, begin * 16 + r + 8, N, ASM)
+        loaded = _load_tile(words, begin, tiles, first, steps, own, there, there8, W, AHEAD, WHOLE)
+
+    of_rows = ()
+    for i in tl.static_range(TILES):
+        of_rows += (_load_scales(scales, bias, (begin + i) * 16 + tl.arange(0, 16), N, ROWS),)
+
+    # Thread (r, q) has those of instruction r = 4 p + j only: codes 4 j to 4 j + 3 of words 2 p and 2 p + 1.
+    k = first * _STEP + q * 64 + r // 4 * 32 + r % 4 * 4
+    pairs = ()
+    if codes is None:
+        xs = ()
+        for turn in tl.static_range(TURNS):
+            xs += (
+                (_load_x(x, k + turn * W * _STEP, K, EVEN), _load_x(x, k + turn * W * _STEP + 16, K, EVEN)),
+            )
+        size = tl.zeros([32 * W, 4], tl.int32)
+        for turn in tl.static_range(TURNS):
+            size = tl.maximum(size, tl.maximum(magnitude_bits(xs[turn][0]), magnitude_bits(xs[turn][1])))
+        peak = tl.max(tl.max(size, 1), 0)
+        amount, inverse = tl.zeros([], tl.int64), tl.zeros([], tl.float64)
+        if KIND == INT4:
+            unit, inverse = fixed_unit(peak, CEIL_LOG2)
+            FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
+            mine = tl.zeros([32 * W, 4], tl.int64)
+            for turn in tl.static_range(TURNS):
+                first_sizes, excess = fixed_point(xs[turn][0], peak, unit, inverse, FAST)
+                second_sizes, excess = fixed_point(xs[turn][1], peak, unit, inverse, FAST)
+                mine += first_sizes + second_sizes
+            amount = tl.sum(tl.sum(mine - 2 * TURNS * excess, 1), 0)
+        factor, own_scale, seen = numbers(peak, amount, inverse, K, epsilon, KIND, CLAMPED)
+        NARROW: tl.constexpr = ASM and x.dtype.element_ty != tl.float32
+        of_codes = tl.zeros([32 * W], tl.int32)
+        for turn in tl.static_range(TURNS):
+            b0 = _lowest_bytes(rounded_codes(xs[turn][0], factor, seen, KIND, NARROW), ASM)
+            b1 = _lowest_bytes(rounded_codes(xs[turn][1], factor, seen, KIND, NARROW), ASM)
+            of_codes = _sum_of_bytes(b1, _sum_of_bytes(b0, of_codes, ASM), ASM)
+            pairs += ((b0, b1),)
+        # Over r: the sum over q and the warps is taken with that of the products.
+        taken_off = tl.sum(tl.reshape(of_codes, [W, 8, 4]), 1, keep_dims=True)
+    else:
+        own_scale = tl.load(token_scale)
+        for turn in tl.static_range(TURNS):
+            at = k // 4 + turn * (W * _STEP // 4)
+            inside = first + turn * W < steps
+            pairs += (
+                (tl.load(codes + at, mask=inside, other=0), tl.load(codes + at + 4, mask=inside, other=0)),
+            )
+        taken_off = tl.load(total)
+
+    zero = tl.zeros([32 * W], tl.int32)
+    for i in tl.static_range(TILES):
+        tile = begin + i
+        at_hand = loaded
+        if i + 1 < TILES:  # the next tile is under way meanwhile
+            if GATED:
+                row = tile * 16 + 16 + r
+                next_there, next_there8 = _open(gate, row, N, ASM), _open(gate, row + 8, N, ASM)
+            else:
+                next_there, next_there8 = there, there8
+            loaded = _load_tile(
+                words, tile + 1, tiles, first, steps, own, next_there, next_there8, W, AHEAD, WHOLE
+            )
+        sums = ()
+        for _ in tl.static_range(8):
+            sums += ((zero, zero, zero, zero),)
+        for turn in tl.static_range(TURNS):
+            if turn + AHEAD < TURNS:
+                later = first + (turn + AHEAD) * W
+                mine = first * 0 + tl.minimum(tile, tiles - 1)
+                at_hand += (_load_words(words, mine, later, steps, own, there, there8, WHOLE),)
+            v0, v1, v2, v3 = _four(at_hand[turn][0])
+            u0, u1, u2, u3 = _four(at_hand[turn][1])
+            b0, b1 = pairs[turn]
+            added = ()
+            for g in tl.static_range(8):
+                mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
+                if g < 4:
+                    added += (_mma(v0 & mask, u0 & mask, v1 & mask, u1 & mask, b0, b1, sums[g], W, ASM),)
+                else:
+                    added += (_mma(v2 & mask, u2 & mask, v3 & mask, u3 & mask, b0, b1, sums[g], W, ASM),)
+            sums = added
+        # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
+        top, bottom = zero, zero
+        for c in tl.static_range(4):
+            top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
+            bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
+        if codes is None:
+            result = _rows_of(top, bottom, taken_off, W)
+        else:
+            result = _rows_of(top, bottom, 0, W) - taken_off
+        n = tile * 16 + tl.arange(0, 16)
+        value = _scaled(result, own_scale, of_rows[i], bias)
+        if gate is not None:
+            squared = _squared(gate, n, n < N, ASM)
+            value = tl.where(squared == 0, 0.0, squared * _rounded(value, x, ASM))
+        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+        if i + 1 < TILES:
+            there, there8 = next_there, next_there8
+
+
+@triton.jit
+def _unscaled(even, odd, C: tl.constexpr):
+    """What the instructions 2 C and 2 C + 1 give together."""
+    return (even >> (4 * (C % 2))) + (odd >> (4 * (C % 2) + 2))
+
+
+@triton.jit
+def _rows_of(top, bottom, taken_off, W: tl.constexpr):
+    """The sums of all threads of the rows r and r + 8, in all warps: [16]."""
+    both = tl.join(tl.reshape(top, [W, 8, 4]) - taken_off, tl.reshape(bottom, [W, 8, 4]) - taken_off)
+    return tl.reshape(tl.trans(tl.sum(tl.sum(both, 2), 0)), [16])
+
+
+@triton.jit
+def _load_fragments(codes, step, steps, r, q, block, blocks, NB: tl.constexpr, EVEN: tl.constexpr):
+    """Of every block of 8 tokens 4 times 4 words of codes: what each instruction takes lies side by side."""
+    loaded = ()
+    for nb in tl.static_range(NB):
+        words = ()
+        for i in tl.static_range(4):
+            at = ((step * 4 + i) * (8 * blocks) + 8 * (block + nb) + r) * 16 + q * 4
+            where = codes + at[:, None] + tl.arange(0, 4)[None, :]
+            if EVEN:
+                words += (_four(tl.load(where)),)
+            else:
+                words += (_four(tl.load(where, mask=(step < steps)[:, None], other=0)),)
+        loaded += (words,)
+    return loaded
+
+
+@triton.jit
+def _multiply_words(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of 4 words of rows r and of r + 8 with those of 8 tokens to their sums."""
+    for p in tl.static_range(2):
+        for j in tl.static_range(4):
+            sums = _mma(
+                (v[2 * p] >> (2 * j)) & 0x03030303, (u[2 * p] >> (2 * j)) & 0x03030303,
+                (v[2 * p + 1] >> (2 * j)) & 0x03030303, (u[2 * p + 1] >> (2 * j)) & 0x03030303,
+                codes[2 * p + j // 2][2 * (j % 2)], codes[2 * p + j // 2][2 * (j % 2) + 1], sums, W, ASM,
+            )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _few_tokens(
+    y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles, blocks,
+    ROWS: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """16 TN columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn."""
+    t = tl.arange(0, 32 * W)
+    lane, step = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    own = r * 16 + q * 4
+    tile = tl.program_id(0) * TN
+    block = tl.program_id(1) * NB
+    everyone = t >= 0
+    zero = tl.zeros([32 * W], tl.int32)
+    sums = ()
+    for _ in tl.static_range(TN * NB):
+        sums += ((zero, zero, zero, zero),)
+    loaded = ()
+    for i in tl.static_range(TN):
+        mine = step * 0 + tl.minimum(tile + i, tiles - 1)
+        loaded += (_load_words(words, mine, step, steps, own, everyone, everyone, EVEN),)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    n = (tile * 16 + tl.arange(0, 16 * TN))[:, None]
+    m = block * 8 + tl.arange(0, 8 * NB)[None, :]
+    of_rows = _load_scales(scales, bias, n, N, ROWS)
+    taken_off = tl.load(total + m, mask=m < M, other=0)
+    own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
+    for _ in range(0, steps, W):
+        fragments = _load_fragments(codes, step, steps, r, q, block, blocks, NB, EVEN)
+        ahead = ()
+        for i in tl.static_range(TN):
+            mine = step * 0 + tl.minimum(tile + i, tiles - 1)
+            following = tl.minimum(step + W, steps - 1) if EVEN else step + W
+            ahead += (_load_words(words, mine, following, steps, own, everyone, everyone, EVEN),)
+        added = ()
+        for i in tl.static_range(TN):
+            v = _four(loaded[i][0])
+            u = _four(loaded[i][1])
+            for nb in tl.static_range(NB):
+                added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], W, ASM),)
+        sums = added
+        loaded = ahead
+        step += W
+
+    value = _scaled(_tiles(sums, TN, NB, W) - taken_off, own_scale, of_rows, bias)
+    tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+
+
+@triton.jit
+def _tiles(sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr):
+    """The sums of all warps, TN NB tiles of 16 rows and 8 tokens: [16 TN, 8 NB]."""
+    COUNT: tl.constexpr = TN * NB
+    parts = ()
+    for i in tl.static_range(COUNT):
+        parts += (tl.join(tl.join(sums[i][0], sums[i][2]), tl.join(sums[i][1], sums[i][3])),)
+    added = tl.sum(tl.reshape(_joined(parts, COUNT), [W, 128 * COUNT]), 0)
+    # r, q, row r or r + 8, column 2 q or 2 q + 1, tile, block
+    return tl.reshape(
+        tl.permute(tl.reshape(added, [8, 4, 2, 2, TN, NB]), (4, 2, 0, 5, 1, 3)), [16 * TN, 8 * NB]
+    )
+
+
+@triton.jit
+def _joined(parts, COUNT: tl.constexpr):
+    """1, 2, 4, 8 or 16 arrays as one, with axes of 2 after the others that are the bits of their numbers."""
+    for level in tl.static_range(4):
+        if COUNT >> level > 1:  # the first half beside the second: the last axis is the lowest bit
+            pairs = ()
+            for i in tl.static_range(COUNT >> (level + 1)):
+                pairs += (tl.join(parts[i], parts[i + (COUNT >> (level + 1))]),)
+            parts = pairs
+    return parts[0]
