@@ -46,7 +46,7 @@ CLOSED = (0.5, 0.675)
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
-    """What the issue asks for: times cuBLAS, and what would be better still."""
+    """What is asked for: times cuBLAS, and what would be better still."""
     if tokens == 1:
         return (4.0, 5.0) if (out, columns) == (4096, 4096) else (5.0, 7.0)
     return (3.0, 5.0) if tokens == 16 else (1.2, 1.6)

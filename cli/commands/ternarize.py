@@ -67,6 +67,9 @@ def command(
     let_threads_sleep()
     import time
 
+    import torch
+    from torch import nn
+
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workspace import refuse_existing
     from neuzip.eval.texts import read_text
@@ -96,10 +99,11 @@ def command(
     model = load_model(path, None, where)
     dtype = model.dtype
     if where.type == "cpu":
-        model = model.float()  # bf16 products are slow on a CPU
+        nn.Module.to(model, dtype=torch.float32)  # bf16 products are slow on a CPU
     with out.progress("ternarize", len(ternary.decoder_layers(model)), unit="layers") as advance:
         found = ternary.convert(model, recipe, windows, on_layer=lambda: advance(1))
-    ternary.save(model.to(dtype), path, dst, overwrite)
+    nn.Module.to(model, dtype=dtype)
+    ternary.save(model, path, dst, overwrite)
     weights = sum(one.codes.numel() for one in found.values())
     zeros = sum(int((one.codes == 0).sum()) for one in found.values()) / weights
     seconds = time.monotonic() - began

@@ -43,11 +43,11 @@ class Launch:
     programs: int = 1  # a multiprocessor
 
 
-def launch_of(tokens: int, out: int, multiprocessors: int) -> Launch:
-    """Large tiles where there are enough of them."""
-    if tokens <= 64 or triton.cdiv(tokens, 128) * triton.cdiv(out, 256) < multiprocessors // 2:
-        return Launch(64, 128, 128, 4, 4)
-    return Launch(128, 256, 128, 8, 4)
+def launch_of(tokens: int) -> Launch:
+    """What was fastest on an H200 (benchmarks/results/log.md): programs that take turns beat larger tiles."""
+    if tokens <= 256:
+        return Launch(64, 128, 128, 4, 4, programs=3)
+    return Launch(128, 128, 128, 4, 3, programs=2)
 
 
 def many_tokens(
@@ -62,7 +62,7 @@ def many_tokens(
 ) -> torch.Tensor:
     """The product of x [tokens, in] with any weights: [tokens, out]; all arrays are contiguous."""
     tokens, out = x.shape[0], weight.shape[0]
-    launch = launch or launch_of(tokens, out, multiprocessors(x.device))
+    launch = launch or launch_of(tokens)
     compiled = isinstance(_unpack, triton.JITFunction)
     y = torch.empty(tokens, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
     tiles, steps = weight.words.shape[:2]

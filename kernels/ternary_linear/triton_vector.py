@@ -61,17 +61,22 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """A tile a program, and for long rows as many warps as leave a thread 4 to 8 steps."""
-    warps = 4 if steps <= 8 else 8 if steps <= 64 else 16
-    return Launch(min(warps, triton.next_power_of_2(steps)), 1)
+    """At least 4 warps, and as many as leave a thread 8 steps; a second tile where there are many warps.
+
+    As was fastest on an H200 (benchmarks/results/log.md), like the next.
+    """
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
+    warps = min(warps, triton.next_power_of_2(steps))
+    return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1)
 
 
 def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
-    """Tiles that a program has at once share what it loads of x; but all multiprocessors want some."""
-    together = 2 if tiles >= 2 * multiprocessors - 8 else 1
-    if tiles >= 8 * multiprocessors and blocks <= 2:
-        together = 4
-    return Launch(min(8, triton.next_power_of_2(steps)), together)
+    """Few warps a tile, so that little is added in the end, but some for each multiprocessor."""
+    wanted = triton.next_power_of_2(triton.cdiv(8 * multiprocessors, tiles))
+    warps = min(8, max(2, min(wanted, 1 << max(0, (steps // 4).bit_length() - 1))))
+    if blocks > 2 and steps <= 32:  # two tiles share what is loaded of x
+        return Launch(warps // 2, 2)
+    return Launch(warps, 1)
 
 
 def one_token(
