@@ -41,6 +41,12 @@ ResidencyOption = Annotated[
     Residency,
     typer.Option(help="Keep the weights in memory plain, packed, or coded (ans, on a GPU)"),
 ]
+ActivationsOption = Annotated[
+    Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
+    typer.Option(
+        help="Quantise what goes into ternary weights so, not as config.json says; not for dense weights"
+    ),
+]
 KvBits = Literal["8", "4", "3"]
 KvBitsOption = Annotated[
     KvBits | None,

@@ -130,7 +130,7 @@ class Task:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
     `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
-    are those of the last checkpoint's keys and values.
+    are those of the last checkpoint's keys and values, `activations` its mode where weights are ternary.
     """
 
     paths: tuple[Path, ...]
@@ -141,6 +141,7 @@ class Task:
     dtype: torch.dtype | None
     residency: str
     kv_bits: int | None = None
+    activations: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -167,6 +168,7 @@ def prepare(
     device_map: str | None = None,
     dtype: str = "auto",
     residency: str = "dense",
+    activations: str | None = None,
     kv_bits: int | None = None,
 ) -> Task:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
@@ -175,8 +177,8 @@ def prepare(
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
-    checkpoint, and no other, attends to keys and values in as many bits. Raises NeuzipError, and UsageError
-    for what the model cannot do.
+    checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
+    runtime/bitlinear.py). Raises NeuzipError, and UsageError for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
@@ -192,7 +194,7 @@ def prepare(
             if conventions or name == "token":
                 raise
             skipped[name] = str(reason)
-    return Task(paths, text, tuple(readings), skipped, place, kind, residency, kv_bits)
+    return Task(paths, text, tuple(readings), skipped, place, kind, residency, kv_bits, activations)
 
 
 def evaluate(
@@ -292,8 +294,11 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
 
 
 def _load(task: Task, number: int) -> HeadedModel:
-    model = load_model(task.paths[number], task.dtype, task.device, residency=task.residency)
     is_last = number == len(task.paths) - 1
+    model = load_model(
+        task.paths[number], task.dtype, task.device, residency=task.residency,
+        activations=task.activations if is_last else None,
+    )  # fmt: skip
     return HeadedModel(model, kv_bits=task.kv_bits if is_last else None)
 
 

@@ -67,3 +67,28 @@ def test_what_exists_stays(neuzip, tmp_path: Path):
     found = neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "absmean")
     assert "exists already" in found.stderr
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine"]
+
+
+def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
+    """a4.8 as config.json says it, b1.58 as the option does, none as dense weights have it: three figures."""
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "least-squares")
+    said = neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
+    assert said.exit_code == 0, said.stderr
+    assert json.loads((tmp_path / "t.nz" / "config.json").read_text())["neuzip"] == {"activations": "a4.8"}
+    losses = []
+    for options in (
+        ["--residency", "packed"],
+        ["--residency", "packed", "--activations", "a4.8"],
+        ["--residency", "packed", "--activations", "b1.58"],
+        [],
+    ):
+        said = neuzip(
+            "eval", tmp_path / "t.nz", "--text", "demo", "--conventions", "token", "--max-tokens", 512,
+            "--device", "cpu", "--json", *options,
+        )  # fmt: skip
+        assert said.exit_code == 0, said.stderr
+        losses.append(said.json["conventions"][0]["after"]["nll"]["value"])
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 3
+    refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
+    assert "residency 'packed'" in refused.stderr

@@ -84,6 +84,7 @@ def command(
         typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
     ] = "auto",
     residency: options.ResidencyOption = "dense",
+    activations: options.ActivationsOption = None,
     kv_bits: Annotated[
         options.KvBits | None,
         typer.Option(
@@ -145,7 +146,7 @@ def command(
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
                 device=device, device_map=device_map, dtype=dtype, residency=residency,
-                kv_bits=options.bits(kv_bits),
+                activations=activations, kv_bits=options.bits(kv_bits),
             )  # fmt: skip
             with out.progress("eval", task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(

@@ -30,6 +30,7 @@ def command(
     ],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="End after N tokens")] = 128,
     residency: options.ResidencyOption = "dense",
+    activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
     device: options.RunDeviceOption = "auto",
     temperature: Annotated[
@@ -62,7 +63,7 @@ def command(
     path = resolve_source(src, note=out.status, progress=out.watched)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
     reset_peak(place)
-    model = load_model(path, device=place, residency=residency)
+    model = load_model(path, device=place, residency=residency, activations=activations)
     with out.stream() as write:
         made = generate(
             model, task, temperature=temperature, top_p=top_p, seed=seed,
