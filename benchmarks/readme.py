@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,27 @@ def main() -> int:
 
 
 def figures() -> str:
-    """All figures as Markdown; those of a GPU once they have been measured."""
-    parts = [sweep(load("sweep-demo")), codec(load("cpu_codec"))]
+    """All figures as Markdown: those of a GPU, and of ternary weights, once they have been measured."""
+    parts = [sweep(load("sweep-demo"))]
+    converted = [name for name in ("demo", "wikilm-26m") if is_measured(f"ternary-conversion-{name}")]
+    if converted:
+        parts.append(ternary_conversion({name: load(f"ternary-conversion-{name}") for name in converted}))
+    if is_measured("kv_cache-demo"):
+        parts.append(kv_cache(load("kv_cache-demo")))
+    parts.append(codec(load("cpu_codec")))
     for name, render in (
-        ("packed_linear", packed_linear), ("generate", generate),
-        ("linear_cross_entropy", linear_cross_entropy), ("gpu_codec", gpu_codec),
+        ("packed_linear", packed_linear), ("generate", generate), ("ternary_linear", ternary_linear),
+        ("bitnet", bitnet), ("kv_attention", kv_attention), ("linear_cross_entropy", linear_cross_entropy),
+        ("gpu_codec", gpu_codec),
     ):  # fmt: skip
-        if (RESULTS / f"{name}.json").is_file():
+        if is_measured(name):
             parts.append(render(load(name)))
     return "\n\n".join([*parts, memory(load("memory"))])
+
+
+def is_measured(name: str) -> bool:
+    """Whether there is such a result."""
+    return (RESULTS / f"{name}.json").is_file()
 
 
 def load(name: str) -> dict[str, Any]:
@@ -104,6 +117,81 @@ def of_plan(plan: dict[str, Any], whose: str) -> str:
 def of_scheme(row: dict[str, Any] | None) -> str:
     """Size and divergence of one scheme."""
     return "" if row is None else f"{row['ratio']:.1%}, {1e3 * row['kld']['mean']['value']:.3g}"
+
+
+def ternary_conversion(documents: dict[str, dict[str, Any]]) -> str:
+    """What models lose that become ternary without training, step by step."""
+    found = {name: {r["step"]: r for r in d["results"]} for name, d in documents.items()}
+    steps = [r["step"] for r in next(iter(documents.values()))["results"] if not r["rotated"]]
+    lines = [
+        f"| {step} | {' | '.join(of_conversion(rows.get(step)) for rows in found.values())} |"
+        for step in steps
+    ]
+    start = " | ".join(f"{float(d['original']['perplexity']):,.2f} | 0 | 16" for d in documents.values())
+    rotated = "; ".join(
+        f"{step}: {beside_rotated(step, found.values())}"
+        for step in steps
+        if all(f"rotated, {step}" in rows for rows in found.values())
+    )
+    texts = "; ".join(
+        f"{name}: {d['tokens']:,} tokens of {text_of(d['text'])}, "
+        f"calibrated on {d['calibration_tokens']:,} of {text_of(d['calibration'])}"
+        for name, d in documents.items()
+    )
+    heads = " | ".join(f"{name}: perplexity | divergence | bits" for name in documents)
+    return (
+        "**Ternary weights without training**, for models that were not trained for them: linear weights are "
+        "rounded to -1, 0 and 1 times a scale, all else stays. Perplexity, mean KL divergence from the "
+        "original in nats, and bits of a rounded weight (five a byte, scales in fp32). `absmean` is what "
+        "BitNet b1.58 trains with, `least-squares` changes the weights least, `error-feedback` the products "
+        f"with inputs from a calibration text. {texts}. `python benchmarks/ternary_conversion.py`\n\n"
+        f"| rounded by | {heads} |\n|---{'|---' * 3 * len(documents)}|\n| not at all | {start} |\n"
+        + "\n".join(lines)
+        + "\n\nRotating the model first is measured and not offered, as it gains little or loses; perplexity "
+        f"with it, and in brackets without, on {' and '.join(documents)}: {rotated}.\n\n"
+        + "; ".join(dict.fromkeys(machine(d) for d in documents.values()))
+    )
+
+
+def beside_rotated(step: str, models: Iterable[dict[str, Any]]) -> str:
+    """Perplexity of a step with and without rotation, model by model."""
+    return ", ".join(
+        f"{rows[f'rotated, {step}']['perplexity']:,.2f} ({rows[step]['perplexity']:,.2f})" for rows in models
+    )
+
+
+def of_conversion(row: dict[str, Any] | None) -> str:
+    """Perplexity, divergence and bits of one step."""
+    return " |  | " if row is None else f"{row['perplexity']:,.2f} | {row['kld']:.3f} | {row['bits']:.2f}"
+
+
+def text_of(name: str) -> str:
+    """A text as a reader knows it."""
+    return {"demo": "the held-out text", "train": "its training text"}.get(name, name)
+
+
+def kv_cache(document: dict[str, Any]) -> str:
+    """What keys and values in few bits do to the demo checkpoint."""
+    lines = []
+    for r in document["results"]:
+        if r["span"] is None:
+            lines.append(f"| as they are | 16 | {r['perplexity']:.2f} | 0 | | |")
+            continue
+        by = f"`--kv-bits {r['bits']}`" if r["span"] == "absmax" else f'{r["bits"]}, `span="{r["span"]}"`'
+        lines.append(
+            f"| {by} | {r['bits_per_number']:.1f} | {r['perplexity']:.2f} "
+            f"| {r['kld']:#.2g} ± {r['kld_standard_error']:.1g} | {r['kld_p999']:.2g} | {r['top_1']:.1%} |"
+        )
+    return (
+        f"**Keys and values in fewer bits**, on the demo checkpoint: {document['tokens']:,} tokens of "
+        f"held-out text, {document['convention']}; KL divergence in nats from the same model with its own "
+        "cache. Bits of a number include a 16-bit scale a token and head; heads of the demo are only 32 "
+        'wide, and with 128 a scale is an eighth of a bit. `span="minmax"` keeps a second number beside '
+        "the scale, and is had in Python. `python benchmarks/kv_cache.py`\n\n"
+        "| keys and values | bits a number | perplexity | KL divergence, mean | 99.9 % "
+        "| same likeliest token |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(lines) + f"\n\n{machine(document)}"
+    )
 
 
 def codec(document: dict[str, Any]) -> str:
@@ -208,23 +296,28 @@ def packed_linear(document: dict[str, Any]) -> str:
 
 def generate(document: dict[str, Any]) -> str:
     """A whole model in every residency: a column each."""
-    sections = document["sections"].values()
+    return (
+        "**A model of Llama-3-8B's shapes** with made-up weights, and wikilm-26m, a real one: bf16 as "
+        "transformers has it, and every residency. The same loop for all, each step a CUDA graph. In "
+        "brackets the ratio to bf16, and what it must be. `python benchmarks/generate.py`\n\n"
+        + by_form(document)
+    )
+
+
+def by_form(document: dict[str, Any]) -> str:
+    """Figures of sections, or of a document without any: a column for each form of a model."""
+    sections = document.get("sections", {"": document}).values()
     rows = [row for section in sections for row in section["rows"]]
     forms = list(dict.fromkeys(row["by"] for row in rows))
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
         found = {row["by"]: row for row in rows if row["what"] == what}
         lines.append(f"| {what} | {' | '.join(generated(found.get(form)) for form in forms)} |")
-    machines = dict.fromkeys(gpu_machine(section["environment"]) for section in sections)
-    return (
-        "**A model of Llama-3-8B's shapes** with made-up weights, and wikilm-26m, a real one: bf16 as "
-        "transformers has it, and every residency. The same loop for all, each step a CUDA graph. In "
-        "brackets the ratio to bf16, and what it must be. `python benchmarks/generate.py`\n\n"
-        f"| what | {' | '.join(forms)} |\n|---{'|---' * len(forms)}|\n"
-        + "\n".join(lines)
-        + "\n\n"
-        + "; ".join(machines)
+    machines = dict.fromkeys(
+        gpu_machine(section["environment"]) for section in sections if "environment" in section
     )
+    table = f"| what | {' | '.join(forms)} |\n|---{'|---' * len(forms)}|\n" + "\n".join(lines)
+    return "\n\n".join(filter(None, [table, "; ".join(machines)]))
 
 
 def generated(row: dict[str, Any] | None) -> str:
@@ -238,7 +331,100 @@ def generated(row: dict[str, Any] | None) -> str:
     if "must" not in row:
         return f"{cell} ({row['ratio']:.2f})"
     aim = f"{'at most' if row['most'] else 'at least'} {row['must']}"
-    return f"{cell} ({row['ratio']:.3f}{'' if row['met'] else ', **missed**'}, {aim})"
+    stretch = f", stretch {row['stretch']}" if row.get("stretch") else ""
+    return f"{cell} ({row['ratio']:.3f}{'' if row['met'] else ', **missed**'}, {aim}{stretch})"
+
+
+def ternary_linear(document: dict[str, Any]) -> str:
+    """Products with ternary weights against cuBLAS in bf16, and what a4.8 leaves out."""
+    sections = document["sections"]
+    parts = []
+    if "products" in sections:
+        parts.append(ternary_products(sections["products"]["results"]))
+    if "sparse" in sections:
+        parts.append(ternary_sparse(sections["sparse"]["results"]))
+    machines = dict.fromkeys(gpu_machine(section["environment"]) for section in sections.values())
+    return (
+        "**Products with ternary weights**, quantisation of the activations included, by how many bits those "
+        "take: how many times as fast as cuBLAS with bf16 weights of the same shape. Both sides in CUDA "
+        "graphs, weights not in the L2; other bits than exact integer sums give end the run. `must` "
+        'and `stretch` are of int8; 4-bit activations must be no slower than that, and "slower" says where '
+        "they are. `python benchmarks/ternary_linear.py`\n\n" + "\n\n".join([*parts, "; ".join(machines)])
+    )
+
+
+def ternary_products(results: list[dict[str, Any]]) -> str:
+    """A line for each shape and number of tokens, a column for each kind of activation."""
+    kinds = list(dict.fromkeys(r["activation"] for r in results))
+    lines = []
+    for out, columns, tokens in dict.fromkeys((r["out"], r["in"], r["tokens"]) for r in results):
+        found = {
+            r["activation"]: r for r in results if (r["out"], r["in"], r["tokens"]) == (out, columns, tokens)
+        }
+        first = next(iter(found.values()))
+        cells = [ternary_product(found[kind]) if kind in found else "" for kind in kinds]
+        lines.append(
+            f"| {out} x {columns} | {tokens:,} | {first['must']} / {first['stretch']} "
+            f"| {first['cublas_us']:.1f} us | {' | '.join(cells)} |"
+        )
+    return (
+        f"| weights, out x in | tokens | must / stretch | cuBLAS | {' | '.join(kinds)} |\n"
+        f"|---|---|---|---{'|---' * len(kinds)}|\n" + "\n".join(lines)
+    )
+
+
+def ternary_product(row: dict[str, Any]) -> str:
+    """How many times as fast as cuBLAS; of 8 bits what was missed or reached, of 4 whether 8 are faster."""
+    if row["activation"] == "int8":
+        said = ", **missed**" if row["speedup"] < row["must"] else ""
+        said += ", stretch reached" if row["speedup"] >= row["stretch"] else ""
+    else:
+        said = ", **slower**" if round(row["times_int8"], 2) > 1 else ""
+    return f"{row['speedup']:.2f}{said} ({row['us']:.1f} us)"
+
+
+def ternary_sparse(results: list[dict[str, Any]]) -> str:
+    """Top-K inputs and closed gates, beside what leaves nothing out."""
+    lines = [
+        f"| {r['what']} | {r['out']} x {r['in']} | {r['tokens']:,} | {r['us']:.1f} us "
+        f"| {r['beside_us']:.1f} us | {r['beside_us'] / r['us']:.2f} |"
+        for r in results
+    ]
+    return (
+        "| what a4.8 leaves out | weights, out x in | tokens | time | that beside it | times as fast |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(lines)
+    )
+
+
+def bitnet(document: dict[str, Any]) -> str:
+    """A whole model of ternary weights beside one of the same shapes in bf16."""
+    return (
+        "**A model of BitNet a4.8's 3B shapes** with made-up weights, beside a bf16 Llama of the same "
+        "shapes; embeddings and head are bf16 in all. The same loop for all, each step a CUDA graph. In "
+        "brackets the ratio to bf16, and what it must be. `python benchmarks/bitnet.py`\n\n"
+        + by_form(document)
+    )
+
+
+def kv_attention(document: dict[str, Any]) -> str:
+    """Attention over keys and values in few bits, beside torch's over bf16."""
+    lines = [
+        f"| {r['texts']} x {r['tokens']:,} | {r['bits']} | {r['bytes'] / r['bytes_bf16']:.1%} "
+        f"| {r['sdpa_us']:,.1f} us, {r['sdpa_gb_s_read']:,.0f} GB/s "
+        f"| {r['attend_us']:,.1f} us, {r['gb_s_read']:,.0f} GB/s "
+        f"| {r['speedup']:.2f}{', **slower**' if r['speedup'] < 1 else ''} | {r['store_us']:.1f} us |"
+        for r in document["results"]
+    ]
+    return (
+        "**Attention of one new token over keys and values in few bits**, read as they are packed, beside "
+        f"torch's over bf16: {document['queries']} heads of queries, {document['heads']} of keys and "
+        f"values, {document['width']} wide; CUDA graphs, nothing in the L2. GB/s are those of keys and "
+        f"values that are read; a device copy moves {document['device_copy_gb_s']:,.0f}. For one text "
+        "torch is far from that, and the ratio says little about the bits. `store` quantises and packs one "
+        "token, and comes on top. `python benchmarks/kv_attention.py`\n\n"
+        "| texts x tokens | bits | size | bf16 | ours | times as fast | store |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + f"\n\n{gpu_machine(document['environment'])}"
+    )
 
 
 def linear_cross_entropy(document: dict[str, Any]) -> str:

@@ -264,7 +264,7 @@ def _together(
     task: Task, ranks: Ranks, on_tokens: OnTokens
 ) -> tuple[list[Model], list[list[Values]], Paired]:
     """Both models at once: what they are, the losses of both for each reading, and how they compare."""
-    base, other = (_load(task, number) for number in range(2))
+    base, other = (load(task, number) for number in range(2))
     first, *rest = task.readings
     paired = compare(
         base, other, first.ids, first.windows, first.blocks,
@@ -285,7 +285,7 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     models: list[Model] = []
     losses: list[list[Values]] = [[] for _ in task.readings]
     for number in range(len(task.paths)):
-        model = _load(task, number)
+        model = load(task, number)
         for reading, found in zip(task.readings, losses, strict=True):
             found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
         models.append(_described(model, ranks))
@@ -293,7 +293,8 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     return models, losses
 
 
-def _load(task: Task, number: int) -> HeadedModel:
+def load(task: Task, number: int) -> HeadedModel:
+    """A checkpoint of a task, as it is evaluated."""
     is_last = number == len(task.paths) - 1
     model = load_model(
         task.paths[number], task.dtype, task.device, residency=task.residency,

@@ -70,6 +70,100 @@ def test_figures_of_a_gpu_appear_with_their_file(readme: ModuleType, tmp_path: P
     assert "a card, driver 1.2, Python 3, torch 2, commit abc" in figures
 
 
+CARD = {
+    "python": "3", "packages": {"torch": "2", "neuzip-toolkit": "0"}, "commit": "abc",
+    "gpu": {"name": "a card", "driver": "1.2"},
+}  # fmt: skip
+
+
+def test_conversion_has_a_column_for_each_model_and_a_line_of_rotation(
+    readme: ModuleType, tmp_path: Path
+) -> None:
+    machine = {"cores": 2, "processor": "chip", "python": "3", "packages": {}, "commit": "abc"}
+    one: dict[str, object] = {"perplexity": 1234.5, "kld": 0.25, "bits": 1.6}
+    for name, factor in (("demo", 1), ("wikilm-26m", 2)):
+        rows = [{**one, "step": "rounded", "rotated": False}]
+        rows.append({**one, "step": "rotated, rounded", "rotated": True, "perplexity": 2000 * factor})
+        if name == "demo":
+            rows.append({**one, "step": "finer", "rotated": False, "bits": 2.104})
+        document = {
+            "text": "demo", "tokens": 1000 * factor, "calibration": "train", "calibration_tokens": 512,
+            "original": {"perplexity": 10.0}, "environment": machine, "results": rows,
+        }  # fmt: skip
+        (tmp_path / f"ternary-conversion-{name}.json").write_text(json.dumps(document))
+    figures = readme.figures()
+    assert "| not at all | 10.00 | 0 | 16 | 10.00 | 0 | 16 |" in figures
+    assert "| rounded | 1,234.50 | 0.250 | 1.60 | 1,234.50 | 0.250 | 1.60 |" in figures
+    assert "| finer | 1,234.50 | 0.250 | 2.10 |  |  |  |" in figures
+    assert "on demo and wikilm-26m: rounded: 2,000.00 (1,234.50), 4,000.00 (1,234.50)." in figures
+    assert "| rotated" not in figures and "2,000 tokens of the held-out text" in figures
+
+
+def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+    shape = {"out": 64, "in": 32, "tokens": 1, "must": 4.0, "stretch": 5.0, "cublas_us": 40.0}
+    products = [
+        {**shape, "activation": "int8", "us": 8.0, "speedup": 5.0, "times_int8": 1.0},
+        {**shape, "activation": "int4", "us": 12.0, "speedup": 3.33, "times_int8": 1.5},
+        {**shape, "activation": "fp4", "us": 8.02, "speedup": 4.99, "times_int8": 1.0025},
+    ]
+    products += [
+        {**shape, "tokens": 16, "activation": "int8", "us": 20.0, "speedup": 2.0, "times_int8": 1.0},
+    ]
+    sparse = [{"what": "half", "out": 64, "in": 32, "tokens": 16, "us": 4.0, "beside_us": 6.0}]
+    sections = {
+        "products": {"environment": CARD, "results": products},
+        "sparse": {"environment": CARD, "results": sparse},
+    }
+    (tmp_path / "ternary_linear.json").write_text(json.dumps({"sections": sections}))
+    figures = readme.figures()
+    assert (
+        "| 64 x 32 | 1 | 4.0 / 5.0 | 40.0 us | 5.00, stretch reached (8.0 us) "
+        "| 3.33, **slower** (12.0 us) | 4.99 (8.0 us) |"
+    ) in figures
+    assert "| 64 x 32 | 16 | 4.0 / 5.0 | 40.0 us | 2.00, **missed** (20.0 us) |  |  |" in figures
+    assert "| half | 64 x 32 | 16 | 4.0 us | 6.0 us | 1.50 |" in figures
+    assert figures.count("a card, driver 1.2") == 1
+
+
+def test_figures_of_a_bitnet_model_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+    speed = {"what": "decode", "unit": "tokens/s"}
+    size = {"what": "weights", "unit": "GB"}
+    missed = {"must": 2.5, "stretch": 4.0, "most": False, "met": False}
+    met = {"must": 0.16, "stretch": None, "most": True, "met": True}
+    rows = [
+        {**speed, "by": "bf16", "value": 100.0, "ratio": 1.0},
+        {**speed, "by": "b1.58", "value": 230.0, "ratio": 2.3},
+        {**speed, "by": "a4.8", "value": 240.0, "ratio": 2.4, **missed},
+        {**size, "by": "bf16", "value": 8.0, "ratio": 1.0},
+        {**size, "by": "a4.8", "value": 1.2, "ratio": 0.15, **met},
+    ]
+    (tmp_path / "bitnet.json").write_text(json.dumps({"rows": rows, "environment": CARD}))
+    figures = readme.figures()
+    assert "| what | bf16 | b1.58 | a4.8 |" in figures
+    assert (
+        "| decode | 100 tokens/s | 230 tokens/s (2.30) "
+        "| 240 tokens/s (2.400, **missed**, at least 2.5, stretch 4.0) |"
+    ) in figures
+    assert "| weights | 8 GB |  | 1.2 GB (0.150, at most 0.16) |" in figures
+    assert "a card, driver 1.2" in figures
+
+
+def test_figures_of_attention_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+    row = {
+        "texts": 2, "tokens": 4096, "bits": 3, "bytes": 2, "bytes_bf16": 8, "sdpa_us": 9, "attend_us": 6,
+        "speedup": 1.5, "store_us": 1, "sdpa_gb_s_read": 400, "gb_s_read": 1234,
+    }  # fmt: skip
+    document = {
+        "queries": 32, "heads": 8, "width": 128, "environment": CARD, "device_copy_gb_s": 4321,
+        "results": [row, {**row, "bits": 8, "speedup": 0.75, "attend_us": 12}],
+    }  # fmt: skip
+    (tmp_path / "kv_attention.json").write_text(json.dumps(document))
+    figures = readme.figures()
+    line = "| 2 x 4,096 | 3 | 25.0% | 9.0 us, 400 GB/s | 6.0 us, 1,234 GB/s | 1.50 | 1.0 us |"
+    assert line in figures and "a device copy moves 4,321." in figures
+    assert "12.0 us, 1,234 GB/s | 0.75, **slower** |" in figures
+
+
 def test_every_command_is_in_the_table_and_no_other(root: Path) -> None:
     table = re.findall(r"^\| `neuzip (\w+)", (root / "README.md").read_text(), re.MULTILINE)
     assert set(table) == set(VERBS)

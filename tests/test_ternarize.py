@@ -92,3 +92,17 @@ def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     assert len(set(losses)) == 3
     refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
     assert "residency 'packed'" in refused.stderr
+
+
+def test_sparsity_is_counted(neuzip, tmp_path: Path):
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "least-squares")
+    neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
+    asked = ["--text", "demo", "--conventions", "token", "--max-tokens", 512, "--device", "cpu", "--sparsity"]
+    said = neuzip("eval", tmp_path / "t.nz", "--residency", "packed", "--json", *asked)
+    zeros = said.json["sparsity"]
+    assert zeros["sites"]["out"] == pytest.approx(0.5, abs=0.01)
+    assert 0.05 < zeros["sites"]["qkv"] < 0.3
+    assert zeros["parameters"] == 1_179_648
+    assert zeros["active"] == pytest.approx((1 - zeros["overall"]) * zeros["parameters"], abs=1)
+    assert "inputs that are 0" in neuzip("eval", tmp_path / "t.nz", *asked).stdout
+    assert "needs --text" in neuzip("eval", tmp_path / "t.nz", "--tasks", "x", "--sparsity").stderr

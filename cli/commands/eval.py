@@ -18,11 +18,19 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from neuzip.eval.conventions import Convention, Name
     from neuzip.eval.divergence import Comparison
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.harness import TaskEvaluation
-    from neuzip.eval.perplexity import Difference, Evaluation, Measured
+    from neuzip.eval.perplexity import Difference, Evaluation, Measured, Task
+    from neuzip.runtime.bitlinear import Sparsity
+
+COUNTED_TOKENS = 8192
+"""Tokens that the inputs of layers are counted for."""
 
 EXAMPLES = [
     "neuzip eval my-model.nz --text demo",
@@ -93,6 +101,10 @@ def command(
             show_default=False,
         ),
     ] = None,
+    sparsity: Annotated[
+        bool,
+        typer.Option("--sparsity", help="Count the inputs of linear layers that are 0, site by site"),
+    ] = False,
     page: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a page about it too: .html, .md or .json"),
@@ -117,6 +129,8 @@ def command(
     """Measure perplexity on a text, before and after compression"""
     out = Output(json=json, quiet=quiet)
     refuse_contradictions(text, page, sweep, tasks, limit, kv_bits)
+    if sparsity and text is None:
+        raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
     let_threads_sleep()
     if tasks is not None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
@@ -153,6 +167,9 @@ def command(
                     task, divergence=base is not None, ranks=ranks, on_tokens=ranks.counting(advance)
                 )
             report(out, evaluation)
+        zeros = None
+        if sparsity and document is not None and ranks.is_first:
+            zeros = count_zeros(out, task)
         written = None
         try:
             if tasks is not None:
@@ -175,11 +192,39 @@ def command(
                 written = page
                 out.status(f"wrote {page}")
         finally:  # what took hours is told, whatever becomes of the rest
-            give_result(out, evaluation, scores, written)
+            give_result(out, evaluation, scores, written, zeros)
+
+
+def count_zeros(out: Output, task: Task) -> Sparsity:
+    """How sparse the inputs of layers are, of the last checkpoint on the first tokens of the text."""
+    from neuzip.eval.perplexity import load
+    from neuzip.runtime.bitlinear import sparsity
+
+    reading = task.readings[0]
+    model = load(task, len(task.paths) - 1).model
+    first = reading.windows[0]
+    windows = reading.windows[: max(1, COUNTED_TOKENS // (first.stop - first.start))]
+    with out.progress("sparsity", len(windows), unit="windows") as advance:
+
+        def batches() -> Iterator[Tensor]:
+            for window in windows:
+                yield reading.ids[None, window.start : window.stop].to(model.device)
+                advance(1)
+
+        found = sparsity(model, batches())
+    out.text()
+    rows = [[site, f"{share:.1%}"] for site, share in found.sites.items()]
+    out.table(["site", "inputs that are 0"], [*rows, ["all, by weights", f"{found.overall:.1%}"]])
+    out.text(f"{found.active:,} of {found.parameters:,} weights are active a token; {found.tokens:,} tokens")
+    return found
 
 
 def give_result(
-    out: Output, evaluation: Evaluation | None, scores: TaskEvaluation | None, page: Path | None
+    out: Output,
+    evaluation: Evaluation | None,
+    scores: TaskEvaluation | None,
+    page: Path | None,
+    zeros: Sparsity | None = None,
 ) -> None:
     """What a machine reads: of the text and of the tasks, as far as they came; nothing if neither did."""
     if evaluation is None and scores is None:
@@ -188,7 +233,7 @@ def give_result(
     numbers = [] if scores is None else [score.after.value for score in scores.scores]
     if evaluation is not None:
         numbers = [quiet_number(evaluation)]
-    out.result({**found, "tasks": scores, "report": page}, quiet=numbers)
+    out.result({**found, "sparsity": zeros, "tasks": scores, "report": page}, quiet=numbers)
 
 
 def refuse_contradictions(
