@@ -48,7 +48,7 @@ STEPS: list[tuple[bool, Recipe]] = [
 """Whether the model is rotated first, and how its weights are rounded."""
 
 WINDOW = 512
-"""Tokens of a window of the calibration text."""
+"""Tokens of a window of the calibration text, at most."""
 
 
 def main() -> None:
@@ -67,7 +67,8 @@ def main() -> None:
         device=arguments.device, dtype="float32",
     )  # fmt: skip
     seen = read_tokens(arguments.checkpoint, calibration(arguments.calibration)).ids
-    windows = seen[: min(len(seen), arguments.calibration_tokens) // WINDOW * WINDOW].view(-1, WINDOW)
+    window = min(WINDOW, judge.model.config.max_position_embeddings)
+    windows = seen[: min(len(seen), arguments.calibration_tokens) // window * window].view(-1, window)
     results = []
     for rotated, recipe in STEPS:
         row = step(judge, arguments.checkpoint, rotated, recipe, windows)

@@ -30,6 +30,7 @@ from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 
 from .pipeline import PLAN_PATH
+from .plan import bitnet_converts
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .ternary import TORCH_DTYPES, find_exact, is_ternary, read_ternary
 from .verify import OnBytes, ignore, verify_files
@@ -250,13 +251,12 @@ class _Model:
 
     def _is_float(self, record: TensorRecord) -> bool:
         """Whether a tensor stands for its floats, of which transformers takes the absmean."""
-        return self.is_online and record.quantizer == "exact"
+        return self.is_online
 
     def _online(self, tensor: SourceTensor) -> Ternary | None:
         """What transformers makes of a float matrix in every forward pass."""
-        module = tensor.name.removesuffix(".weight")
-        kept = self.config["quantization_config"].get("modules_to_not_convert") or []
-        if tensor.info.dtype not in TORCH_DTYPES or any(f".{module}.".find(f".{k}.") >= 0 for k in kept):
+        how = self.config["quantization_config"]
+        if tensor.info.dtype not in TORCH_DTYPES or not bitnet_converts(tensor.name, how):
             return None
         weight = self.dense(tensor)
         return quantizers.absmean(weight, clamped=True) if bool(weight.isfinite().all()) else None
@@ -345,7 +345,7 @@ def _write_folder(
     carried, left = model.other_files()
     model.warnings += [f"{f}: a pickle, not carried along" for f in left]
     with workspace(dst) as work, writing(work):
-        _clear(work, overwrite)
+        clear(work, overwrite)
         for file, layout in layouts.items():
             _write_shard(model, target, work / file, file, layout, modules)
         if len(layouts) > 1:
@@ -389,6 +389,9 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path) -> list[ExportedTensor]:
     kind = gguf.TERNARY[target.kind]
     described = gguf_model.GgufModel.of(model.config)
     _require_rows(model, described)
+    window = model.config.get("sliding_window")
+    if isinstance(window, int) and model.config.get("use_sliding_window", True):
+        model.warnings.append(f"config.json: sliding_window is {window}; llama.cpp attends to all tokens")
     tokenizer = _tokenizer(model, described)
     factors = described.rope_factors()
     exported: list[ExportedTensor] = []
@@ -517,7 +520,7 @@ def _bytes(tensor: Tensor) -> Bytes:
     return data
 
 
-def _clear(work: Path, overwrite: bool) -> None:
+def clear(work: Path, overwrite: bool) -> None:
     """Empty the workspace of an export that was killed; not that of a compression, which can go on."""
     if (work / PLAN_PATH).exists() and not overwrite:
         raise NeuzipError(

@@ -49,7 +49,7 @@ from . import lossless, truncated
 from .device import CPU, Device
 from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
-from .plan import Plan, PlannedTensor, coded_streams, make_plan, try_ternary
+from .plan import Plan, PlannedTensor, bitnet_converts, coded_streams, make_plan, online_config, try_ternary
 from .scheme import LOSSLESS, Rule, Scheme
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
@@ -168,6 +168,8 @@ def compress(
     dst = Path(dst)
     with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
+        if activations is not None and "config.json" not in source.checkpoint.others:
+            raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out --activations")
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
         job = _Compression(
             source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations
@@ -226,6 +228,7 @@ class _Compression:
         activations: str | None,
     ) -> None:
         self._activations = activations
+        self._online = online_config(source)
         self._source = source
         self._plan = plan
         self._workers = workers
@@ -319,7 +322,7 @@ class _Compression:
             "source": {
                 f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)
             },
-        }
+        } | ({} if self._activations is None else {"activations": self._activations})
         return (json.dumps(document, indent=2) + "\n").encode()
 
     def _is_ours(self, folder: Path) -> bool:
@@ -640,11 +643,16 @@ class _Compression:
         from . import ternary  # loads torch
 
         exactly = scheme.kind == "lossless"
+        online = self._online is not None and bitnet_converts(tensor.name, self._online)
         fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
         bits = read(0, numel)
         try:
             weight = ternary.as_tensor(bits, fmt, tensor.info.shape)
-            coded = ternary.encode_exact(weight) if exactly else ternary.encode(weight, scheme)
+            coded = (
+                ternary.encode_exact(weight)
+                if exactly
+                else ternary.encode(weight, scheme, for_absmean=online)
+            )
         except ternary.NoTernaryForm as reason:
             if not exactly:
                 self._note(tensor, f"{reason}: kept lossless")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
@@ -166,13 +168,17 @@ def try_ternary(tensor: SourceTensor, scheme: Scheme, read: Read) -> bool:
 
 def _refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], workers: Workers) -> None:
     """Raise NeuzipError if a tensor that is to be ternary has other values than -s, 0 and s."""
-    online = _is_trained_online(source)
+    online = online_config(source)
     fitting = Scheme("ternary", quantizer="absmean-clamped")
     asked = [
         t
         for t in planned
         if t.scheme.kind == "ternary"
-        and not (online and (t.scheme.quantizer, t.scheme.group) == (fitting.quantizer, fitting.group))
+        and not (
+            online is not None
+            and (t.scheme.quantizer, t.scheme.group) == (fitting.quantizer, fitting.group)
+            and bitnet_converts(t.tensor.name, online)
+        )
     ]
     promising = list(workers.map(lambda t: _may_be_ternary(source, t), asked))
     # One at a time: now whole tensors are read.
@@ -182,7 +188,7 @@ def _refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], 
         if not (may_be and _is_ternary(source, t))
     ]
     if names:
-        if online:
+        if online is not None and all(bitnet_converts(name, online) for name in names):
             raise NeuzipError(
                 f"{source.checkpoint.path}: config.json says bitnet, online: it was trained for one scale a "
                 "tensor, the clamped absmean",
@@ -194,6 +200,22 @@ def _refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], 
             "trained for it: in a third-party audit perplexity on WikiText went from 13.9 to 3.8e6",
             "leave them lossless, or give --allow-destructive to do it all the same",
         )
+
+
+def bitnet_converts(name: str, how: Mapping[str, Any]) -> bool:
+    """Whether transformers' bitnet makes a tensor ternary, as its should_convert_module says.
+
+    `how` is the quantization_config. Raises NeuzipError for what is no regular expression.
+    """
+    module, _, kind = name.rpartition(".")
+    kept = how.get("modules_to_not_convert")
+    kept = [k for k in kept if isinstance(k, str)] if isinstance(kept, list) else ["lm_head"]
+    try:
+        return kind == "weight" and not any(
+            module.endswith(k) or re.match(rf"(?:{k})(?:(?<=\.)|(?=\.|$))", module) for k in kept
+        )
+    except re.error as error:
+        raise NeuzipError(f"config.json: modules_to_not_convert: {error}", "correct it") from error
 
 
 def _refuse_packed(source: TensorSource, asked: Iterable[SourceTensor]) -> None:
@@ -208,21 +230,18 @@ def _refuse_packed(source: TensorSource, asked: Iterable[SourceTensor]) -> None:
             )
 
 
-def _is_trained_online(source: TensorSource) -> bool:
-    """Whether config.json says that transformers makes the weights ternary in every forward pass."""
+def online_config(source: TensorSource) -> dict[str, Any] | None:
+    """The quantization_config that has transformers make weights ternary in every forward pass, or None."""
     path = source.checkpoint.root / "config.json"
     if "config.json" not in source.checkpoint.others or path.stat().st_size > LARGEST_CONFIG:
-        return False
+        return None
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # whoever rewrites it says so
-        return False
+        return None
     how = config.get("quantization_config") if isinstance(config, dict) else None
-    return (
-        isinstance(how, dict)
-        and how.get("quant_method") == "bitnet"
-        and how.get("quantization_mode") == "online"
-    )
+    wanted = {"quant_method": "bitnet", "quantization_mode": "online"}
+    return how if isinstance(how, dict) and wanted.items() <= how.items() else None
 
 
 def _patterns(source: TensorSource, tensor: SourceTensor) -> Read:

@@ -148,8 +148,11 @@ class Encoded:
         )
 
 
-def encode(weight: Tensor, scheme: Scheme) -> Encoded:
+def encode(weight: Tensor, scheme: Scheme, *, for_absmean: bool = False) -> Encoded:
     """Quantise a tensor [..., in] of bf16, fp16 or fp32 by `scheme`, and pack it.
+
+    `for_absmean`: whoever reads the floats takes their absmean again, as transformers does of an online
+    bitnet checkpoint: one scale a tensor is stored as alpha / density, which gives alpha back.
 
     Weights that have a ternary form already keep it, exactly but for the sign of zeros. Raises NoTernaryForm,
     or NotWorthwhile when the streams would be no smaller than the tensor.
@@ -161,6 +164,9 @@ def encode(weight: Tensor, scheme: Scheme) -> Encoded:
             raise NoTernaryForm("holds infinities or NaNs")
         quantizer = scheme.quantizer
         ternary = QUANTIZERS[quantizer](weight, group=layout.group)
+        if for_absmean and ternary.group is None:
+            scale = quantizers.scale_for_absmean_reader(ternary, weight.dtype).float()
+            ternary = replace(ternary, scale=scale)
     elif layout.scale_dtype == "F16" and not torch.equal(ternary.scale.half().float(), ternary.scale):
         layout = replace(layout, scale_dtype="F32")  # what is exact stays so
     return _encode(quantizer, ternary, layout, weight.nbytes)

@@ -680,3 +680,20 @@ def test_a_gpus_logits_are_near_those_of_dense_attention(model: PreTrainedModel,
         found = logits(model, ids, cache, [5, *[1] * 15])
     assert cache.how == BY_A_KERNEL
     assert torch.allclose(found, expected, atol=2e-3)
+
+
+def test_what_does_not_fit_is_dropped(device: torch.device):
+    """A full cache whose position is on the device: the next head's tokens stay what they are."""
+    heads = kv_cache.empty((1, 2, 4, 32), 4, device=device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    triton_store.store(heads, torch.randn(1, 2, 4, 32, device=device), 0, first)
+    before = heads.words.clone(), heads.scale.clone()
+    triton_store.store(heads, torch.randn(1, 2, 1, 32, device=device), torch.tensor(4, device=device), first)
+    assert torch.equal(heads.words, before[0])
+    assert torch.equal(heads.scale, before[1])
+    query = torch.randn(1, 4, 32, device=device)
+    lengths = [torch.tensor(length, device=device) for length in (4, 40)]
+    full, beyond = (
+        triton_attend.attend(query, heads, heads, first, scaling=0.2, length=length) for length in lengths
+    )
+    assert torch.equal(full, beyond)

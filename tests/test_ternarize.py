@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (["--allow-destructive"], "needs a text"),
         (["--allow-destructive", "--calibration", "demo", "--group", "0"], "is no group"),
         (["--allow-destructive", "--calibration", "demo", "--group", "column"], "is no group"),
+        (["--allow-destructive", "--calibration", "demo", "--quantizer", "absmean"], "takes no text"),
     ],
 )
 def test_what_is_refused(options, said: str, neuzip, tmp_path: Path):
@@ -106,3 +107,43 @@ def test_sparsity_is_counted(neuzip, tmp_path: Path):
     assert zeros["active"] == pytest.approx((1 - zeros["overall"]) * zeros["parameters"], abs=1)
     assert "inputs that are 0" in neuzip("eval", tmp_path / "t.nz", *asked).stdout
     assert "needs --text" in neuzip("eval", tmp_path / "t.nz", "--tasks", "x", "--sparsity").stderr
+
+
+def test_a_group_is_never_longer_than_a_row(neuzip, tmp_path: Path):
+    options = ["--allow-destructive", "--quantizer", "absmean", "-q", "--group"]
+    for group in ("row", "1000000000000"):
+        assert neuzip("ternarize", DEMO, tmp_path / group, *options, group).exit_code == 0
+    left, right = ((tmp_path / g / "model.safetensors").read_bytes() for g in ("row", "1000000000000"))
+    assert left == right
+
+
+def test_what_is_quantised_already_is_refused(neuzip, tmp_path: Path):
+    (tmp_path / "m").mkdir()
+    for file in DEMO.iterdir():
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((DEMO / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitnet", "quantization_mode": "online"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    said = neuzip(
+        "ternarize", tmp_path / "m", tmp_path / "t", "--allow-destructive", "--quantizer", "absmean"
+    )
+    assert "says that it is quantised" in said.stderr
+    assert not (tmp_path / "t").exists()
+
+
+def test_activations_that_would_say_nothing_are_refused(neuzip, tmp_path: Path):
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "absmean")
+    said = neuzip(
+        "compress", tmp_path / "t" / "model.safetensors", tmp_path / "one", "--ternary",
+        "--activations", "a4.8",
+    )  # fmt: skip
+    assert "has no config.json" in said.stderr
+    (tmp_path / "p.toml").write_text('[[rule]]\nmatch = "*"\nscheme = "lossless"\n')
+    said = neuzip(
+        "compress", tmp_path / "t", tmp_path / "z", "--plan", tmp_path / "p.toml", "--activations", "a4.8"
+    )  # fmt: skip
+    assert 'need a rule with scheme = "ternary"' in said.stderr
+    first = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "a4.8")
+    assert first.exit_code == 0
+    said = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "b1.58")
+    assert "exists already" in said.stderr

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import quantizers
@@ -121,7 +128,7 @@ def test_each_layer_sees_what_the_changed_ones_give(model):
     """The inputs that feedback is told of are those of the model as far as it is converted."""
     layers = decoder_layers(model)
     linear = layers[1].mlp.down_proj
-    feed = _Feed(model, layers[0], WINDOWS)
+    feed = _Feed(model, layers, WINDOWS)
     layers[0].self_attn.q_proj.weight.data.mul_(-1)
     feed.advance(layers[0])
     gram = feed.grams(layers[1], [linear])[linear]
@@ -182,3 +189,32 @@ def test_what_cannot_be_rotated_is_refused(model):
             vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
             tie_word_embeddings=False,
         )))  # fmt: skip
+
+
+def test_each_layer_gets_its_own_masks_and_rotary_embeddings():
+    """Before anything is converted, what layers give is what they give in the model."""
+    torch.manual_seed(1)
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, vocab_size=97, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ).eval()  # fmt: skip
+    layers = decoder_layers(model)
+    seen: dict[int, list[Tensor]] = {}
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, a, out, i=i: seen.setdefault(i, []).append(out[0] if isinstance(out, tuple) else out)
+        )
+        for i, layer in enumerate(layers)
+    ]
+    with torch.no_grad():
+        for window in WINDOWS:
+            model(window[None])
+        for hook in hooks:
+            hook.remove()
+        feed = _Feed(model, layers, WINDOWS)
+        for i, layer in enumerate(layers):
+            feed.advance(layer)
+            torch.testing.assert_close(torch.cat(feed.states), torch.cat(seen[i]))

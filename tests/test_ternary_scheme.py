@@ -364,9 +364,15 @@ def test_masters_of_an_online_bitnet_model_were_trained_for_it(neuzip: Speak, tm
     record = records(tmp_path / "small" / "model.safetensors")[Q_PROJ]
     assert (record.quantizer, record.lossless) == ("absmean-clamped", False)
     with TensorSource(tmp_path / "small") as stored:
-        codes = ternary.read_ternary(stored, Q_PROJ).codes
+        found = ternary.read_ternary(stored, Q_PROJ)
     scale = 1 / weight.abs().mean().clamp(min=1e-5)
-    assert torch.equal(codes.float(), (weight * scale).round().clamp(-1, 1))
+    assert torch.equal(found.codes.float(), (weight * scale).round().clamp(-1, 1))
+    # Who reads the floats takes their absmean once more, and shall find the one that it was.
+    torch.testing.assert_close(found.dequantize().abs().mean(), weight.abs().mean(), rtol=1e-5, atol=0)
+    kept = how | {"modules_to_not_convert": ["lm_head", Q_PROJ.split(".")[-2]]}
+    (source / "config.json").write_text(json.dumps({"quantization_config": kept}))
+    options = ["--ternary", "--ternary-quantizer", "absmean-clamped", "--overwrite"]
+    assert "3.8e6" in neuzip("compress", source, tmp_path / "small", *options).stderr
     (source / "config.json").write_text(
         json.dumps({"quantization_config": how | {"quantization_mode": "offline"}})
     )

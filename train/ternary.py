@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neuzip.compress.export import clear
 from neuzip.compress.workspace import (
     copy_file,
     publish,
     recover,
     refuse_existing,
     refuse_nesting,
-    remove,
     workspace,
     writing,
 )
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.checkpoint import find_checkpoint
+from neuzip.formats.checkpoint import PICKLES, find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.load import quiet_transformers
@@ -54,7 +54,8 @@ class Recipe:
 
     def apply(self, weight: Tensor, gram: Tensor | None) -> Ternary:
         """The ternary form of weights [out, in], whose inputs have the products `gram`."""
-        group = weight.shape[1] if self.group == "row" else self.group
+        columns = weight.shape[1]
+        group = columns if self.group == "row" else self.group and min(self.group, columns)
         if self.quantizer == "absmean":
             return quantizers.absmean(weight, group=group)
         if self.quantizer == "least-squares":
@@ -80,13 +81,18 @@ def convert(
         raise UsageError("error feedback needs a text that the layers see", "give --calibration TEXT")
     layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
-    feed = _Feed(model, layers[0], windows) if recipe.quantizer == "error-feedback" else None
+    feed = _Feed(model, layers, windows) if recipe.quantizer == "error-feedback" else None
     found = {}
     for layer in layers:
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         grams = feed.grams(layer, linears) if feed else {}
         for linear in linears:
-            ternary = _rounded(recipe.apply(linear.weight, grams.get(linear)), linear.weight.dtype)
+            try:
+                ternary = _rounded(recipe.apply(linear.weight, grams.get(linear)), linear.weight.dtype)
+            except ValueError as error:  # NaN or infinity
+                raise NeuzipError(
+                    f"{names[linear]}: {error}", "its dtype may overflow: --device cpu computes in fp32"
+                ) from error
             linear.weight.copy_(ternary.dequantize(linear.weight.dtype))
             found[f"{names[linear]}.weight"] = ternary
         if feed:
@@ -123,17 +129,18 @@ class _Seen(Exception):
 class _Feed:
     """What goes into a layer, window by window, on the way through the model."""
 
-    def __init__(self, model: PreTrainedModel, first: nn.Module, windows: Tensor | None) -> None:
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor | None) -> None:
         assert windows is not None
+        first = layers[0]
         self.states: list[Tensor] = []
-        self.keywords: dict[str, Any] = {}
+        # Layers differ in these: masks of windows, rotary embeddings. Texts of one length do not.
+        self.keywords = _keywords(model, layers, windows[:1].to(model.device))
 
         def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             states, *rest = (*arguments, *([keywords.pop("hidden_states")] if not arguments else []))
             if rest:
                 raise NeuzipError(f"{type(first).__name__} takes more than hidden states by position")
             self.states.append(states)
-            self.keywords = keywords
             raise _Seen
 
         hook = first.register_forward_pre_hook(keep, with_kwargs=True)
@@ -172,8 +179,26 @@ class _Feed:
 
     def _outputs(self, layer: nn.Module) -> Iterator[Tensor]:
         for states in self.states:
-            out = layer(states, **self.keywords)
+            out = layer(states, **self.keywords[layer])
             yield out[0] if isinstance(out, tuple) else out
+
+
+def _keywords(
+    model: PreTrainedModel, layers: nn.ModuleList, window: Tensor
+) -> dict[nn.Module, dict[str, Any]]:
+    """What each layer is told beside the hidden states."""
+    found: dict[nn.Module, dict[str, Any]] = {}
+
+    def keep(layer: nn.Module, _: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found[layer] = {name: x for name, x in keywords.items() if name != "hidden_states"}
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    try:
+        model(window, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwrite: bool = False) -> None:
@@ -186,12 +211,11 @@ def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwri
     refuse_nesting(checkpoint.path, dst)
     recover(dst)
     with workspace(dst) as work:
-        for old in work.iterdir():
-            remove(old)
+        clear(work, overwrite)
         with writing(work):
             with quiet_transformers():
                 model.save_pretrained(work)
             for file in checkpoint.others:
-                if not (work / file).exists() and not file.endswith(".index.json"):
+                if not (work / file).exists() and not file.endswith((".index.json", *PICKLES)):
                     copy_file(checkpoint.root / file, work / file)
         publish(work, dst)

@@ -180,6 +180,8 @@ def command(
         if plan is not None:
             raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
             rules = [*raw, *scheme.read_plan_file(plan)]
+        if (activations is not None or allow_destructive) and all(r.scheme.kind != "ternary" for r in rules):
+            raise UsageError('--activations and --allow-destructive need a rule with scheme = "ternary"')
         path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
         if goal is not None:
             asked = targets.ask(

@@ -21,7 +21,7 @@ EXAMPLES = [
 ]
 
 WINDOW = 512
-"""Tokens of the calibration text that the model reads at once."""
+"""Tokens of the calibration text that the model reads at once, at most."""
 
 
 def command(
@@ -64,6 +64,10 @@ def command(
         )
     if quantizer == "error-feedback" and calibration is None:
         raise UsageError("--quantizer error-feedback needs a text", "give --calibration FILE, or demo")
+    if quantizer != "error-feedback" and calibration is not None:
+        raise UsageError(
+            f"--calibration {calibration}: --quantizer {quantizer} takes no text", "leave it out"
+        )
     let_threads_sleep()
     import time
 
@@ -71,30 +75,37 @@ def command(
     from torch import nn
 
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing
+    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_name
     from neuzip.eval.texts import read_text
     from neuzip.eval.yardstick import read_tokens
     from neuzip.formats.hub import resolve_source
     from neuzip.runtime.generate import choose_device
-    from neuzip.runtime.load import load_model
+    from neuzip.runtime.load import load_config, load_model
     from neuzip.train import ternary
 
     recipe = ternary.Recipe(quantizer, _group(group))
     refuse_existing(dst, overwrite)
+    require_name(dst)
     path = resolve_source(src, note=out.status, progress=out.watched)
     with TensorSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "give what neuzip decompress makes of it")
+        refuse_nesting(source.checkpoint.path, dst)
+        config = load_config(source.checkpoint)
+        if getattr(config, "quantization_config", None) is not None:
+            raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
     began = time.monotonic()
     windows = None
     if quantizer == "error-feedback":
         assert calibration is not None
         ids = read_tokens(path, read_text(calibration)).ids[:calibration_tokens]
-        if len(ids) < WINDOW:
+        most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        window = min(WINDOW, most or WINDOW)
+        if len(ids) < window:
             raise UsageError(
-                f"--calibration {calibration}: has {len(ids)} tokens", f"give a text of {WINDOW} and more"
+                f"--calibration {calibration}: has {len(ids)} tokens", f"give a text of {window} and more"
             )
-        windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+        windows = ids[: len(ids) // window * window].view(-1, window)
     where = choose_device(device)
     model = load_model(path, None, where)
     dtype = model.dtype

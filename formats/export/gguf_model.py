@@ -358,4 +358,5 @@ def _special(
         if text is not None and known == text:
             return number
     said = config.get(f"{field}_id")
-    return said[0] if isinstance(said, list) else said
+    said = said[0] if isinstance(said, list) and said else said
+    return said if type(said) is int and said in texts else None  # -1 and [] mean none

@@ -86,7 +86,7 @@ def attend(
         _share_kernel[(shares, heads, batch)](
             sums, marks[0], marks[1], query, first, mask, length, LOG2_E * scaling, width, values.width,
             *query.stride()[:2], 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-            *_arguments(keys), *_arguments(values),
+            *_arguments(keys), *_arguments(values), keys.room,
             LENGTH_IS_POINTER=isinstance(length, Tensor),
             MASK_IS_BOOL=mask is not None and mask.dtype == torch.bool,
             MULTIPLIED=_multiplied(query.dtype, compiled), GROUP=group, QUERIES=QUERIES, STEP=step,
@@ -192,14 +192,14 @@ def codes_of(
     return codes, half
 
 
-@triton.jit(do_not_specialize=["length_ptr"])
+@triton.jit(do_not_specialize=["length_ptr", "room"])
 def _share_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling, k_width, v_width,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kl_ptr, kf_ptr,
     stride_kwb, stride_kwh, stride_kwt, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vl_ptr, vf_ptr,
-    stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
+    stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, room,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MULTIPLIED: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
@@ -211,6 +211,7 @@ def _share_kernel(
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     length = (tl.load(length_ptr) if LENGTH_IS_POINTER else length_ptr).to(tl.int32)
+    length = tl.minimum(length, room)
     each = tl.cdiv(tl.cdiv(length, shares), STEP) * STEP
     begin = share * each
     end = tl.minimum(begin + each, length)

@@ -45,7 +45,7 @@ def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor) -> None:
     with torch.cuda.device_of(x), LAUNCHING:
         _store_kernel[(triton.cdiv(tokens, rows), count, batch)](
             x, heads.words, heads.scale, heads.low, heads.first_bits, first, at,
-            tokens, width, *x.stride()[:3], *heads.words.stride()[:3], *heads.scale.stride()[:2],
+            tokens, heads.room, width, *x.stride()[:3], *heads.words.stride()[:3], *heads.scale.stride()[:2],
             *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
             AT_IS_POINTER=isinstance(at, Tensor), BITS=heads.bits, WIDTHS=plane_widths(heads.bits),
             COUNTS=tuple(words(width, w) for w in plane_widths(heads.bits)), FIRST_COUNT=words(width, 1),
@@ -96,11 +96,11 @@ def _store_plane(
     tl.store(rows + offs[None, :], words, mask=mask[:, None] & (offs < COUNT)[None, :])
 
 
-@triton.jit(do_not_specialize=["at_ptr", "tokens"])
+@triton.jit(do_not_specialize=["at_ptr", "tokens", "room"])
 def _store_kernel(
     x_ptr, words_ptr, scale_ptr, low_ptr, first_bits_ptr, first_ptr, at_ptr,
-    tokens, width, stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt, stride_sb, stride_sh,
-    stride_fb, stride_fh,
+    tokens, room, width, stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt,
+    stride_sb, stride_sh, stride_fb, stride_fh,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
     FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _store_kernel(
     at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    there = rows < tokens
+    there = (rows < tokens) & (at + rows >= 0) & (at + rows < room)  # what does not fit is dropped
     real = columns < width
     x = x_ptr + text * stride_xb + head * stride_xh + rows[:, None] * stride_xt + columns[None, :]
     x = tl.load(x, mask=there[:, None] & real[None, :], other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
