@@ -244,6 +244,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "a sliding window has let go of the tokens before it: call activate_past_recording first"
             )
+        if self.gone + self.start and self.end - removed < self.start:
+            raise RuntimeError(f"the last {removed} of {seen} tokens cannot be taken off: not all are kept")
         self.end = max(self.end - removed, self.start)
         if self.window is not None:
             self.start = max(self.start, self.end - self.window + 1)

@@ -697,3 +697,12 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
         triton_attend.attend(query, heads, heads, first, scaling=0.2, length=length) for length in lengths
     )
     assert torch.equal(full, beyond)
+
+
+def test_what_a_window_let_go_of_cannot_come_back():
+    layer = runtime_module.KVLayer(runtime_module.Form(8, "absmax", torch.bfloat16, None), 3)
+    layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
+    layer.activate_past_recording()
+    with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):
+        layer.crop(-3)
+    assert layer.get_seq_length() == 7

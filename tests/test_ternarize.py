@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import MixtralConfig, MixtralForCausalLM
 
 DEMO = Path(__file__).parent.parent / "eval" / "demo" / "checkpoint"
 
@@ -147,3 +148,19 @@ def test_activations_that_would_say_nothing_are_refused(neuzip, tmp_path: Path):
     assert first.exit_code == 0
     said = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "b1.58")
     assert "exists already" in said.stderr
+
+
+def test_what_is_not_converted_is_said(neuzip, tmp_path: Path):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "m")
+    said = neuzip(
+        "ternarize", tmp_path / "m", tmp_path / "t", "--allow-destructive", "--quantizer", "absmean"
+    )
+    assert said.exit_code == 0
+    assert "of the layers' weights stay as they are" in said.stderr
+    assert "stay as they are" not in neuzip(
+        "ternarize", DEMO, tmp_path / "d", "--allow-destructive", "--quantizer", "absmean"
+    ).stderr  # fmt: skip

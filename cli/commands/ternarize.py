@@ -116,6 +116,12 @@ def command(
     nn.Module.to(model, dtype=dtype)
     ternary.save(model, path, dst, overwrite)
     weights = sum(one.codes.numel() for one in found.values())
+    matrices = [p for layer in ternary.decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
+    if (all_of_them := sum(p.numel() for p in matrices)) > weights:
+        out.warning(
+            f"{1 - weights / all_of_them:.0%} of the layers' weights stay as they are: only linear modules"
+            " are made ternary, no merged experts"
+        )
     zeros = sum(int((one.codes == 0).sum()) for one in found.values()) / weights
     seconds = time.monotonic() - began
     out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
