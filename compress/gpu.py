@@ -1,4 +1,4 @@
-"""Pieces and tensors to a GPU and back: the one place of this room that loads torch and triton.
+"""Pieces and tensors to a GPU and back: beside ternary.py the one place of this room that loads torch.
 
     files --read--> pinned memory --copy, kernel, copy--> pinned memory --> checksums, files
           any thread              one of a few queues                   the caller

@@ -156,11 +156,8 @@ def test_what_is_not_converted_is_said(neuzip, tmp_path: Path):
         num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(tmp_path / "m")
-    said = neuzip(
-        "ternarize", tmp_path / "m", tmp_path / "t", "--allow-destructive", "--quantizer", "absmean"
-    )
+    options = ["--allow-destructive", "--quantizer", "absmean"]
+    said = neuzip("ternarize", tmp_path / "m", tmp_path / "t", *options)
     assert said.exit_code == 0
     assert "of the layers' weights stay as they are" in said.stderr
-    assert "stay as they are" not in neuzip(
-        "ternarize", DEMO, tmp_path / "d", "--allow-destructive", "--quantizer", "absmean"
-    ).stderr  # fmt: skip
+    assert "stay as they are" not in neuzip("ternarize", DEMO, tmp_path / "d", *options).stderr
