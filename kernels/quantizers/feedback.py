@@ -107,19 +107,27 @@ def _shared_scale(target: Tensor, gram: Tensor, codes: Tensor) -> Tensor:
 
 def _scales(target: Tensor, gram: Tensor, codes: Tensor, width: int) -> Tensor:
     """The scales [out, groups] with which codes come nearest to the weights in the products."""
-    wanted = target @ gram
-    rows, columns = codes.shape
-    groups = -(-columns // width)
-    member = torch.arange(columns, device=codes.device) // width
-    found = codes.new_zeros(rows, groups)
-    # Row by row a system of its groups: the energy of each, and what they share.
-    step = max(1, (1 << 24) // max(1, columns * groups))
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        parted = codes.new_zeros(len(codes[part]), groups, columns)
-        parted.scatter_(1, member.expand(len(parted), 1, columns), codes[part, None])
-        system = parted @ gram @ parted.mT
-        empty = system.diagonal(dim1=1, dim2=2) == 0
-        system += torch.diag_embed(empty.double())
-        found[part] = torch.linalg.solve(system, parted @ wanted[part, :, None])[..., 0]
-    return found
+    groups = -(-codes.shape[1] // width)
+    step = max(1, (1 << 24) // groups**2)
+    return torch.cat([
+        _solve(t @ gram, gram, c, width, groups)
+        for t, c in zip(torch.split(target, step), torch.split(codes, step), strict=True)
+    ])  # fmt: skip
+
+
+def _solve(wanted: Tensor, gram: Tensor, codes: Tensor, width: int, groups: int) -> Tensor:
+    """Row by row a system of its groups: the energy of each, and what two of them share."""
+    system = codes.new_empty(len(codes), groups, groups)
+    for group in range(groups):
+        part = slice(group * width, (group + 1) * width)
+        system[:, group] = _sums(codes * (codes[:, part] @ gram[part]), width, groups)
+    empty = system.diagonal(dim1=1, dim2=2) == 0  # a group of zeros: any scale will do
+    system += torch.diag_embed(empty.double())
+    found: Tensor = torch.linalg.solve(system, _sums(codes * wanted, width, groups)[..., None])
+    return found[..., 0]
+
+
+def _sums(x: Tensor, width: int, groups: int) -> Tensor:
+    """The sums of groups of a row: [out, groups] of [out, in]."""
+    whole = torch.nn.functional.pad(x, (0, groups * width - x.shape[1]))
+    return whole.view(len(x), groups, width).sum(-1)
