@@ -276,7 +276,8 @@ def test_pins_are_needed():
     pins = pins_for(f"{sys.version_info.major}.{sys.version_info.minor}")
     tools = {"hypothesis", "import-linter", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools"}
     companions = {"accelerate", "peft"}
-    needed = tools | companions | {canonicalize_name(wanted.name) for wanted in RANGES}
+    readers = {"compressed-tensors", "gguf", "xllamacpp"}  # of what `neuzip export` writes
+    needed = tools | companions | readers | {canonicalize_name(wanted.name) for wanted in RANGES}
     for name in pins:
         needed |= {
             canonicalize_name(Requirement(line).name) for line in importlib.metadata.requires(name) or []
