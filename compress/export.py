@@ -24,17 +24,16 @@ from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, index_files, read_weight_map
 from neuzip.formats.export import Layout, SafetensorsTarget, gguf, gguf_model
 from neuzip.formats.export.tensor_writer import TensorWriter
-from neuzip.formats.manifest import TensorRecord
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 
-from .pipeline import PLAN_PATH
-from .plan import bitnet_converts
+from .plan import bitnet_converts, is_online
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .ternary import TORCH_DTYPES, find_exact, is_ternary, read_ternary
 from .verify import OnBytes, ignore, verify_files
 from .workspace import (
+    clear,
     copy_file,
     files_in,
     partial_name,
@@ -43,7 +42,6 @@ from .workspace import (
     refuse_existing,
     refuse_folder,
     refuse_nesting,
-    remove,
     require_name,
     sync_folder,
     workspace,
@@ -167,7 +165,8 @@ class _Model:
         verify_files(source)
         self.config: dict[str, Any] = self.json("config.json")
         other = self.config.get("quantization_config")
-        self.is_online = _is_plain_online(other)
+        # Norms before every layer are what other engines lack.
+        self.is_online = is_online(other) and not other.get("use_rms_norm")
         if other is not None and not self.is_online:
             method = other.get("quant_method") if isinstance(other, dict) else other
             raise NeuzipError(
@@ -244,14 +243,11 @@ class _Model:
         if kind != "weight" or len(tensor.info.shape) != 2 or module.rpartition(".")[2] in EMBEDDINGS:
             return None
         record = self.source.resolve(tensor).record
-        if record is not None and record.scheme == "ternary" and not self._is_float(record):
+        # Online, codes stand for floats, of which transformers takes the absmean.
+        if record is not None and record.scheme == "ternary" and not self.is_online:
             return _tidy(read_ternary(self.source, tensor))
         found = self._online(tensor) if self.is_online else self._exact(tensor)
         return None if found is None else _tidy(found)
-
-    def _is_float(self, record: TensorRecord) -> bool:
-        """Whether a tensor stands for its floats, of which transformers takes the absmean."""
-        return self.is_online
 
     def _online(self, tensor: SourceTensor) -> Ternary | None:
         """What transformers makes of a float matrix in every forward pass."""
@@ -485,12 +481,6 @@ def _tokenizer(model: _Model, described: gguf_model.GgufModel) -> dict[str, gguf
     )
 
 
-def _is_plain_online(said: object) -> bool:
-    """Whether a quantization_config says bitnet, online: floats, and no norms that other engines lack."""
-    wanted = {"quant_method": "bitnet", "quantization_mode": "online"}
-    return isinstance(said, dict) and wanted.items() <= said.items() and not said.get("use_rms_norm")
-
-
 def _tidy(ternary: Ternary) -> Ternary:
     """The same weights, with the scale 0 exactly where all codes of a group are 0."""
     codes, scale, group = ternary.codes, ternary.scale, ternary.group
@@ -518,16 +508,6 @@ def _floats(data: Bytes, dtype: torch.dtype) -> Tensor:
 def _bytes(tensor: Tensor) -> Bytes:
     data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return data
-
-
-def clear(work: Path, overwrite: bool) -> None:
-    """Empty the workspace of an export that was killed; not that of a compression, which can go on."""
-    if (work / PLAN_PATH).exists() and not overwrite:
-        raise NeuzipError(
-            f"{work}: was begun by neuzip compress", "choose another DST, or give --overwrite to remove it"
-        )
-    for entry in work.iterdir():
-        remove(entry)
 
 
 def _index(layouts: dict[str, Layout], work: Path) -> bytes:

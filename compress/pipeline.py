@@ -55,6 +55,7 @@ from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
 from .workspace import (
+    PLAN_PATH,
     copy_file,
     files_in,
     partial_name,
@@ -77,7 +78,6 @@ from .workspace import (
 if TYPE_CHECKING:
     from .gpu import Gpu
 
-PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -240,8 +240,13 @@ def online_config(source: TensorSource) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # whoever rewrites it says so
         return None
     how = config.get("quantization_config") if isinstance(config, dict) else None
+    return how if is_online(how) else None
+
+
+def is_online(how: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a quantization_config says that transformers' bitnet rounds floats in every forward pass."""
     wanted = {"quant_method": "bitnet", "quantization_mode": "online"}
-    return how if isinstance(how, dict) and wanted.items() <= how.items() else None
+    return isinstance(how, dict) and wanted.items() <= how.items()
 
 
 def _patterns(source: TensorSource, tensor: SourceTensor) -> Read:

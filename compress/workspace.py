@@ -17,6 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from neuzip.errors import NeuzipError, WouldOverwrite
+from neuzip.formats.checkpoint import OWN_FOLDER
+
+PLAN_PATH = f"{OWN_FOLDER}/plan.json"
+"""What tells a later run that a workspace is one of a compression, and of which."""
 
 
 @contextmanager
@@ -53,6 +57,16 @@ def workspace(dst: Path) -> Iterator[Path]:
         yield work
     finally:
         os.close(lock)
+
+
+def clear(work: Path, overwrite: bool) -> None:
+    """Empty the workspace of a run that was killed; not that of a compression, which can go on."""
+    if (work / PLAN_PATH).exists() and not overwrite:
+        raise NeuzipError(
+            f"{work}: was begun by neuzip compress", "choose another DST, or give --overwrite to remove it"
+        )
+    for entry in work.iterdir():
+        remove(entry)
 
 
 def publish(work: Path, dst: Path) -> None:

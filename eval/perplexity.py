@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from .divergence import Comparison, Paired, compare, require_finite
 from .estimates import Blocks, Estimate, Values, exponential
 from .head import HeadedModel, statistics
 from .texts import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -264,7 +268,7 @@ def _together(
     task: Task, ranks: Ranks, on_tokens: OnTokens
 ) -> tuple[list[Model], list[list[Values]], Paired]:
     """Both models at once: what they are, the losses of both for each reading, and how they compare."""
-    base, other = (load(task, number) for number in range(2))
+    base, other = (_load(task, number) for number in range(2))
     first, *rest = task.readings
     paired = compare(
         base, other, first.ids, first.windows, first.blocks,
@@ -285,7 +289,7 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     models: list[Model] = []
     losses: list[list[Values]] = [[] for _ in task.readings]
     for number in range(len(task.paths)):
-        model = load(task, number)
+        model = _load(task, number)
         for reading, found in zip(task.readings, losses, strict=True):
             found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
         models.append(_described(model, ranks))
@@ -293,14 +297,18 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     return models, losses
 
 
-def load(task: Task, number: int) -> HeadedModel:
-    """A checkpoint of a task, as it is evaluated."""
+def _load(task: Task, number: int) -> HeadedModel:
     is_last = number == len(task.paths) - 1
-    model = load_model(
+    return HeadedModel(load(task, number), kv_bits=task.kv_bits if is_last else None)
+
+
+def load(task: Task, number: int) -> PreTrainedModel:
+    """A checkpoint of a task, with weights and activations as they are evaluated."""
+    is_last = number == len(task.paths) - 1
+    return load_model(
         task.paths[number], task.dtype, task.device, residency=task.residency,
         activations=task.activations if is_last else None,
     )  # fmt: skip
-    return HeadedModel(model, kv_bits=task.kv_bits if is_last else None)
 
 
 def _described(model: HeadedModel, ranks: Ranks) -> Model:

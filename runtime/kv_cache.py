@@ -323,6 +323,9 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
 class KVCache(Cache):
     """A cache of `bits` 1 to 8 for a model's config; `max_length` makes it one of a fixed room.
 
+    What comes after a fixed room is full is dropped on a GPU, where nobody waits for the length to be known;
+    on a CPU it is an IndexError.
+
     span            of the codes of a head: "absmax" is a4.8's; "minmax" keeps a second number a token and
                     head and comes closer, see quantizers.kv
     scale_dtype     of the scales

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from neuzip.compress.export import clear
 from neuzip.compress.workspace import (
+    clear,
     copy_file,
     publish,
     recover,

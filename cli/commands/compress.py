@@ -164,10 +164,6 @@ def command(
             )
         if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
             raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
-        if activations is not None and not ternary and plan is None:
-            raise UsageError("--activations is for --ternary, or a --plan with ternary rules")
-        if allow_destructive and not ternary and plan is None:
-            raise UsageError("--allow-destructive is for --ternary, or a --plan with ternary rules")
         if goal is not None and ranks.world > 1:
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
@@ -180,8 +176,16 @@ def command(
         if plan is not None:
             raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
             rules = [*raw, *scheme.read_plan_file(plan)]
-        if (activations is not None or allow_destructive) and all(r.scheme.kind != "ternary" for r in rules):
-            raise UsageError('--activations and --allow-destructive need a rule with scheme = "ternary"')
+        if all(rule.scheme.kind != "ternary" for rule in rules):
+            for option, given in (
+                ("--activations", activations is not None),
+                ("--allow-destructive", allow_destructive),
+            ):
+                if given:
+                    raise UsageError(
+                        f"{option} is for --ternary, or a --plan with ternary rules",
+                        'plans need a rule with scheme = "ternary" for it',
+                    )
         path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
         if goal is not None:
             asked = targets.ask(

@@ -201,7 +201,7 @@ def count_zeros(out: Output, task: Task) -> Sparsity:
     from neuzip.runtime.bitlinear import sparsity
 
     reading = task.readings[0]
-    model = load(task, len(task.paths) - 1).model
+    model = load(task, len(task.paths) - 1)
     first = reading.windows[0]
     windows = reading.windows[: max(1, COUNTED_TOKENS // (first.stop - first.start))]
     with out.progress("sparsity", len(windows), unit="windows") as advance:
