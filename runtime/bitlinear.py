@@ -235,7 +235,7 @@ class BitWeight(CompressedWeight):
     @property
     def stored_bytes(self) -> int:
         """See CompressedWeight."""
-        return self.words.nbytes + self.scale.nbytes
+        return self.ternary.nbytes
 
     @property
     def _held(self) -> Tensor:
@@ -267,7 +267,7 @@ class BitWeight(CompressedWeight):
 
 def dense(weight: TernaryWeight, dtype: torch.dtype) -> Tensor:
     """scale * codes, [out, in]: a product in fp32, rounded to `dtype`."""
-    return Ternary(weight.codes(), weight.scale, weight.group).dequantize(dtype)
+    return weight.ternary().dequantize(dtype)
 
 
 class BitLinear(nn.Module):
@@ -322,7 +322,7 @@ class BitLinear(nn.Module):
     @property
     def stored_bytes(self) -> int:
         """Bytes of words and scales, with what fills tiles up."""
-        return self.words.nbytes + self.scale.nbytes
+        return self.ternary.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         """y; see the class."""

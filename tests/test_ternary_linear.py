@@ -65,7 +65,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def kept(columns: int, share: float = 0.5) -> int:
-    return torch_ops._kept(share, columns)
+    return quantizers.top_k_count(columns, share)
 
 
 # Weights

@@ -27,6 +27,7 @@ from .activations import (
     int4_absmean,
     int8_absmax,
     squared_relu,
+    top_k_count,
     top_k_int8,
     top_k_mask,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "quantize_heads",
     "scale_for_absmean_reader",
     "squared_relu",
+    "top_k_count",
     "top_k_int8",
     "top_k_mask",
     "unpack",

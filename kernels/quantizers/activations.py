@@ -98,13 +98,18 @@ def top_k_mask(x: Tensor, share: float = 0.5) -> Tensor:
     width = x.shape[-1]
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=torch.bool)
-    kept = max(1, math.floor(share * width + 0.5))
+    kept = top_k_count(width, share)
     size = x.abs().float()
     size = size.nan_to_num(torch.inf, torch.inf)  # no order with NaN; its token has no codes anyway
     least = size.topk(kept, sorted=False).values.amin(-1, keepdim=True)
     above, equal = size > least, size == least
     room = kept - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= room))
+
+
+def top_k_count(width: int, share: float = 0.5) -> int:
+    """How many of `width` activations `top_k_mask` keeps."""
+    return max(1, math.floor(share * width + 0.5))
 
 
 def top_k_int8(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuzip.kernels.quantizers import QuantizedTokens, squared_relu
+from neuzip.kernels.quantizers import QuantizedTokens, squared_relu, top_k_count
 from neuzip.kernels.quantizers.magnitudes import DTYPES
 
 from .reference import quantize
@@ -142,7 +142,7 @@ def _relu2_glu(x, words, scale, out, columns, group, words_up, scale_up, group_u
     if x.is_cuda and flat.shape[0] == 1 and out and columns and not up.grouped:
         from . import triton_vector
 
-        kept = _kept(0.5, columns)
+        kept = top_k_count(columns)
         y = triton_vector.one_token(flat.contiguous(), up, None, activation, clamped, kept, gate=gated)
     else:
         squared = squared_relu(gated)
@@ -156,11 +156,6 @@ def _(x, words, scale, out, *_):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], out))
 
 
-def _kept(share: float, columns: int) -> int:
-    """How many activations of a token `top_k_mask` keeps."""
-    return max(1, math.floor(share * columns + 0.5))
-
-
 def _multiply(
     x: Tensor, weight: TernaryWeight, bias: Tensor | None, activation: str, share: float, clamped: bool
 ) -> Tensor:
@@ -169,7 +164,7 @@ def _multiply(
     if x.is_cuda and x.shape[0] and out and columns:
         from . import triton_matrix, triton_vector
 
-        kept = _kept(share, columns)
+        kept = top_k_count(columns, share)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         if weight.grouped or x.shape[0] > FEW_TOKENS:
             return triton_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
