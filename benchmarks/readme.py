@@ -40,8 +40,8 @@ def figures() -> str:
     parts.append(codec(load("cpu_codec")))
     for name, render in (
         ("packed_linear", packed_linear), ("generate", generate), ("ternary_linear", ternary_linear),
-        ("bitnet", bitnet), ("kv_attention", kv_attention), ("linear_cross_entropy", linear_cross_entropy),
-        ("gpu_codec", gpu_codec),
+        ("bitnet", bitnet), ("kv_attention", kv_attention), ("attention", attention),
+        ("linear_cross_entropy", linear_cross_entropy), ("gpu_codec", gpu_codec),
     ):  # fmt: skip
         if is_measured(name):
             parts.append(render(load(name)))
@@ -425,6 +425,82 @@ def kv_attention(document: dict[str, Any]) -> str:
         "| texts x tokens | bits | size | bf16 | ours | times as fast | store |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + f"\n\n{gpu_machine(document['environment'])}"
     )
+
+
+def attention(document: dict[str, Any]) -> str:
+    """Quantised attention: the kernel beside its peers, its accuracy, and what a whole prompt gains."""
+    sections = document["sections"]
+    renders = {"kernels": attention_kernels, "prefill": attention_prefill, "accuracy": attention_accuracy}
+    parts = [render(sections[name]["results"]) for name, render in renders.items() if name in sections]
+    environments = [section["environment"] for section in sections.values()]
+    peer = environments[0]["packages"].get("sageattention")
+    return (
+        "**Attention with quantised products** (SageAttention2: Q and K in INT8, P and V in E4M3), forward, "
+        "TOPS; ours with all smoothing and quantising in the time, in brackets without that of K and V. "
+        "4 bits are no faster on Hopper, which has no instruction for them. A side that is far from fp64 ends "
+        "the run. `python benchmarks/attention.py`\n\n"
+        + "\n\n".join(parts)
+        + f"\n\n{'; '.join(dict.fromkeys(gpu_machine(e) for e in environments))}; sageattention {peer}"
+    )
+
+
+def attention_kernels(results: list[dict[str, Any]]) -> str:
+    """A line for each case, a column for each side."""
+    sides = list(dict.fromkeys(r["side"] for r in results))
+    cases = dict.fromkeys((r["width"], r["texts"], r["tokens"], r["causal"]) for r in results)
+    lines = []
+    for case in cases:
+        found = {r["side"]: r for r in results if (r["width"], r["texts"], r["tokens"], r["causal"]) == case}
+        ours = found["ours, 8 bits"]
+        width, texts, tokens, causal = case
+        aims = f"{ours['must']} / {ours['stretch']}" if ours["must"] else ""
+        lines.append(
+            f"| {texts} x 32 heads, {tokens:,} tokens, D {width}{', causal' if causal else ''} | {aims} "
+            f"| {' | '.join(attention_side(found.get(side)) for side in sides)} |"
+        )
+    return f"| case | must / stretch | {' | '.join(sides)} |\n|---|---{'|---' * len(sides)}|\n" + "\n".join(
+        lines
+    )
+
+
+def attention_side(row: dict[str, Any] | None) -> str:
+    """Operations a second, and whether a target was missed or reached."""
+    if row is None:
+        return ""
+    said = f"{row['tops']:,.0f}"
+    if "tops_without" in row:
+        said += f" ({row['tops_without']:,.0f})"
+    if row.get("must"):
+        said += ", **missed**" if row["tops"] < row["must"] else ""
+        said += ", stretch reached" if row["tops"] >= row["stretch"] else ""
+    return said
+
+
+def attention_prefill(results: list[dict[str, Any]]) -> str:
+    """Seconds of a prompt with each attention."""
+    cells = []
+    for r in results:
+        aim = ""
+        if "must" in r:
+            missed = ", **missed**" if r["speedup"] < r["must"] else ""
+            aim = f", must {r['must']}{missed}, stretch {r['stretch']}"
+        cells.append(f"{r['side']} {r['s']:.2f} s ({r['speedup']:.2f} times{aim})")
+    return (
+        f"All layers of a model of Llama-3-8B's shapes, a prompt of {results[0]['tokens']:,} tokens: "
+        f"{'; '.join(cells)}."
+    )
+
+
+def attention_accuracy(results: list[dict[str, Any]]) -> str:
+    """The least similarity with fp64 of each kind of made-up inputs."""
+    said = []
+    for kind in dict.fromkeys(r["inputs"] for r in results):
+        for bits in dict.fromkeys(r["bits"] for r in results):
+            rows = [r for r in results if (r["inputs"], r["bits"]) == (kind, bits)]
+            worst = min(rows, key=lambda r: float(r["cosine"]))
+            missed = ", **missed**" if worst["cosine"] < worst["must"] else ""
+            said.append(f"{kind}, {bits} bits {worst['cosine']:.4f} (must {worst['must']}{missed})")
+    return f"Cosine similarity with fp64, the least of four cases: {'; '.join(said)}."
 
 
 def linear_cross_entropy(document: dict[str, Any]) -> str:
