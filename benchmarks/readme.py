@@ -437,8 +437,8 @@ def attention(document: dict[str, Any]) -> str:
     return (
         "**Attention with quantised products** (SageAttention2: Q and K in INT8, P and V in E4M3), forward, "
         "TOPS; ours with all smoothing and quantising in the time, in brackets without that of K and V. "
-        "4 bits are no faster on Hopper, which has no instruction for them. A side that is far from fp64 ends "
-        "the run. `python benchmarks/attention.py`\n\n"
+        "4 bits are no faster on Hopper, which has no instruction for them. A side that is far from fp64 "
+        "ends the run. `python benchmarks/attention.py`\n\n"
         + "\n\n".join(parts)
         + f"\n\n{'; '.join(dict.fromkeys(gpu_machine(e) for e in environments))}; sageattention {peer}"
     )
