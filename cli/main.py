@@ -23,8 +23,9 @@ def build_app() -> typer.Typer:
     )
     app.callback(epilog="`neuzip COMMAND --help` shows a command's options and examples")(front)
     for verb in commands.VERBS:
-        module = import_module(f"neuzip.cli.commands.{verb}")
-        app.command(verb, epilog=_examples(module.EXAMPLES))(module.command)
+        module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+        whole = str(module.command.__doc__).partition("\n")[0]  # typer's own short help is cut off
+        app.command(verb, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
     return app
 
 

@@ -52,6 +52,16 @@ KvBitsOption = Annotated[
     KvBits | None,
     typer.Option("--kv-bits", help="Keep keys and values in so few bits", show_default=False),
 ]
+AttentionMode = Literal["auto", "8bit", "4bit"]
+Attention = Literal["recorded", "none", "8bit", "4bit"]
+AttentionOption = Annotated[
+    Attention,
+    typer.Option(
+        "--attention",
+        help="Attend with keys and queries in 8 or 4 bits where that is faster, or with none quantised; else"
+        " as config.json says",
+    ),
+]
 TensorOption = Annotated[
     list[str] | None,
     typer.Option("--tensor", metavar="GLOB", help="Only tensors whose name matches; repeatable"),

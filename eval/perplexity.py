@@ -18,6 +18,8 @@ import torch
 
 from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.runtime.attention import uses
+from neuzip.runtime.attention_choice import Asked, bits_in_use, choose
 from neuzip.runtime.generate import choose_device, positions
 from neuzip.runtime.load import load_config, load_model, load_tokenizer, versions
 from neuzip.runtime.residency import memory
@@ -80,6 +82,8 @@ class Model:
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
     to form logits, or None. `kv_bits` are those of its keys and values, None if they are as they were.
+    `attention_bits` are those of each layer's attention, None where nothing is quantised, and
+    `attention_calls` how often it was done in which way.
     """
 
     path: str
@@ -88,6 +92,8 @@ class Model:
     tokens_per_second: float
     formed: str | None
     kv_bits: int | None = None
+    attention_bits: tuple[int | None, ...] | None = None
+    attention_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ class Task:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
     `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
-    are those of the last checkpoint's keys and values, `activations` its mode where weights are ternary.
+    are those of the last checkpoint's keys and values, `activations` its mode where weights are ternary, and
+    `attention` how it attends; all others do as they record.
     """
 
     paths: tuple[Path, ...]
@@ -146,6 +153,7 @@ class Task:
     residency: str
     kv_bits: int | None = None
     activations: str | None = None
+    attention: Asked = "recorded"
 
     @property
     def tokens(self) -> int:
@@ -174,6 +182,7 @@ def prepare(
     residency: str = "dense",
     activations: str | None = None,
     kv_bits: int | None = None,
+    attention: Asked = "recorded",
 ) -> Task:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
@@ -182,7 +191,8 @@ def prepare(
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
     checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
-    runtime/bitlinear.py). Raises NeuzipError, and UsageError for what the model cannot do.
+    runtime/bitlinear.py), and so is `attention` (see `runtime.attention_choice.choose`). Raises NeuzipError,
+    and UsageError for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
@@ -198,7 +208,9 @@ def prepare(
             if conventions or name == "token":
                 raise
             skipped[name] = str(reason)
-    return Task(paths, text, tuple(readings), skipped, place, kind, residency, kv_bits, activations)
+    return Task(
+        paths, text, tuple(readings), skipped, place, kind, residency, kv_bits, activations, attention
+    )
 
 
 def evaluate(
@@ -303,12 +315,17 @@ def _load(task: Task, number: int) -> HeadedModel:
 
 
 def load(task: Task, number: int) -> PreTrainedModel:
-    """A checkpoint of a task, with weights and activations as they are evaluated."""
+    """A checkpoint of a task, with weights, activations and attention as they are evaluated.
+
+    Attention is quantised wherever it can be, be it slower so: it is its effect that is asked for.
+    """
     is_last = number == len(task.paths) - 1
-    return load_model(
+    model = load_model(
         task.paths[number], task.dtype, task.device, residency=task.residency,
-        activations=task.activations if is_last else None,
+        activations=task.activations if is_last else None, attention=False,
     )  # fmt: skip
+    choose(model, task.attention if is_last else "recorded", policy="always")
+    return model
 
 
 def _described(model: HeadedModel, ranks: Ranks) -> Model:
@@ -321,6 +338,8 @@ def _described(model: HeadedModel, ranks: Ranks) -> Model:
         tokens_per_second=fed / seconds if seconds else math.inf,
         formed=model.formed,
         kv_bits=model.kv_bits,
+        attention_bits=bits_in_use(model.model),
+        attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
     )
 
 

@@ -274,6 +274,12 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(told for name, told in SWEEP_DEPENDS_ON.items() if name in others)
 
 
+def _attention_text(bits: Sequence[int | None] | None) -> str:
+    """What is said of quantised attention, if there is any: of how many layers, in how many bits."""
+    counts = [f"{bits.count(n)} of {len(bits)} layers in {n} bits" for n in (8, 4) if bits and n in bits]
+    return f", attention of {', '.join(counts)}" if bits and counts else ""
+
+
 def of_evaluation(
     evaluation: Evaluation, *, title: str, command: str, base: str | None = None, **more: Any
 ) -> Report:
@@ -289,7 +295,8 @@ def of_evaluation(
     same = bool(changes) and all(change.identical for change in changes)
     setting = {
         "text": f"{evaluation.text}, {evaluation.documents:,} documents",
-        "computed": f"in {last.dtype} on {evaluation.device}, residency {evaluation.residency}",
+        "computed": f"in {last.dtype} on {evaluation.device}, residency {evaluation.residency}"
+        + _attention_text(last.attention_bits),
         "processes": f"{evaluation.processes:,}",
     }
     setting |= {f"not measured, {name}": reason for name, reason in evaluation.skipped.items()}

@@ -61,8 +61,9 @@ class Run:
 class Yardstick:
     """The original, loaded, and the text, cut into windows without overlap.
 
-    At most `max_tokens` are predicted. `dtype` "auto" is float32 for dense weights on a CPU, else the
-    checkpoint's own. Raises NeuzipError for what is no model, and UsageError for what it cannot do.
+    At most `max_tokens` are predicted. Attention is not quantised, whatever a checkpoint records. `dtype`
+    "auto" is float32 for dense weights on a CPU, else the checkpoint's own. Raises NeuzipError for what is no
+    model, and UsageError for what it cannot do.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Yardstick:
         self.dtype = DTYPES[dtype] if dtype != "auto" else None if own else torch.float32
         self.residency = residency
         self.reading = read_tokens(path, text, window, max_tokens)
-        self.model = load_model(path, self.dtype, self.device)
+        self.model = load_model(path, self.dtype, self.device, attention=False)
         self.base = _Remembering(self.model)
 
     @property
@@ -100,7 +101,7 @@ class Yardstick:
         reset_peak(self.device)
         before = _bytes_in_use(self.device)
         began = time.perf_counter()
-        model = load_model(Path(path), self.dtype, self.device, residency=self.residency)
+        model = load_model(Path(path), self.dtype, self.device, residency=self.residency, attention=False)
         synchronize(self.device)
         load_seconds = time.perf_counter() - began
         other = HeadedModel(model)

@@ -3,8 +3,8 @@
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
 
-Importing it also lets transformers load compressed folders: at once if its models are there already, and
-otherwise as soon as they are imported.
+Importing it also lets transformers load compressed folders and attend by "neuzip_sage8" and "neuzip_sage4": at
+once if what that takes is there already, and otherwise as soon as it is imported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from neuzip.compress import compress as compress_checkpoint
     from neuzip.compress import decompress as decompress_checkpoint
     from neuzip.compress import verify as verify_checkpoint
+    from neuzip.kernels.attention import sageattn as sageattn
+    from neuzip.runtime.attention import patch_attention as patch_attention
+    from neuzip.runtime.attention import unpatch_attention as unpatch_attention
     from neuzip.runtime.load import load_model as load_model
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
@@ -34,7 +37,10 @@ __all__ = [
     "decompress_checkpoint",
     "load_file",
     "load_model",
+    "patch_attention",
     "safe_open",
+    "sageattn",
+    "unpatch_attention",
     "verify_checkpoint",
 ]
 
@@ -44,7 +50,10 @@ _HOME = {
     "decompress_checkpoint": ("neuzip.compress", "decompress"),
     "load_file": ("neuzip.runtime.load_file", "load_file"),
     "load_model": ("neuzip.runtime.load", "load_model"),
+    "patch_attention": ("neuzip.runtime.attention", "patch_attention"),
     "safe_open": ("neuzip.runtime.load_file", "safe_open"),
+    "sageattn": ("neuzip.kernels.attention", "sageattn"),
+    "unpatch_attention": ("neuzip.runtime.attention", "unpatch_attention"),
     "verify_checkpoint": ("neuzip.compress", "verify"),
 }
 
@@ -67,16 +76,23 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_MODELS = "transformers.modeling_utils"
-"""What `from_pretrained` needs; transformers imports it with the first model."""
+def _register_quantizer_and_attention() -> None:
+    import_module("neuzip.runtime.quantizer")
+    import_module("neuzip.runtime.attention")
 
 
-class _WhenModelsAreImported:
-    """A finder that has `_MODELS` found by those after it, and registers our quantizer when it has run."""
+_REGISTER = {
+    "transformers.modeling_utils": _register_quantizer_and_attention,
+}
+"""Modules of transformers, and what registers with each: nothing that imports what may be half imported."""
+
+
+class _WhenImported:
+    """A finder that has these found by those after it, and registers what we have when one has run."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODELS:
+        if name not in _REGISTER:
             return None
         others = sys.meta_path[sys.meta_path.index(cls) + 1 :]
         found = (finder.find_spec(name, path, target) for finder in others)
@@ -86,16 +102,13 @@ class _WhenModelsAreImported:
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
-                _register()
+                _REGISTER[name]()
 
             spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _register() -> None:
-    import_module("neuzip.runtime.quantizer")
-
-
-sys.meta_path.insert(0, _WhenModelsAreImported)  # before the question, as other threads import too
-if _MODELS in sys.modules:
-    _register()
+sys.meta_path.insert(0, _WhenImported)  # before the question, as other threads import too
+for _name, _register in _REGISTER.items():
+    if _name in sys.modules:
+        _register()

@@ -398,7 +398,8 @@ class KVCache(Cache):
             yield
             return
         before = model.config._attn_implementation
-        model.config._attn_implementation = ATTENTION
+        if before == "sdpa":  # quantised attention hands on what is packed by itself
+            model.config._attn_implementation = ATTENTION
         self.form.reads_packed = True
         try:
             yield
@@ -415,7 +416,9 @@ def not_readable(model: PreTrainedModel) -> str | None:
         return "the kernel is for GPUs"
     if text is not config:
         return "its text model has a config of its own"
-    if config._attn_implementation not in ("sdpa", ATTENTION):
+    from .attention import NAMES
+
+    if config._attn_implementation not in ("sdpa", ATTENTION, *NAMES):
         return f"its attention is {config._attn_implementation}, not sdpa"
     if not getattr(model, "_supports_attention_backend", False):
         return "it does not let its attention be chosen"

@@ -28,6 +28,9 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.tensor_file import parse_json
 
+from .attention import note as note_attention
+from .attention import recorded as recorded_attention
+from .attention import use_recorded
 from .tensors import read_tensor, read_tensors, read_ternary, torch_dtype
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ def load_model(
     *,
     residency: str = "dense",
     activations: str | Mapping[str, Any] | None = None,
+    attention: bool = True,
     verify: bool = True,
 ) -> PreTrainedModel:
     """The causal language model of a checkpoint folder, in evaluation mode.
@@ -74,6 +78,9 @@ def load_model(
     None is what config.json says, or else "b1.58" if weights were made ternary by compressing them, and
     "none" if they had been so before. Layers of "none" are kept as any others, which for weights with many
     zeros means dense.
+
+    Attention that config.json records as quantised is patched so, with a warning that says it; not so without
+    `attention`.
 
     Raises FormatError for damaged files, UsageError for a device that there is not, for a residency that
     cannot be on it and for activations that there are not, and NeuzipError for what is not such a model or
@@ -98,6 +105,9 @@ def load_model(
         options["quantization_config"] = asked
     with TensorSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
+        layers = recorded_attention(source.checkpoint.root)
+        if layers is not None:
+            note_attention(config, layers)
         tensors = _model_tensors(source)
         if residency != "dense":
             prepare_ternary(asked, config, source, tensors)
@@ -126,6 +136,8 @@ def load_model(
             raise _refusal(folder, "make a model of it", error) from error
         _require_a_perfect_fit(folder, model, found)
     model.config.name_or_path = os.fspath(path)
+    if attention and layers is not None:
+        use_recorded(model, layers)
     placed: PreTrainedModel = model if place is None else model.to(place)
     return placed
 

@@ -155,6 +155,16 @@ class DenseQuantizer(HfQuantizer):
     def __init__(self, config: NeuzipConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.is_stored_compressed: bool = self.pre_quantized
+        self.attention: str | None = None  # what the caller asked for
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The same config: it says whether attention was asked for by name."""
+        self.attention = config._attn_implementation
+        return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The same: what transformers asks before version 5.18, and some later ones ask as well."""
+        return self.update_attn_implementation(config)
 
     def get_special_dtypes_update(self, model: object, dtype: object) -> dict[str, torch.dtype]:
         """None, in 4.57."""
@@ -174,9 +184,10 @@ class DenseQuantizer(HfQuantizer):
         """Never called."""
 
     def postprocess_model(self, model: PreTrainedModel, **_: object) -> None:
-        """Leave a plain model behind."""
+        """Leave a plain model behind, with attention as its config records."""
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         del model.is_quantized
+        _attend_as_recorded(model, self.attention)
 
     def is_serializable(self, **_: object) -> bool:
         """Whether the model can be saved: as a plain one."""
@@ -198,6 +209,7 @@ class CompressingQuantizer(HfQuantizer):
         self._is_placed = config.is_placed
         self.failure: Exception | None = None
         self.is_stored_compressed: bool = self.pre_quantized
+        self.attention: str | None = None
         # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
         self.pre_quantized = False
         self._uses: dict[str, Use] = {}
@@ -226,6 +238,7 @@ class CompressingQuantizer(HfQuantizer):
         """The config, with experts one by one: transformers asks before it builds the model."""
         from .load import prefer_single_experts
 
+        self.attention = config._attn_implementation
         prefer_single_experts(config)
         return config
 
@@ -296,6 +309,7 @@ class CompressingQuantizer(HfQuantizer):
         install_arrived(model, activations)
         if bit_linears(model):
             note(model, activations)
+        _attend_as_recorded(model, self.attention)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """The model with all weights dense, cast to `dtype`; None leaves each its own.
@@ -328,6 +342,15 @@ class CompressingQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it: not where experts are computed one by one."""
         return not self._has_experts
+
+
+def _attend_as_recorded(model: PreTrainedModel, asked: str | None) -> None:
+    """Patch attention as the config records, unless the caller asked for one by name."""
+    from .attention import noted, use_recorded
+
+    layers = noted(model.config) if asked is None else None
+    if layers is not None:
+        use_recorded(model, layers)
 
 
 def _floating(dtype: torch.dtype | str) -> torch.dtype:

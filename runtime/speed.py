@@ -12,8 +12,8 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ import torch
 from neuzip.errors import NeuzipError, UsageError
 
 from . import buffers
+from .attention import recorded, uses
+from .attention_choice import Asked, choose
 from .generate import EXPERTS_ASKED_FOR, GreedyDecoder, not_graphable, positions
 from .load import load_config, load_model, versions
 from .residency import has_experts, memory, require_places
@@ -54,7 +56,8 @@ class Speed:
     GPUs' memory, or of the process on a CPU, None where the system does not tell. Ratios are to the dense
     model. `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest.
     Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
-    are read.
+    are read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how
+    many were done in which way.
     """
 
     residency: str
@@ -74,11 +77,16 @@ class Speed:
     kv_bits: int | None = None
     cache_bytes: int = 0
     attention: str | None = None
+    attention_bits: tuple[int | None, ...] | None = None
+    attention_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `measure` does, on a GPU or the CPU. `kv_bits` come beside keys and values as they are."""
+    """What `measure` does, on a GPU or the CPU. `kv_bits` come beside keys and values as they are.
+
+    So does `attention` other than "none", as in `attention_choice.choose`, beside that of the model.
+    """
 
     path: Path
     residencies: tuple[str, ...]
@@ -89,6 +97,12 @@ class Plan:
     device: torch.device
     graph: bool
     kv_bits: int | None = None
+    attention: Asked = "none"
+
+    @property
+    def attentions(self) -> tuple[Asked, ...]:
+        """How layers attend, one after the other; "none" is as the model does."""
+        return ("none",) if self.attention == "none" else ("none", self.attention)
 
     @property
     def caches(self) -> tuple[int | None, ...]:
@@ -98,7 +112,9 @@ class Plan:
     @property
     def runs(self) -> int:
         """How often `measure` calls `on_run`."""
-        return len(self.residencies) * len(self.caches) * len(self.batches) * self.rounds
+        return (
+            len(self.residencies) * len(self.attentions) * len(self.caches) * len(self.batches) * self.rounds
+        )
 
 
 @dataclass(frozen=True)
@@ -122,13 +138,17 @@ def make_plan(
     device: torch.device,
     graph: bool = True,
     kv_bits: int | None = None,
+    attention: Asked = "recorded",
 ) -> Plan:
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
-    the dense one too, is also measured with keys and values in as many. Raises UsageError for more tokens,
-    and for residencies that cannot be on the device.
+    the dense one too, is also measured with keys and values in as many, and with attention in few bits if
+    that is asked for, or "recorded" and the folder has a record. Raises UsageError for more tokens, and for
+    residencies that cannot be on the device.
     """
+    if attention == "recorded" and recorded(path) is None:
+        attention = "none"
     for residency in residencies:
         require_places(residency, [device])
     limit = positions(load_config(path))
@@ -151,6 +171,7 @@ def make_plan(
         device,
         graph,
         kv_bits,
+        attention,
     )
 
 
@@ -162,13 +183,16 @@ def measure(plan: Plan, *, on_run: OnRun = lambda count: None) -> Speeds:
         free_memory()
         reset_peak(plan.device)
         began = time.perf_counter()
-        model = load_model(plan.path, device=plan.device, residency=residency)
+        model = load_model(plan.path, device=plan.device, residency=residency, attention=False)
         synchronize(plan.device)
         load_seconds, load_peak = time.perf_counter() - began, peak_bytes(plan.device)
         _require_graphs(plan, model)
         dtype = str(model.dtype).removeprefix("torch.")
-        for kv_bits, batch in itertools.product(plan.caches, plan.batches):
+        for asked, kv_bits, batch in itertools.product(plan.attentions, plan.caches, plan.batches):
+            bits = choose(model, asked)
             row, tokens = _measure_batch(plan, model, residency, batch, kv_bits, on_run)
+            if bits is not None:
+                row = replace(row, attention_bits=bits, attention_calls=uses(model))
             peaks = [load_peak, row.peak_bytes]
             row = replace(
                 row, load_seconds=load_seconds, peak_bytes=max((p for p in peaks if p), default=None)

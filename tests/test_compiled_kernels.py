@@ -65,15 +65,39 @@ for tokens, vocabulary, d, dtype, more in (
 print(json.dumps(shared))
 """
 
+ATTENTION = """
+from neuzip.kernels.attention import triton_forward
+from neuzip.kernels.attention.options import Options
+
+for queries, keys, heads, width, dtype, more in (
+    (1, 1, 1, 64, torch.bfloat16, {}),
+    (70, 300, 2, 80, torch.float16, {"causal": True}),
+    (200, 1, 4, 96, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
+    (65, 129, 2, 128, torch.bfloat16, {"softcap": 2.0, "smooth_v": True}),
+    (16, 16, 1, 256, torch.bfloat16, {"bits": 4, "smooth_q": True, "smooth_v": True, "causal": True}),
+):
+    q = torch.zeros(1, heads, queries, width, dtype=dtype)
+    k = torch.zeros(1, 1, keys, width, dtype=dtype)
+    for return_lse in (False, True):
+        triton_forward.attention(q, k, k, Options(**more), return_lse)
+    q, k = (x[0].transpose(0, 1) for x in (q, k))
+    for starts in (torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
+        triton_forward.attention_packed(q, k, k, starts, starts, queries, keys, Options(**more), True)
+print(json.dumps(shared))
+"""
+
 
 @pytest.mark.slow
-def test_heads_of_any_size(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("launches", "kernels"), [(HEADS, 9), (ATTENTION, 4)], ids=["linear heads", "attention"]
+)
+def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     said = subprocess.run(
-        [sys.executable, "-P", "-c", SETTING + HEADS], env=environment, capture_output=True, text=True
+        [sys.executable, "-P", "-c", SETTING + launches], env=environment, capture_output=True, text=True
     )
     assert said.returncode == 0, said.stderr[-2000:]
     shared = json.loads(said.stdout)
-    assert len(shared) >= 9, shared
+    assert len(shared) >= kernels, shared
     assert max(shared.values()) <= SHARED_MEMORY, shared

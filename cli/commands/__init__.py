@@ -1,14 +1,14 @@
 """One file a command. `VERBS` lists them in the order in which `neuzip --help` shows them.
 
-A command's module imports only typer and `neuzip.cli` at its top, and the library inside its function, so
-that the help appears at once.
+A file has _ where a verb has -. A command's module imports only typer and `neuzip.cli` at its top, and the
+library inside its function, so that the help appears at once.
 """
 
 from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
     "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "export", "push", "demo",
+    "ternarize", "patch-attention", "export", "push", "demo",
 )  # fmt: skip
 
 RESUMABLE = ("compress", "decompress", "sweep")

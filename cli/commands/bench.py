@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.output import Output, bytes_text, percent_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
@@ -18,6 +19,7 @@ EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
     "neuzip bench my-model.nz --kv-bits 3 --prompt-tokens 4096",
+    "neuzip bench my-model --attention 8bit --prompt-tokens 16384 --batch 1",
     "neuzip bench my-model.nz --prompt-tokens 2048 --new-tokens 64 --json",
 ]
 
@@ -43,6 +45,13 @@ def command(
             "--kv-bits", help="Measure keys and values in so few bits too, for each", show_default=False
         ),
     ] = None,
+    attention: Annotated[
+        options.Attention,
+        typer.Option(
+            help="Measure attention with keys and queries in 8 or 4 bits too, for each, or what config.json"
+            " says; none is as the model does alone"
+        ),
+    ] = "recorded",
     device: options.RunDeviceOption = "auto",
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
@@ -66,6 +75,7 @@ def command(
         device=place,
         graph=graph,
         kv_bits=options.bits(kv_bits),
+        attention=attention,
     )
     with out.progress("bench", plan.runs, unit="runs") as advance:
         speeds = measure(plan, on_run=advance)
@@ -97,16 +107,23 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     if plan.kv_bits is not None:
         out.text(f"cache    {_caches(speeds)}")
         out.text(f"read     {', '.join(sorted({row.attention for row in speeds.rows if row.attention}))}")
+    attending = [row for row in speeds.rows if row.attention_bits is not None]
+    for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
+        out.text(f"attends  {text}")
     out.text(
         f"medians  of {plan.rounds} run{'' if plan.rounds == 1 else 's'}; in brackets the ratio to dense"
     )
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])
+    if any(row.differing_tokens for row in attending):
+        out.text()
+        out.text("Quantised attention gives other numbers: other tokens are no fault.")
     if any(row.differing_tokens for row in speeds.rows if row.kv_bits is not None):
         out.text()
         out.text(f"Keys and values in {plan.kv_bits} bits are other numbers: other tokens are no fault.")
-    if any(row.differing_tokens for row in speeds.rows if row.kv_bits is None):
+    plain = [row for row in speeds.rows if row.kv_bits is None and row.attention_bits is None]
+    if any(row.differing_tokens for row in plain):
         out.text()
         out.text("Sums in another order are rounded otherwise: of tokens that are nearly tied")
         out.text("another may be taken, and all that follow in its text may differ.")
@@ -133,7 +150,7 @@ def _caches(speeds: Speeds) -> str:
 def _cells(row: Speed) -> list[str]:
     peak = "-" if row.peak_bytes is None else bytes_text(row.peak_bytes) + _ratio(row, row.peak_ratio)
     return [
-        row.residency if row.kv_bits is None else f"{row.residency}, KV {row.kv_bits}",
+        _name(row),
         str(row.batch),
         _rate(row.prefill_tokens_per_second) + _ratio(row, row.prefill_ratio),
         _rate(row.decode_tokens_per_second) + _ratio(row, row.decode_ratio),
@@ -142,8 +159,18 @@ def _cells(row: Speed) -> list[str]:
     ]
 
 
+def _name(row: Speed) -> str:
+    few = sorted({bits for bits in row.attention_bits or () if bits is not None})
+    parts = [
+        row.residency,
+        "" if row.kv_bits is None else f"KV {row.kv_bits}",
+        "" if row.attention_bits is None else f"QK {'/'.join(map(str, few)) or 'full'}",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _ratio(row: Speed, ratio: float | None) -> str:
-    is_base = row.residency == "dense" and row.kv_bits is None
+    is_base = row.residency == "dense" and row.kv_bits is None and row.attention_bits is None
     return "" if ratio is None or is_base else f" ({ratio:.2f})"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import options, targets
+from neuzip.cli.commands.patch_attention import result_of, show, stages
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.threads import let_threads_sleep
@@ -17,6 +18,7 @@ from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
+    from neuzip.eval.attention import Calibration
 
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
@@ -25,6 +27,7 @@ EXAMPLES = [
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --calibration held-out.txt",
+    "neuzip compress my-model fast --attention auto --calibration held-out.txt",
     "neuzip compress my-bitnet small --ternary --ternary-group row",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "",
@@ -81,6 +84,13 @@ ActivationsOption = Annotated[
     Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
     typer.Option(help="Say in config.json what inputs of ternary weights are quantised to when it runs"),
 ]
+AttentionOption = Annotated[
+    options.AttentionMode | None,
+    typer.Option(
+        "--attention",
+        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --calibration",
+    ),
+]
 DestructiveOption = Annotated[
     bool,
     typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
@@ -113,7 +123,10 @@ def command(
     ] = None,
     calibration: Annotated[
         str,
-        typer.Option(metavar="TEXT|demo|none", help="Measure for a target on this text, as eval's --text"),
+        typer.Option(
+            metavar="TEXT|demo|none",
+            help="Measure for a target, or --attention, on this text, as eval's --text",
+        ),
     ] = "demo",
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
@@ -127,6 +140,7 @@ def command(
     ternary_group: GroupOption = "tensor",
     ternary_packing: PackingOption = "trits",
     activations: ActivationsOption = None,
+    attention: AttentionOption = None,
     allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
@@ -143,7 +157,7 @@ def command(
     """Compress a checkpoint, without loss unless told otherwise"""
     out = Output(json=json, quiet=quiet)
     goal = targets.one_target(max_kld, max_ppl_increase, target_size)
-    if goal is not None:
+    if goal is not None or attention is not None:
         let_threads_sleep()
     from neuzip.compress import compress, scheme
     from neuzip.compress.device import choose
@@ -168,6 +182,12 @@ def command(
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
+        if attention is not None and (ranks.world > 1 or calibration == "none"):
+            raise UsageError(
+                f"--attention {attention} needs "
+                + ("one process" if ranks.world > 1 else "a text, and --calibration is none"),
+                "run neuzip patch-attention on the result",
+            )
         rounding = "none" if goal is not None else block_size
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
         rules = scheme.rules_of_options(
@@ -187,6 +207,13 @@ def command(
                         'plans need a rule with scheme = "ternary" for it',
                     )
         path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
+        calibrated, more = None, {}
+        if attention is not None:
+            replaces = overwrite or dry_run
+            calibrated = _calibrate(
+                out, path, dst, attention, calibration, device, replaces, for_target=goal is not None
+            )
+            more = {"attention": result_of(calibrated)}
         if goal is not None:
             asked = targets.ask(
                 out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
@@ -194,15 +221,17 @@ def command(
             )  # fmt: skip
             if dry_run:
                 found = targets.find(out, asked)
-                _show_plan(out, path, dst, found.rules, jobs, {"target": targets.result_of(asked, found)})
+                said = {"target": targets.result_of(asked, found)}
+                _show_plan(out, path, dst, found.rules, jobs, said | more)
                 return
             delivered = targets.deliver(out, asked, verify=verify, overwrite=overwrite)
-            said = targets.result_of(asked, delivered.found, delivered)
-            _report(out, delivered.report, {"target": said})
+            _record(out, dst, calibrated)
+            said = {"target": targets.result_of(asked, delivered.found, delivered)}
+            _report(out, delivered.report, said | more)
             raise typer.Exit(0 if delivered.holds else 1)
         if dry_run:
             if ranks.is_first:
-                _show_plan(out, path, dst, rules, jobs, allow_destructive=allow_destructive)
+                _show_plan(out, path, dst, rules, jobs, more, allow_destructive=allow_destructive)
             return
         total = weight_bytes(path)
         chosen = choose(device, total)
@@ -213,7 +242,46 @@ def command(
             )  # fmt: skip
         for warning in report.warnings:
             out.warning(warning)
-        _report(out, report)
+        _record(out, dst, calibrated)
+        _report(out, report, more)
+
+
+def _calibrate(
+    out: Output,
+    path: Path,
+    dst: Path,
+    mode: options.AttentionMode,
+    calibration: str,
+    device: Literal["auto", "cpu", "cuda"],
+    overwrite: bool,
+    *,
+    for_target: bool,
+) -> Calibration:
+    """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
+    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.source import TensorSource
+    from neuzip.compress.workspace import refuse_existing
+    from neuzip.eval import attention
+    from neuzip.eval.targets import refuse_strangers
+    from neuzip.eval.texts import read_text
+
+    with TensorSource(path) as source:
+        require_plain(source, dst)
+    (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
+    found = attention.calibrate(path, read_text(calibration), mode, stages(out), device=device)
+    show(out, found)
+    out.text()
+    return found
+
+
+def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
+    """Write the choice of bits to the config.json of what was compressed."""
+    if calibrated is None:
+        return
+    from neuzip.runtime.attention import record
+
+    record(dst, calibrated.bits)
+    out.status(f"{dst}: the bits of its layers' attention are recorded in config.json")
 
 
 def _report(out: Output, report: CompressionReport, more: Mapping[str, object] | None = None) -> None:

@@ -18,7 +18,7 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,6 +39,7 @@ EXAMPLES = [
     "neuzip eval small --text my-texts --conventions token --window 2048",
     "neuzip eval small --base my-model --text demo --report page.html",
     "neuzip eval my-model --base my-model --text demo --kv-bits 3",
+    "neuzip eval my-model --base my-model --text demo --attention 8bit",
     "neuzip eval small --tasks arc_easy,hellaswag --limit 200",
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
@@ -101,6 +102,13 @@ def command(
             show_default=False,
         ),
     ] = None,
+    attention: Annotated[
+        options.Attention,
+        typer.Option(
+            help="Have SRC attend with keys and queries in 8 or 4 bits, or with none quantised; else as its"
+            " config.json says"
+        ),
+    ] = "recorded",
     sparsity: Annotated[
         bool,
         typer.Option("--sparsity", help="Count the inputs of linear layers that are 0, site by site"),
@@ -128,7 +136,7 @@ def command(
 ) -> None:
     """Measure perplexity on a text, before and after compression"""
     out = Output(json=json, quiet=quiet)
-    refuse_contradictions(text, page, sweep, tasks, limit, kv_bits)
+    refuse_contradictions(text, page, sweep, tasks, limit, kv_bits, attention)
     if sparsity and text is None:
         raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
     let_threads_sleep()
@@ -160,7 +168,7 @@ def command(
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
                 device=device, device_map=device_map, dtype=dtype, residency=residency,
-                activations=activations, kv_bits=options.bits(kv_bits),
+                activations=activations, kv_bits=options.bits(kv_bits), attention=attention,
             )  # fmt: skip
             with out.progress("eval", task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(
@@ -243,6 +251,7 @@ def refuse_contradictions(
     tasks: str | None,
     limit: int | None,
     kv_bits: str | None = None,
+    attention: options.Attention = "recorded",
 ) -> None:
     """Raise UsageError for options that do not go together."""
     if text is None and tasks is None:
@@ -257,6 +266,11 @@ def refuse_contradictions(
         raise UsageError(
             f"--kv-bits {kv_bits}: is for --text; tasks keep keys and values as they are",
             "leave out --kv-bits or --tasks",
+        )
+    if attention != "recorded" and tasks is not None:
+        raise UsageError(
+            f"--attention {attention}: is for --text; tasks attend as config.json says",
+            "leave out --attention or --tasks",
         )
     if tasks is not None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(
@@ -336,6 +350,9 @@ def report(out: Output, evaluation: Evaluation) -> None:
     out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{many}; {versions}")
     if e.models[-1].kv_bits is not None:
         out.text(f"cache   {_names(e)[-1]} with keys and values in {_kv_text(e.models[-1].kv_bits)}")
+    for name, model in zip(_names(e), e.models, strict=True):
+        if model.attention_bits is not None:
+            out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
     out.text()
     _show_perplexities(out, e)
     if e.comparison is not None:
@@ -348,6 +365,26 @@ def report(out: Output, evaluation: Evaluation) -> None:
 def _kv_text(bits: int) -> str:
     first = ", those of a window's first token in 4" if bits == 3 else ""
     return f"{bits} bits{first}"
+
+
+def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:
+    """How many layers attend in how many bits, and of the calls that should, how many did not, and why.
+
+    >>> attention_text([8, 4, None], {"8 bits": 6, "4 bits": 6, "sdpa: the layer keeps full precision": 6})
+    'quantised in 2 of 3 layers, 1 to 8 bits, 1 to 4 bits'
+    >>> attention_text([8, 8], {"8 bits": 1, "sdpa: it drops out weights": 3})
+    'quantised in 2 of 2 layers, 2 to 8 bits; but 75 % of calls were not: it drops out weights'
+    """
+    counts = "".join(f", {bits.count(n)} to {n} bits" for n in (8, 4) if n in bits)
+    text = f"quantised in {len(bits) - bits.count(None)} of {len(bits)} layers{counts}"
+    asked = {how: count for how, count in calls.items() if not how.endswith("keeps full precision")}
+    others = {how: count for how, count in asked.items() if not how.endswith(" bits")}
+    if not others:
+        return text
+    reasons = ", ".join(how.partition(": ")[2] or how for how in others)
+    share = sum(others.values()) / sum(asked.values())
+    which = "no call was" if share == 1 else f"{100 * share:.0f} % of calls were not"
+    return f"{text}; but {which}: {reasons}"
 
 
 def _names(e: Evaluation) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.output import Output, bytes_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
@@ -32,6 +33,7 @@ def command(
     residency: options.ResidencyOption = "dense",
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
+    attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     temperature: Annotated[
         float,
@@ -55,6 +57,8 @@ def command(
     text = _read_stdin() if prompt == "-" else prompt
     let_threads_sleep()
     from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.attention import uses
+    from neuzip.runtime.attention_choice import choose
     from neuzip.runtime.generate import choose_device, generate, prepare
     from neuzip.runtime.load import load_model
     from neuzip.runtime.speed import peak_bytes, reset_peak
@@ -63,7 +67,8 @@ def command(
     path = resolve_source(src, note=out.status, progress=out.watched)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
     reset_peak(place)
-    model = load_model(path, device=place, residency=residency, activations=activations)
+    model = load_model(path, device=place, residency=residency, activations=activations, attention=False)
+    attends = choose(model, attention)
     with out.stream() as write:
         made = generate(
             model, task, temperature=temperature, top_p=top_p, seed=seed,
@@ -75,6 +80,8 @@ def command(
         out.status(
             f"keys and values in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}"
         )
+    if attends is not None:
+        out.status(f"attention: {attention_text(attends, uses(model))}")
     out.result(
         {
             "prompt": text,
@@ -89,6 +96,8 @@ def command(
             "kv_bits": options.bits(kv_bits),
             "kv_bytes": made.cache_bytes,
             "attention": made.attention,
+            "attention_bits": attends,
+            "attention_calls": {} if attends is None else uses(model),
             "device": str(place),
         },
         quiet=made.text.splitlines(),

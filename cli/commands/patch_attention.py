@@ -1,0 +1,195 @@
+"""neuzip patch-attention: choose layer by layer in how many bits attention is computed, and record it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
+from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.threads import let_threads_sleep
+
+if TYPE_CHECKING:
+    from neuzip.eval.attention import Calibration, Form, Layer
+
+EXAMPLES = [
+    "neuzip patch-attention my-model fast --text held-out.txt",
+    "neuzip patch-attention my-model.nz fast.nz --text demo --mode 8bit",
+    "neuzip patch-attention my-model mix --text my.txt --mode 4bit --max-kld 0.01",
+    "neuzip patch-attention my-model fast --text my.txt --picture layers.svg",
+    "",
+    "What is recorded then holds:",
+    "neuzip eval fast --base my-model --text other.txt",
+    "neuzip generate fast --prompt - < long-document.txt",
+]
+
+Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw similarity and divergence by layer: .svg or .png"),
+]
+
+
+def command(
+    src: options.ModelArgument,
+    dst: options.DestinationArgument,
+    text: Annotated[
+        str,
+        typer.Option(
+            "--text", metavar="TEXT", help="Measure on this text, as eval's --text", show_default=False
+        ),
+    ],
+    mode: Annotated[
+        options.AttentionMode,
+        typer.Option(
+            help="auto: 8 bits where the budget allows, else full precision; 8bit or 4bit: in all layers, or"
+            " with a --max-kld as few as 8 or 4 where it allows. 4 bits are no faster than 8 on a Hopper GPU"
+        ),
+    ] = "auto",
+    max_kld: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NATS",
+            help="Stay within this mean KL divergence a token, all layers together; 0.001 for auto if not"
+            " given, none for the others",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Predict N tokens a window; 2048, or what the model can, if not given"
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+    ] = 16384,
+    device: options.RunDeviceOption = "auto",
+    picture: Picture = None,
+    dry_run: options.DryRunOption = False,
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Choose in how many bits each layer attends, and record it
+
+    Keys and queries are quantised to 8 or 4 bits, values to FP8, at every call (SageAttention2). Each layer
+    is measured: how similar its output is to exact attention, and how far the model's predictions move when
+    it alone is quantised. The choice is written to config.json of DST; weights stay as they are.
+    """
+    out = Output(json=json, quiet=quiet)
+    let_threads_sleep()
+    from neuzip.eval import attention, attention_pictures, targets
+    from neuzip.eval.texts import read_text
+    from neuzip.formats.checkpoint import find_checkpoint
+    from neuzip.formats.hub import resolve_source
+
+    if picture is not None:
+        attention_pictures.check_target(picture, overwrite)
+    limit = None if max_kld is None else targets.max_kld(max_kld).limit
+    document = read_text(text)
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    checkpoint = find_checkpoint(path)
+    attention.require_free(checkpoint.path, dst, overwrite or dry_run)
+    found = attention.calibrate(
+        path, document, mode, stages(out), max_kld=limit, window=window, max_tokens=max_tokens,
+        device=device,
+    )  # fmt: skip
+    show(out, found)
+    if not dry_run:
+        total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
+        with out.progress("copy", total) as advance:
+            attention.copy_patched(path, dst, found.bits, overwrite=overwrite, on_bytes=advance)
+        out.text(f"{dst}: recorded in config.json")
+    if picture is not None:
+        attention_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, picture)
+        out.status(f"wrote {picture}")
+    out.result(
+        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
+        quiet=[found.comparison.kld.mean.value if dry_run else dst],
+    )
+
+
+def stages(out: Output) -> Any:
+    """What shows how far a calibration is."""
+
+    def stage(label: str, total: int, unit: str) -> Any:
+        return out.progress(label, total, unit=unit)
+
+    return stage
+
+
+def result_of(found: Calibration) -> dict[str, object]:
+    """What a machine reads of a calibration: its fields, and the bits of each layer."""
+    return {**vars(found), "bits": found.bits}
+
+
+def show(out: Output, found: Calibration) -> None:
+    """A row for each layer and bits that it was offered, then what all of them do together."""
+    from neuzip.eval.attention_pictures import choice_text
+
+    rows = [row for layer in found.layers for row in _rows(layer, found)]
+    columns = ["layer", "bits", "cosine", "rel. L1", "RMSE", "score", "rank", "KLD", ""]
+    out.table(columns, rows, right=set(columns) - {""})
+    out.text(
+        f"Similarities are means of {found.similarity_windows} windows; score is cosine x (1 - rel. L1),"
+    )
+    out.text("rank the order that it gives. KLD, in nats a token, is with this layer alone.")
+    for layer in found.layers:
+        if layer.refused is not None:
+            out.text(f"layer {layer.number} stays at full precision: {layer.refused}")
+    c = found.comparison
+    out.text()
+    out.text(f"choice    {choice_text(found)}")
+    if found.limit is not None:
+        out.text(f"budget    {found.limit:g} nats a token; single layers add up to {found.sum_of_layers:.3g}")
+    if c.identical:
+        out.text("together  the same to the last bit: every loss; every KL divergence is 0")
+    else:
+        from neuzip.eval.estimates import exponential
+
+        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats a token")
+        before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
+        out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
+        out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
+    out.text(f"text      {found.text}: {c.tokens:,} tokens in windows of {found.window:,}")
+    if c.kld.mean.standard_error is not None:
+        out.text(f"errors    ± standard error over {c.blocks}")
+    out.text(f"in        {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
+
+
+def percent(ratio: Any) -> str:
+    """A ratio of perplexities as the change that it is."""
+    error = ratio.standard_error
+    return f"{100 * (ratio.value - 1):+.3f} %" + ("" if error is None else f" ± {100 * error:.3f} %")
+
+
+def _rows(layer: Layer, found: Calibration) -> list[list[str]]:
+    """Those of the forms that were measured in the model; a layer that has none is told below the table."""
+    forms = [form for form in layer.forms if form.bits in found.offered]
+    return [
+        [
+            "" if number else str(layer.number),
+            str(form.bits),
+            *_closeness(form),
+            str(found.rank(layer, form.bits)),
+            "not finite" if form.kld is None else _kld(form),
+            "chosen" if form.bits == layer.bits else "" if layer.bits or number else "full",
+        ]
+        for number, form in enumerate(forms)
+    ]
+
+
+def _closeness(form: Form) -> list[str]:
+    mean = form.closeness.mean
+    return [
+        f"{mean.cosine:.5f}", f"{mean.relative_l1:.4f}", f"{mean.rmse:.2e}",
+        f"{form.closeness.score:.4f}",
+    ]  # fmt: skip
+
+
+def _kld(form: Form) -> str:
+    assert form.kld is not None
+    error = form.kld.standard_error
+    return f"{form.kld.value:.2e}" + ("" if error is None else f" ± {error:.0e}")

@@ -1,0 +1,536 @@
+"""Attention in few bits, layer by layer: how close it comes, what it does to a model, and where it is taken.
+
+    similarity   of each layer's quantised attention to exact attention, on the queries, keys and values that
+                 the layer has on a text, window by window: the figures of SageAttention2's tables
+    divergence   of the model with this layer's attention quantised, and all else as it is, from the original
+    choice       the fewest bits that keep the divergence of all layers together within a budget
+
+SageAttention2 (arXiv 2411.10958, first versions) ranks layers by cosine * (1 - relative L1), which is told
+here too. It says how far a layer's output moves; the divergence says what the model makes of that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from neuzip.compress.workspace import (
+    clear,
+    copy_file,
+    publish,
+    recover,
+    refuse_existing,
+    refuse_nesting,
+    require_name,
+    workspace,
+    writing,
+)
+from neuzip.errors import NeuzipError
+from neuzip.formats.checkpoint import find_checkpoint
+from neuzip.kernels import attention as kernels
+from neuzip.kernels.attention.reference import exact_attention
+from neuzip.kernels.attention.similarity import Similarity, similarity
+from neuzip.runtime import attention as runtime
+from neuzip.runtime.generate import input_device, positions
+from neuzip.runtime.load import load_config, versions
+from neuzip.runtime.speed import device_name
+
+from .allocation import Allocation, Option, allocate
+from .distributed import batches
+from .divergence import Comparison
+from .estimates import Estimate
+from .head import HeadedModel
+from .targets import search, value_of
+from .texts import Text
+from .yardstick import NotFinite, Stage, Yardstick
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Mode = Literal["auto", "8bit", "4bit"]
+
+MODES: dict[Mode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
+"""Bits that a layer may get, the fewest first; full precision is always the last resort."""
+
+BITS = (8, 4)
+"""Bits that similarities are told for."""
+
+FULL = 16
+"""What a layer at full precision counts as: its keys and queries are no narrower than that."""
+
+AUTO_MAX_KLD = 0.001
+"""Budget of "auto", in nats a token: to a model that is right about its text, 0.1 % of perplexity."""
+
+WINDOW, MAX_TOKENS = 2048, 16384
+"""Tokens of a window, as far as the model can, and those predicted in all: attention errs by length."""
+
+SIMILARITY_WINDOWS = 8
+"""Windows that similarities are of, if there are as many."""
+
+SIMILARITY_ROWS = 1
+"""Tokens fed at once, or else a window: exact attention takes fp64 logits."""
+
+TRIED = 64
+"""Tokens that are fed to learn which layers can be quantised."""
+
+STRANGE = 0.05
+"""Relative L1 of a layer's own attention to the exact one, beyond which it is something else."""
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How close a layer's output is to exact attention, over windows of the text.
+
+    `worst` has each figure of the window where it is worst. `score` is the mean of cosine * (1 - relative
+    L1), `deviation` its standard deviation, None of one window.
+    """
+
+    mean: Similarity
+    worst: Similarity
+    score: float
+    deviation: float | None
+    worst_score: float
+
+    @staticmethod
+    def of(windows: Sequence[Similarity]) -> Closeness:
+        """Of at least one window."""
+        cosines, errors, roots = zip(*((s.cosine, s.relative_l1, s.rmse) for s in windows), strict=True)
+        scores = [s.score for s in windows]
+        return Closeness(
+            Similarity(*map(statistics.fmean, (cosines, errors, roots))),
+            Similarity(min(cosines), max(errors), max(roots)),
+            statistics.fmean(scores),
+            statistics.stdev(scores) if len(scores) > 1 else None,
+            min(scores),
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """A layer's attention in `bits`. `kld` is in nats a token, None if not measured or not finite."""
+
+    bits: int
+    closeness: Closeness
+    kld: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, and what was chosen for it: bits, or None for full precision.
+
+    `refused` is why its attention cannot be quantised, in words, None if it can; then there are forms.
+    """
+
+    number: int
+    forms: tuple[Form, ...] = ()
+    refused: str | None = None
+    bits: int | None = None
+
+    def form(self, bits: int) -> Form | None:
+        """Its attention in so many bits, if it can have them."""
+        return next((form for form in self.forms if form.bits == bits), None)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Layers with their bits, and what all of them together do to the model.
+
+    Divergences are in nats a token. `limit` is the budget, None where there was none; `offered` are the bits
+    that layers could get, `sum_of_layers` the sum of the divergences of single layers as they were chosen,
+    `trials` the divergence of each choice that was measured as a whole, the last one taken. `comparison` is
+    of the model with the choice.
+    """
+
+    mode: Mode
+    limit: float | None
+    offered: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    sum_of_layers: float
+    trials: tuple[float, ...]
+    comparison: Comparison
+    text: str
+    window: int
+    windows: int
+    tokens: int
+    similarity_windows: int
+    device: str
+    dtype: str
+    seconds: float
+    versions: dict[str, str] = field(default_factory=versions)
+
+    @property
+    def bits(self) -> tuple[int | None, ...]:
+        """Those of each layer, as `runtime.attention.record` takes them."""
+        return tuple(layer.bits for layer in self.layers)
+
+    def rank(self, layer: Layer, bits: int) -> int:
+        """The place of a layer, from 1, by the score of its attention in so many bits."""
+        return by_score(self.layers, bits).index(layer.number) + 1
+
+
+def calibrate(
+    path: str | os.PathLike[str],
+    text: Text,
+    mode: Mode,
+    stage: Stage,
+    *,
+    max_kld: float | None = None,
+    window: int | None = None,
+    max_tokens: int | None = None,
+    device: str = "auto",
+) -> Calibration:
+    """Measure the layers of a checkpoint folder on a text, and choose.
+
+    `max_kld` None is AUTO_MAX_KLD in the mode "auto", and no budget in the others: there every layer that can
+    gets the mode's bits. Raises NeuzipError for a model whose attention cannot be quantised at all, and
+    UsageError for windows that cannot be.
+    """
+    began = time.monotonic()
+    limit = AUTO_MAX_KLD if max_kld is None and mode == "auto" else max_kld
+    offered = MODES[mode] if limit is not None else MODES[mode][:1]
+    if window is None:
+        window = min(WINDOW, positions(load_config(path)) or WINDOW)
+    yardstick = Yardstick(path, text, window=window, max_tokens=max_tokens or MAX_TOKENS, device=device)
+    model = yardstick.model
+    layers, seen = similarities(yardstick, stage)
+    layers = divergences(yardstick, layers, offered, stage)
+    chosen, trials, comparison = choose(yardstick, layers, offered, limit, stage)
+    convention = yardstick.reading.convention
+    return Calibration(
+        mode=mode,
+        limit=limit,
+        offered=offered,
+        layers=tuple(chosen),
+        sum_of_layers=math.fsum(_kld_of(layer) for layer in chosen),
+        trials=trials,
+        comparison=comparison,
+        text=text.name,
+        window=convention.window,
+        windows=convention.windows,
+        tokens=convention.tokens,
+        similarity_windows=seen,
+        device=device_name(yardstick.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        seconds=time.monotonic() - began,
+    )
+
+
+def layer_count(model: PreTrainedModel) -> int:
+    """How many layers a model's config says there are."""
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+# Similarity, on what layers are given
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a layer's attention is given: q [B, Hq, N, D], k and v [B, Hkv, N, D], and how it is to attend.
+
+    `own` [B, Hq, N, D] is what it gives.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    own: Tensor
+    options: dict[str, Any]
+
+
+def similarities(yardstick: Yardstick, stage: Stage) -> tuple[list[Layer], int]:
+    """Layers with the similarity of each form; and over how many windows.
+
+    Raises NeuzipError if no layer's attention can be quantised, UsageError if it cannot be replaced at all.
+    """
+    reading = yardstick.reading
+    windows = reading.windows[:SIMILARITY_WINDOWS]
+    refused = refusals(yardstick.model, reading.ids[None, :TRIED])
+    found: dict[int, dict[int, list[Similarity]]] = {}
+
+    def see(call: Call) -> None:
+        if call.layer in refused:
+            return
+        exact, _ = exact_attention(call.q, call.k, call.v, **call.options)
+        if similarity(call.own, exact).relative_l1 > STRANGE:
+            refused[call.layer] = "its attention is not the softmax of scaled products alone"
+            return
+        for bits in BITS:
+            out = kernels.sage_attention(call.q, call.k, call.v, bits=bits, **call.options)
+            assert isinstance(out, Tensor)
+            of_layer = found.setdefault(call.layer, {}).setdefault(bits, [])
+            of_layer += [similarity(one, right) for one, right in zip(out, exact, strict=True)]
+
+    with stage("similarity", len(windows), "windows") as advance, _watched(yardstick.model, see):
+        for batch in batches(reading.ids, windows, SIMILARITY_ROWS):
+            _run(yardstick.model, batch.ids)
+            advance(len(batch.ids))
+    layers = [
+        Layer(number, refused=refused.get(number, "it has no attention"))
+        if number in refused or number not in found
+        else Layer(number, tuple(Form(bits, Closeness.of(found[number][bits])) for bits in BITS))
+        for number in range(layer_count(yardstick.model))
+    ]
+    if not any(layer.forms for layer in layers):
+        raise NeuzipError(
+            f"{yardstick.base.name}: the attention of no layer can be quantised: {layers[0].refused}",
+            "it stays as it is: there is nothing to record",
+        )
+    return layers, len(windows)
+
+
+def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
+    """Why layers cannot be quantised, in words, by their numbers; `ids` int64 [1, T] are tried."""
+    refused: dict[int, str] = {}
+    with _quantised(model, [8] * layer_count(model)):
+
+        def seen(layer: int, before: dict[str, int]) -> None:
+            now = runtime.uses(model)
+            for how in now:
+                if now[how] > before.get(how, 0) and not how.endswith(" bits"):
+                    refused[layer] = how.partition(": ")[2] or how
+
+        with _wrapped(model, lambda _: runtime.uses(model), lambda call, before: seen(call.layer, before)):
+            _run(model, ids)
+    return refused
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, see: Callable[[Call], None]) -> Iterator[None]:
+    """Show what each layer's attention is given and gives, at full precision."""
+    with _quantised(model, [None] * layer_count(model)), _wrapped(model, lambda _: None, lambda c, _: see(c)):
+        yield
+
+
+@contextmanager
+def _quantised(model: PreTrainedModel, bits: Sequence[int | None]) -> Iterator[None]:
+    """Have layers attend in so many bits wherever they can; what the model did before comes back after."""
+    runtime.patch_attention(model, bits, policy="always", warn=False)
+    try:
+        yield
+    finally:
+        runtime.unpatch_attention(model)
+
+
+@contextmanager
+def _wrapped(
+    model: PreTrainedModel, before: Callable[[None], Any], after: Callable[[Call, Any], None]
+) -> Iterator[None]:
+    """Call `before` ahead of the attention of each layer, and `after` with that and what came of it."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def watch(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        layer = getattr(module, "layer_idx", None)
+        noticed = before(None)
+        found = attend(module, query, key, value, *rest, **options)
+        if isinstance(layer, int):
+            causal = options.get("is_causal")
+            asked = {
+                "causal": getattr(module, "is_causal", True) if causal is None else causal,
+                "scale": options.get("scaling"),
+                "window": options.get("sliding_window"),
+                "softcap": options.get("softcap"),
+            }
+            after(Call(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
+        return found
+
+    ALL_ATTENTION_FUNCTIONS[name] = watch  # of this instance, on top of what is registered
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-untyped-call]
+
+
+@torch.inference_mode()
+def _run(model: PreTrainedModel, ids: Tensor) -> None:
+    """Up to the hidden states: the head has nothing to do with attention."""
+    body: Any = getattr(model, model.base_model_prefix, model)
+    body(input_ids=ids.to(input_device(model)), use_cache=False)
+
+
+# Divergence, of the model with one layer quantised
+
+
+class _Quantised(HeadedModel):
+    """A model whose layers have attention in `bits` while it predicts, and its own at all other times."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.bits: Sequence[int | None] = [None] * layer_count(model)
+        super().__init__(model)
+
+    def _run(self, ids: Tensor) -> Tensor:
+        with _quantised(self.model, self.bits):
+            return super()._run(ids)
+
+
+def divergences(
+    yardstick: Yardstick, layers: Sequence[Layer], offered: Sequence[int], stage: Stage
+) -> list[Layer]:
+    """Layers with the divergence of each form that is offered, measured with that layer alone quantised."""
+    model = _Quantised(yardstick.model)
+    passes = sum(form.bits in offered for layer in layers for form in layer.forms)
+    found = []
+    with stage("divergence", passes * yardstick.tokens, "tokens") as advance:
+        for layer in layers:
+            forms = []
+            for form in layer.forms:
+                if form.bits in offered:
+                    model.bits = [form.bits if n == layer.number else None for n in range(len(layers))]
+                    form = replace(form, kld=_kld(yardstick, model, advance))
+                forms.append(form)
+            found.append(replace(layer, forms=tuple(forms)))
+    return found
+
+
+def _kld(yardstick: Yardstick, model: HeadedModel, on_tokens: Callable[[int], None]) -> Estimate | None:
+    try:
+        return yardstick.compare(model, on_tokens).kld.mean
+    except NotFinite:
+        return None
+
+
+# The choice
+
+
+def choose(
+    yardstick: Yardstick,
+    layers: Sequence[Layer],
+    offered: Sequence[int],
+    limit: float | None,
+    stage: Stage,
+) -> tuple[list[Layer], tuple[float, ...], Comparison]:
+    """Layers with their bits, the divergence of each choice that was measured as a whole, and the last one.
+
+    Without a limit each layer gets the first of the bits that are offered. With one, as few bits as the
+    divergence of all together allows; that is measured, as single ones only about add up.
+    """
+    model = _Quantised(yardstick.model)
+    number = 0
+
+    def measured(bits: Sequence[int | None]) -> Comparison:
+        nonlocal number
+        number += 1
+        model.bits = bits
+        with stage(f"choice {number}", yardstick.tokens, "tokens") as advance:
+            return yardstick.compare(model, advance)
+
+    if limit is None:
+        bits = [next((b for b in offered if usable(layer, b)), None) for layer in layers]
+        comparison = measured(bits)
+        return with_bits(layers, bits), (comparison.kld.mean.value,), comparison
+
+    def tried(allocation: Allocation) -> tuple[Estimate, Comparison | None]:
+        try:
+            found = measured(bits_of(layers, offered, allocation))
+        except NotFinite:
+            return Estimate(math.inf, None), None
+        return value_of("max-kld", found), found
+
+    attempts = search(lambda budget: within(layers, offered, budget), tried, limit)
+    last = attempts[-1]
+    assert last.made is not None  # at full precision it is the model itself
+    return (
+        with_bits(layers, bits_of(layers, offered, last.allocation)),
+        tuple(attempt.estimate.value for attempt in attempts),
+        last.made,
+    )
+
+
+def usable(layer: Layer, bits: int) -> bool:
+    """Whether a layer can have so many bits: its divergence was measured, and is finite."""
+    form = layer.form(bits)
+    return form is not None and form.kld is not None
+
+
+def within(layers: Sequence[Layer], offered: Sequence[int], budget: float) -> Allocation:
+    """The fewest bits whose divergences add up to at most `budget`; of equal layers those of higher score.
+
+    Options of the allocation are full precision, then the bits offered that a layer can have.
+    """
+    order = by_score(layers, offered[0])
+    found = allocate([_options(layers[n], offered) for n in order], budget)
+    chosen = dict(zip(order, found.chosen, strict=True))
+    return replace(found, chosen=tuple(chosen[n] for n in range(len(layers))))
+
+
+def bits_of(layers: Sequence[Layer], offered: Sequence[int], allocation: Allocation) -> list[int | None]:
+    """Bits of each layer as allocated."""
+    return [
+        [None, *(b for b in offered if usable(layer, b))][number]
+        for layer, number in zip(layers, allocation.chosen, strict=True)
+    ]
+
+
+def by_score(layers: Sequence[Layer], bits: int) -> list[int]:
+    """Numbers of layers, the most similar first: the order in which SageAttention2 takes fewer bits."""
+
+    def score(layer: Layer) -> float:
+        form = layer.form(bits)
+        return -math.inf if form is None else form.closeness.score
+
+    return sorted(range(len(layers)), key=lambda n: -score(layers[n]))
+
+
+def _options(layer: Layer, offered: Sequence[int]) -> list[Option]:
+    forms = [layer.form(b) for b in offered]
+    measured = [(form.kld.value, form.bits) for form in forms if form is not None and form.kld is not None]
+    return [Option(0.0, FULL), *(Option(max(0.0, kld), bits) for kld, bits in measured)]
+
+
+def with_bits(layers: Sequence[Layer], bits: Sequence[int | None]) -> list[Layer]:
+    """Layers with what was chosen for each."""
+    return [replace(layer, bits=b) for layer, b in zip(layers, bits, strict=True)]
+
+
+def _kld_of(layer: Layer) -> float:
+    form = None if layer.bits is None else layer.form(layer.bits)
+    return 0.0 if form is None or form.kld is None else form.kld.value
+
+
+# What is written
+
+
+def copy_patched(
+    src: str | os.PathLike[str],
+    dst: Path,
+    bits: Sequence[int | None],
+    *,
+    overwrite: bool = False,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Copy a checkpoint folder, plain or compressed, and record the bits in the copy's config.json.
+
+    `on_bytes` is told of bytes copied. Raises NeuzipError, before anything is written if `dst` exists.
+    """
+    checkpoint = find_checkpoint(src)
+    require_free(checkpoint.path, dst, overwrite)
+    recover(dst)
+    with workspace(dst) as work:
+        clear(work, overwrite)
+        with writing(work):
+            for file in (*checkpoint.weights, *checkpoint.others):
+                copy_file(checkpoint.root / file, work / file)
+                on_bytes((work / file).stat().st_size)
+            runtime.record(work, bits)
+        publish(work, dst)
+
+
+def require_free(src: Path, dst: Path, overwrite: bool) -> None:
+    """Raise NeuzipError unless a copy of `src` can be written to `dst`: asked before the long work begins."""
+    require_name(dst)
+    refuse_nesting(src, dst)
+    refuse_existing(dst, overwrite)
