@@ -11,7 +11,7 @@ them; where `runtime.attention` draws the line.
 `prefill`: a model of Llama-3-8B's shapes and made-up weights, 32,768 tokens, against cuDNN's attention.
 
 Sides take turns; times are medians of CUDA events around calls that take at least 20 ms together. A side
-whose cosine similarity with fp64, on rows of two heads, is below 0.999 (4 bits: 0.99) ends the run.
+whose cosine similarity with fp64, on rows of two heads, is below 0.999 (4 bits: 0.975) ends the run.
 The result is benchmarks/results/attention.json.
 """
 
@@ -44,7 +44,8 @@ CASES = ((4, 8192), (1, 32768))
 AIMS = {  # head width, causal: what must be reached, and what would be good, in TOPS
     (128, False): (680, 850), (128, True): (600, 780), (64, False): (500, 600), (64, True): (None, None),
 }  # fmt: skip
-LEAST = {"ours, 8 bits": 0.999, "ours, 4 bits": 0.99}
+LEAST = {"ours, 4 bits": 0.975}
+"""Cosine similarity with fp64 of what is timed, if not 0.999. 15 levels leave Gaussian numbers 0.979."""
 PREFILL, PREFILL_MUST, PREFILL_STRETCH = 32768, 1.05, 1.2
 CHECKED = 64
 """Rows of a head that are compared with fp64: its first and its last ones."""

@@ -21,6 +21,10 @@ from neuzip.kernels.attention.quantized import Quantized, stored_token
 TURNED = 1e-3
 """Codes that may differ from the reference's, of all; and how far outputs may be, relative to their norm."""
 
+CUT_OFF = 3e-3
+"""The same on a GPU. Hopper's FP8 instructions keep 13 bits of a sum's fraction (SageAttention2, section 3.4)
+and cut the rest off, towards 0: what they give is some 0.12 % too small."""
+
 LSE = 0.1
 """How far a log-sum-exp may be off: what one code of a query changes, where its keys are largest."""
 
@@ -86,9 +90,10 @@ def expected(q: Tensor, k: Tensor, v: Tensor, asked: Options) -> tuple[Tensor, T
 
 
 def assert_close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    bound = CUT_OFF if found[0].is_cuda else TURNED
     out, lse = (x.float().cpu() for x in found)
     assert torch.isfinite(out).all()
-    assert float((out - wanted[0]).norm()) <= TURNED * float(wanted[0].norm())
+    assert float((out - wanted[0]).norm()) <= bound * float(wanted[0].norm())
     seen = torch.isfinite(wanted[1])
     assert torch.equal(torch.isfinite(lse), seen)
     assert torch.equal(lse[~seen], wanted[1][~seen])

@@ -216,7 +216,7 @@ def mean_products(
         ptr + keys[:, None] * stride_t + columns[None, :],
         mask=there[:, None] & (columns < D)[None, :], other=0.0,
     )  # fmt: skip
-    KIND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    KIND: tl.constexpr = k.dtype if COMPILED else tl.float32
     rows = tl.broadcast_to(mean[None, :], (16, mean.shape[0]))
     return tl.dot(rows.to(KIND), tl.trans(k.to(KIND)), input_precision="ieee")
 
