@@ -1,18 +1,17 @@
 """Quantised attention beside torch's SDPA and SageAttention 1, on one GPU.
 
-    python benchmarks/attention.py [--sections kernels accuracy crossover prefill] [--rounds 10]
+    python benchmarks/attention.py [--sections kernels crossover prefill] [--rounds 10]
 
 `kernels`: forward of 4 x 32 heads, 8,192 tokens, and of 32 heads, 32,768 tokens. Ours is `sage_attention` as
 a user calls it: smoothing and quantising of Q, K and V are in the time, and beside it stands the time without
 that of K and V. Operations are 4 D a pair of a query and a key, half of the pairs with a causal mask.
-`accuracy`: cosine similarity with fp64 on made-up inputs, Gaussian and with outlier channels.
 `crossover`: the least number of keys from which on ours is faster than what SDPA chooses, as a model calls
 them; where `runtime.attention` draws the line.
 `prefill`: a model of Llama-3-8B's shapes and made-up weights, 32,768 tokens, against cuDNN's attention.
 
 Sides take turns; times are medians of CUDA events around calls that take at least 20 ms together. A side
 whose cosine similarity with fp64, on rows of two heads, is below 0.999 (4 bits: 0.975) ends the run.
-The result is benchmarks/results/attention.json.
+The result is benchmarks/results/attention.json. benchmarks/attention_accuracy.py says how accurate it is.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ CHECKED = 64
 
 def main() -> None:
     """Measure, print, save."""
-    sections = {"kernels": kernels, "accuracy": accuracy, "crossover": crossover, "prefill": prefill}
+    sections = {"kernels": kernels, "crossover": crossover, "prefill": prefill}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=10)
@@ -184,31 +183,6 @@ def events(side: Side, calls: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / calls
-
-
-def accuracy(rounds: int) -> list[Row]:
-    """Cosine similarity, relative L1 and RMSE on made-up inputs."""
-    found = []
-    for width in (64, 128):
-        for kind in ("Gaussian", "outlier channels"):
-            q, k, v = (torch.randn(1, 4, 4096, width, device=DEVICE) for _ in range(3))
-            if kind != "Gaussian":  # a few channels of Q and K far from 0, as after rotary embeddings
-                channels = torch.randperm(width, device=DEVICE)[:4]
-                for x in (q, k):
-                    x[..., channels] += 8 * torch.randn(4, 4, device=DEVICE)[None, :, None]
-            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-            for causal in (False, True):
-                exact, _ = exact_attention(q, k, v, causal=causal)
-                for bits, least in ((8, 0.999), (4, 0.99)):
-                    close = similarity(sage(q, k, v, causal, bits), exact)
-                    found.append(
-                        {
-                            "inputs": kind, "width": width, "causal": causal, "bits": bits,
-                            "cosine": close.cosine, "relative_l1": close.relative_l1, "rmse": close.rmse,
-                            "must": least,
-                        }
-                    )  # fmt: skip
-    return found
 
 
 def crossover(rounds: int) -> list[Row]:
