@@ -8,7 +8,7 @@ from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
     "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "patch-attention", "export", "push", "demo",
+    "ternarize", "patch-attention", "layers", "export", "push", "demo",
 )  # fmt: skip
 
 RESUMABLE = ("compress", "decompress", "sweep")

@@ -1,0 +1,218 @@
+"""neuzip layers: what each layer of a model is worth, and the model without those that are worth least."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.commands.eval import estimate_text, precise_text
+from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.threads import let_threads_sleep
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.eval.estimates import Estimate
+    from neuzip.eval.layer_removal import Pruned
+    from neuzip.eval.layers import Analysis, Layer, Removal
+
+EXAMPLES = [
+    "neuzip layers my-model --text wiki.test.raw --picture layers.svg",
+    "neuzip layers my-model.nz --text demo --json",
+    "neuzip layers my-model --text my.txt --drop 3 --out pruned",
+    "neuzip layers my-model --text my.txt --drop 3 --choice angular",
+    "",
+    "What was dropped was chosen on that text; on another it may be missed more:",
+    "neuzip eval pruned --base my-model --text other.txt",
+]
+
+METRICS = {
+    "angular_distance": "angular distance",
+    "angular_distance_all_tokens": "the same, all tokens",
+    "block_influence": "block influence",
+    "gradient_norm": "gradient norm",
+    "depth": "depth, later is less",
+}
+
+
+def command(
+    src: options.ModelArgument,
+    text: Annotated[
+        str,
+        typer.Option(
+            "--text", metavar="TEXT", help="Measure on this text, as eval's --text", show_default=False
+        ),
+    ],
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Predict N tokens a window; 1024, or what the model can"),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+    ] = 16384,
+    gradients: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Take gradients of the first N windows; 0 for none")
+    ] = 8,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the map of distances, and each layer: .svg or .png"),
+    ] = None,
+    drop: Annotated[
+        int | None, typer.Option(metavar="N", help="Choose N layers that the model misses least")
+    ] = None,
+    choice: Annotated[
+        Literal["greedy", "block", "angular"],
+        typer.Option(
+            help="Choose one by one, each measured with those before; or neighbours, measured; or neighbours"
+            " by angular distance alone"
+        ),
+    ] = "greedy",
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DST", help="Write the model without them, as a plain checkpoint"),
+    ] = None,
+    device: options.RunDeviceOption = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Compute in this; auto is float32 on a CPU, else the checkpoint's own"),
+    ] = "auto",
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Measure what each layer is worth, and drop those worth least
+
+    Each layer is left out in turn: how far do predictions move (KL divergence), and how much worse do they
+    get (perplexity)? Beside it stand what others go by instead: angular distance of the states between
+    layers, block influence, gradient norm; and how well each of them predicts the order.
+    """
+    out = Output(json=json, quiet=quiet)
+    if output is not None and drop is None:
+        raise UsageError(f"--out {output}: is for the model without some layers", "give --drop N too")
+    let_threads_sleep()
+    from neuzip.eval import layer_pictures, layer_removal, layers
+    from neuzip.eval.texts import read_text
+    from neuzip.formats.hub import resolve_source
+
+    if picture is not None:
+        layer_pictures.check_target(picture, overwrite)
+    document = read_text(text)
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    if output is not None:
+        layer_removal.require_free(path, output, overwrite)
+
+    def stage(label: str, total: int, unit: str) -> Any:
+        return out.progress(label, total, unit=unit)
+
+    found = layers.analyse(
+        path, document, stage, window=window, max_tokens=max_tokens, gradient_windows=gradients, drop=drop,
+        choice=choice, device=device, dtype=dtype,
+    )  # fmt: skip
+    show(out, found)
+    recipe = None
+    if found.removal is not None:
+        recipe = layer_removal.mergekit_yaml(src, len(found.layers), found.removal.layers, found.stored_dtype)
+        show_removal(out, found, found.removal, recipe)
+    if picture is not None:
+        layer_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, picture)
+        out.status(f"wrote {picture}")
+    pruned = None
+    if output is not None and found.removal is not None:
+        with out.progress("write", None) as advance:
+            pruned = layer_removal.remove_layers(
+                path, output, found.removal.layers, overwrite=overwrite, on_bytes=advance
+            )
+        show_pruned(out, pruned)
+        out.status(f"on another text: neuzip eval {output} --base {src} --text TEXT")
+    out.result(
+        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "picture": picture},
+        quiet=quiet_lines(found, output),
+    )
+
+
+def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
+    """The folder that was written; or the layers to drop; or the divergence without each layer."""
+    if output is not None:
+        return [output]
+    if found.removal is not None:
+        return list(found.removal.layers)
+    return [layer.kld for layer in found.layers]
+
+
+def show(out: Output, found: Analysis) -> None:
+    """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
+    columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
+    out.table(columns, [_row(layer) for layer in found.layers], right=columns)
+    out.text("PPL, KLD and NLL, in nats a token, are of the model without this layer alone; influence is")
+    out.text("1 - cos of what goes in and what comes out, angular their angle as a part of 180 degrees, at")
+    out.text("last tokens of windows; gradient is the norm of that of the layer's parameters.")
+    out.text()
+    rows = [
+        [METRICS[name], "-" if rho is None else f"{rho:+.2f}"]
+        for name in METRICS
+        if name in found.rank_correlations
+        for rho in [found.rank_correlations[name]]
+    ]
+    out.table(["predicts the order of KLD", "Spearman"], rows, right=["Spearman"])
+    whole = next((layer.without for layer in found.layers if layer.without is not None), None)
+    if whole is not None:
+        from neuzip.eval.estimates import exponential
+
+        out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
+    out.text(f"text    {found.text}: {found.tokens:,} tokens in windows of {found.window:,}")
+    out.text(f"errors  ± standard error over {found.blocks}; of angular and gradient, over windows;")
+    out.text("        differences and divergences are paired")
+    if found.gradient_windows:
+        out.text(f"        gradient is of {found.gradient_windows} of {found.windows} windows")
+    out.text(f"in      {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
+
+
+def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) -> None:
+    """Which layers to drop, and what the model then is."""
+    from neuzip.eval.estimates import exponential
+
+    c = removal.comparison
+    numbers = ", ".join(map(str, removal.layers))
+    before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
+    share = percent_text(removal.parameters, found.parameters)
+    out.text()
+    out.text(f"drop    {numbers}: {removal.parameters:,} parameters, {share} of all")
+    if removal.choice == "greedy" and len(removal.order) > 1:
+        steps = ", ".join(f"{n} ({kld:.3g})" for n, kld in zip(removal.order, removal.klds, strict=True))
+        out.text(f"order   {steps}: KLD with those before")
+    out.text(f"KLD     {precise_text(c.kld.mean)} nats a token without them, on the text they were chosen on")
+    out.text(f"PPL     {before} before, {after} after")
+    out.text()
+    out.text("the same for mergekit:")
+    for line in recipe.splitlines():
+        out.text(line)
+
+
+def show_pruned(out: Output, pruned: Pruned) -> None:
+    """What was written."""
+    for warning in pruned.warnings:
+        out.warning(warning)
+    out.text()
+    sizes = f"{bytes_text(pruned.source_bytes)} of weights became {bytes_text(pruned.bytes)}"
+    out.text(f"{pruned.dst}: {len(pruned.kept)} layers; {sizes}")
+
+
+def _row(layer: Layer) -> list[str]:
+    measured = ["not finite", "-", "-"]
+    if layer.without is not None:
+        from neuzip.eval.estimates import Estimate, exponential
+
+        c = layer.without
+        ppl = Estimate(exponential(c.other_nll).value, None)  # of the difference the error says more
+        measured = [estimate_text(ppl), _short(c.kld.mean), _short(c.nll_difference, "+")]
+    return [
+        str(layer.number), *measured, _short(layer.block_influence), _short(layer.angular_distance),
+        "-" if layer.gradient_norm is None else _short(layer.gradient_norm),
+    ]  # fmt: skip
+
+
+def _short(estimate: Estimate, sign: str = "") -> str:
+    error = estimate.standard_error
+    return f"{estimate.value:{sign}.3g}" + ("" if error is None else f" ± {error:.1g}")
