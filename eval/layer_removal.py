@@ -42,9 +42,8 @@ from neuzip.compress.workspace import (
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, Checkpoint, index_files
 from neuzip.formats.tensor_file import parse_json
+from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers
-
-from .layers import decoder_layers
 
 SECTION, NOTE = "neuzip", "dropped_layers"
 """Where config.json says what was dropped."""

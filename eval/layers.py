@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.generate import input_device
 from neuzip.runtime.load import load_config, versions
 from neuzip.runtime.speed import device_name
@@ -221,23 +222,6 @@ def analyse(
         dtype=str(model.dtype).removeprefix("torch."),
         stored_dtype=str(load_config(path).dtype or model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
-    )
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder: the one list of as many modules as its configuration says.
-
-    Raises NeuzipError if there is none.
-    """
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    whole: Any = model
-    for place in (whole.get_decoder(), whole):
-        for module in place.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count:
-                return module
-    raise NeuzipError(
-        f"{model.config.name_or_path}: {type(model).__name__} has no list of {count} layers",
-        "only decoders that are one such list can be taken apart",
     )
 
 

@@ -32,6 +32,7 @@ from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import Analysis, Distances, ModelWithout, spearman
 from neuzip.eval.texts import read_text
 from neuzip.runtime.attention import record, recorded
+from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.load import load_model, load_tokenizer
 from neuzip.runtime.norm_placement import NormPlacementConfig
 
@@ -521,7 +522,7 @@ def test_what_is_no_decoder_is_refused(llama: Path):
     model = load_model(llama, torch.float32)
     model.config.num_hidden_layers = 7
     with pytest.raises(NeuzipError, match="has no list of 7 layers"):
-        layers.decoder_layers(model)
+        decoder_layers(model)
     with pytest.raises(UsageError, match="has 1 layer, one has to stay"):
         layers.require_some_left(1, 1)
 

@@ -16,8 +16,9 @@ from transformers import (
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import quantizers
+from neuzip.runtime.decoder import decoder_layers
 from neuzip.train.rotation import orthogonal, rotate
-from neuzip.train.ternary import Recipe, _Feed, convert, decoder_layers
+from neuzip.train.ternary import Recipe, _Feed, convert
 
 
 def correlated(rows: int, columns: int, seed: int = 0) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuzip.errors import NeuzipError
-
-from .ternary import decoder_layers
+from neuzip.runtime.decoder import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -33,6 +33,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.checkpoint import PICKLES, find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
+from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.load import quiet_transformers
 
 if TYPE_CHECKING:
@@ -101,20 +102,6 @@ def convert(
     if not found:
         raise NeuzipError(f"{type(model).__name__}: its layers have no linear modules")
     return found
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder: the one list of as many modules as the configuration says.
-
-    Raises NeuzipError if there is none.
-    """
-    number = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == number:
-            return module
-    raise NeuzipError(
-        f"{type(model).__name__} has no list of {number} layers", "only decoders of such layers are converted"
-    )
 
 
 def _rounded(ternary: Ternary, dtype: torch.dtype) -> Ternary:

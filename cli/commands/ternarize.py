@@ -79,6 +79,7 @@ def command(
     from neuzip.eval.texts import read_text
     from neuzip.eval.yardstick import read_tokens
     from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.decoder import decoder_layers
     from neuzip.runtime.generate import choose_device
     from neuzip.runtime.load import load_config, load_model
     from neuzip.train import ternary
@@ -111,12 +112,12 @@ def command(
     dtype = model.dtype
     if where.type == "cpu":
         nn.Module.to(model, dtype=torch.float32)  # bf16 products are slow on a CPU
-    with out.progress("ternarize", len(ternary.decoder_layers(model)), unit="layers") as advance:
+    with out.progress("ternarize", len(decoder_layers(model)), unit="layers") as advance:
         found = ternary.convert(model, recipe, windows, on_layer=lambda: advance(1))
     nn.Module.to(model, dtype=dtype)
     ternary.save(model, path, dst, overwrite)
     weights = sum(one.codes.numel() for one in found.values())
-    matrices = [p for layer in ternary.decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
+    matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
     if (all_of_them := sum(p.numel() for p in matrices)) > weights:
         out.warning(
             f"{1 - weights / all_of_them:.0%} of the layers' weights stay as they are: only linear modules"
