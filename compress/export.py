@@ -24,6 +24,7 @@ from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, index_files, read_weight_map
 from neuzip.formats.export import Layout, SafetensorsTarget, gguf, gguf_model
 from neuzip.formats.export.tensor_writer import TensorWriter
+from neuzip.formats.own_section import own_section, read_config
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
@@ -212,8 +213,7 @@ class _Model:
     def warn_of_activations(self) -> None:
         """Warn if config.json asks for activations that other engines do not have."""
         path = self.source.checkpoint.root / "config.json"
-        section = parse_json(path.read_bytes(), path).get("neuzip")
-        asked = section.get("activations") if isinstance(section, dict) else None
+        asked = own_section(read_config(path), path).get("activations")
         mode = asked.get("mode") if isinstance(asked, dict) else asked
         if asked is not None and mode != "b1.58":
             self.warnings.append(

@@ -41,12 +41,13 @@ from neuzip.compress.workspace import (
 )
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, Checkpoint, index_files
+from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.formats.tensor_file import parse_json
 from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers
 
-SECTION, NOTE = "neuzip", "dropped_layers"
-"""Where config.json says what was dropped."""
+NOTE = "dropped_layers"
+"""What our section of config.json says of them."""
 
 BY_LAYER = (
     "activation_sparsity_pattern", "block_types", "indexer_types", "intermediate_size", "kv_sharing_modes",
@@ -310,15 +311,16 @@ def _new_config(
     checkpoint: Checkpoint, config: PreTrainedConfig, kept: Sequence[int], warnings: list[str]
 ) -> dict[str, Any]:
     """config.json with the layers that stay, and a note of those that do not."""
-    root = _object(checkpoint.root / "config.json")
+    path = checkpoint.root / "config.json"
+    root = read_config(path)
     document = root
     if f"{ORIGINAL_FOLDER}/config.json" in checkpoint.others:
-        document = _object(checkpoint.root / ORIGINAL_FOLDER / "config.json")
+        document = read_config(checkpoint.root / ORIGINAL_FOLDER / "config.json")
     document = copy.deepcopy(document)
     text = config.get_text_config(decoder=True)
     _take_out_layers(_section_of(document, config, text), text, kept)
     layers = text.num_hidden_layers
-    own = _own_section(document) | _own_section(root)
+    own = {**own_section(document, path), **own_section(root, path)}
     attention = own.get("attention")
     if isinstance(attention, dict) and isinstance(attention.get("layers"), list):
         own["attention"] = attention | {"layers": [attention["layers"][n] for n in kept]}
@@ -363,11 +365,6 @@ def _take_out_layers(section: dict[str, Any], config: PreTrainedConfig, kept: Se
     if hasattr(config, "kept_layers") and hasattr(config, "trained_layers"):  # see runtime/norm_placement
         section["kept_layers"] = [(config.kept_layers or range(layers))[n] for n in kept]
         section["trained_layers"] = config.trained_layers or layers
-
-
-def _own_section(document: dict[str, Any]) -> dict[str, Any]:
-    section = document.get(SECTION)
-    return dict(section) if isinstance(section, dict) else {}
 
 
 def _refuse_named_layers(path: Path, document: dict[str, Any], prefix: str) -> None:

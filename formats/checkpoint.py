@@ -24,6 +24,7 @@ from neuzip.errors import FormatError, NeuzipError
 
 from .container import stream_name
 from .manifest import VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
+from .own_section import with_entry
 from .tensor_file import MAX_HEADER, parse_json
 
 OWN_FOLDER = "neuzip"
@@ -210,10 +211,7 @@ def rewritten_config(
     if "quantization_config" in document:
         how["original"] = document["quantization_config"]
     if activations is not None:
-        section = document.get("neuzip", {})
-        if not isinstance(section, dict):
-            raise FormatError(path, "not an object", field="neuzip")
-        document["neuzip"] = section | {"activations": activations}
+        document = with_entry(document, "activations", activations, path)
     return _pretty(document | {"quantization_config": how}, path)
 
 

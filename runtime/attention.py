@@ -23,7 +23,6 @@ batches: each text has means and scales of its own.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import warnings
@@ -42,6 +41,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.own_section import SECTION, own_section, read_config, with_entry, write_entry
 
 from . import attention_mask
 from .attention_mask import DeferredMask
@@ -53,10 +53,10 @@ Policy = Literal["auto", "always"]
 Layers = tuple[int | None, ...]
 Output = tuple[Tensor, Tensor | None]
 
-SECTION = "neuzip"
-"""Of config.json, and its attribute of a model's config."""
+ENTRY = "attention"
+"""Of our section of config.json, which is an attribute of a model's config too."""
 
-FIELD = f"{SECTION}.attention.layers"
+FIELD = f"{SECTION}.{ENTRY}.layers"
 
 BY_LAYER = "neuzip_sage"
 NAMES: dict[str, int | None] = {"neuzip_sage8": 8, "neuzip_sage4": 4, BY_LAYER: None}
@@ -434,7 +434,7 @@ def recorded(folder: str | os.PathLike[str]) -> Layers | None:
     Raises FormatError.
     """
     path = Path(folder) / "config.json"
-    return _in_document(_read(path), path) if path.is_file() else None
+    return _in_document(read_config(path), path) if path.is_file() else None
 
 
 def record(folder: str | os.PathLike[str], layers: int | Sequence[int | None]) -> None:
@@ -444,21 +444,17 @@ def record(folder: str | os.PathLike[str], layers: int | Sequence[int | None]) -
     config.json that is not there or that cannot be read.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FormatError(path, "is not there", hint="give the folder of a model")
-    document = _read(path)
-    count = _layer_count(document)
+    count = _layer_count(read_config(path))
     if count is None and isinstance(layers, int):
         raise FormatError(path, "does not say how many layers there are", field="num_hidden_layers")
-    section = _with(document.get(SECTION), _layers(layers, count), path)
-    new = path.with_name("config.json.new")
-    new.write_text(json.dumps(document | {SECTION: section}, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_entry(path, ENTRY, {"layers": list(_layers(layers, count))})
 
 
 def note(config: PreTrainedConfig, layers: Layers) -> None:
     """Write bits of each layer to a model's config, which `save_pretrained` saves."""
-    setattr(config, SECTION, _with(getattr(config, SECTION, None), layers, "config.json"))
+    document = {SECTION: getattr(config, SECTION, None)}
+    found = with_entry(document, ENTRY, {"layers": list(layers)}, "config.json")
+    setattr(config, SECTION, found[SECTION])
 
 
 def noted(config: object) -> Layers | None:
@@ -478,38 +474,17 @@ def use_recorded(model: PreTrainedModel, layers: Layers) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    from neuzip.formats.tensor_file import parse_json
-
-    document = parse_json(path.read_bytes(), path)
-    if not isinstance(document, dict):
-        raise FormatError(path, "not an object")
-    return document
-
-
 def _in_document(document: Mapping[str, Any], path: str | Path) -> Layers | None:
     """What a config.json says. Raises FormatError."""
-    section = document.get(SECTION)
-    if section is None:
-        return None
-    if not isinstance(section, Mapping):
-        raise FormatError(path, "not an object", field=SECTION)
-    attention = section.get("attention")
+    attention = own_section(document, path).get(ENTRY)
     if attention is None:
         return None
     if not isinstance(attention, Mapping) or not isinstance(attention.get("layers"), list | tuple):
-        raise FormatError(path, 'not an object with a list of "layers"', field=f"{SECTION}.attention")
+        raise FormatError(path, 'not an object with a list of "layers"', field=f"{SECTION}.{ENTRY}")
     try:
         return _layers(attention["layers"], _layer_count(document))
     except UsageError as error:
         raise FormatError(path, error.message, field=FIELD, hint=error.hint) from error
-
-
-def _with(section: Any, layers: Layers, path: str | Path) -> dict[str, Any]:
-    """A section of config.json with these layers."""
-    if section is not None and not isinstance(section, Mapping):
-        raise FormatError(path, "not an object", field=SECTION)
-    return {**(section or {}), "attention": {"layers": list(layers)}}
 
 
 def _layers(layers: int | Sequence[int | None], count: int | None) -> Layers:

@@ -19,7 +19,6 @@ Sources: BitNet b1.58 (arXiv 2402.17764), BitNet a4.8 (arXiv 2411.04965, section
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections import defaultdict
@@ -38,7 +37,7 @@ from transformers.activations import ReLUSquaredActivation
 from transformers.pytorch_utils import Conv1D
 
 from neuzip.errors import FormatError, UsageError
-from neuzip.formats.tensor_file import parse_json
+from neuzip.formats.own_section import SECTION, own_section, read_config, with_entry, write_entry
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import QuantizedTokens, Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight, relu2_glu, ternary_linear
@@ -82,8 +81,8 @@ MODES: dict[str, dict[str, str]] = {
 }
 """Activations by site; those of other sites, and of modules of no site, are int8, of the mode "none" none."""
 
-SECTION = "neuzip"
-"""Of config.json, and its attribute of a model's config."""
+ENTRY = "activations"
+"""Of our section of config.json, which is an attribute of a model's config too."""
 
 
 def site_of(name: str) -> str | None:
@@ -167,25 +166,17 @@ def recorded(folder: str | os.PathLike[str]) -> Activations | None:
     Raises FormatError.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        return None
-    document = parse_json(path.read_bytes(), path)
-    section = document.get(SECTION) if isinstance(document, dict) else None
-    if section is None:
-        return None
-    if not isinstance(section, dict):
-        raise FormatError(path, "not an object", field=SECTION)
-    return _of_section(section, path)
+    return _of_section(own_section(read_config(path), path), path) if path.is_file() else None
 
 
 def _of_section(section: Mapping[str, Any], path: str | os.PathLike[str]) -> Activations | None:
-    asked = section.get("activations")
+    asked = section.get(ENTRY)
     if asked is None:
         return None
     try:
         return Activations.of(asked)
     except UsageError as error:
-        raise FormatError(path, error.message, field=f"{SECTION}.activations", hint=error.hint) from error
+        raise FormatError(path, error.message, field=f"{SECTION}.{ENTRY}", hint=error.hint) from error
 
 
 def record(folder: str | os.PathLike[str], activations: str | Mapping[str, Any] | Activations) -> None:
@@ -193,16 +184,7 @@ def record(folder: str | os.PathLike[str], activations: str | Mapping[str, Any] 
 
     Raises UsageError for what are none, FormatError for a config.json that is no object.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FormatError(path, "is not there", hint="give the folder of a model")
-    document = parse_json(path.read_bytes(), path)
-    if not isinstance(document, dict) or not isinstance(document.get(SECTION, {}), dict):
-        raise FormatError(path, "not an object", field=SECTION)
-    section = document.get(SECTION, {}) | {"activations": Activations.of(activations).to_json()}
-    new = path.with_name("config.json.new")
-    new.write_text(json.dumps(document | {SECTION: section}, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_entry(Path(folder) / "config.json", ENTRY, Activations.of(activations).to_json())
 
 
 class BitWeight(CompressedWeight):
@@ -551,18 +533,17 @@ def set_activations(model: PreTrainedModel, asked: str | Mapping[str, Any] | Act
 
 def note(model: PreTrainedModel, activations: Activations) -> None:
     """Write activations to a model's config."""
-    section = getattr(model.config, SECTION, None) or {}
-    setattr(model.config, SECTION, section | {"activations": activations.to_json()})
+    found = with_entry(_document(model), ENTRY, activations.to_json(), "config.json")
+    setattr(model.config, SECTION, found[SECTION])
 
 
 def noted(model: PreTrainedModel) -> Activations | None:
     """What a model's config says of activations, None if it says nothing. Raises FormatError."""
-    section = getattr(model.config, SECTION, None)
-    if section is None:
-        return None
-    if not isinstance(section, Mapping):
-        raise FormatError("config.json", "not an object", field=SECTION)
-    return _of_section(section, "config.json")
+    return _of_section(own_section(_document(model), "config.json"), "config.json")
+
+
+def _document(model: PreTrainedModel) -> dict[str, Any]:
+    return {SECTION: getattr(model.config, SECTION, None)}
 
 
 def to_dense(model: nn.Module) -> None:

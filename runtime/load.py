@@ -465,7 +465,9 @@ def prepare_ternary(
     made = any(record is not None and record.quantizer != "exact" for record in found)
     asked.fallback = "b1.58" if made else "none"
     if config is not None and found:
-        from .bitlinear import SECTION, recorded
+        from neuzip.formats.own_section import SECTION
+
+        from .bitlinear import recorded
 
         says = recorded(source.checkpoint.root)
         if says is not None:

@@ -923,7 +923,8 @@ def test_config_that_makes_no_sense(section: Any, said: str, copied: Path):
     if hasattr(HfQuantizer, "get_quantize_ops"):
         with pytest.raises(FormatError, match=said):
             load_model(copied, residency="packed")
-    load_model(copied)
+    if isinstance(section, dict):  # a dense model has no use for what is wrong in it
+        load_model(copied)
 
 
 def test_nothing_is_recorded_where_there_is_no_config(tmp_path: Path):

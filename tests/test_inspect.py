@@ -247,6 +247,16 @@ def test_a_narrow_terminal_gets_fewer_columns(checkpoint, neuzip, monkeypatch):
     assert said.stderr == "hint: a wider window shows sign, mant too, and a pipe shows everything\n"
 
 
+def test_what_config_json_records_for_us_is_shown(neuzip, checkpoint):
+    (checkpoint / "config.json").write_text('{"neuzip": {"attention": {"layers": [8, null]}}}')
+    assert "records" not in neuzip("inspect", checkpoint / "a.safetensors").stdout
+    assert 'config.json records attention: {"layers": [8, null]}' in neuzip("inspect", checkpoint).stdout
+    assert neuzip("inspect", checkpoint, "--json").json["records"] == {"attention": {"layers": [8, None]}}
+    (checkpoint / "config.json").write_text('{"neuzip": 3}')
+    said = neuzip("inspect", checkpoint)
+    assert (said.exit_code, "config.json, field 'neuzip': not an object" in said.stderr) == (1, True)
+
+
 def test_an_encoding_without_blocks_gets_ascii(checkpoint, monkeypatch):
     page = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, encoding="ascii"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,12 +44,15 @@ def command(
     from neuzip.compress.source import TensorSource, weight_bytes
     from neuzip.eval import histograms, pictures
     from neuzip.formats.hub import resolve_source
+    from neuzip.formats.own_section import own_section, read_config
 
     if plot is not None:
         pictures.check_target(plot, overwrite)
     path = resolve_source(src)
     title = Path(src).resolve().name if Path(src).exists() else src
     chosen = choose(device, weight_bytes(path))
+    config = Path(path) / "config.json"
+    records = own_section(read_config(config), config) if config.is_file() else {}
     with TensorSource(path, chosen) as source:
         tensors = histograms.select(source, tensor or [])
         with out.progress("inspect", sum(t.info.nbytes for t in tensors)) as advance:
@@ -60,10 +64,14 @@ def command(
         out.text()
         for line in pictures.sketch(counts, ascii_only=not _can_show(pictures.BLOCKS)):
             out.text(line)
+    if records:
+        out.text()
+    for name, value in records.items():
+        out.text(f"config.json records {name}: {histograms.visible(dumps(value))}")
     if plot is not None:
         out.status(f"wrote {plot}")
     out.result(
-        {"src": path, "device": chosen.name, **inspection.to_json(), "plot": plot},
+        {"src": path, "device": chosen.name, **inspection.to_json(), "records": records, "plot": plot},
         quiet=[inspection.stored_bytes if plot is None else plot],
     )
 
