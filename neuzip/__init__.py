@@ -3,8 +3,9 @@
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
 
-Importing it also lets transformers load compressed folders and attend by "neuzip_sage8" and "neuzip_sage4": at
-once if what that takes is there already, and otherwise as soon as it is imported.
+Importing it also lets transformers load compressed folders and the models of `neuzip.runtime.norm_placement`,
+and attend by "neuzip_sage8" and "neuzip_sage4": at once if what that takes is there already, and otherwise as
+soon as it is imported.
 """
 
 from __future__ import annotations
@@ -81,8 +82,13 @@ def _register_quantizer_and_attention() -> None:
     import_module("neuzip.runtime.attention")
 
 
+def _register_norm_placement() -> None:
+    import_module("neuzip.runtime.later_config").register_later()
+
+
 _REGISTER = {
     "transformers.modeling_utils": _register_quantizer_and_attention,
+    "transformers.models.auto.configuration_auto": _register_norm_placement,
 }
 """Modules of transformers, and what registers with each: nothing that imports what may be half imported."""
 
