@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
     from neuzip.runtime.quantizer import NeuzipConfig as NeuzipConfig
+    from neuzip.train.compressed import train_compressed as train_compressed
 
 __version__: str
 
@@ -41,6 +42,7 @@ __all__ = [
     "patch_attention",
     "safe_open",
     "sageattn",
+    "train_compressed",
     "unpatch_attention",
     "verify_checkpoint",
 ]
@@ -54,6 +56,7 @@ _HOME = {
     "patch_attention": ("neuzip.runtime.attention", "patch_attention"),
     "safe_open": ("neuzip.runtime.load_file", "safe_open"),
     "sageattn": ("neuzip.kernels.attention", "sageattn"),
+    "train_compressed": ("neuzip.train.compressed", "train_compressed"),
     "unpatch_attention": ("neuzip.runtime.attention", "unpatch_attention"),
     "verify_checkpoint": ("neuzip.compress", "verify"),
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
     "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "patch-attention", "layers", "export", "push", "demo",
+    "ternarize", "train", "patch-attention", "layers", "export", "push", "demo",
 )  # fmt: skip
 
-RESUMABLE = ("compress", "decompress", "sweep")
+RESUMABLE = ("compress", "decompress", "sweep", "recover")
 """Those that, once interrupted, go on where they stopped."""

@@ -1,0 +1,168 @@
+"""neuzip train: a TOML file in, a model, a checkpoint, a log and a picture out."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.train import configuration
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Speak = Callable[..., Any]
+
+
+@pytest.fixture
+def write(tmp_path: Path, root: Path) -> Callable[..., Path]:
+    """Write a run.toml for the demo checkpoint, with some values changed and others left out (None)."""
+
+    def make(**changes: Any) -> Path:
+        values = {
+            "model": str(root / "eval/demo/checkpoint"), "texts": "demo", "out": str(tmp_path / "out"),
+            "steps": 4, "lr": 1e-3, "length": 16, "batch": 2, "device": "cpu", **changes,
+        }  # fmt: skip
+        path = tmp_path / "run.toml"
+        path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items() if v is not None))
+        return path
+
+    return make
+
+
+def test_a_run_leaves_model_log_and_picture(
+    in_all_modes: Callable[..., dict[str, Any]], write: Callable[..., Path], tmp_path: Path
+) -> None:
+    import shutil
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "out"
+    said = in_all_modes("train", write(), prepare=lambda: shutil.rmtree(out, ignore_errors=True))
+    assert said["human"].exit_code == 0
+    assert {"model", "checkpoint", "log.jsonl", "loss.svg", "run.json"} == {p.name for p in out.iterdir()}
+    found = said["json"].json
+    assert found["steps"] == 4 and 2 < found["loss"] < 6
+    assert found["weight_bytes"] < 0.7 * found["dense_weight_bytes"]
+    assert said["quiet"].stdout.strip() == str(out / "model")
+    assert len((out / "log.jsonl").read_text().splitlines()) == 4
+    assert "loss" in said["human"].stdout and "step 4" in said["human"].stderr
+    AutoModelForCausalLM.from_pretrained(out / "model")
+    AutoTokenizer.from_pretrained(out / "model")
+    assert not list((out / "model").glob("neuzip-training*"))
+
+
+def test_a_stopped_run_goes_on_to_the_same_model(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert neuzip("train", write(out=str(tmp_path / "whole"))).exit_code == 0
+
+    from neuzip.train.compressed import Trainer
+
+    step = Trainer.step
+
+    def interrupted(self: Trainer, batch: Any, lr: float) -> float:
+        found = step(self, batch, lr)
+        if self.steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    said = neuzip("train", write())
+    assert said.exit_code == 130
+    assert "stopped after step 2; --resume goes on" in said.stderr
+    monkeypatch.undo()
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 0, said.stderr
+    assert "going on after step 2" in said.stderr
+    name = "model/model.safetensors"
+    assert (out / name).read_bytes() == (whole / name).read_bytes()
+    logs = [
+        [json.loads(line)["loss"] for line in (p / "log.jsonl").read_text().splitlines()]
+        for p in (out, whole)
+    ]
+    assert logs[0] == logs[1]
+    assert neuzip("train", write(lr=1e-4), "--resume").exit_code == 2  # another run
+
+
+def test_a_model_is_trained_from_scratch_to_a_container(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path
+) -> None:
+    demo = root / "eval/demo/checkpoint"
+    config = {**json.loads((demo / "config.json").read_text()), "hidden_size": 32, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "head_dim": 8}))
+    path = write(model=None, scratch=str(tmp_path / "config.json"), tokenizer=str(demo), compress=True)
+    said = neuzip("train", path, "--json")
+    assert said.exit_code == 0, said.stderr
+    assert said.json["loss"] == pytest.approx(6.93, abs=0.3)  # ln 1024: it knows nothing yet
+    model = tmp_path / "out" / "model"
+    assert (
+        sorted(p.name for p in model.iterdir() if "neuzip" in p.name)
+        and not (tmp_path / "out/model-plain").exists()
+    )
+    from neuzip.runtime.load import load_model
+
+    assert load_model(model).config.num_hidden_layers == 2
+
+
+def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    said = neuzip("train", write())
+    assert said.exit_code == 1 and "exists already" in said.stderr
+    said = neuzip("train", write(), "--overwrite")
+    assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
+    assert (out / "mine.txt").read_text() == "mine"
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 1 and "has no checkpoint to go on from" in said.stderr
+
+
+def test_windows_longer_than_the_model_are_refused(neuzip: Speak, write: Callable[..., Path]) -> None:
+    said = neuzip("train", write(length=512))
+    assert said.exit_code == 2
+    assert "length is 512, the model has 256 positions" in said.stderr
+
+
+GIVEN: dict[str, Any] = {"model": "m", "texts": ["a"], "out": "o", "steps": 1, "lr": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "hint"),
+    [
+        ({"stpes": 3}, "there is no key 'stpes'", "did you mean steps?"),
+        ({"steps": None}, "lacks steps", "steps = 1000"),
+        ({"steps": "3"}, "steps is '3'", "a whole number"),
+        ({"steps": True}, "steps is True", "a whole number"),
+        ({"steps": 0}, "steps is 0", "1 and more"),
+        ({"texts": []}, "texts is []", "a list of names"),
+        ({"optimizer": "adam"}, "no optimizer 'adam'", "adamw8bit"),
+        ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),
+        ({"lr": -1}, "the peak -1.0", "0 and more"),
+        ({"model": None}, "one of model and scratch", "begins anew"),
+        ({"scratch": "c"}, "one of model and scratch", "begins anew"),
+        ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
+    ],
+)
+def test_configurations_without_sense_are_refused(changes: dict[str, Any], problem: str, hint: str) -> None:
+    given = {k: v for k, v in {**GIVEN, **changes}.items() if v is not None}
+    with pytest.raises(UsageError) as caught:
+        configuration.checked(given, "run.toml")
+    assert problem in caught.value.message and hint in caught.value.hint
+
+
+def test_values_get_their_types(tmp_path: Path) -> None:
+    found = configuration.checked({**GIVEN, "texts": "one.txt", "weight_decay": 0}, "run.toml")
+    assert (found.texts, found.out, found.lr) == (["one.txt"], Path("o"), 1.0)
+    assert found.method().weight_decay == 0.0  # type: ignore[attr-defined]
+    assert found.rates()(0) == 1.0
+    (tmp_path / "bad.toml").write_text("steps =")
+    with pytest.raises(UsageError, match="is not TOML"):
+        configuration.read(tmp_path / "bad.toml")
+    with pytest.raises(NeuzipError, match="cannot be read"):
+        configuration.read(tmp_path / "none.toml")

@@ -1,0 +1,746 @@
+"""Training with weights that are held compressed: the same bits as training without, and as torch's own."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import neuzip
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
+from neuzip.kernels.quantizers import states as quantized
+from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.train import compressed
+from neuzip.train.compressed import Trainer, checksum, train_compressed
+from neuzip.train.desk import Desk
+from neuzip.train.held import CodedByNumba, CodedByTriton, hold
+from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, Part, optimizer_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 300
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, **changes})
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def batches(steps: int, rows: int = 2, length: int = 12) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCABULARY, (rows, length + 1), generator=chance) for _ in range(steps)]
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {
+        name: p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, p in model.named_parameters()
+    }
+
+
+def trained(model: Any, steps: int = 4, lr: float = 0.05, rows: int = 2, **options: Any) -> tuple[Any, ...]:
+    """Losses and the bits of all weights."""
+    trainer = train_compressed(model, **options)
+    losses = [trainer.step(batch, lr) for batch in batches(steps, rows)]
+    return losses, bits(trainer.release())
+
+
+def plain(
+    model: Any, optimizer: Optimizer, steps: int, lr: float = 0.05, rows: int = 2, clip: float | None = None,
+    micro: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What an ordinary loop makes of a Llama: one graph through all layers, all gradients at once."""
+    model.train()
+    parameters = list(model.named_parameters())
+    states: dict[str, Any] = {name: optimizer.new_states(p.numel(), p.device) for name, p in parameters}
+    losses = []
+    for step, batch in enumerate(batches(steps, rows), 1):
+        total, sums = 0.0, {}
+        for part in batch.split(micro or rows):
+            hidden = model.model(part[:, :-1]).last_hidden_state
+            nll = linear_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, part[:, 1:].reshape(-1),
+                reduction="sum",
+            )  # fmt: skip
+            assert isinstance(nll, Tensor)
+            loss = nll / batch[:, 1:].numel()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            for name, p in parameters:
+                if micro:
+                    assert p.grad is not None
+                    sums[name] = sums.get(name, 0) + p.grad.float()
+                    p.grad = None
+        losses.append(total)
+        gradients = {name: sums[name] if micro else p.grad for name, p in parameters}
+        scale = None
+        if clip is not None:
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
+            squares = sum(norm.double().square() for norm in norms)
+            norm = math.sqrt(float(squares))
+            scale = torch.tensor(clip / norm) if norm > clip else None
+        for number, (name, p) in enumerate(parameters):
+            chance = Chance(0, step, number)
+            part = Part(p.detach().view(-1), gradients[name].view(-1), lr, chance, scale, p.dim() > 1)
+            optimizer.update(part, states[name])
+            p.grad = None
+    return losses, bits(model)
+
+
+# Arrays that are held.
+
+
+_BY_TRITON = [
+    pytest.param(torch.bfloat16, True, id="bf16 by triton"),
+    *(
+        pytest.param(one, True, id=f"{one} by triton", marks=pytest.mark.slow)
+        for one in (torch.float16, torch.float32)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "triton"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float32, False), *_BY_TRITON],
+)
+def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    flat = (torch.randn(17_000) * 0.02).to(dtype)
+    flat[:6] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-30]).to(dtype)
+    flat = flat.to(device if triton else "cpu")
+    held = hold(flat.clone(), True, triton=triton)
+    assert isinstance(held, CodedByTriton if triton else CodedByNumba)
+    for fill in (0, 255):
+        buffer = torch.full((flat.nbytes + 512,), fill, dtype=torch.uint8, device=flat.device)
+        found = held.open(buffer)
+        assert torch.equal(found.view(torch.uint8), flat.view(torch.uint8))
+        found.mul_(1.5)  # what is read later is what was kept, not what lies in the buffer
+    held.close(flat * 2)
+    assert torch.equal(held.open(buffer).view(torch.uint8), (flat * 2).view(torch.uint8))
+    if dtype == torch.bfloat16:
+        assert held.nbytes < 0.70 * flat.nbytes
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(NeuzipError, match=r"weights of torch\.float64 cannot be held compressed"):
+        hold(torch.zeros(10, dtype=torch.float64), True)
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fifty_steps_give_the_bits_of_uncompressed_and_of_plain_training(optimizer: str, tied: bool) -> None:
+    lr = 0.05 if optimizer == "sgd" else 1e-3
+    ours = trained(llama(tied), 50, lr, optimizer=optimizer)
+    assert trained(llama(tied), 50, lr, optimizer=optimizer, compressed=False) == ours
+    assert plain(llama(tied), optimizer_of(optimizer), 50, lr) == ours
+    assert ours[1] != bits(llama(tied))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd-stochastic", "adamw"])
+def test_other_optimizers_give_the_bits_of_plain_training(optimizer: str) -> None:
+    ours = trained(llama(), 5, 0.01, optimizer=optimizer)
+    assert trained(llama(), 5, 0.01, optimizer=optimizer, compressed=False) == ours
+    assert plain(llama(), optimizer_of(optimizer), 5, 0.01) == ours
+
+
+def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
+    def small() -> Any:
+        return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
+
+    assert trained(small(), 1, optimizer="sgd", triton=True) == trained(small(), 1, compressed=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
+def test_a_gpu_gives_the_same_bits_compressed_or_not(optimizer: str) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        sizes = {"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+        lr = 1e-2 if optimizer == "sgd" else 1e-3
+        ways = ({"ahead": True}, {"ahead": False}, {"compressed": False})
+        runs = [trained(llama(**sizes).cuda(), 50, lr, 4, optimizer=optimizer, **way) for way in ways]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_decoding_ahead_and_coding_behind_changes_no_bit() -> None:
+    for options in ({"optimizer": "adamw8bit", "clip": 0.4}, {"optimizer": "sgd", "micro_batch": 1}):
+        assert trained(llama(), 6, 0.01, ahead=True, **options) == trained(llama(), 6, 0.01, **options)
+
+
+def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
+    class Unit:
+        def __init__(self) -> None:
+            self.places: list[int] = []
+
+        def decode(self, buffer: Tensor) -> list[Tensor]:
+            self.places.append(buffer.data_ptr())
+            return [buffer]
+
+        def code(self, flats: list[Tensor]) -> None:
+            pass
+
+    for number in (4, 5):
+        units = [Unit() for _ in range(number)]
+        desk = Desk(torch.device("cpu"), ahead=True)
+        desk.make_room(64)
+        for _ in range(2):
+            for way in (units, units[::-1]):
+                for unit, then in zip(way, [*way[1:], None], strict=True):
+                    with desk.opened(unit, changes=way is not units, then=then):
+                        pass
+                desk.settle()
+        assert all(len(set(unit.places)) == 1 and len(unit.places) == 4 for unit in units)
+        assert len({unit.places[0] for unit in units}) == 2
+
+
+def test_checksums_tell_weights_apart() -> None:
+    weight = torch.randn(9000).bfloat16()
+    swapped = weight.clone()
+    swapped[[3, 8500]] = weight[[8500, 3]]
+    zero, negative = torch.zeros(3), -torch.zeros(3)
+    assert checksum(weight) == checksum(weight.clone()) != checksum(swapped)
+    assert checksum(zero) != checksum(negative)
+
+
+def test_what_fails_beside_the_work_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train_compressed(llama(), ahead=True)
+
+    def fail(self: CodedByNumba, flat: Tensor) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(CodedByNumba, "close", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        trainer.step(batches(1)[0], 0.1)
+
+
+def test_clipping_in_two_passes_is_exact() -> None:
+    ours = trained(llama(), 6, optimizer="sgd", clip=0.4)
+    assert plain(llama(), SGD(), 6, clip=0.4) == ours
+    assert ours != trained(llama(), 6, optimizer="sgd")
+    assert trained(llama(), 6, optimizer="sgd", clip=1e6) == trained(llama(), 6, optimizer="sgd")
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    for tied in (False, True):
+        for clipping in ("two-pass", "running"):
+            trainer = train_compressed(llama(tied), clip=100.0, clipping=clipping)  # type: ignore[arg-type]
+            (batch,) = batches(1)
+            model = llama(tied)
+            model(input_ids=batch, labels=batch).loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            trainer.step(batch, 0.1)
+            assert trainer.norm == pytest.approx(float(norm), rel=0.01)
+
+
+def test_running_clipping_takes_the_norm_of_the_step_before() -> None:
+    first, second = batches(2)
+    trainer = train_compressed(llama(), clip=0.5, clipping="running")
+    trainer.step(first, 0.05)
+    norm = trainer.norm
+    assert norm is not None and norm > 0.5
+    trainer.step(second, 0.05)
+    other = train_compressed(llama())
+    other.step(first, 0.05)
+    other.clip, other.norm = norm, 0.0
+    other.step(second, 0.05 * 0.5 / norm)
+    a, b = ({n: p.detach() for n, p in t.release().named_parameters()} for t in (trainer, other))
+    assert all(torch.allclose(a[name].float(), b[name].float(), rtol=0.02, atol=1e-5) for name in a)
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    ours = trained(llama(), 5, rows=4, optimizer="sgd", micro_batch=1)
+    assert plain(llama(), SGD(), 5, rows=4, micro=1)[1] == ours[1]
+    assert trained(llama(), 5, rows=4, optimizer="sgd", micro_batch=1, compressed=False) == ours
+    whole = trained(llama(), 5, rows=4, optimizer="sgd")
+    assert ours[0] == pytest.approx(whole[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_tables_in_chunks_give_what_whole_ones_give(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({"optimizer": "adamw8bit"}, {"optimizer": "sgd", "clip": 0.4}):
+        whole = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
+        monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+        trainer = train_compressed(llama(tied, vocab_size=1024))
+        assert len(trainer.head.chunks) == len(trainer.embedding.chunks) == 4
+        parts = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
+        monkeypatch.undo()
+        # Sums over the vocabulary are made in another order, so bf16 may round the other way.
+        assert parts[0] == pytest.approx(whole[0], rel=1e-3)
+
+
+def test_chunks_of_a_head_give_its_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+    ours = trained(llama(dtype=torch.float32, vocab_size=1000), 1, 1.0, optimizer="sgd")
+    monkeypatch.undo()
+    whole = plain(llama(dtype=torch.float32, vocab_size=1000), SGD(), 1, 1.0)
+    assert ours[0] == pytest.approx(whole[0], rel=1e-6)
+    before = bits(llama(dtype=torch.float32, vocab_size=1000))
+    for name in whole[1]:
+        a, b, start = (
+            torch.frombuffer(bytearray(m[name]), dtype=torch.float32) for m in (ours[1], whole[1], before)
+        )
+        assert (a - b).norm() <= 1e-4 * (b - start).norm(), name
+
+
+# Other models, other batches.
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gpt_neox() -> Any:
+    config = transformers.GPTNeoXConfig(**SIZES)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8))
+
+
+def mistral() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
+
+
+def gemma2() -> Any:
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0, sliding_window=8)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gpt_neo() -> Any:
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPTNeoForCausalLM(config)
+
+
+def opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, pad_token_id=1,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [gpt2, gpt_neox, gpt_neo, qwen3, mistral, gemma2, opt])
+def test_decoders_get_the_gradients_that_autograd_gives(make: Callable[[], Any]) -> None:
+    torch.manual_seed(3)
+    model = make().float()
+    (batch,) = batches(1)
+    labels = batch.clone()
+    labels[0, :5] = -100
+    mask = torch.ones_like(batch)
+    mask[1, :3] = 0  # on the left
+    labels = labels.masked_fill(mask == 0, -100)
+    given = {"input_ids": batch, "labels": labels, "attention_mask": mask}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.train()
+    loss = model(**given, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    trainer = train_compressed(model)
+    assert trainer.loss(given) == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert trainer.step(given, 1.0) == pytest.approx(float(loss.detach()), rel=1e-5)
+    after = dict(trainer.release().named_parameters())
+    for name, gradient in expected.items():
+        error = (before[name] - after[name].detach() - gradient).norm()
+        assert error <= 1e-4 * gradient.norm() + 1e-6, name
+
+
+def test_dropout_is_the_same_forward_and_backward() -> None:
+    model = llama(dtype=torch.float32, attention_dropout=0.5)
+    (batch,) = batches(1)
+    given = {"input_ids": batch, "labels": batch}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(7)
+    model.train()
+    loss = model(**given, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    trainer = train_compressed(model)
+    torch.manual_seed(7)
+    assert trainer.step(given, 1.0) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, p in trainer.release().named_parameters():
+        error = (before[name] - p.detach() - expected[name]).norm()
+        assert error <= 1e-4 * expected[name].norm() + 1e-6, name
+
+
+def test_frozen_parameters_stay_and_others_are_trained() -> None:
+    model = llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1" in name or "norm" in name)
+    before = bits(model)
+    trainer = train_compressed(model, "adamw8bit")
+    for batch in batches(2):
+        trainer.step(batch, 1e-2)
+    after = bits(trainer.release())
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1} | {
+        name for name in changed if "norm" in name
+    }
+    assert any("layers.1.mlp" in name for name in changed) and not any("layers.0.mlp" in n for n in changed)
+
+
+def test_what_is_no_such_decoder_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8
+    )
+    with pytest.raises((NeuzipError, ValueError)):
+        train_compressed(transformers.T5ForConditionalGeneration(config))
+    model = llama()
+    forward = model.forward
+    model.forward = lambda *a, **k: _doubled(forward(*a, **k))
+    with pytest.raises(NeuzipError, match="do not follow each other in the usual way"):
+        train_compressed(model)
+
+
+def _doubled(out: Any) -> Any:
+    out.logits = 2 * out.logits + 1
+    return out
+
+
+def test_options_and_batches_without_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="there is no optimizer 'adam'"):
+        train_compressed(llama(), "adam")
+    with pytest.raises(UsageError, match="there is no clipping 'three'"):
+        train_compressed(llama(), clipping="three")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="clipped to 0"):
+        train_compressed(llama(), clip=0.0)
+    with pytest.raises(UsageError, match="rounds weights by chance"):
+        train_compressed(llama(dtype=torch.float32), "adamw8bit")
+    trainer = train_compressed(llama())
+    with pytest.raises(UsageError, match=r"a batch of the shape \(7,\)"):
+        trainer.step(torch.zeros(7, dtype=torch.int64), 0.1)
+    with pytest.raises(NeuzipError, match="tokens from 0 to 300, the model has 300"):
+        trainer.step(torch.tensor([[0, 300, 1]]), 0.1)
+    assert trainer.steps == 0
+
+
+def test_what_is_held_is_smaller() -> None:
+    trainer = train_compressed(llama(hidden_size=128, intermediate_size=256))
+    assert 0.6 * trainer.dense_bytes < trainer.stored_bytes < 0.7 * trainer.dense_bytes
+    assert train_compressed(llama(), compressed=False).stored_bytes == train_compressed(llama()).dense_bytes
+
+
+def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
+    trainer = neuzip.train_compressed(llama(), "adamw8bit")
+    losses = [trainer.step(batches(1)[0], 3e-3) for _ in range(15)]
+    trainer.save(tmp_path / "out")
+    assert losses[-1] < losses[0] - 0.5
+
+
+# On disk.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw8bit", "clip": 0.5, "clipping": "running"},
+        {"optimizer": "adamw", "micro_batch": 1},
+        {"optimizer": "sgd-stochastic"},
+    ],
+    ids=lambda options: options["optimizer"],
+)
+def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(options: dict[str, Any], tmp_path: Path) -> None:
+    given = batches(6)
+    whole = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
+    torch.manual_seed(5)
+    losses = [whole.step(batch, 1e-2) for batch in given]
+    first = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
+    torch.manual_seed(5)
+    begun = [first.step(batch, 1e-2) for batch in given[:3]]
+    first.save(tmp_path / "at3")
+    torch.manual_seed(99)
+    config = transformers.LlamaConfig.from_pretrained(tmp_path / "at3")
+    again = train_compressed(transformers.LlamaForCausalLM(config).bfloat16(), **options)
+    again.load(tmp_path / "at3")
+    assert again.steps == 3
+    assert begun + [again.step(batch, 1e-2) for batch in given[3:]] == losses
+    assert bits(again.release()) == bits(whole.release())
+
+
+def test_a_checkpoint_is_one_of_transformers_and_training_goes_on_after_it(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    other = train_compressed(llama(), "adamw8bit")
+    for batch in batches(2):
+        trainer.step(batch, 1e-2)
+        other.step(batch, 1e-2)
+        trainer.save(tmp_path / "out")  # replaces the one before
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    (batch,) = batches(1)
+    assert trainer.step(batch, 1e-2) == other.step(batch, 1e-2)
+    assert loaded.dtype == torch.bfloat16
+    assert not list(tmp_path.glob("*.neuzip-*"))
+    again = train_compressed(llama(), "adamw8bit")
+    again.load(tmp_path / "out")
+    assert bits(loaded) == bits(again.release())
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    with pytest.raises(UsageError, match="was trained with optimizer AdamW"):
+        train_compressed(llama()).load(tmp_path / "out")
+    with pytest.raises(NeuzipError, match="is of another model"):
+        train_compressed(llama(hidden_size=64), "adamw8bit").load(tmp_path / "out")
+    with pytest.raises(NeuzipError, match=r"has no neuzip-training\.safetensors"):
+        trainer.load(tmp_path)
+    (tmp_path / "out" / "neuzip-training.safetensors").write_bytes(b"nothing")
+    with pytest.raises(NeuzipError, match="is not a safetensors file"):
+        trainer.load(tmp_path / "out")
+
+
+# Several processes.
+
+_RANK = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from test_train_compressed import batches, bits, llama
+from neuzip.train.compressed import train_compressed
+import pickle
+torch.set_num_threads(1)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method={file!r}, rank=rank, world_size=2)
+found = []
+for optimizer, tied in (("sgd", False), ("adamw8bit", True)):
+    trainer = train_compressed(llama(tied), optimizer, clip=0.5)
+    losses = [trainer.step(batch[2 * rank : 2 * rank + 2], 0.01) for batch in batches(3, rows=4)]
+    found.append((losses, bits(trainer.release())))
+torch.save(found, {out!r} + str(rank))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
+    out = str(tmp_path / "found")
+    script = _RANK.format(tests=os.path.dirname(__file__), file=f"file://{tmp_path / 'meet'}", out=out)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen([sys.executable, "-P", "-c", script, str(rank)], env=environment, cwd=tmp_path)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    one, other = (torch.load(out + str(rank), weights_only=True) for rank in range(2))
+    assert one == other
+    for (losses, weights), (optimizer, tied) in zip(one, (("sgd", False), ("adamw8bit", True)), strict=True):
+        alone = trained(llama(tied), 3, 0.01, 4, optimizer=optimizer, clip=0.5, micro_batch=2)
+        assert losses == pytest.approx(alone[0], rel=1e-6)  # a loss is summed in another order
+        assert weights == alone[1]
+
+
+# Optimizers.
+
+
+def updated(optimizer: Optimizer, weight: Tensor, gradients: list[Tensor], lr: float = 1e-2) -> Tensor:
+    weight = weight.clone()
+    states = optimizer.new_states(weight.numel(), weight.device)
+    for step, gradient in enumerate(gradients, 1):
+        optimizer.update(Part(weight, gradient, lr, Chance(0, step, 0)), states)
+    return weight
+
+
+@pytest.fixture
+def problem() -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    return torch.randn(1000), [torch.randn(1000) * 10 ** torch.empty(1000).uniform_(-4, 0) for _ in range(20)]
+
+
+def test_adamw_is_that_of_torch(problem: tuple[Tensor, list[Tensor]]) -> None:
+    weight, gradients = problem
+    parameter = nn.Parameter(weight.clone())
+    theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient
+        theirs.step()
+    assert torch.allclose(updated(AdamW(), weight, gradients), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_in_8_bits_stays_close(problem: tuple[Tensor, list[Tensor]]) -> None:
+    weight, gradients = problem
+    exact, rough = (updated(AdamW(eight_bits=one), weight, gradients) for one in (False, True))
+    assert (exact - rough).norm() < 0.1 * (exact - weight).norm()
+
+
+def test_states_take_what_is_said() -> None:
+    states = AdamW(eight_bits=True).new_states(10 * BLOCK, torch.device("cpu"))
+    assert sum(state.nbytes for state in states.values()) == 10 * (2 * BLOCK + 8)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_an_update_does_not_depend_on_how_a_tensor_is_cut(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    torch.manual_seed(1)
+    weight, gradient = torch.randn(5 * BLOCK + 7).bfloat16(), torch.randn(5 * BLOCK + 7).bfloat16()
+    whole, cut = weight.clone(), weight.clone()
+    states = optimizer.new_states(weight.numel(), weight.device)
+    parts = [
+        optimizer.new_states(2 * BLOCK, weight.device),
+        optimizer.new_states(3 * BLOCK + 7, weight.device),
+    ]
+    for step in (1, 2):
+        optimizer.update(Part(whole, gradient, 0.01, Chance(4, step, 9)), states)
+        for own, mine in zip((slice(0, 2 * BLOCK), slice(2 * BLOCK, None)), parts, strict=True):
+            chance = Chance(4, step, 9, own.start)
+            optimizer.update(Part(cut[own], gradient[own], 0.01, chance), mine)
+    assert torch.equal(whole, cut)
+    assert not torch.equal(whole, weight)
+
+
+def test_pieces_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from neuzip.train import optimizers
+
+    weight, gradient = torch.randn(1000), torch.randn(1000)
+    assert optimizers.PIECE % BLOCK == optimizers.CPU_PIECE % BLOCK == 0
+    whole = updated(AdamW(eight_bits=True), weight, [gradient] * 3)
+    monkeypatch.setattr(optimizers, "CPU_PIECE", 2 * BLOCK)
+    assert torch.equal(updated(AdamW(eight_bits=True), weight, [gradient] * 3), whole)
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_triton_takes_the_same_step_of_adamw(decays: bool, device: torch.device) -> None:
+    torch.manual_seed(4)
+    n = 9 * BLOCK + 13
+    optimizer = AdamW(eight_bits=True, stochastic=True)
+    one, scale = torch.randn(n).bfloat16(), torch.tensor(0.7)
+    other = one.to(device, copy=True)
+    states = optimizer.new_states(n, one.device)
+    theirs = optimizer.new_states(n, device)
+    for step in (1, 2, 3):
+        gradient = (torch.randn(n) * 10 ** torch.empty(n).uniform_(-3, 0)).bfloat16()
+        gradient[0], gradient[BLOCK] = 0.0, -0.0
+        chance = Chance(8, step, 5, 3 * BLOCK)
+        optimizer.update(Part(one, gradient, 0.01, chance, scale, decays), states)
+        there = Part(other, gradient.to(device), 0.01, chance, scale.to(device), decays)
+        optimizer._update_by_triton(there, theirs)
+        for name, state in states.items():
+            a, b = state.float(), theirs[name].cpu().float()
+            assert torch.allclose(a, b, rtol=1e-5, atol=1.0 if not name.endswith("_top") else 0.0), name
+            assert (a - b).abs().gt(1e-5 * a.abs()).float().mean() < 0.01, name
+        assert torch.allclose(one.float(), other.cpu().float(), rtol=2**-7)
+        assert (one != other.cpu()).float().mean() < 0.01
+        theirs = {name: state.to(device, copy=True) for name, state in states.items()}
+        other.copy_(one)
+
+
+def test_triton_makes_nan_of_blocks_that_are_not_finite(device: torch.device) -> None:
+    optimizer = AdamW(eight_bits=True, stochastic=True)
+    weight, gradient = torch.ones(2, 3 * BLOCK, device=device).bfloat16()
+    gradient[BLOCK + 7], gradient[2 * BLOCK] = math.nan, math.inf
+    states = optimizer.new_states(3 * BLOCK, weight.device)
+    optimizer._update_by_triton(Part(weight, gradient, 0.01, Chance(0, 1, 0)), states)
+    assert states["first_top"].isfinite().tolist() == [True, False, False]
+    assert weight[:BLOCK].isfinite().all() and weight[BLOCK + 7].isnan()
+
+
+def test_decay_is_for_matrices() -> None:
+    weight = torch.ones(300)
+    for optimizer in (SGD(weight_decay=0.1), AdamW()):
+        for decays in (True, False):
+            own = weight.clone()
+            states = optimizer.new_states(300, own.device)
+            optimizer.update(Part(own, torch.zeros(300), 0.5, Chance(0, 1, 0), decays=decays), states)
+            assert torch.allclose(own, torch.full((300,), 0.95 if decays else 1.0))
+
+
+# States in 8 bits, and chance.
+
+
+def test_codes_are_right_in_expectation() -> None:
+    torch.manual_seed(2)
+    for signed in (True, False):
+        x = torch.randn(4 * BLOCK) if signed else torch.randn(4 * BLOCK).square()
+        decoded = [
+            quantized.decode(*quantized.encode(x, signed, Chance(0, step, 0), 0)) for step in range(400)
+        ]
+        one, mean = decoded[0], torch.stack(decoded).mean(0)
+        top = x.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+        assert ((one - x).abs() / top).max() < 0.017
+        assert (mean - x).norm() < 0.1 * (one - x).norm()
+
+
+def test_a_moment_that_decays_slowly_does_decay() -> None:
+    x = torch.full((BLOCK,), 0.5)
+    x[0] = 1.0  # keeps the scale of the block
+    for step in range(1000):
+        x = quantized.decode(*quantized.encode(x * 0.999, False, Chance(0, step, 0), 0))
+        x[0] = 1.0
+    assert float(x[1:].mean()) == pytest.approx(0.5 * 0.999**1000, rel=0.1)
+
+
+def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+    x = torch.zeros(3 * BLOCK - 5)
+    x[BLOCK + 3], x[2 * BLOCK] = math.inf, 2.0
+    found = quantized.decode(*quantized.encode(x, True, Chance(0, 1, 0), 0))
+    assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
+    assert found[BLOCK : 2 * BLOCK].isnan().all()
+    assert found[2 * BLOCK] == 2.0 and torch.equal(found[2 * BLOCK + 1 :], torch.zeros(BLOCK - 6))
+
+
+def test_weights_rounded_by_chance_are_neighbours_and_right_in_expectation() -> None:
+    x = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 1.0, 0.0, math.inf, math.nan, 3e38])
+    found = torch.stack(
+        [quantized.round_by_chance(x, torch.bfloat16, Chance(0, step, 0), 2).float() for step in range(2000)]
+    )
+    assert set(found[:, 0].tolist()) == {1.0, 1.0 + 2**-7}
+    assert found[:, 0].mean() == pytest.approx(1 + 2**-9, abs=3e-4)
+    assert found[:, 1].mean() == pytest.approx(-1 - 2**-9, abs=3e-4)
+    assert (found[:, 2] == 1).all() and (found[:, 3] == 0).all()
+    assert (found[:, 4] == math.inf).all() and found[:, 5].isnan().all()
+    with pytest.raises(TypeError):
+        quantized.round_by_chance(x, torch.float16, Chance(0, 1, 0), 2)
+
+
+def test_small_updates_are_lost_only_when_rounded_to_nearest() -> None:
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    for name, expected in (("sgd", 1.0), ("sgd-stochastic", 0.9)):
+        own = weight.clone()
+        for step in range(1, 101):
+            part = Part(own, torch.ones_like(own), 1e-3, Chance(0, step, 0))
+            optimizer_of(name).update(part, {})
+        assert float(own.float().mean()) == pytest.approx(expected, abs=2e-3)
+
+
+def test_chance_is_a_function_of_its_place() -> None:
+    device = torch.device("cpu")
+    words = Chance(1, 2, 3).words(1 << 16, 0, device)
+    assert torch.equal(words[5000:5010], Chance(1, 2, 3, 5000).words(10, 0, device))
+    assert words.unique().numel() == words.numel()
+    for other in (Chance(0, 2, 3), Chance(1, 1, 3), Chance(1, 2, 0)):
+        assert (other.words(1000, 0, device) == words[:1000]).sum() < 3
+    assert (Chance(1, 2, 3).words(1000, 1, device) == words[:1000]).sum() < 3
+    assert not torch.equal(Chance(1, 2, 3, 1 << 32).words(10, 0, device), words[:10])
+    ones = torch.stack([(words >> bit & 1).float().mean() for bit in range(32)])
+    assert ((ones - 0.5).abs() < 0.01).all()
+    neighbours = torch.corrcoef(torch.stack([words[:-1], words[1:]]).float())
+    assert abs(float(neighbours[0, 1])) < 0.02
+
+
+def test_a_trainer_has_a_type() -> None:
+    assert isinstance(train_compressed(llama(num_hidden_layers=1)), Trainer)

@@ -1,0 +1,179 @@
+"""What `neuzip train` is told: a TOML file of flat keys, checked before anything is loaded.
+
+| key              | default    |                                                                          |
+|------------------|------------|--------------------------------------------------------------------------|
+| model            |            | folder or Hub id of the model to train, or                               |
+| scratch, tokenizer |          | a config.json to begin from random weights, and a folder with a tokenizer |
+| texts            |            | files (.txt, .jsonl, .jsonl.gz), folders, hf://datasets/..., or demo     |
+| out              |            | folder for model, checkpoint, log.jsonl and loss.svg                     |
+| steps            |            | steps to take                                                            |
+| lr               |            | the highest learning rate                                                |
+| length, batch    | 512, 8     | tokens of a window, windows of a step                                    |
+| micro_batch      | batch      | windows that go through a layer at once                                  |
+| optimizer        | adamw8bit  | or sgd, sgd-stochastic, adamw                                            |
+| weight_decay     | as it is   | of matrices                                                              |
+| schedule         | cosine     | or linear, constant                                                      |
+| warm_up, least   | 0, 0.1     | steps of rising rates; the last rate, of lr                              |
+| clip, clipping   | 1.0, two-pass | largest global norm of gradients, 0 for any; or running               |
+| compressed       | true       | hold weights compressed while training                                   |
+| dtype            | bfloat16   | of a model from scratch; others have their own                           |
+| compress         | false      | write the model as a container                                           |
+| checkpoint_every | 0          | steps between checkpoints; 0 for one at the end                          |
+| budget_minutes   | none       | no step begins later                                                     |
+| seed             | 0          | of the order of windows, of chance, of random weights                    |
+| device           | auto       | or cpu, cuda                                                             |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuzip.errors import NeuzipError, UsageError
+
+from .loop import SHAPES, Schedule
+from .optimizers import Optimizer, optimizer_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FREE = ("steps", "out", "compress", "checkpoint_every", "budget_minutes", "device", "compressed")
+"""Keys that a run may go on with other values of; of `steps` rates depend, though."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """See the module. Relative paths begin in the current folder."""
+
+    texts: list[str]
+    out: Path
+    steps: int
+    lr: float
+    model: str | None = None
+    scratch: str | None = None
+    tokenizer: str | None = None
+    length: int = 512
+    batch: int = 8
+    micro_batch: int | None = None
+    optimizer: str = "adamw8bit"
+    weight_decay: float | None = None
+    schedule: str = "cosine"
+    warm_up: int = 0
+    least: float = 0.1
+    clip: float = 1.0
+    clipping: str = "two-pass"
+    compressed: bool = True
+    dtype: str = "bfloat16"
+    compress: bool = False
+    checkpoint_every: int = 0
+    budget_minutes: float | None = None
+    seed: int = 0
+    device: str = "auto"
+
+    def rates(self) -> Schedule:
+        """The learning rates."""
+        return Schedule(self.lr, self.steps, self.warm_up, self.least, self.schedule)  # type: ignore[arg-type]
+
+    def method(self) -> Optimizer:
+        """The optimizer."""
+        found = optimizer_of(self.optimizer)
+        if self.weight_decay is None:
+            return found
+        return dataclasses.replace(found, weight_decay=self.weight_decay)  # type: ignore[type-var]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a run that goes on is compared with."""
+        return {**dataclasses.asdict(self), "out": str(self.out)}
+
+    def require_same(self, before: dict[str, Any]) -> None:
+        """Raise UsageError where a run that goes on would become another one."""
+        for name, value in self.to_json().items():
+            if name not in FREE and before.get(name) != value:
+                raise UsageError(
+                    f"{self.out}: was begun with {name} = {before.get(name)!r}, now it is {value!r}",
+                    "give the same, or another out",
+                )
+
+
+def read(path: Path) -> Configuration:
+    """Read and check a file. Raises UsageError that names file and key."""
+    try:
+        given = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: is not TOML: {error}") from error
+    return checked(given, str(path))
+
+
+def checked(given: dict[str, Any], file: str) -> Configuration:
+    """A configuration of what a file gives. Raises UsageError."""
+    fields = {field.name: field for field in dataclasses.fields(Configuration)}
+    for key in given:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(fields)}"
+            raise UsageError(f"{file}: there is no key {key!r}", hint)
+    values = {key: _typed(file, key, fields[key].type, value) for key, value in given.items()}
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if missing:
+        raise UsageError(f"{file}: lacks {', '.join(missing)}", f"add a line such as {EXAMPLES[missing[0]]}")
+    found = Configuration(**values)
+    _require_sense(file, found)
+    return found
+
+
+EXAMPLES = {
+    "texts": 'texts = ["my.txt"]',
+    "out": 'out = "trained"',
+    "steps": "steps = 1000",
+    "lr": "lr = 1e-4",
+}
+
+_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "str": ((str,), "a string"),
+    "Path": ((str, Path), "a string"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+def _typed(file: str, key: str, annotation: Any, value: Any) -> Any:
+    kind = str(annotation).removesuffix(" | None")
+    if kind == "list[str]":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{file}: {key} is {value!r}", 'give a list of names, such as ["my.txt"]')
+        return texts
+    types, words = _KINDS[kind]
+    if type(value) not in types:  # true is an int to isinstance
+        raise UsageError(f"{file}: {key} is {value!r}", f"give {words}")
+    return types[-1](value)
+
+
+def _require_sense(file: str, found: Configuration) -> None:
+    if (found.model is None) == (found.scratch is None):
+        raise UsageError(
+            f"{file}: has to have one of model and scratch", "model trains on, scratch begins anew"
+        )
+    if (found.scratch is None) != (found.tokenizer is None):
+        raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or model alone")
+    for name in ("steps", "length", "batch"):
+        if getattr(found, name) < 1:
+            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 1 and more")
+    for name, choices in (
+        ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
+        ("dtype", ("bfloat16", "float16", "float32")),
+    ):  # fmt: skip
+        if getattr(found, name) not in choices:
+            raise UsageError(
+                f"{file}: there is no {name} {getattr(found, name)!r}", f"choose from {', '.join(choices)}"
+            )
+    found.rates(), found.method()

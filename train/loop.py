@@ -1,0 +1,239 @@
+"""The loop around training steps: learning rates, a log, checkpoints, a time budget, stops, a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from neuzip.compress.workspace import write_file
+from neuzip.errors import NeuzipError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Figures = dict[str, float]
+"""What is known of a step: step, loss, lr, tokens, seconds, tokens_per_second, memory_bytes, and more."""
+
+Shape = Literal["cosine", "linear", "constant"]
+SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates: from 0 up to `peak` in `warm_up` steps, then down to `least` times `peak` at the end.
+
+    Step `warm_up` - 1 has the peak, step `steps` - 1 the least.
+    """
+
+    peak: float
+    steps: int
+    warm_up: int = 0
+    least: float = 0.1
+    shape: Shape = "cosine"
+
+    def __post_init__(self) -> None:
+        if not (self.peak >= 0 and 0 <= self.least <= 1 and self.warm_up >= 0):
+            raise UsageError(
+                f"a schedule with the peak {self.peak}, least {self.least}, warm-up {self.warm_up}",
+                "give a peak of 0 and more, least between 0 and 1, a warm-up of 0 steps and more",
+            )
+        if self.shape not in SHAPES:
+            raise UsageError(f"there is no schedule {self.shape!r}", f"choose from {', '.join(SHAPES)}")
+
+    def __call__(self, step: int) -> float:
+        if step < self.warm_up:
+            return self.peak * (step + 1) / self.warm_up
+        if self.shape == "constant":
+            return self.peak
+        first = max(0, self.warm_up - 1)
+        done = min(1.0, (step - first) / max(1, self.steps - 1 - first))
+        left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.peak * (self.least + (1 - self.least) * left)
+
+
+def run(
+    step: Callable[[int, float], Figures],
+    *,
+    steps: int,
+    schedule: Callable[[int], float],
+    log: Path | None = None,
+    start: int = 0,
+    every: int | None = None,
+    checkpoint: Callable[[int], None] | None = None,
+    progress: Callable[[int, Figures], None] = lambda step, figures: None,
+    budget_seconds: float | None = None,
+) -> list[Figures]:
+    """Take the steps from `start` to `steps`: the figures of all, those of earlier runs from the log before.
+
+    step        step(number, lr) trains and returns at least "loss"; of "tokens" the speed is derived
+    log         JSON, a line a step; on resuming the lines from `start` on are written again
+    checkpoint  called with the number of steps taken, after `every` so many, and when the run is stopped;
+                not at its regular end, which is the caller's
+    budget_seconds  no step begins later
+
+    SIGINT and SIGTERM let the step end and a checkpoint be written, and then take the effect they usually
+    have; a second one has it at once. Raises NeuzipError when a loss is not finite.
+    """
+    earlier = _earlier(log, start)
+    found = list(earlier)
+    began = time.monotonic()
+    saved = start
+    with _log(log, earlier) as note, _signals() as caught:
+        for number in range(start, steps):
+            if caught or (budget_seconds is not None and time.monotonic() - began >= budget_seconds):
+                break
+            figures = _measured(step, number, schedule(number))
+            found.append(figures)
+            note(figures)
+            progress(number, figures)
+            if not math.isfinite(figures["loss"]):
+                raise NeuzipError(
+                    f"step {number}: the loss is {figures['loss']}",
+                    "go on from the last checkpoint with a lower learning rate, or with clipping",
+                )
+            if checkpoint is not None and every and (number + 1) % every == 0 and number + 1 < steps:
+                checkpoint(number + 1)
+                saved = number + 1
+        taken = start + len(found) - len(earlier)
+        if checkpoint is not None and saved < taken < steps:
+            checkpoint(taken)
+    if caught:
+        signal.raise_signal(caught[0])
+    return found
+
+
+def _measured(step: Callable[[int, float], Figures], number: int, lr: float) -> Figures:
+    began = time.perf_counter()
+    own = step(number, lr)
+    seconds = time.perf_counter() - began
+    figures: Figures = {"step": number, "loss": own["loss"], "lr": lr, **own, "seconds": seconds}
+    if "tokens" in own:
+        figures["tokens_per_second"] = own["tokens"] / seconds
+    return {**figures, "memory_bytes": peak_memory()}
+
+
+def peak_memory() -> int:
+    """The most bytes so far: of torch's tensors on its GPU if that is in use, else of this process."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read_log(path: Path) -> list[Figures]:
+    """The figures of a log. Raises NeuzipError for what is none; a last line cut short is left out."""
+    found: list[Figures] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # a run was killed while it wrote
+                break
+            raise NeuzipError(f"{path}: line {number} is not JSON: {error.msg}") from error
+    return found
+
+
+def _earlier(log: Path | None, start: int) -> list[Figures]:
+    """What the log has of the steps before `start`."""
+    if log is None or not start or not log.exists():
+        return []
+    return [figures for figures in read_log(log) if figures["step"] < start]
+
+
+@contextmanager
+def _log(log: Path | None, earlier: Sequence[Figures]) -> Iterator[Callable[[Figures], None]]:
+    """A function that adds a line, of which all are in the file as soon as it returns."""
+    if log is None:
+        yield lambda figures: None
+        return
+    write_file(log, "".join(json.dumps(figures) + "\n" for figures in earlier).encode())
+    with open(log, "a", encoding="utf-8") as file:
+
+        def note(figures: Figures) -> None:
+            file.write(json.dumps(figures) + "\n")
+            file.flush()
+
+        yield note
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A list that the first SIGINT or SIGTERM is put in, instead of ending the process."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread may say what signals do
+        return
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        restore()
+
+    for one in before:
+        signal.signal(one, catch)
+    try:
+        yield caught
+    finally:
+        restore()
+
+
+INK, ACCENT, FAINT = "#333333", "#2a6f97", "#e6e6e6"
+
+
+def picture_of_losses(figures: Sequence[Figures], path: Path) -> None:
+    """Draw losses, one by one and smoothed, as SVG or PNG. The same figures give the same bytes."""
+    if path.suffix not in (".svg", ".png"):
+        raise UsageError(f"{path}: is neither .svg nor .png", "choose a name that ends in one of them")
+    from matplotlib import style
+
+    target = io.BytesIO()
+    nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    metadata = nothing if path.suffix == ".svg" else {"Software": None}
+    with style.context(["default", {"svg.hashsalt": "neuzip"}]):
+        _draw(figures).savefig(target, format=path.suffix[1:], dpi=200, metadata=metadata)
+    write_file(path, target.getvalue())
+
+
+def _draw(figures: Sequence[Figures]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    steps = [one["step"] + 1 for one in figures]
+    losses = [one["loss"] for one in figures]
+    axes.plot(steps, losses, color=ACCENT, alpha=0.35 if len(steps) > 20 else 1, linewidth=0.8)
+    if len(steps) > 20:
+        axes.plot(steps, smoothed(losses, len(losses) // 20), color=ACCENT, linewidth=1.6)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss (nats a token)", color=INK)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The means of each value and those before it, `window` of them or as many as there are."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    firsts = [max(0, end - window) for end in range(1, len(sums))]
+    return [(sums[end] - sums[first]) / (end - first) for end, first in enumerate(firsts, 1)]

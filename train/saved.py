@@ -1,0 +1,185 @@
+"""A training run on disk: a checkpoint of Hugging Face's form, and beside it a file with all else it takes.
+
+`neuzip-training.safetensors` has the optimizer's states as STATE/PARAMETER, in flat order whatever chunks
+they were kept in, and the states of random generators as chance/PROCESS/NUMBER. Its metadata are steps, norm,
+seed and the optimizer with its numbers. Weights are those of the checkpoint itself, which is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import PICKLES, find_checkpoint
+from neuzip.runtime.load import load_model, quiet_transformers
+
+from .optimizers import States
+from .units import Slot
+
+if TYPE_CHECKING:
+    from .compressed import Trainer
+
+STATE_FILE = "neuzip-training.safetensors"
+VERSION = "1"
+
+
+def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> None:
+    """See `Trainer.save`."""
+    chances = _gathered_chances(trainer) if resumable else []
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        recover(folder)
+        with workspace(folder) as work:
+            clear(work, overwrite=True)
+            with writing(work):
+                _write_model(trainer, work, like)
+                if resumable:
+                    _write_state(trainer, work, chances)
+            publish(work, folder)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _write_model(trainer: Trainer, work: Path, like: Path | None) -> None:
+    with trainer.dense("cpu") as model, quiet_transformers():
+        model.save_pretrained(work)
+    if like is not None:
+        checkpoint = find_checkpoint(like)
+        for file in checkpoint.others:
+            keep = not file.endswith((".index.json", STATE_FILE, *PICKLES))
+            if keep and not (work / file).exists():
+                copy_file(checkpoint.root / file, work / file)
+
+
+def _write_state(trainer: Trainer, work: Path, chances: list[list[Tensor]]) -> None:
+    tensors = {f"{name}/{slot.name}": whole for slot, name, whole in _whole_states(trainer)}
+    for process, states in enumerate(chances):
+        tensors |= {f"chance/{process}/{number}": state for number, state in enumerate(states)}
+    facts = {"steps": trainer.steps, "norm": trainer.norm, "seed": trainer.seed, **_method(trainer)}
+    save_file(tensors, work / STATE_FILE, {"version": VERSION, "training": json.dumps(facts)})
+
+
+def _method(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same for a run to go on as if it had not been stopped."""
+    return {
+        "optimizer": repr(trainer.optimizer), "clip": trainer.clip,
+        "clipping": trainer.clipping if trainer.clip is not None else None,
+    }  # fmt: skip
+
+
+def _kept(trainer: Trainer) -> Iterator[tuple[Slot, list[States], list[int]]]:
+    """All parameters with their states, in chunks of so many elements."""
+    tables = {table.slot: table for table in (trainer.embedding, trainer.head)}
+    for slot in trainer._slots():
+        if slot in tables:
+            yield slot, tables[slot].states, [held.numel for _, held in tables[slot].chunks]
+        else:
+            yield slot, [slot.states], [slot.numel]
+
+
+def _whole_states(trainer: Trainer) -> Iterator[tuple[Slot, str, Tensor]]:
+    for slot, chunks, _ in _kept(trainer):
+        for name in chunks[0]:
+            yield slot, name, torch.cat([states[name] for states in chunks]).cpu()
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    """See `Trainer.load`."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise NeuzipError(f"{folder}: has no {STATE_FILE}", "give a folder that training wrote")
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = _facts(path, file.metadata())
+            _require_same(path, facts, trainer)
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise FormatError(path, f"is not a safetensors file: {error}") from error
+    weights = dict(load_model(folder, attention=False).named_parameters())
+    for slot in trainer._slots():
+        if slot.name not in weights or weights[slot.name].shape != slot.shape:
+            raise NeuzipError(
+                f"{folder}: is of another model: {slot.name} does not fit", "load that model first"
+            )
+        if weights[slot.name].dtype != slot.dtype:
+            raise NeuzipError(
+                f"{folder}: {slot.name} is {weights[slot.name].dtype}, the model in training {slot.dtype}",
+                "load the model in the dtype that it was trained in",
+            )
+    trainer._set_weights({name: weight.detach() for name, weight in weights.items()})
+    for slot, chunks, sizes in _kept(trainer):
+        _put_back(path, trainer, slot, chunks, sizes, tensors)
+    trainer.steps, trainer.norm, trainer.seed = facts["steps"], facts["norm"], facts["seed"]
+    _restore_chances(trainer, tensors)
+
+
+def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+    metadata = metadata or {}
+    if metadata.get("version") != VERSION:
+        raise FormatError(path, f"has version {metadata.get('version')}, not {VERSION}", field="version")
+    try:
+        facts = json.loads(metadata["training"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise FormatError(path, "is not what training writes", field="training") from error
+    if not isinstance(facts, dict) or not {"steps", "norm", "seed", "optimizer"} <= facts.keys():
+        raise FormatError(path, "lacks facts", field="training")
+    return facts
+
+
+def _require_same(path: Path, facts: dict[str, Any], trainer: Trainer) -> None:
+    for name, value in _method(trainer).items():
+        if facts.get(name) != value:
+            raise UsageError(
+                f"{path}: was trained with {name} {facts.get(name)}, now it is {value}",
+                "give the same, or begin a new run from these weights",
+            )
+
+
+def _put_back(
+    path: Path,
+    trainer: Trainer,
+    slot: Slot,
+    chunks: list[States],
+    sizes: list[int],
+    tensors: dict[str, Tensor],
+) -> None:
+    at: dict[str, int] = {}
+    for states, size in zip(chunks, sizes, strict=True):
+        states.clear()
+        for name, fresh in trainer.optimizer.new_states(size, trainer.device).items():
+            whole = tensors.get(f"{name}/{slot.name}")
+            if whole is None:  # frozen, or never used
+                break
+            start = at.get(name, 0)
+            part = whole[start : start + fresh.numel()]
+            if part.shape != fresh.shape or part.dtype != fresh.dtype:
+                raise FormatError(path, "does not fit its weight", tensor=f"{name}/{slot.name}")
+            states[name] = fresh.copy_(part)
+            at[name] = start + fresh.numel()
+
+
+def _gathered_chances(trainer: Trainer) -> list[list[Tensor]]:
+    """The states of random generators of all processes, where there is dropout."""
+    own = [state.cpu() for state in trainer._chances()]
+    if not dist.is_initialized() or not own:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _restore_chances(trainer: Trainer, tensors: dict[str, Tensor]) -> None:
+    process = dist.get_rank() if dist.is_initialized() else 0
+    if trainer._chances() and f"chance/{process}/0" in tensors:
+        torch.set_rng_state(tensors[f"chance/{process}/0"])
+        if f"chance/{process}/1" in tensors and trainer.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"chance/{process}/1"], trainer.device)
