@@ -43,7 +43,7 @@ class Windows:
     length: int
     per_batch: int
     seed: int
-    _orders: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict, repr=False)
+    _orders: dict[int, npt.NDArray[np.int64]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.per_batch < 1:
