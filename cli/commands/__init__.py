@@ -8,7 +8,7 @@ from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
     "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "train", "patch-attention", "layers", "export", "push", "demo",
+    "ternarize", "recover", "train", "patch-attention", "layers", "export", "push", "demo",
 )  # fmt: skip
 
 RESUMABLE = ("compress", "decompress", "sweep", "recover")

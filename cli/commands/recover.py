@@ -1,0 +1,243 @@
+"""neuzip recover: train a ternary model until it predicts as the original does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.threads import let_threads_sleep
+from neuzip.errors import NeuzipError, UsageError
+
+if TYPE_CHECKING:
+    from neuzip.eval.divergence import Comparison
+    from neuzip.train.recovery import Recovered
+
+EXAMPLES = [
+    "neuzip recover my-model --text my.txt --budget 30m --out tern",
+    "neuzip recover my-model --text a.txt --text b.jsonl --steps 999 --out t",
+    "neuzip recover tern --base my-model --text my.txt --budget 2h --out better",
+    "neuzip compress tern small --ternary",
+    "",
+    "Inputs of 8 bits, then of 4, with the latent weights and moments kept:",
+    "neuzip recover my-model --text my.txt --budget 30m --out b --keep-state s",
+    "neuzip recover b --base my-model --text my.txt --budget 5m --from-state s \\",
+    "  --activations a4.8 --lr 1e-4 --out a",
+]
+
+WINDOW = 512
+"""Tokens of a window, if the model has so many positions."""
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def command(
+    src: options.ModelArgument,
+    text: Annotated[
+        list[Path],
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Train on this text, or .jsonl[.gz]; repeatable",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--out", metavar="DST", help="Write the result there", show_default=False)
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Original, which SRC was made of; SRC itself if not given"),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Train for so long: 90s, 30m, 2h")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Train for N steps, however long they take")
+    ] = None,
+    activations: Annotated[
+        Literal["b1.58", "a4.8", "a4.8-fp4", "none"],
+        typer.Option(help="Quantise inputs so while training, and record it"),
+    ] = "b1.58",
+    group: Annotated[
+        Literal["tensor", "row"], typer.Option(help="Let a tensor or a row share a scale, if SRC is dense")
+    ] = "tensor",
+    scales: Annotated[
+        Literal["learned", "absmean"],
+        typer.Option(help="Learn scales, or take the mean magnitude of latent weights as BitNet does"),
+    ] = "learned",
+    sub_norms: Annotated[
+        bool, typer.Option("--sub-norms", help="Add norms before o_proj and down_proj (SubLN), to a Llama")
+    ] = False,
+    strength: Annotated[
+        float,
+        typer.Option(metavar="SHARE", min=0, max=1, help="Warm quantisation up in this share of the steps"),
+    ] = 0.0,
+    lr: Annotated[float, typer.Option(metavar="RATE", min=0, help="Learning rate at its peak")] = 3e-4,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Tokens of a window; 512, or what the model can")
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Windows of a step")] = 16,
+    kld: Annotated[
+        float, typer.Option(metavar="W", min=0, help="Weight of the divergence from the original")
+    ] = 1.0,
+    hidden: Annotated[
+        float, typer.Option(metavar="W", min=0, help="Weight of the distance of hidden states")
+    ] = 0.0,
+    cross_entropy: Annotated[
+        float, typer.Option(metavar="W", min=0, help="Weight of the loss against the text itself")
+    ] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0, help="Divide logits by this for the divergence")
+    ] = 1.0,
+    noise: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=1, help="Replace so many input tokens by random ones")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Order of windows, and noise")] = 0,
+    from_state: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Begin with what --keep-state left")
+    ] = None,
+    keep_state: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Leave latent weights and moments there")
+    ] = None,
+    eval_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Compare with the original on this, before and after, as eval does"
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of it")
+    ] = 16384,
+    device: options.RunDeviceOption = "auto",
+    overwrite: options.OverwriteOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Train a model with ternary weights until it predicts as the original does
+
+    A SRC that is not ternary is made so first. What is written has ternary weights, exactly, and says in
+    config.json what its inputs are to be quantised to; beside it lie recovery.jsonl, a line a step, and
+    recovery.svg. A run that was stopped goes on when the same command is given again.
+    """
+    out = Output(json=json, quiet=quiet)
+    if (budget is None) == (steps is None):
+        raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
+    seconds = None if budget is None else seconds_of(budget)
+    let_threads_sleep()
+    import torch
+
+    from neuzip.compress.workspace import require_name
+    from neuzip.eval.head import HeadedModel
+    from neuzip.eval.texts import read_text
+    from neuzip.eval.yardstick import Yardstick
+    from neuzip.formats.hub import resolve_source
+    from neuzip.runtime.generate import choose_device, positions
+    from neuzip.runtime.load import load_config, load_model, load_tokenizer
+    from neuzip.train import recovery
+    from neuzip.train.distillation import Weights
+    from neuzip.train.latent_model import runnable
+    from neuzip.train.text import Windows
+
+    require_name(output)
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    original = path if base is None else resolve_source(base, note=out.status, progress=out.watched)
+    recovery.require_free(path, output, overwrite)
+    most = positions(load_config(original))
+    if length is not None and most is not None and length > most:
+        raise UsageError(f"--length {length}: {original} has {most} positions", f"give {most} or less")
+    window = length or min(WINDOW, most or WINDOW)
+    settings = recovery.Settings(
+        activations=activations, group=group, scales=scales, sub_norms=sub_norms, lr=lr, strength=strength,
+        loss=Weights(kld, cross_entropy, hidden, temperature), noise=noise, length=window, batch=batch,
+        seed=seed,
+    )  # fmt: skip
+    where = choose_device(device)
+    tokenizer = load_tokenizer(original)
+    windows = Windows.of(tokenizer, text, length=window, batch=batch, seed=seed)
+    judge = None
+    if eval_text is not None:
+        judge = Yardstick(original, read_text(eval_text), max_tokens=max_tokens, device=device)
+        teacher = judge.model
+    else:
+        teacher = load_model(original, torch.float32 if where.type == "cpu" else None, where, attention=False)
+    course = recovery.Recovery.begin(path, teacher, windows, settings)
+    found: dict[str, Comparison] = {}
+
+    def compare(when: str, model: Any) -> None:
+        if judge is not None:
+            with out.progress(f"evaluate {when}", judge.tokens, unit="tokens") as advance:
+                found[when] = judge.compare(HeadedModel(model), advance)
+            show(out, when, found[when])
+
+    def start(course: recovery.Recovery, taken: int) -> None:
+        going_on = f", of which {taken} were taken before" if taken else ""
+        out.status(f"{course.steps} steps of {windows.per_batch * windows.length} tokens{going_on}")
+        for layer in course.latent.values():
+            layer.strength = 1.0
+        compare("before", course.student)
+
+    with out.progress("recover", steps, unit="steps") as advance:
+        result = recovery.recover(
+            course, path, output, steps=steps, seconds=seconds, from_state=from_state,
+            keep_state=keep_state, overwrite=overwrite, on_start=start, on_step=lambda *_: advance(1),
+        )  # fmt: skip
+    if judge is not None:
+        compare("after", runnable(output, None, where, judge.dtype))
+    figures = finish(out, output, result, windows)
+    out.result(
+        {
+            "src": path, "base": original, "dst": output, "settings": settings, **figures,
+            "before": found.get("before"), "after": found.get("after"), "device": str(where),
+        },
+        quiet=[output],
+    )  # fmt: skip
+
+
+def seconds_of(text: str) -> float:
+    """A time such as 90s, 30m or 1.5h in seconds. Raises UsageError.
+
+    >>> seconds_of("90s"), seconds_of("1.5h")
+    (90.0, 5400.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None or not float(found[1]):
+        raise UsageError(f"--budget {text}: is no time", "give a number and s, m or h, such as 30m")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def show(out: Output, when: str, found: Comparison) -> None:
+    """A line of how far a model is from the original."""
+    ratio, kld = found.perplexity_ratio, found.kld.mean
+    out.text(
+        f"{when:6}  perplexity {ratio.value:.4f} times the original's, divergence {kld.value:.4f} nats,"
+        f" the same first choice for {found.top_1.value:.1%}"
+    )
+
+
+def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str, Any]:
+    """Say what was done, and give it as figures."""
+    figures = result.figures
+    if not figures:
+        raise NeuzipError("the budget was too short for a single step", "give more time")
+    seconds = sum(one["seconds"] for one in figures)
+    tokens = int(sum(one["tokens"] for one in figures))
+    weights = sum(one.codes.numel() for one in result.ternary.values())
+    if not result.is_complete:
+        out.warning(f"the budget ended after {len(figures)} of {result.steps} steps")
+    out.text(
+        f"{len(figures)} steps, {tokens:,} tokens ({tokens / windows.tokens:.1f} times the text) in"
+        f" {seconds_text(seconds)}, {tokens / seconds:,.0f} a second"
+    )
+    out.text(f"{dst}: {len(result.ternary)} tensors with {weights:,} weights are ternary")
+    out.status(f"smaller: neuzip compress {dst} {dst}.nz --ternary")
+    return {
+        "steps": len(figures), "planned_steps": result.steps, "resumed_at": result.resumed_at,
+        "tokens": tokens, "text_tokens": windows.tokens, "seconds": seconds,
+        "tokens_per_second": tokens / seconds, "tensors": sorted(result.ternary), "weights": weights,
+        "last": figures[-1],
+    }  # fmt: skip

@@ -1,0 +1,505 @@
+"""Recovery of a model whose linear weights are ternary: trained on, with the original as its teacher.
+
+    course = Recovery.begin(SRC, base, windows, settings)
+    recover(course, SRC, DST, seconds=1800)
+
+The weights in training are latent (see `straight_through`). They begin as those of the original, moved to
+where the codes of the converted model are; so training begins with the quality of the conversion. What is
+stored at the end are the codes and scales that were trained, in the checkpoint's dtype.
+
+| what                  | here                                | BitNet b1.58                     |
+|-----------------------|-------------------------------------|----------------------------------|
+| scale of a matrix     | learned, or absmean                 | absmean                          |
+| quantisation at first | in full, or warmed up               | in full                          |
+| loss                  | divergence from the original        | cross-entropy                    |
+| everything else       | trained in fp32, bf16 products      | bf16                             |
+
+The second stage, a4.8, goes on from the latent weights and moments of the first (`load_state`), as the paper
+(arXiv 2411.04965, section 3.2) does for the last 5 % of its tokens. A course is a
+function of its seed, up to the order in which a GPU's attention adds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from neuzip.compress.workspace import (
+    clear,
+    copy_file,
+    publish,
+    refuse_existing,
+    refuse_nesting,
+    remove,
+    workspace,
+    write_file,
+    writing,
+)
+from neuzip.compress.workspace import recover as undo_half_publish
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import PICKLES, find_checkpoint
+from neuzip.kernels.quantizers import Ternary
+from neuzip.runtime import bitlinear
+from neuzip.runtime.load import load_config, load_model, quiet_transformers
+
+from .distillation import Weights, head_loss, hidden_loss
+from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
+from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
+from .straight_through import Group, LatentLinear
+from .sub_norms import with_sub_norms
+from .ternary import Recipe, convert
+from .text import Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STATE_FILE = "recovery.safetensors"
+VERSION = "1"
+
+SEEN_TOKENS = 65_536
+"""Tokens of the training text that a conversion sees, at most, and what a window of them has."""
+SEEN_WINDOW = 512
+
+STATE_FOLDER, LOG, PICTURE, SETTINGS = "state", "recovery.jsonl", "recovery.svg", "recovery.json"
+"""What stands beside a model in its folder; the state only until the model is there."""
+
+CHECKPOINTS = 10
+"""So often is the state written."""
+
+TRIAL_STEPS, TRIAL_SECONDS = 4, 10.0
+"""What is tried at least to tell how long a step takes; the first does not count."""
+
+USED = 0.97
+"""Share of a budget that is planned for: checkpoints take time, and steps are not all alike."""
+
+DRAWN = 2000
+"""Steps that a picture has, at most."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is recovered.
+
+    activations   a mode of `bitlinear`: what inputs are quantised to
+    group         what shares a scale where SRC is not ternary yet: "tensor", as in b1.58, or "row"
+    sub_norms     an RMSNorm more before o_proj and down_proj (SubLN), see `sub_norms`
+    scales        "learned" from those of the conversion, or "absmean" of the latent weights
+    lr            of latent weights and of all else, at its peak; `scale_lr` times that of learned log-scales
+    lr_warm_up    share of the steps in which the rate rises; then it falls as `shape` says to `least` of it
+    strength      share of the steps in which quantisation is warmed up from 0 to 1
+    loss          what is learned
+    noise         share of the input tokens that are random ones, for teacher and student alike
+    clip          largest norm of the gradients of all parameters together
+    decay         of matrices, latent ones too
+    length, batch tokens of a window, and windows of a step; what the `windows` have
+    """
+
+    activations: str = "b1.58"
+    group: Literal["tensor", "row"] = "tensor"
+    scales: Literal["learned", "absmean"] = "learned"
+    sub_norms: bool = False
+    lr: float = 3e-4
+    scale_lr: float = 1.0
+    lr_warm_up: float = 0.02
+    shape: Shape = "cosine"
+    least: float = 0.02
+    strength: float = 0.0
+    loss: Weights = field(default_factory=Weights)
+    noise: float = 0.0
+    clip: float = 1.0
+    decay: float = 0.0
+    length: int = 512
+    batch: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bitlinear.Activations.of(self.activations)
+        for name in ("lr_warm_up", "strength", "noise", "least"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it is a share, from 0 to 1")
+        if min(self.loss.divergence, self.loss.cross_entropy, self.loss.hidden) < 0 or not (
+            self.loss.divergence or self.loss.cross_entropy or self.loss.hidden
+        ):
+            raise UsageError("nothing is to be learned", "give at least one loss a weight above 0")
+        if not self.loss.temperature > 0:
+            raise UsageError(f"a temperature of {self.loss.temperature}", "give one above 0")
+
+
+class Recovery:
+    """A model in recovery; see the module.
+
+    student  the model in training, its layers LatentLinear and all parameters fp32
+    base     the original, not changed
+    steps    how many there are to be
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        base: PreTrainedModel,
+        windows: Windows,
+        settings: Settings,
+        dtype: torch.dtype,
+    ) -> None:
+        self.student, self.base = student, base.requires_grad_(False)
+        for model in (student, base):
+            nn.Module.train(model, False)  # no dropout: teacher and student see the same
+            require_plain_head(model)
+        self.windows, self.settings, self.dtype = windows, settings, dtype
+        self.device = student.device
+        self.steps = 1
+        self.latent = {
+            name: module for name, module in student.named_modules() if isinstance(module, LatentLinear)
+        }
+        self.optimizer = self._new_optimizer()
+
+    @classmethod
+    def begin(
+        cls,
+        src: str | os.PathLike[str],
+        base: PreTrainedModel,
+        windows: Windows,
+        settings: Settings,
+    ) -> Recovery:
+        """From a checkpoint that is ternary, or is made so now; on the device of `base`.
+
+        Raises NeuzipError for a model that is not like `base`, or is another one and not ternary.
+        """
+        student = load_model(src, torch.float32, base.device, attention=False)
+        dtype = load_config(src).dtype
+        if not isinstance(dtype, torch.dtype):
+            dtype = base.dtype
+        starts = ternary_layers(student)
+        original = str(base.config.name_or_path)
+        if not starts and Path(src).resolve() != Path(original).resolve():
+            raise NeuzipError(
+                f"{src}: has no weights that are ternary with a scale a tensor or a row",
+                f"neuzip ternarize {original} makes some; or recover that itself",
+            )
+        if settings.sub_norms:
+            student = with_sub_norms(student, _seen(windows, base.device))
+        if not starts and settings.scales == "learned":
+            recipe = Recipe("error-feedback", "row" if settings.group == "row" else None)
+            found = convert(student, recipe, _seen(windows, base.device))
+            starts = {name.removesuffix(".weight"): one for name, one in found.items()}
+        group: Group = "row" if settings.group == "row" else None
+        make_latent(student, base, starts, settings.activations, settings.scales == "learned", group, dtype)
+        return cls(student, base, windows, settings, dtype)
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        matrices: list[Tensor] = []
+        scales: list[Tensor] = []
+        others: list[Tensor] = []
+        for name, parameter in self.student.named_parameters():
+            kind = scales if name.endswith("log_scale") else matrices if parameter.dim() > 1 else others
+            kind.append(parameter)
+        groups = [
+            {"params": matrices, "factor": 1.0, "weight_decay": self.settings.decay},
+            {"params": others, "factor": 1.0, "weight_decay": 0.0},
+            {"params": scales, "factor": self.settings.scale_lr, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), eps=1e-8,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+
+    def schedule(self) -> Schedule:
+        """The learning rates of all steps."""
+        s = self.settings
+        return Schedule(s.lr, self.steps, round(s.lr_warm_up * self.steps), s.least, s.shape)
+
+    def step(self, number: int, lr: float) -> Figures:
+        """Train on the windows of a step; figures as `loop.run` wants them."""
+        strength = self.strength(number)
+        for layer in self.latent.values():
+            layer.strength = strength
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
+        self.optimizer.zero_grad(set_to_none=True)
+        figures = self._losses(number)
+        parameters = [p for p in self.student.parameters() if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip)
+        self.optimizer.step()
+        return {**figures, "norm": float(norm), "strength": strength}
+
+    def strength(self, number: int) -> float:
+        """How much of the quantisation a step has: lambda, rising linearly to 1."""
+        rising = round(self.settings.strength * self.steps)
+        return min(1.0, number / rising) if rising else 1.0
+
+    def _losses(self, number: int) -> Figures:
+        """Gradients of a step's loss, and what it was."""
+        weights = self.settings.loss
+        batch = self.windows.batch(number)
+        ids, targets = self._noisy(batch[:, :-1], number).to(self.device), batch[:, 1:].to(self.device)
+        deep = weights.hidden > 0
+        with torch.no_grad():
+            teacher = self.base.base_model(ids, use_cache=False, output_hidden_states=deep)
+        with self._autocast():
+            found = self.student.base_model(ids, use_cache=False, output_hidden_states=deep)
+        losses = head_loss(
+            found.last_hidden_state.flatten(0, 1).float(), head_weight(self.student),
+            teacher.last_hidden_state.flatten(0, 1), head_weight(self.base), targets.flatten(), weights,
+        )  # fmt: skip
+        total = losses.total
+        figures: dict[str, Tensor] = {"kld": losses.divergence, "nll": losses.cross_entropy}
+        if deep:
+            figures["hidden"] = hidden_loss(found.hidden_states[1:], teacher.hidden_states[1:])
+            total = total + weights.hidden * figures["hidden"]
+        total.backward()  # type: ignore[no-untyped-call]
+        figures = {"loss": total.detach(), **figures}
+        values = torch.stack([value.detach() for value in figures.values()]).tolist()
+        return {**dict(zip(figures, values, strict=True)), "tokens": ids.numel()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.device.type == "cpu":
+            return nullcontext()  # bf16 products are slow there
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def _noisy(self, ids: Tensor, number: int) -> Tensor:
+        """With some tokens replaced by others, by a choice that is a function of seed and step."""
+        if not self.settings.noise:
+            return ids
+        chance = torch.Generator().manual_seed((self.settings.seed << 32) + number)
+        others = torch.randint(self.base.config.vocab_size, ids.shape, generator=chance)
+        return torch.where(torch.rand(ids.shape, generator=chance) < self.settings.noise, others, ids)
+
+    def fit(self, seconds: float) -> int:
+        """Set `steps` to what fits into `seconds`, by the time of a few steps that change nothing."""
+        self.steps = 1
+        states = self._moments()
+        taken: list[float] = []
+        while len(taken) < TRIAL_STEPS or sum(taken[1:]) < min(TRIAL_SECONDS, seconds / 100):
+            began = time.perf_counter()
+            self.step(1, 0.0)
+            taken.append(time.perf_counter() - began)
+        self._set_moments(states)
+        self.optimizer.zero_grad(set_to_none=True)
+        usual = statistics.median(taken[1:])
+        self.steps = max(1, math.floor(USED * (seconds - sum(taken)) / usual))
+        return self.steps
+
+    def _moments(self) -> dict[str, Tensor]:
+        """The optimizer's states by MOMENT/PARAMETER, on the CPU."""
+        return {
+            f"{kind}/{name}": value.detach().cpu().clone()
+            for name, parameter in self.student.named_parameters()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def _set_moments(self, moments: dict[str, Tensor]) -> None:
+        self.optimizer.state.clear()
+        for name, parameter in self.student.named_parameters():
+            for kind in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := moments.get(f"{kind}/{name}")) is not None:
+                    # AdamW counts on the CPU unless it is fused
+                    device = "cpu" if kind == "step" and self.device.type == "cpu" else parameter.device
+                    self.optimizer.state[parameter][kind] = value.to(device, copy=True)
+
+    def _course(self) -> dict[str, Any]:
+        """What has to be the same for a course to go on."""
+        text = xxhash.xxh3_64_hexdigest(self.windows.ids.numpy().tobytes())
+        return {"text": text, "settings": json.loads(json.dumps(asdict(self.settings)))}
+
+    def save_state(self, folder: Path, taken: int) -> None:
+        """Write latent weights and moments after `taken` steps; `load_state` goes on from there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"parameter/{name}": p.detach().cpu() for name, p in self.student.named_parameters()}
+        facts = {"taken": taken, "steps": self.steps, **self._course()}
+        new = folder / f"{STATE_FILE}.new"
+        save_file(tensors | self._moments(), new, {"version": VERSION, "recovery": json.dumps(facts)})
+        os.replace(new, folder / STATE_FILE)
+
+    def load_state(self, folder: Path, *, resume: bool = True) -> int:
+        """Take latent weights and moments from what `save_state` wrote; returns the steps that were taken.
+
+        To `resume` is to go on with the same settings and number of steps; otherwise a new course begins with
+        these weights and moments, and 0 is returned. Raises FormatError, and UsageError for other settings.
+        """
+        path = folder / STATE_FILE
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = _facts(path, file.metadata())
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, FileNotFoundError) as error:
+            raise FormatError(path, f"is no state of a recovery: {error}") from error
+        if resume:
+            now = self._course()
+            changed = [
+                name for name in now["settings"] if facts["settings"].get(name) != now["settings"][name]
+            ]
+            if changed or facts["text"] != now["text"]:
+                raise UsageError(
+                    f"{path}: was begun with another {' and '.join(changed) or 'text'}",
+                    "give the same options, or --overwrite to begin anew",
+                )
+        self._set_parameters(path, tensors)
+        self._set_moments(tensors)
+        if not resume:
+            return 0
+        self.steps = int(facts["steps"])
+        return int(facts["taken"])
+
+    @torch.no_grad()
+    def _set_parameters(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        own = dict(self.student.named_parameters())
+        found = {name.removeprefix("parameter/") for name in tensors if name.startswith("parameter/")}
+        if found != own.keys():
+            name = sorted(found ^ own.keys())[0]
+            raise FormatError(path, "is of another model, or of other scales", field=name)
+        for name, parameter in own.items():
+            value = tensors[f"parameter/{name}"]
+            if value.shape != parameter.shape:
+                raise FormatError(path, f"has the shape {tuple(value.shape)}", field=name)
+            parameter.copy_(value)
+
+    def ternary(self) -> dict[str, Ternary]:
+        """The weights as they are stored, by the names of layers."""
+        return {name: layer.ternary() for name, layer in self.latent.items()}
+
+    def write(self, src: str | os.PathLike[str], folder: Path) -> dict[str, Ternary]:
+        """Write the model as a plain checkpoint in its dtype into a folder, with all else that `src` has.
+
+        The student has ordinary layers afterwards. Returns the weights that are ternary.
+        """
+        found = self.ternary()
+        for name, layer in self.latent.items():
+            self.student.set_submodule(name, dense_layer(layer, found[name]))
+        nn.Module.to(self.student, dtype=self.dtype)
+        with quiet_transformers():
+            self.student.save_pretrained(folder)
+        checkpoint = find_checkpoint(src)
+        for file in checkpoint.others:
+            if not (folder / file).exists() and not file.endswith((".index.json", *PICKLES)):
+                copy_file(checkpoint.root / file, folder / file)
+        bitlinear.record(folder, self.settings.activations)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """What a course was: figures of its steps, the weights that are ternary now, where it began to resume."""
+
+    figures: list[Figures]
+    steps: int
+    resumed_at: int
+    ternary: dict[str, Ternary]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its budget was enough for all steps."""
+        return len(self.figures) == self.steps
+
+
+def recover(
+    course: Recovery,
+    src: str | os.PathLike[str],
+    dst: Path,
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+    from_state: Path | None = None,
+    keep_state: Path | None = None,
+    overwrite: bool = False,
+    on_start: Callable[[Recovery, int], None] = lambda course, taken: None,
+    on_step: Callable[[int, Figures], None] = lambda number, figures: None,
+) -> Recovered:
+    """Train for so many steps, or as many as fit into `seconds`, and write the result, its log and a picture.
+
+    A run that was stopped leaves its state beside `dst`; called again with the same settings it goes on.
+    Seconds count training alone, and what went before is taken off. `from_state` is what an earlier course
+    left in `keep_state`: latent weights and moments.
+
+    Raises NeuzipError, before anything is trained if `dst` exists.
+    """
+    require_free(src, dst, overwrite)
+    undo_half_publish(dst)
+    with workspace(dst) as work:
+        state, log = work / STATE_FOLDER, work / LOG
+        taken = 0
+        if (state / STATE_FILE).is_file() and not overwrite:
+            taken = course.load_state(state)
+            if steps is not None and steps != course.steps:
+                raise UsageError(
+                    f"{work}: was begun for {course.steps} steps",
+                    "give as many, or --overwrite to begin anew",
+                )
+        else:
+            clear(work, overwrite)
+            if from_state is not None:
+                course.load_state(from_state, resume=False)
+            course.steps = steps if steps is not None else course.fit(_required(seconds))
+        on_start(course, taken)
+        figures = run(
+            course.step, steps=course.steps, schedule=course.schedule(), log=log, start=taken,
+            every=max(1, course.steps // CHECKPOINTS), checkpoint=lambda n: course.save_state(state, n),
+            progress=on_step,
+            budget_seconds=None if steps is not None else _required(seconds) - _spent(log, taken),
+        )  # fmt: skip
+        if keep_state is not None:
+            course.save_state(keep_state, len(figures))
+        with writing(work):
+            ternary = course.write(src, work)
+            picture_of_losses(thinned(figures, DRAWN), work / PICTURE)
+            write_file(work / SETTINGS, (json.dumps(asdict(course.settings), indent=2) + "\n").encode())
+            if state.exists():
+                remove(state)
+        publish(work, dst)
+    return Recovered(figures, course.steps, taken, ternary)
+
+
+def thinned(figures: list[Figures], count: int) -> list[Figures]:
+    """Every so many of them, `count` or fewer, the last one among them."""
+    every = max(1, -(-len(figures) // count))
+    return figures[::-1][::every][::-1]
+
+
+def require_free(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
+    """Raise NeuzipError where a result cannot be written."""
+    refuse_existing(dst, overwrite)
+    refuse_nesting(find_checkpoint(src).path, dst)
+
+
+def _required(seconds: float | None) -> float:
+    if seconds is None:
+        raise UsageError("how long is it to be trained?", "give a number of steps, or a budget of time")
+    return seconds
+
+
+def _spent(log: Path, taken: int) -> float:
+    """Seconds that the first steps took."""
+    if not taken or not log.is_file():
+        return 0.0
+    return sum(figures["seconds"] for figures in read_log(log) if figures["step"] < taken)
+
+
+def _seen(windows: Windows, device: torch.device) -> Tensor:
+    """The first windows of a text, for a conversion."""
+    window = min(SEEN_WINDOW, windows.length)
+    count = min(SEEN_TOKENS, windows.tokens) // window
+    return windows.ids[: count * window].view(count, window).to(device)
+
+
+def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        assert metadata is not None
+        facts = json.loads(metadata["recovery"])
+        if metadata["version"] == VERSION and {"taken", "steps", "text", "settings"} <= facts.keys():
+            return dict(facts)
+    except (AssertionError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise FormatError(path, "is no state of a recovery", field="recovery") from error
+    raise FormatError(path, f"has version {metadata['version']}, or lacks facts", field="recovery")
