@@ -45,7 +45,7 @@ def figures() -> str:
     ):  # fmt: skip
         if is_measured(name):
             parts.append(render(load(name)))
-        if name == "attention":
+        if name == "attention" and is_measured("attention_accuracy-wikilm-26m"):
             accuracy = load("attention_accuracy-wikilm-26m"), load("attention_accuracy-synthetic")
             parts.append(attention_accuracy(*accuracy))
     return "\n\n".join([*parts, memory(load("memory"))])

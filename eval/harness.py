@@ -28,6 +28,7 @@ import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.hub import resolve_source
+from neuzip.runtime.attention_choice import choose
 from neuzip.runtime.generate import choose_device
 from neuzip.runtime.load import load_config, load_model, load_tokenizer, quiet_transformers
 
@@ -122,7 +123,9 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
             None if kind == "auto" else kind,
             self._device_map or self.device,
             residency=self._residency,
+            attention=False,
         )
+        choose(self._model, "recorded", policy="always")  # it is its effect that is asked for
         self._headed = HeadedModel(self._model)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -16,8 +16,8 @@ torch's SDPA or its eager one, with the same mask, and gives the same bits as if
 Under the policy "auto" that goes for what SDPA does faster, too: few queries, as in decoding, few keys, and
 all on a CPU, where the arithmetic is only simulated. "always" quantises wherever it can, to see what that
 does to a model. Each reason is a warning, once a model; `uses` counts all calls. What torch.compile traces is
-not quantised. Masks are not made before something asks for them, see attention_mask. Padding is taken out of
-batches: each text has means and scales of its own.
+not quantised, and nothing is said or counted there. Masks are not made before something asks for them, see
+attention_mask. Padding is taken out of batches: each text has means and scales of its own.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ def _quantized(call: Call, bits: int) -> Tensor | str:
     if reason is not None:
         return reason
     query, key, value = call.query, call.key, call.value
+    if key.shape[-1] != value.shape[-1]:
+        return "its values are not as wide as its keys"
     seen = attention_mask.seen(call.mask, query, key, call.causal)
     if seen is None:
         return "its mask is none that the kernel knows"
@@ -404,7 +406,8 @@ def _set_implementation(model: PreTrainedModel, name: str) -> None:
 
 def _require_replaceable(kind: type[PreTrainedModel]) -> None:
     """Raise UsageError for models that would ask for our masks and then attend in their own way."""
-    if not kind._can_set_attn_implementation():
+    asks = kind._supports_sdpa or kind._supports_attention_backend
+    if not asks or not kind._can_set_attn_implementation():
         raise UsageError(
             f"{kind.__name__}: its attention cannot be replaced, as it does not ask transformers for it",
             "load it without quantised attention",
@@ -489,6 +492,8 @@ def _in_document(document: Mapping[str, Any], path: str | Path) -> Layers | None
 
 def _layers(layers: int | Sequence[int | None], count: int | None) -> Layers:
     """Bits of each of `count` layers. Raises UsageError."""
+    if not isinstance(layers, int | Sequence):
+        raise UsageError(f"attention of {layers!r} bits: there is none", "give 8, 4, or a number a layer")
     chosen = (layers,) * (count or 0) if isinstance(layers, int) else tuple(layers)
     for bits in {layers} if isinstance(layers, int) else chosen:
         if bits is not None and (type(bits) is not int or bits not in BITS):

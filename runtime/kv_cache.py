@@ -418,8 +418,11 @@ def not_readable(model: PreTrainedModel) -> str | None:
         return "its text model has a config of its own"
     from .attention import NAMES
 
-    if config._attn_implementation not in ("sdpa", ATTENTION, *NAMES):
-        return f"its attention is {config._attn_implementation}, not sdpa"
+    name = config._attn_implementation
+    if name in NAMES:  # they leave one token to what the model has by itself
+        name = model.get_correct_attn_implementation(None)
+    if name not in ("sdpa", ATTENTION):
+        return f"its attention is {name}, not sdpa"
     if not getattr(model, "_supports_attention_backend", False):
         return "it does not let its attention be chosen"
     if getattr(text, "num_kv_shared_layers", None):

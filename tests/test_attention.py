@@ -112,6 +112,12 @@ REFUSED = {
     "scale": ({"scale": 0.0}, ValueError, "scale is 0.0"),
     "infinite scale": ({"scale": math.inf}, ValueError, "scale is inf"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    "softcap without effect": ({"softcap": 1e5}, ValueError, "a larger one does nothing"),
+    "huge scale": ({"scale": 1e39}, ValueError, "at most 1e"),
+    "bits of float": ({"bits": 8.0}, TypeError, "bits is 8.0"),
+    "window of float": ({"window": 2.5, "causal": True}, TypeError, "window is 2.5"),
+    "window of bool": ({"window": True, "causal": True}, TypeError, "window is True"),
+    "causal in words": ({"causal": "no"}, TypeError, "causal is 'no'"),
     "window": ({"window": 8}, ValueError, "with causal=True only"),
     "no window": ({"window": 0, "causal": True}, ValueError, "window is 0"),
 }

@@ -25,6 +25,8 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GitConfig,
+    GitForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -47,7 +49,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 import neuzip
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.attention.reference import exact_attention, quantized_attention
-from neuzip.runtime import attention, attention_mask
+from neuzip.runtime import attention, attention_mask, kv_cache
 from neuzip.runtime.attention import (
     NAMES,
     patch_attention,
@@ -603,9 +605,30 @@ def test_models_that_attend_in_their_own_way_are_refused(tmp_path: Path):
     model.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="cannot be replaced"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="neuzip_sage8")
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    git = GitConfig(
+        vision_config=vision | {"image_size": 32, "patch_size": 16}, vocab_size=256, hidden_size=64,
+        intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="cannot be replaced"):  # it would add our mask of bools to logits
+        patch_attention(GitForCausalLM(git), 8)
     sizes = {"vocab_size": 256, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
     with pytest.raises(UsageError, match="encoder"):
         patch_attention(BartForConditionalGeneration(BartConfig(**sizes)), 8)
+
+
+@pytest.mark.parametrize("name", ["neuzip_sage8", "sdpa"])
+def test_a_quantised_cache_is_not_read_packed_where_the_model_would_attend_eagerly(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its soft cap or sinks are more than what takes packed states does."""
+    monkeypatch.setattr(torch.nn.Module, "parameters", lambda self, recurse=True: iter(()))  # none on the CPU
+    llama, capped = made("llama"), made("soft cap")
+    llama.set_attn_implementation(name)
+    assert kv_cache.not_readable(llama) is None
+    monkeypatch.setattr(type(capped), "_supports_sdpa", False)
+    capped.set_attn_implementation("neuzip_sage8")
+    assert kv_cache.not_readable(capped) == "its attention is eager, not sdpa"
 
 
 def test_what_goes_away_is_not_remembered():

@@ -164,8 +164,35 @@ def test_figures_of_attention_appear_with_their_file(readme: ModuleType, tmp_pat
     assert "12.0 us, 1,234 GB/s | 0.75, **slower** |" in figures
 
 
+def test_figures_of_quantised_attention_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+    case = {"texts": 4, "tokens": 8192, "width": 128, "causal": True}
+    kernels = [
+        {**case, "side": "ours, 8 bits", "tops": 661.0, "tops_without": 750.4, "must": 680, "stretch": 850},
+        {**case, "side": "SDPA, cuDNN", "tops": 558.0},
+        {**case, "causal": False, "side": "ours, 8 bits", "tops": 900, "tops_without": 950, "must": 680,
+         "stretch": 850},
+    ]  # fmt: skip
+    prefill = [
+        {"side": "SDPA, cuDNN", "tokens": 32768, "s": 1.0, "speedup": 1.0},
+        {"side": "ours, 8 bits", "tokens": 32768, "s": 0.8, "speedup": 1.25, "must": 1.05, "stretch": 1.2},
+    ]
+    card = {**CARD, "packages": {**CARD["packages"], "sageattention": "1.0.6"}}  # type: ignore[dict-item]
+    sections = {
+        "kernels": {"environment": card, "results": kernels},
+        "prefill": {"environment": card, "results": prefill},
+    }
+    (tmp_path / "attention.json").write_text(json.dumps({"sections": sections}))
+    figures = readme.figures()
+    assert (
+        "| 4 x 32 heads, 8,192 tokens, D 128, causal | 680 / 850 | 661 (750), **missed** | 558 |" in figures
+    )
+    assert "| 4 x 32 heads, 8,192 tokens, D 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
+    assert "ours, 8 bits 0.80 s (1.25 times, must 1.05, stretch 1.2)" in figures
+    assert figures.count("a card, driver 1.2") == 1 and "sageattention 1.0.6" in figures
+
+
 def test_every_command_is_in_the_table_and_no_other(root: Path) -> None:
-    table = re.findall(r"^\| `neuzip (\w+)", (root / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `neuzip ([\w-]+)", (root / "README.md").read_text(), re.MULTILINE)
     assert set(table) == set(VERBS)
 
 

@@ -8,6 +8,8 @@ neighbour where it was about half way between two: some in 10,000. The root of t
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,11 +295,59 @@ def test_a_pack_is_its_sequences_one_by_one(asked: dict[str, Any], device: torch
 
 
 def test_wrong_starts_touch_nothing_else(device: torch.device):
-    q, k, v = (heads(1, 100, 1, 64, i, device)[0] for i in range(3))
+    """Around the tokens lies NaN, and none of it comes in."""
+    around = torch.full((3, 300, 1, 64), torch.nan, dtype=torch.float16, device=device)
+    q, k, v = around[:, 100:200]
+    for i, x in enumerate((q, k, v)):
+        x.copy_(heads(1, 100, 1, 64, i, device)[0])
     for starts in ([0, 50, 1 << 30], [-(1 << 30), 40, 100], [90, 20, 100], [1 << 30, 1 << 30, 5]):
         wrong = torch.tensor(starts, dtype=torch.int32, device=device)
-        out, _ = triton_forward.attention_packed(q, k, v, wrong, wrong, 100, 100, options(), True)
-        assert out.shape == q.shape
+        made = triton_quantize.quantize_packed(k, v, wrong, 100, 8, False)
+        _, lse = triton_forward.attention_packed(q, k, v, wrong, wrong, 100, 100, options(), True)
+        ends = [min(max(s, 0), 100) for s in starts]
+        for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
+            if end > begin:
+                assert torch.isfinite(made.k_mean[sequence]).all()
+                assert torch.isfinite(lse[:, begin:end]).all()
+
+
+@pytest.mark.parametrize("width", [16, 48, 112])
+def test_nothing_behind_the_means_of_keys_is_read(
+    width: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+):
+    q, k, v = qkv(device, 5, 20, width, 2, 2)
+    made = triton_quantize.quantize(k, v, 8, False)
+    behind = torch.full((made.k_mean.numel() + 128,), torch.nan, device=device)
+    behind[: made.k_mean.numel()] = made.k_mean.flatten()
+    made = replace(made, k_mean=behind[: made.k_mean.numel()].view_as(made.k_mean))
+    monkeypatch.setattr(triton_forward, "quantize", lambda *_: made)
+    for asked in (options(width), options(width, softcap=5.0)):
+        assert_close(run(q, k, v, asked), expected(q, k, v, asked))
+
+
+@pytest.mark.parametrize("window", [19, 20, 2**31 - 30, 2**31 - 1, 2**31, 2**40])
+def test_windows_wider_than_all_keys_hide_none(window: int, device: torch.device):
+    q, k, v = qkv(device, 70, 20)
+    asked = options(causal=True, window=window)
+    assert_close(run(q, k, v, asked), expected(q, k, v, asked))
+
+
+def test_statistics_of_a_pack_take_as_much_memory_as_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+):
+    lengths = [2000] + [1] * 199
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    k = normal(sum(lengths), 1, 16).half().to(device)
+    made = []
+
+    def empty(*shape: Any, **how: Any) -> Tensor:
+        made.append(torch.zeros(*shape, **how))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    triton_quantize.quantize_packed(k, k, starts, 2000, 8, False)
+    statistics = [x.numel() for x in made if x.dim() == 4]
+    assert 0 < sum(statistics) <= 2 * 16 * (sum(lengths) // 256 + len(lengths))
 
 
 def test_no_keys_and_no_queries(device: torch.device):

@@ -373,7 +373,7 @@ def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:
     >>> attention_text([8, 4, None], {"8 bits": 6, "4 bits": 6, "sdpa: the layer keeps full precision": 6})
     'quantised in 2 of 3 layers, 1 to 8 bits, 1 to 4 bits'
     >>> attention_text([8, 8], {"8 bits": 1, "sdpa: it drops out weights": 3})
-    'quantised in 2 of 2 layers, 2 to 8 bits; but 75 % of calls were not: it drops out weights'
+    'quantised in 2 of 2 layers, 2 to 8 bits; but 3 of 4 calls were not: it drops out weights'
     """
     counts = "".join(f", {bits.count(n)} to {n} bits" for n in (8, 4) if n in bits)
     text = f"quantised in {len(bits) - bits.count(None)} of {len(bits)} layers{counts}"
@@ -382,8 +382,8 @@ def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:
     if not others:
         return text
     reasons = ", ".join(how.partition(": ")[2] or how for how in others)
-    share = sum(others.values()) / sum(asked.values())
-    which = "no call was" if share == 1 else f"{100 * share:.0f} % of calls were not"
+    left, all_calls = sum(others.values()), sum(asked.values())
+    which = "no call was" if left == all_calls else f"{left:,} of {all_calls:,} calls were not"
     return f"{text}; but {which}: {reasons}"
 
 

@@ -108,7 +108,7 @@ def command(
             )
         windows = ids[: len(ids) // window * window].view(-1, window)
     where = choose_device(device)
-    model = load_model(path, None, where)
+    model = load_model(path, None, where, attention=False)
     dtype = model.dtype
     if where.type == "cpu":
         nn.Module.to(model, dtype=torch.float32)  # bf16 products are slow on a CPU

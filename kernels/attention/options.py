@@ -14,6 +14,9 @@ SUPPORTED_HEAD_DIMS = tuple(range(16, 257, 16))
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (*GPU_DTYPES, torch.float32)
 
+LARGEST_SCALE, LARGEST_SOFTCAP = 1e6, 1e4
+"""Beyond them the kernels' fp32 has no digits left."""
+
 HOPPER = 9
 """Major compute capability: the kernels multiply with its instructions for INT8 and FP8."""
 
@@ -34,12 +37,22 @@ class Options:
     smooth_v: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("bits", "window"):
+            given = getattr(self, name)
+            if type(given) is not int and not (name == "window" and given is None):
+                raise TypeError(f"{name} is {given!r}; it has to be an int")
+        for name in ("causal", "smooth_q", "smooth_v"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it has to be True or False")
         if self.bits not in (4, 8):
             raise ValueError(f"bits is {self.bits}; queries and keys are quantised to 4 or 8 bits")
-        if not self.scale > 0 or math.isinf(self.scale):
-            raise ValueError(f"scale is {self.scale}; it has to be a finite number above 0")
-        if self.softcap is not None and (not self.softcap > 0 or math.isinf(self.softcap)):
-            raise ValueError(f"softcap is {self.softcap}; it has to be a finite number above 0, or None")
+        if not 0 < self.scale <= LARGEST_SCALE:
+            raise ValueError(f"scale is {self.scale}; it has to be above 0 and at most {LARGEST_SCALE:g}")
+        if self.softcap is not None and not 0 < self.softcap <= LARGEST_SOFTCAP:
+            raise ValueError(
+                f"softcap is {self.softcap}; it has to be above 0 and at most {LARGEST_SOFTCAP:g}, or None: "
+                "a larger one does nothing"
+            )
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(
                 f"window is {self.window} and causal {self.causal}; "

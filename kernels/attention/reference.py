@@ -36,6 +36,9 @@ K_BLOCK = 128
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
+LOGITS = 1 << 26
+"""Logits of exact attention that are in memory at once, or those of 16 queries."""
+
 EXACT_WIDTH = 1040
 """Up to here a sum of D products of two codes of 8 bits is below 2^24: exact in fp32."""
 
@@ -55,8 +58,9 @@ def exact_attention(
     k, v = (x.double().repeat_interleave(heads, 1) for x in (k, v))
     rows = []
     # Some queries at a time: the logits of all would be 8 Nq Nk bytes a head.
-    for first in range(0, q.shape[2], 1024):
-        block = q[:, :, first : first + 1024].double()
+    step = max(16, min(1024, LOGITS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
+    for first in range(0, q.shape[2], step):
+        block = q[:, :, first : first + step].double()
         queries = torch.arange(first, first + block.shape[2], device=q.device) + k.shape[2] - q.shape[2]
         logits = _capped(block @ k.mT * _scale(q, scale), softcap)
         seen = visible(queries, torch.arange(k.shape[2], device=q.device), causal, window)

@@ -40,6 +40,9 @@ CACHE = 24 << 20
 PIECES = ((32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (128, 128))
 """What heads are taken in: the first that has room for their numbers."""
 
+MOST_ROWS = 2**31 - 1
+"""Descriptors count rows in int32."""
+
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2_448 = tl.constexpr(8.807354922057604)
@@ -135,19 +138,21 @@ def forward(
     tiles = triton.cdiv(layout.longest_q, TILE)
     group = layout.q_heads // layout.kv_heads
     scale = options.scale * (2 * LOG2E / options.softcap if options.softcap else LOG2E)
+    # A window of all keys hides none; kept out of the kernel's int32, too.
+    window = options.window if options.window is not None and options.window < layout.longest_k else None
     compiled = isinstance(_attention_kernel, triton.JITFunction)
     with torch.cuda.device_of(q), LAUNCHING:
         _attention_kernel[(tiles * layout.q_heads * layout.sequences,)](
             out, lse, q, *described, *(_described(made, second) if second else described),
             made.k_scale, made.k_mean, made.v_scale, made.v_mean, k, layout.q_starts, layout.k_starts,
-            scale, options.scale, (options.softcap or 0.0) * LOG2E, options.window or 0,
+            scale, options.scale, (options.softcap or 0.0) * LOG2E, window or 0,
             layout.longest_q, layout.longest_k, layout.total_q, layout.total_k, made.room,
             layout.q_heads, tiles, layout.sequences * layout.q_heads,
             _together(made, layout, group) if options.causal else 1,
             *_strides(q, packed), *_strides(k, packed),
             *_strides(out, packed),
             GROUP=group, D=width, D0=first, D1=second, BM=TILE, BN=BLOCK,
-            LEVELS=2 ** (options.bits - 1) - 1, CAUSAL=options.causal, WINDOW=options.window is not None,
+            LEVELS=2 ** (options.bits - 1) - 1, CAUSAL=options.causal, WINDOW=window is not None,
             SOFTCAP=options.softcap is not None, SMOOTH_Q=options.smooth_q,
             SMOOTH_V=made.v_mean is not None, LSE=lse.numel() > 0,
             COMPILED=compiled, num_warps=launch.warps, num_stages=launch.stages,
@@ -164,6 +169,8 @@ def _together(made: Quantized, layout: Layout, group: int) -> int:
 def _described(made: Quantized, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Blocks of some columns of the keys, and of as many channels of the values."""
     rows = made.k.view(-1, made.width)
+    if rows.shape[0] > MOST_ROWS:
+        raise ValueError(f"{rows.shape[0]:,} keys of all heads are more than the {MOST_ROWS:,} that fit")
     channels = made.v.view(-1, made.room)
     return (
         TensorDescriptor.from_tensor(rows, [BLOCK, columns]),
@@ -282,7 +289,7 @@ def _attention_kernel(
     shift = tl.zeros((BM,), tl.float32)
     if LSE or SOFTCAP:
         means = k_mean_ptr + kv_outer * D
-        shift = tl.sum(x0 * tl.load(means + c0)[None, :], 1)
+        shift = tl.sum(x0 * tl.load(means + c0, mask=c0 < D, other=0.0)[None, :], 1)
         if D1 > 0:
             shift += tl.sum(x1 * tl.load(means + c1, mask=c1 < D, other=0.0)[None, :], 1)
     unit = q_scale * factor

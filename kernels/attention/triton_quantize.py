@@ -70,7 +70,8 @@ def _quantize(
     heads, width, device = k.shape[1], k.shape[-1], k.device
     shares, blocks = triton.cdiv(longest, SHARE), triton.cdiv(longest, BLOCK)
     kinds = 4 if smooth_v else 2
-    parts = torch.empty(sequences, heads, shares, kinds, width, device=device)
+    kept = shares if starts is None else k.shape[0] // SHARE + sequences  # of a head; as blocks are counted
+    parts = torch.empty(heads if starts is not None else sequences * heads, kept, kinds, width, device=device)
     made = Quantized(
         torch.empty(*outer, room, width, dtype=torch.int8, device=device),
         torch.empty(*outer, room // BLOCK, GROUPS, device=device),
@@ -84,11 +85,11 @@ def _quantize(
     total = k.shape[0] if starts is not None else 0
     with torch.cuda.device_of(k), LAUNCHING:
         _statistics_kernel[(sequences * heads * shares,)](
-            parts, k, v, starts, longest, total, heads, shares, *strides,
+            parts, k, v, starts, longest, total, heads, shares, kept, *strides,
             SHARE=SHARE, ROWS=NUMBERS // columns, **common, num_warps=8,
         )  # fmt: skip
         _fold_kernel[(sequences * heads,)](
-            made.k_mean, made.v_scale, made.v_mean, parts, starts, longest, total, heads, shares,
+            made.k_mean, made.v_scale, made.v_mean, parts, starts, longest, total, heads, kept,
             SHARE=SHARE, FOLDED=NUMBERS // columns, **common, num_warps=4,
         )  # fmt: skip
         _codes_kernel[(sequences * heads * blocks * 2,)](
@@ -118,6 +119,15 @@ def extent(starts_ptr, sequence, longest, total):
         end = tl.minimum(tl.maximum(tl.load(starts_ptr + sequence + 1), start), total)
         tokens = tl.minimum(end - start, longest)
     return start, tokens
+
+
+@triton.jit
+def first_share(starts_ptr, outer, head, sequence, start, kept, SHARE: tl.constexpr):
+    """Where the shares of a sequence's head begin: those of a pack as its blocks do."""
+    if starts_ptr is None:
+        return outer.to(tl.int64) * kept
+    else:
+        return head * kept + start // SHARE + sequence
 
 
 @triton.jit
@@ -159,9 +169,9 @@ def divided(x, by: tl.constexpr):
     return tl.div_rn(x, tl.full(x.shape, by, tl.float32))
 
 
-@triton.jit(do_not_specialize=["longest", "total", "heads", "shares"])
+@triton.jit(do_not_specialize=["longest", "total", "heads", "shares", "kept"])
 def _statistics_kernel(
-    parts_ptr, k_ptr, v_ptr, starts_ptr, longest, total, heads, shares,
+    parts_ptr, k_ptr, v_ptr, starts_ptr, longest, total, heads, shares, kept,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     SHARE: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH_V: tl.constexpr,
@@ -196,7 +206,8 @@ def _statistics_kernel(
         else:
             v_high = tl.maximum(v_high, tl.abs(v))
     kinds: tl.constexpr = 4 if SMOOTH_V else 2
-    parts_ptr += program.to(tl.int64) * (kinds * D) + columns
+    place = first_share(starts_ptr, outer, head, sequence, start, kept, SHARE) + share
+    parts_ptr += place * (kinds * D) + columns
     tl.store(parts_ptr, tl.sum(k_sum, 0), mask=columns < D)
     tl.store(parts_ptr + D, tl.max(v_high, 0), mask=columns < D)
     if SMOOTH_V:
@@ -204,15 +215,18 @@ def _statistics_kernel(
         tl.store(parts_ptr + 3 * D, tl.sum(v_sum, 0), mask=columns < D)
 
 
-@triton.jit(do_not_specialize=["longest", "total", "heads", "shares"])
+@triton.jit(do_not_specialize=["longest", "total", "heads", "kept"])
 def _fold_kernel(
-    k_mean_ptr, v_scale_ptr, v_mean_ptr, parts_ptr, starts_ptr, longest, total, heads, shares,
+    k_mean_ptr, v_scale_ptr, v_mean_ptr, parts_ptr, starts_ptr, longest, total, heads, kept,
     SHARE: tl.constexpr, FOLDED: tl.constexpr,
     D: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH_V: tl.constexpr,
 ):  # fmt: skip
     """Of a head: the mean of its keys, and scales (and means) of its values."""
     outer = tl.program_id(0)
-    _start, tokens = extent(starts_ptr, outer // heads, longest, total)
+    start, tokens = extent(starts_ptr, outer // heads, longest, total)
+    begin = first_share(
+        starts_ptr, outer, (outer % heads).to(tl.int64), (outer // heads).to(tl.int64), start, kept, SHARE
+    )
     mine = tl.cdiv(tokens, SHARE)
     kinds: tl.constexpr = 4 if SMOOTH_V else 2
     columns = tl.arange(0, COLUMNS)
@@ -223,7 +237,7 @@ def _fold_kernel(
     v_low = tl.full((FOLDED, COLUMNS), float("inf"), tl.float32)
     for i in range(0, mine, FOLDED):
         there = (i + rows < mine)[:, None] & (columns < D)[None, :]
-        at = outer.to(tl.int64) * shares + i + rows
+        at = begin + i + rows
         parts = parts_ptr + at[:, None] * (kinds * D) + columns[None, :]
         k_sum += tl.load(parts, mask=there, other=0.0)
         v_high = tl.maximum(v_high, tl.load(parts + D, mask=there, other=float("-inf")))
