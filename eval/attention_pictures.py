@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.compress.workspace import write_file
-from neuzip.errors import UsageError
 
-from . import pictures
 from .attention import BITS, Calibration, Form, Layer
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
@@ -33,13 +31,6 @@ def draw(found: Calibration, title: str) -> Figure:
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
         return _draw(found, title)
-
-
-def check_target(path: Path, overwrite: bool) -> None:
-    """Raise NeuzipError unless a picture can be written to `path`: asked before the long work begins."""
-    if path.suffix == ".html":
-        raise UsageError(f"{path}: there is no such page of attention", "end the name in .svg or .png")
-    pictures.check_target(path, overwrite)
 
 
 def write(found: Calibration, title: str, path: Path) -> None:

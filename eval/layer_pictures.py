@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neuzip.compress.workspace import write_file
-from neuzip.errors import UsageError
 
-from . import pictures
 from .estimates import Estimate
 from .histograms import visible
 from .layers import Analysis, Layer
@@ -42,13 +40,6 @@ def draw(found: Analysis, title: str) -> Figure:
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
         return _draw(found, title)
-
-
-def check_target(path: Path, overwrite: bool) -> None:
-    """Raise NeuzipError unless a picture can be written to `path`: asked before the long work begins."""
-    if path.suffix == ".html":
-        raise UsageError(f"{path}: there is no such page of layers", "end the name in .svg or .png")
-    pictures.check_target(path, overwrite)
 
 
 def write(found: Analysis, title: str, path: Path) -> None:

@@ -11,6 +11,7 @@ import io
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = (".png", ".svg", ".html")
+IMAGES = (".png", ".svg")
+KINDS = (*IMAGES, ".html")
 
 _ACROSS = ("", *"▏▎▍▌▋▊▉█")
 _UP = " ▁▂▃▄▅▆▇█"
@@ -321,12 +323,12 @@ def page(inspection: Inspection, title: str) -> bytes:
     return text.encode()
 
 
-def check_target(path: Path, overwrite: bool) -> None:
+def check_target(path: Path, overwrite: bool, kinds: Sequence[str] = KINDS) -> None:
     """Raise NeuzipError unless a picture can be written to `path`: asked before the long work begins."""
-    if path.suffix not in KINDS:
+    if path.suffix not in kinds:
         raise UsageError(
             f"{path}: {path.suffix or 'a name without a suffix'} is no kind of picture",
-            f"choose a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}",
+            f"choose a name that ends in {', '.join(kinds[:-1])} or {kinds[-1]}",
         )
     if path.is_dir():
         raise NeuzipError(f"{path}: is a folder", "give the name of a file in it")

@@ -510,7 +510,7 @@ def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):
         ((llama, "--text", "demo", "--drop", 1, "--out", llama), 1, "is, holds, or lies within"),
         ((llama, "--text", short), 1, "is too short"),
         ((llama, "--text", "demo", "--window", 999), 2, "the model was made for 64 tokens"),
-        ((llama, "--text", "demo", "--picture", tmp_path / "x.html"), 2, "there is no such page"),
+        ((llama, "--text", "demo", "--picture", tmp_path / "x.html"), 2, "is no kind of picture"),
     ):
         found = neuzip("layers", *arguments, "-q", "--device", "cpu")
         assert (found.exit_code, said in found.stderr) == (code, True), found.stderr

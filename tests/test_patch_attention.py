@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -376,7 +377,7 @@ def test_what_is_refused(neuzip, model, tmp_path: Path):
     for arguments, code, said in (
         ((model, model), 1, "is, holds, or lies within"),
         ((model, there), 1, "exists already"),
-        ((model, tmp_path / "x", "--picture", tmp_path / "x.html"), 2, "there is no such page"),
+        ((model, tmp_path / "x", "--picture", tmp_path / "x.html"), 2, "is no kind of picture"),
         ((model, tmp_path / "x", "--max-kld", "inf"), 2, "is no divergence"),
         ((model, tmp_path / "x", "--window", 9999), 2, "the model was made for 256 tokens"),
     ):
@@ -389,6 +390,13 @@ def test_what_is_refused(neuzip, model, tmp_path: Path):
     with pytest.raises(UsageError, match="bits of attention for 1 layers"):
         attention.copy_patched(model, tmp_path / "y", [8])
     assert not (tmp_path / "y").exists()
+
+
+def test_a_text_of_less_than_a_window_is_warned_of(neuzip, model, tmp_path: Path):
+    (tmp_path / "short.txt").write_text("a few words")
+    said = neuzip("patch-attention", model, tmp_path / "p", "--text", tmp_path / "short.txt")
+    assert said.exit_code == 0
+    assert re.search(r"warning: --text .*short.txt: \d tokens are less than a window of 256", said.stderr)
 
 
 def test_a_dry_run_writes_nothing_but_the_picture(neuzip, model, tmp_path: Path):

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import (
     clear,
-    copy_file,
     publish,
     refuse_existing,
     refuse_nesting,
@@ -51,14 +50,15 @@ from neuzip.compress.workspace import (
 )
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.formats.checkpoint import PICKLES, find_checkpoint
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
-from neuzip.runtime.load import load_config, load_model, quiet_transformers
+from neuzip.runtime.load import load_config, load_model
 
 from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
+from .plain import write_plain
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms
 from .ternary import Recipe, convert
@@ -380,12 +380,7 @@ class Recovery:
         for name, layer in self.latent.items():
             self.student.set_submodule(name, dense_layer(layer, found[name]))
         nn.Module.to(self.student, dtype=self.dtype)
-        with quiet_transformers():
-            self.student.save_pretrained(folder)
-        checkpoint = find_checkpoint(src)
-        for file in checkpoint.others:
-            if not (folder / file).exists() and not file.endswith((".index.json", *PICKLES)):
-                copy_file(checkpoint.root / file, folder / file)
+        write_plain(self.student, folder, src)
         bitlinear.record(folder, self.settings.activations)
         return found
 

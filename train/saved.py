@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
+from neuzip.compress.workspace import clear, publish, recover, workspace, writing
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.formats.checkpoint import PICKLES, find_checkpoint
-from neuzip.runtime.load import load_model, quiet_transformers
+from neuzip.runtime.load import load_model
 
 from .optimizers import States
+from .plain import write_plain
 from .units import Slot
 
 if TYPE_CHECKING:
@@ -50,14 +50,8 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
 
 
 def _write_model(trainer: Trainer, work: Path, like: Path | None) -> None:
-    with trainer.dense("cpu") as model, quiet_transformers():
-        model.save_pretrained(work)
-    if like is not None:
-        checkpoint = find_checkpoint(like)
-        for file in checkpoint.others:
-            keep = not file.endswith((".index.json", STATE_FILE, *PICKLES))
-            if keep and not (work / file).exists():
-                copy_file(checkpoint.root / file, work / file)
+    with trainer.dense("cpu") as model:
+        write_plain(model, work, like, without=STATE_FILE)
 
 
 def _write_state(trainer: Trainer, work: Path, chances: list[list[Tensor]]) -> None:

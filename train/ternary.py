@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import (
     clear,
-    copy_file,
     publish,
     recover,
     refuse_existing,
@@ -30,11 +29,12 @@ from neuzip.compress.workspace import (
     writing,
 )
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.checkpoint import PICKLES, find_checkpoint
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.decoder import decoder_layers
-from neuzip.runtime.load import quiet_transformers
+
+from .plain import write_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -200,9 +200,5 @@ def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwri
     with workspace(dst) as work:
         clear(work, overwrite)
         with writing(work):
-            with quiet_transformers():
-                model.save_pretrained(work)
-            for file in checkpoint.others:
-                if not (work / file).exists() and not file.endswith((".index.json", *PICKLES)):
-                    copy_file(checkpoint.root / file, work / file)
+            write_plain(model, work, src)
         publish(work, dst)

@@ -92,12 +92,12 @@ def command(
     if output is not None and drop is None:
         raise UsageError(f"--out {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()
-    from neuzip.eval import layer_pictures, layer_removal, layers
+    from neuzip.eval import layer_pictures, layer_removal, layers, pictures
     from neuzip.eval.texts import read_text
     from neuzip.formats.hub import resolve_source
 
     if picture is not None:
-        layer_pictures.check_target(picture, overwrite)
+        pictures.check_target(picture, overwrite, pictures.IMAGES)
     document = read_text(text)
     path = resolve_source(src, note=out.status, progress=out.watched)
     if output is not None:

@@ -80,13 +80,13 @@ def command(
     """
     out = Output(json=json, quiet=quiet)
     let_threads_sleep()
-    from neuzip.eval import attention, attention_pictures, targets
+    from neuzip.eval import attention, attention_pictures, pictures, targets
     from neuzip.eval.texts import read_text
     from neuzip.formats.checkpoint import find_checkpoint
     from neuzip.formats.hub import resolve_source
 
     if picture is not None:
-        attention_pictures.check_target(picture, overwrite)
+        pictures.check_target(picture, overwrite, pictures.IMAGES)
     limit = None if max_kld is None else targets.max_kld(max_kld).limit
     document = read_text(text)
     path = resolve_source(src, note=out.status, progress=out.watched)
@@ -97,6 +97,11 @@ def command(
         device=device,
     )  # fmt: skip
     show(out, found)
+    if found.tokens < found.window:
+        out.warning(
+            f"--text {text}: {found.tokens:,} tokens are less than a window of {found.window:,}",
+            "choose on a longer text",
+        )
     if not dry_run:
         total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
         with out.progress("copy", total) as advance:
