@@ -123,6 +123,21 @@ def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Pa
     assert said.exit_code == 1 and "has no checkpoint to go on from" in said.stderr
 
 
+def test_what_cannot_begin_removes_nothing(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path
+) -> None:
+    out = tmp_path / "out"
+    assert neuzip("train", write(steps=1)).exit_code == 0
+    there = sorted(p.name for p in out.rglob("*"))
+    said = neuzip("train", write(texts="no-such-text.txt"), "--overwrite")
+    assert said.exit_code == 1 and sorted(p.name for p in out.rglob("*")) == there
+    said = neuzip("train", write(model=str(out / "model")), "--overwrite")
+    assert said.exit_code == 1 and "is, holds, or lies within" in said.stderr
+    assert sorted(p.name for p in out.rglob("*")) == there
+    said = neuzip("train", write(model="no-such-model", out=str(tmp_path / "other")))
+    assert said.exit_code != 0 and not (tmp_path / "other").exists()
+
+
 def test_windows_longer_than_the_model_are_refused(neuzip: Speak, write: Callable[..., Path]) -> None:
     said = neuzip("train", write(length=512))
     assert said.exit_code == 2
@@ -140,6 +155,9 @@ GIVEN: dict[str, Any] = {"model": "m", "texts": ["a"], "out": "o", "steps": 1, "
         ({"steps": "3"}, "steps is '3'", "a whole number"),
         ({"steps": True}, "steps is True", "a whole number"),
         ({"steps": 0}, "steps is 0", "1 and more"),
+        ({"seed": -1}, "seed is -1", "0 and more"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1", "0 and more"),
+        ({"budget_minutes": 0}, "budget_minutes is 0", "more than 0"),
         ({"texts": []}, "texts is []", "a list of names"),
         ({"optimizer": "adam"}, "no optimizer 'adam'", "adamw8bit"),
         ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),

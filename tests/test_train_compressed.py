@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +235,60 @@ def test_what_fails_beside_the_work_is_raised(monkeypatch: pytest.MonkeyPatch) -
         trainer.step(batches(1)[0], 0.1)
 
 
+def test_buffers_and_threads_go_with_their_trainer() -> None:
+    trainer = train_compressed(llama(), ahead=True)
+    trainer.step(batches(1)[0], 0.01)
+    desk = weakref.ref(trainer._desk)
+    del trainer
+    gc.collect()
+    assert desk() is None
+
+
+def test_a_failed_decode_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train_compressed(llama(), ahead=True)
+    (batch,) = batches(1)
+    once = [MemoryError()]
+    decode = CodedByNumba.open
+
+    def failing(self: CodedByNumba, buffer: Tensor) -> Tensor:
+        if once:
+            raise once.pop()
+        return decode(self, buffer)
+
+    monkeypatch.setattr(CodedByNumba, "open", failing)
+    with pytest.raises(MemoryError):
+        trainer.loss(batch)
+    assert math.isfinite(trainer.loss(batch))
+
+
+def test_a_norm_that_is_no_number_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(dtype=torch.float32)
+    before = bits(model)
+    backward = Trainer._backward
+
+    def overflowing(*arguments: Any, update: bool) -> Any:
+        loss, squares = backward(*arguments, update=update)
+        return loss, squares * math.inf
+
+    monkeypatch.setattr(Trainer, "_backward", overflowing)
+    trainer = train_compressed(model, compressed=False, clip=1.0)
+    with pytest.raises(NeuzipError, match="no weight was changed"):
+        trainer.step(batches(1)[0], 0.1)
+    assert trainer.steps == 0 and bits(trainer.release()) == before
+
+
+def test_errors_of_decoding_outlive_the_plan(device: torch.device) -> None:
+    flat = torch.randn(4096, dtype=torch.bfloat16, device=device)
+    held = CodedByTriton(flat.numel(), flat.dtype)
+    held.close(flat)
+    buffer = torch.empty(2 * flat.numel(), dtype=torch.uint8, device=device)
+    held.open(buffer)
+    assert held._plan is not None
+    held._plan.errors.fill_(1)
+    held.close(flat)
+    assert held.errors is not None and bool(held.errors.any())
+
+
 def test_clipping_in_two_passes_is_exact() -> None:
     ours = trained(llama(), 6, optimizer="sgd", clip=0.4)
     assert plain(llama(), SGD(), 6, clip=0.4) == ours
@@ -339,10 +395,10 @@ def gpt_neo() -> Any:
     return transformers.GPTNeoForCausalLM(config)
 
 
-def opt() -> Any:
+def opt(dropout: float = 0.0) -> Any:
     config = transformers.OPTConfig(
         vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, pad_token_id=1,
+        max_position_embeddings=64, word_embed_proj_dim=16, dropout=dropout, pad_token_id=1,
     )  # fmt: skip
     return transformers.OPTForCausalLM(config)
 
@@ -373,8 +429,9 @@ def test_decoders_get_the_gradients_that_autograd_gives(make: Callable[[], Any])
         assert error <= 1e-4 * gradient.norm() + 1e-6, name
 
 
-def test_dropout_is_the_same_forward_and_backward() -> None:
-    model = llama(dtype=torch.float32, attention_dropout=0.5)
+@pytest.mark.parametrize("kind", ["a module", "a number"])
+def test_dropout_is_the_same_forward_and_backward(kind: str) -> None:
+    model = llama(dtype=torch.float32, attention_dropout=0.5) if kind == "a module" else opt(dropout=0.3)
     (batch,) = batches(1)
     given = {"input_ids": batch, "labels": batch}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -405,6 +462,22 @@ def test_frozen_parameters_stay_and_others_are_trained() -> None:
         name for name in changed if "norm" in name
     }
     assert any("layers.1.mlp" in name for name in changed) and not any("layers.0.mlp" in n for n in changed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro", [None, 2, 1])
+def test_a_frozen_head_is_no_gradient_to_add(micro: int | None, tied: bool) -> None:
+    (batch,) = batches(1, rows=3)
+    model = llama(tied, torch.float32)
+    model.lm_head.weight.requires_grad_(False)
+    logits = model(batch[:, :-1]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+    expected = {name: p - p.grad if p.grad is not None else p for name, p in model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in expected.items()}
+    trainer = train_compressed(model, compressed=False, micro_batch=micro)
+    trainer.step(batch, 1.0)
+    for name, p in trainer.release().named_parameters():
+        torch.testing.assert_close(p.detach(), expected[name], atol=2e-6, rtol=1e-4)
 
 
 def test_what_is_no_such_decoder_is_refused() -> None:

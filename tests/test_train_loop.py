@@ -189,6 +189,19 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(number: signal.Sign
     assert saved == [3] and len(read_log(tmp_path / "log")) == 3
 
 
+def test_a_signal_in_the_last_step_leaves_a_checkpoint() -> None:
+    saved: list[int] = []
+
+    def interrupted(step: int, lr: float) -> dict[str, float]:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return losing(step, lr)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, steps=3, schedule=rate, checkpoint=saved.append)
+    assert saved == [3]
+
+
 def test_a_loss_that_is_no_number_ends_a_run_without_a_checkpoint() -> None:
     saved: list[int] = []
 

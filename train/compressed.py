@@ -150,6 +150,8 @@ class Trainer:
         self.norm: float | None = None
         shell = self.shell = Shell(model)
         self.device = torch.device(device) if device is not None else model.device
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         slots = slots_of(model)
         if optimizer.stochastic and any(slot.dtype != torch.bfloat16 for slot in slots.values()):
             raise UsageError(
@@ -183,9 +185,10 @@ class Trainer:
         self._desk.make_room(room if compressed else 0)
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         model.train()
-        self._dropouts = any(
-            (isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0)
+        self._dropouts = any(  # of some models dropout is a number, and no module
+            isinstance(value, float) and value > 0 and ("drop" in name or isinstance(m, nn.Dropout))
             for m in model.modules()
+            for name, value in vars(m).items()
         )
         if self._world > 1:
             self._require_equal_weights()
@@ -230,6 +233,12 @@ class Trainer:
         if self.clip is not None and self.clipping == "two-pass":
             _, squares = self._backward(micros, count, lr, None, update=False)
             self.norm = math.sqrt(float(squares))
+            if not math.isfinite(self.norm):
+                self.steps -= 1
+                raise NeuzipError(
+                    f"the norm of the gradients is {self.norm}: no weight was changed",
+                    "go on from the last checkpoint with a lower learning rate",
+                )
             scale = self._scale(self.norm)
         elif self.clip is not None and self.norm is not None:
             scale = self._scale(self.norm)
@@ -337,7 +346,8 @@ class Trainer:
                 nll = nll + found[0]
                 if gradients:
                     for_hidden[i] = _plus(for_hidden[i], found[1], chunks > 1)
-                    total = _plus(total, found[2], self._exact(micros))
+                    if self.head.slot.trainable:
+                        total = _plus(total, found[2], self._exact(micros))
             if not gradients or not self.head.slot.trainable:
                 continue
             assert total is not None

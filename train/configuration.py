@@ -168,6 +168,11 @@ def _require_sense(file: str, found: Configuration) -> None:
     for name in ("steps", "length", "batch"):
         if getattr(found, name) < 1:
             raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 1 and more")
+    for name in ("seed", "weight_decay", "checkpoint_every"):
+        if (getattr(found, name) or 0) < 0:
+            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 0 and more")
+    if found.budget_minutes is not None and not found.budget_minutes > 0:
+        raise UsageError(f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or none")
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
         ("dtype", ("bfloat16", "float16", "float32")),

@@ -56,7 +56,7 @@ class Desk:
         on_gpu = device.type == "cuda"
         self._backend: Any = torch.cuda if on_gpu else torch.cpu
         self._own: Any = self._backend.Stream(*[device] if on_gpu else []) if ahead else None
-        self._thread = ThreadPoolExecutor(1, initializer=self._begin) if ahead else None
+        self._thread = ThreadPoolExecutor(1, initializer=_begin, initargs=(device,)) if ahead else None
         self._slots: list[_Slot] = []
         self._closing: list[Future[Any]] = []
 
@@ -65,6 +65,9 @@ class Desk:
         self._slots = [
             _Slot(torch.empty(room, dtype=torch.uint8, device=self._device)) for _ in range(1 + self._ahead)
         ]
+        if self._ahead and self._device.type == "cuda":
+            for slot in self._slots:  # a step that failed may leave a job behind
+                slot.buffer.record_stream(self._own)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -90,7 +93,11 @@ class Desk:
         """The arrays of a unit; `changes` keeps what they have become. `then` will be opened next."""
         slot = next((slot for slot in self._slots if slot.unit is unit), None) or self._expect(unit)
         assert slot.opening is not None
-        flats, ready = slot.opening.result()
+        try:
+            flats, ready = slot.opening.result()
+        except BaseException:
+            slot.unit, slot.opening = None, None
+            raise
         slot.used = True
         if ready is not None:
             ready.wait(self._current())
@@ -108,11 +115,11 @@ class Desk:
         """Wait until nothing is being decoded or coded; what was expected is forgotten."""
         for slot in self._slots:
             if slot.opening is not None and not slot.used:
-                slot.opening.result()
-                slot.unit, slot.opening = None, None
-        for job in self._closing:
+                opening, slot.unit, slot.opening = slot.opening, None, None
+                opening.result()
+        closing, self._closing = self._closing, []
+        for job in closing:
             job.result()
-        self._closing = []
         if self._ahead:
             self._current().wait_stream(self._own)
 
@@ -148,9 +155,11 @@ class Desk:
     def _current(self) -> Any:
         return self._backend.current_stream(self._device)
 
-    def _begin(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+
+def _begin(device: torch.device) -> None:
+    """In the thread, which must not know the desk: it would keep it for ever."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _done(job: Future[Any]) -> bool:

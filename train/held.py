@@ -154,6 +154,7 @@ class CodedByTriton:
         self._fmt = FORMATS[ANS_FORMATS[dtype]]
         self._coded: CodedTensor | None = None
         self._plan: triton_decode.Plan | None = None
+        self._met: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +168,7 @@ class CodedByTriton:
         assert self._coded is not None
         flat = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
         if self._plan is None or self._plan.outs[0].data_ptr() != flat.data_ptr():
+            self._keep_errors()
             with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
                 self._plan = triton_decode.prepare([self._coded], [flat.view(PATTERNS[self._fmt.bits])])
         self._plan.launch()
@@ -174,6 +176,7 @@ class CodedByTriton:
 
     def close(self, flat: Tensor) -> None:
         """See Held."""
+        self._keep_errors()
         self._coded = self._plan = None  # their memory may be used again
         bits = flat.view(PATTERNS[self._fmt.bits])
         with torch.cuda.device_of(bits), LAUNCHING:  # type: ignore[no-untyped-call]
@@ -186,7 +189,13 @@ class CodedByTriton:
     @property
     def errors(self) -> Tensor | None:
         """Int32 [1], not 0 once corrupt words have been decoded; None before any were."""
-        return None if self._plan is None else self._plan.errors
+        self._keep_errors()
+        return self._met
+
+    def _keep_errors(self) -> None:
+        if self._plan is not None:
+            met = self._plan.errors
+            self._met = met.clone() if self._met is None else self._met.bitwise_or_(met)
 
 
 def _filled_up(plane: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def run(
                 checkpoint(number + 1)
                 saved = number + 1
         taken = start + len(found) - len(earlier)
-        if checkpoint is not None and saved < taken < steps:
+        if checkpoint is not None and saved < taken and (taken < steps or caught):
             checkpoint(taken)
     if caught:
         signal.raise_signal(caught[0])

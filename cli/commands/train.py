@@ -60,8 +60,10 @@ def command(
 
     asked = configuration.read(config)
     began = time.monotonic()
-    _make_room(asked, resume, overwrite)
+    _refuse(asked, resume, overwrite)
     trainer, windows, like = _begin(out, asked)
+    if not resume:
+        _make_room(asked)
     start = 0
     if resume:
         trainer.load(asked.out / CHECKPOINT)
@@ -106,18 +108,20 @@ def command(
     _report(out, asked, trainer, figures, time.monotonic() - began)
 
 
-def _make_room(asked: Configuration, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds something, or another run than this one; remove what is overwritten."""
-    import json as json_module
-    import shutil
+def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
+    """Raise for a folder that holds something, something needed, or another run than this one."""
+    from neuzip.compress.workspace import recover, refuse_nesting
+    from neuzip.formats.tensor_file import parse_json
 
-    from neuzip.compress.workspace import write_file
-
+    for source in (asked.model, asked.tokenizer, asked.scratch, *asked.texts):
+        if source is not None and Path(source).exists():
+            refuse_nesting(Path(source), asked.out)
     if resume:
         run, checkpoint = asked.out / RUN, asked.out / CHECKPOINT
+        recover(checkpoint)
         if not run.is_file() or not checkpoint.is_dir():
             raise NeuzipError(f"{asked.out}: has no checkpoint to go on from", "leave --resume out")
-        asked.require_same(json_module.loads(run.read_text(encoding="utf-8")))
+        asked.require_same(parse_json(run.read_bytes(), run))
     elif asked.out.exists() and not (asked.out.is_dir() and not any(asked.out.iterdir())):
         if not overwrite:
             raise WouldOverwrite(
@@ -127,7 +131,18 @@ def _make_room(asked: Configuration, resume: bool, overwrite: bool) -> None:
             raise WouldOverwrite(
                 f"{asked.out}: is not from neuzip train, and is not removed", "choose another out"
             )
-        shutil.rmtree(asked.out)
+
+
+def _make_room(asked: Configuration) -> None:
+    """Remove what is overwritten, and say which run it is."""
+    import json as json_module
+    import shutil
+
+    from neuzip.compress.workspace import write_file, writing
+
+    with writing(asked.out):
+        if asked.out.exists():
+            shutil.rmtree(asked.out)
     write_file(asked.out / RUN, json_module.dumps(asked.to_json(), indent=2).encode())
 
 
