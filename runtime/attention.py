@@ -64,9 +64,11 @@ NAMES: dict[str, int | None] = {"neuzip_sage8": 8, "neuzip_sage4": 4, BY_LAYER: 
 
 BITS = (4, 8)
 
-LEAST_QUERIES = 128
-LEAST_KEYS = 2048
-"""With fewer of either SDPA is faster. Not measured yet: where peers cross over on Hopper."""
+LEAST_TOKENS = 2048
+"""Fewer queries do not repay quantising all keys; fewer keys were never faster (benchmarks/attention.py)."""
+LEAST_PRODUCTS = 10**11
+"""Of numbers, of queries with keys, over all heads. What has fewer SDPA does before our kernels are launched: on
+an H200, with 32 heads of 128 and a causal mask, one text of 7,000 tokens, or eight of 2,500."""
 
 NOT_RECORDED = "nothing is recorded for the layer"
 FULL_PRECISION = "the layer keeps full precision"
@@ -196,16 +198,19 @@ def _of_layer(module: torch.nn.Module, state: State) -> tuple[int | None, str | 
 
 def _slower(call: Call) -> str | None:
     """Why SDPA is faster, in words that do not change with every token."""
-    queries, keys = call.query.shape[2], call.key.shape[2]
+    texts, heads, queries, width = call.query.shape
+    keys = call.key.shape[2]
     if not call.query.is_cuda:
         return "on a CPU quantised attention is only simulated"
-    if queries < LEAST_QUERIES:
-        return f"with fewer than {LEAST_QUERIES} queries it is faster"
     if isinstance(call.mask, DeferredMask):  # a static cache has room for more
         keys = call.mask.seen.keys
     elif call.mask is None and call.causal:
         keys = min(keys, queries)
-    return f"with fewer than {LEAST_KEYS} keys it is faster" if keys < LEAST_KEYS else None
+    if queries < LEAST_TOKENS or keys < LEAST_TOKENS:
+        return f"with fewer than {LEAST_TOKENS:,} queries or keys it is faster"
+    unseen = queries**2 // 2 if call.causal or call.mask is not None else 0
+    few = texts * heads * width * (queries * keys - min(unseen, queries * keys // 2)) < LEAST_PRODUCTS
+    return f"with fewer than {LEAST_PRODUCTS:.0e} products it is faster" if few else None
 
 
 def _quantized(call: Call, bits: int) -> Tensor | str:

@@ -543,11 +543,19 @@ def test_decoding_and_short_texts_are_left_to_sdpa_on_a_gpu(tokens: int):
         torch.nn.Module(), _OnGpu(1, 2, tokens, 64), _OnGpu(1, 2, 24, 64), None, None, 0.0, None, None, {}
     )
     reason = attention._slower(call)
-    assert reason is not None and f"fewer than {attention.LEAST_QUERIES} queries" in reason
-    long = attention.Call(
-        torch.nn.Module(), _OnGpu(1, 2, 4096, 64), _OnGpu(1, 2, 4096, 64), None, None, 0.0, None, None, {}
-    )
-    assert attention._slower(long) is None
+    assert reason is not None and "fewer than 2,048 queries" in reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "faster"),
+    [
+        ((1, 32, 4096, 128), False), ((1, 32, 8192, 128), True), ((8, 32, 2048, 128), False),
+        ((8, 32, 4096, 128), True), ((1, 32, 8192, 64), False), ((64, 32, 1024, 128), False),
+    ],
+)  # fmt: skip
+def test_prompts_are_quantised_where_that_was_measured_to_be_faster(shape: Any, faster: bool):
+    call = attention.Call(torch.nn.Module(), _OnGpu(*shape), _OnGpu(*shape), None, None, 0.0, None, None, {})
+    assert call.causal and (attention._slower(call) is None) == faster
 
 
 class _OnGpu:
@@ -733,14 +741,15 @@ def test_what_is_recorded_wrongly_is_told(llama: PreTrainedModel, tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_on_a_gpu_long_texts_are_quantised_and_decoding_is_not(name: str):
+def test_on_a_gpu_long_texts_are_quantised_and_decoding_is_not(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "LEAST_PRODUCTS", 1)
     config = made(name).config
     config.max_position_embeddings = 4096
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config).cuda().bfloat16().eval()
     if name == "soft cap":
         model.set_attn_implementation("eager")
-    length = attention.LEAST_KEYS + 57
+    length = attention.LEAST_TOKENS + 57
     ids = torch.randint(1, 256, (2, length), device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :500] = 0
@@ -769,12 +778,13 @@ def test_on_a_gpu_a_compiled_decoder_goes_on(name: str):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_quantised_cache_is_read_as_it_is_packed():
+def test_on_a_gpu_a_quantised_cache_is_read_as_it_is_packed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "LEAST_PRODUCTS", 1)
     config = made("llama").config
     config.max_position_embeddings = 4096
     torch.manual_seed(6)
     model = AutoModelForCausalLM.from_config(config).cuda().bfloat16().eval()
-    ids = torch.randint(1, 256, (1, attention.LEAST_KEYS + 57), device="cuda")
+    ids = torch.randint(1, 256, (1, attention.LEAST_TOKENS + 57), device="cuda")
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False,
         "output_logits": True, "return_dict_in_generate": True,

@@ -261,6 +261,7 @@ def test_any_workspace_and_any_run_give_the_same_bits(
     kernels: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one round or in many: what earlier rounds left is kept to the last bit."""
+    monkeypatch.setattr(triton_backward, "LEAST_COLUMNS", 1)
     case = Case(200, 400, 32, dtype, kernels, bias=True)
     head = case.hidden, case.weight, None, None, [], case.bias, case.target, -100, None
     nll, *kept = torch.ops.neuzip.linear_cross_entropy(*head, None, False, True, False, 64 << 20)
@@ -281,9 +282,21 @@ def test_any_workspace_and_any_run_give_the_same_bits(
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("workspace", [0, 64 << 20])
-def test_all_that_is_read_has_been_written(kernels: torch.device, workspace: int) -> None:
+def test_all_that_is_read_has_been_written(
+    kernels: torch.device, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_backward, "LEAST_COLUMNS", 1)
     case = confident(200, 600, 48, kernels)
     case.assert_as_good_as_torch(filter_eps=2.0**-12, workspace=workspace)
+
+
+@pytest.mark.parametrize("tokens", [1024, 8192, 100_000])
+def test_a_round_is_not_one_tile_however_large_the_hidden_states(tokens: int) -> None:
+    hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (tokens, 128_256))
+    slots = triton_backward._slots(hidden, triton_backward.Vocabulary(weight), 64 << 20)
+    across, down = triton_backward.tiles(tokens, 128_256)
+    rounds = triton_backward.plan(torch.ones(across, down, dtype=torch.int8), slots, across).rounds
+    assert rounds <= across / 7 + 1
 
 
 def test_plans_are_what_their_description_says() -> None:

@@ -313,7 +313,7 @@ def test_head_loss_on_a_gpu_is_that_of_a_cpu():
     arrays = numbers(300, 64), numbers(1000, 64, seed=1), numbers(300, 64, seed=2), numbers(1000, 64, seed=3)
     results = []
     for device in ("cpu", "cuda"):
-        own = [x.to(device).requires_grad_(n < 2) for n, x in enumerate(arrays)]
+        own = [x.to(device, copy=True).requires_grad_(n < 2) for n, x in enumerate(arrays)]
         found = head_loss(*own, torch.arange(300, device=device), Weights(1.0, 0.5), 128)
         found.total.backward()
         results.append([x.cpu() for x in (found.total.detach(), own[0].grad, own[1].grad)])

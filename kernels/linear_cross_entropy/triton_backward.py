@@ -48,6 +48,10 @@ COLUMNS = 128
 SEGMENT = 16 << 20
 """Bytes of weights that are decoded, or put in another order, at a time: a quarter of the usual workspace."""
 
+LEAST_COLUMNS = 8
+"""Columns of tiles that a round has room for, whatever the workspace. With one, a head of 128,256 for 8,192
+tokens takes 26,000 rounds and 6 seconds on an H200."""
+
 BOUND_SLACK = 2.0**-10
 """Of the logarithm: logits that are computed twice, in another order of sums, differ by less."""
 
@@ -309,7 +313,7 @@ def gradients(
     """The gradients of hidden states [N, D], weights and bias that are `wanted`.
 
     `flags` are the candidates among the tiles; None is all of them. Beyond the gradients the workspace is
-    what is allocated, in bytes, or as little as N and D allow: a slot for every row of tiles and, of 16-bit
+    what is allocated, in bytes, or as little as N and D allow: 8 slots for every row of tiles and, of 16-bit
     dtypes, 2 bytes for each number of `hidden`. Rows whose numbers are not neighbours are copied first.
     Raises ValueError for gradients of packed weights, which have none.
     """
@@ -355,7 +359,7 @@ def _slots(hidden: Tensor, vocabulary: Vocabulary, workspace: int) -> int:
         return across * down
     if size == 2:
         used += n * d * 2  # lower halves
-    return max(down, min(across * down, (workspace - used) // slot))
+    return min(across * down, max(LEAST_COLUMNS * down, (workspace - used) // slot))
 
 
 class _Work:
