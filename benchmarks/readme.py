@@ -7,6 +7,7 @@ python benchmarks/readme.py --check    # exit 1 if it differs
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +43,8 @@ def figures() -> str:
         ("packed_linear", packed_linear), ("generate", generate), ("ternary_linear", ternary_linear),
         ("bitnet", bitnet), ("kv_attention", kv_attention), ("attention", attention),
         ("linear_cross_entropy", linear_cross_entropy), ("gpu_codec", gpu_codec),
+        ("train_memory", train_memory), ("recovery", recovery), ("mix_ln", mix_ln),
+        ("layers-wikilm-26m", layers),
     ):  # fmt: skip
         if is_measured(name):
             parts.append(render(load(name)))
@@ -591,6 +594,243 @@ def gpu_machine(environment: dict[str, Any]) -> str:
         f"{gpu['name']}, driver {gpu['driver']}, Python {environment['python']}, {packages}, "
         f"commit {environment['commit']}"
     )
+
+
+MEMORY_AIMS = {
+    "llama-3-8b": (15.25, 12.5), "gpt-neo-2.7b": (5.54, None), "llama-2-13b": (18.58, None),
+    "adamw": (48.0, 32.0),
+}  # fmt: skip
+SPEED_AIMS = {1024: (0.65, 0.80), 8192: (0.88, 0.95)}
+"""At most so many GiB with 1,024 tokens a step, at least so many times the speed of LOMO: must, stretch."""
+
+MODELS = {"llama-3-8b": "Llama-3-8B", "gpt-neo-2.7b": "GPT-Neo-2.7B", "llama-2-13b": "Llama-2-13B"}
+METHODS = {"ours": "ours", "ours, one buffer": "ours, one buffer", "lomo": "LOMO, our code",
+           "vanilla": "vanilla", "ours, adamw8bit": "ours, AdamW in 8 bits"}  # fmt: skip
+
+
+def train_memory(document: dict[str, Any]) -> str:
+    """Peak memory and speed of training on compressed weights, beside LOMO and vanilla."""
+    sections = document["sections"]
+    lines = [
+        training_line(name, row, sections[name])
+        for name in (*MODELS, "adamw")
+        if name in sections
+        for row in sections[name]["rows"]
+    ]
+    parts = []
+    if lines:
+        parts.append(
+            "| model | tokens a step | method | peak GiB | the paper, A6000 | tokens/s | against LOMO |\n"
+            "|---|---|---|---|---|---|---|\n" + "\n".join(lines)
+        )
+    for row in sections.get("bits", {}).get("rows", []):
+        same = row["losses_equal"] and row["weights_equal"]
+        parts.append(
+            f"{row['steps']} steps of {row['optimizer']}, compressed and not: losses and weights "
+            f"{'have the same bits' if same else '**differ**'}."
+        )
+    for row in sections.get("two-gpus", {}).get("rows", []):
+        same = "the same losses and weights on all" if row["equal_on_all"] else "**they differ**"
+        parts.append(
+            f"{row['processes']} GPUs, {row['tokens']:,} tokens a step together: "
+            f"{row['tokens_per_second']:,.0f} tokens/s, {same}."
+        )
+    machines = dict.fromkeys(gpu_machine(section["environment"]) for section in sections.values())
+    return (
+        "**Training with weights held compressed**, all parameters, bf16, SGD where not said otherwise, "
+        "activation checkpointing; published shapes, random weights. LOMO is the same trainer with plain "
+        "weights, and gives the same bits. Aims are must / stretch. `python benchmarks/train_memory.py`\n\n"
+        + "\n\n".join([*parts, "; ".join(machines)])
+    )
+
+
+def training_line(name: str, row: dict[str, Any], section: dict[str, Any]) -> str:
+    """A method at a number of tokens, with its aims."""
+    peers = {(r["method"], r["tokens"]): r for r in section["rows"]}
+    method, tokens = row["method"], row["tokens"]
+    paper = (section["paper_gib"] or {}).get(method) if tokens == 1024 else None
+    if row["peak_gib"] is None:
+        peak, speed, against_lomo = "does not fit", "", ""
+    else:
+        aimed = method.startswith("ours") and tokens == 1024 and method != "ours, one buffer"
+        aim = with_aim(row["peak_gib"], MEMORY_AIMS.get(name, (None, None)), most=True) if aimed else ""
+        peak, speed = f"{row['peak_gib']:.2f}{aim}", f"{row['tokens_per_second']:,.0f}"
+        lomo = peers.get(("lomo", tokens))
+        against_lomo = ""
+        if method.startswith("ours") and lomo is not None and lomo["peak_gib"] is not None:
+            ratio = row["tokens_per_second"] / lomo["tokens_per_second"]
+            aims = SPEED_AIMS.get(tokens, (None, None))
+            judged = name == "llama-3-8b" and method == "ours"
+            against_lomo = f"{ratio:.2f}{with_aim(ratio, aims, most=False) if judged else ''}"
+    model = MODELS.get(row["model"], row["model"])
+    told = "" if paper is None else f"{paper:.2f}"
+    cells = (model, f"{tokens:,}", METHODS.get(method, method), peak, told, speed, against_lomo)
+    return f"| {' | '.join(cells)} |"
+
+
+def with_aim(value: float, aims: tuple[float | None, float | None], *, most: bool) -> str:
+    """What was aimed at, in brackets, and whether it was missed or the stretch reached."""
+    must, stretch = aims
+    if must is None:
+        return ""
+    sign = 1 if most else -1
+    told = f"{must:g}" + ("" if stretch is None else f" / {stretch:g}")
+    if sign * value > sign * must:
+        return f" (aim {told}, **missed**)"
+    reached = stretch is not None and sign * value <= sign * stretch
+    return f" (aim {told}{', stretch reached' if reached else ''})"
+
+
+def recovery(document: dict[str, Any]) -> str:
+    """How near ternary models come to their original, stage by stage."""
+    sections = document["sections"]
+    lines = []
+    for name, what in (("b158", "b1.58, inputs in 8 bits"), ("a48", "then a4.8, inputs in 4 bits")):
+        if name not in sections:
+            continue
+        s, after = sections[name], sections[name]["after"]
+        aim = with_aim(after["ratio"], (1.25, 1.10), most=True) if name == "b158" else ""
+        to_first = ""
+        if "ratio_to_b158" in s:
+            to_first = f"{s['ratio_to_b158']:.3f}{with_aim(s['ratio_to_b158'], (1.03, 1.015), most=True)}"
+        error = after["ratio_error"]
+        spread = "" if error is None else f" ± {error:.3f}"
+        lines.append(
+            f"| {what} | {s['minutes']:g} | {s['tokens'] / 1e6:,.1f} M, {s['epochs']:.1f} epochs "
+            f"| {s['before']['perplexity']:,.2f} | {after['perplexity']:.2f} "
+            f"| {after['ratio']:.3f}{spread}{aim} | {to_first} | {after['kld']:.3f} | {after['top_1']:.1%} |"
+        )
+    first = next(iter(sections.values()))
+    pictures = "\n\n".join(
+        f"![Losses of {name}](benchmarks/results/recovery-{name}.svg)" for name in sections
+    )
+    machines = dict.fromkeys(gpu_machine(section["environment"]) for section in sections.values())
+    return (
+        f"**Recovery of a ternary model**: {first['checkpoint']} with linear weights of -1, 0 and 1, trained "
+        f"against its original on {' and '.join(first['train'])}, compared on "
+        f"{first['tokens_compared']:,} tokens of {first['test']} that training never saw; the original's "
+        f"perplexity is {first['after']['original']:.2f}. Aims are must / stretch. "
+        "`python benchmarks/recovery.py b158 a48`\n\n"
+        "| stage | minutes | trained on | perplexity before | after | times the original's "
+        "| times that of b1.58 | KL divergence | same likeliest token |\n"
+        "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + f"\n\n{pictures}\n\n"
+        + "; ".join(machines)
+    )  # fmt: skip
+
+
+PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "mix": "Mix-LN", "layernorm-scaling": "LayerNorm scaling",
+              "sandwich": "Sandwich-LN", "peri": "Peri-LN", "deepnorm": "DeepNorm"}  # fmt: skip
+
+
+def mix_ln(document: dict[str, Any]) -> str:
+    """Norm placements at equal tokens, and whether Mix-LN is better than Pre-LN beyond the seeds' spread."""
+    settings, results = document["settings"], document["results"]
+    texts = list(dict.fromkeys(r["text"] for r in results))
+    lines = []
+    for placement in dict.fromkeys(r["placement"] for r in results):
+        found = {r["text"]: r for r in results if r["placement"] == placement}
+        cells = [of_placement(found.get(text)) for text in texts]
+        failed = sum(one["placement"] == placement for one in document["failed"])
+        told = f"{PLACEMENTS[placement]}{f', {failed} diverged' if failed else ''}"
+        lines.append(f"| {told} | {' | '.join(cells)} |")
+    only_failed = {one["placement"] for one in document["failed"]} - {r["placement"] for r in results}
+    lines += [f"| {PLACEMENTS[name]} |{' diverged | |' * len(texts)}" for name in sorted(only_failed)]
+    heads = " | ".join(f"{text}: perplexity | against Pre-LN" for text in texts)
+    seeds = max(len(r["perplexities"]) for r in results)
+    text, environment = settings["text"], document["environment"]
+    where = gpu_machine(environment) if "gpu" in environment else machine(document)
+    return (
+        f"**Where the norms stand**: Llamas of {document['parameters'] / 1e6:.1f} M parameters "
+        f"({settings['size']} recipe of the Mix-LN paper), {settings['steps']:,} steps of "
+        f"{settings['batch']} windows of {text}, {seeds} seeds, the same first weights and batches for all; "
+        "held-out perplexity, mean ± standard deviation over seeds, and the change against Pre-LN of the "
+        f"same seed with a 95 % interval. {verdict(results, texts[0])} `python benchmarks/mix_ln.py`\n\n"
+        f"| placement | {heads} |\n|---{'|---' * 2 * len(texts)}|\n" + "\n".join(lines)
+        + f"\n\n![Losses, perplexities, gradients](benchmarks/results/mix_ln.svg)\n\n{where}"
+    )  # fmt: skip
+
+
+def of_placement(row: dict[str, Any] | None) -> str:
+    """Perplexity and its change, with what each is spread over."""
+    if row is None:
+        return " | "
+    spread = "" if row["spread"] is None else f" ± {row['spread']:.2f}"
+    against_pre, told = row["against_pre"], ""
+    if against_pre is not None:
+        told = f"{against_pre['percent']:+.2f} %"
+        if against_pre["low"] is not None:
+            told += f" ({against_pre['low']:+.2f} to {against_pre['high']:+.2f})"
+    return f"{row['mean']:.2f}{spread} | {told}"
+
+
+def verdict(results: list[dict[str, Any]], text: str) -> str:
+    """What the interval of Mix-LN against Pre-LN says."""
+    rows = [r for r in results if r["placement"] == "mix" and r["text"] == text and r["against_pre"]]
+    if not rows or rows[0]["against_pre"]["high"] is None:
+        return "Too few seeds tell Mix-LN from Pre-LN."
+    found = rows[0]["against_pre"]
+    if found["high"] < 0:
+        return "Mix-LN is better than Pre-LN, beyond the seeds' spread."
+    if found["low"] > 0:
+        return "**Mix-LN is worse than Pre-LN here**, beyond the seeds' spread."
+    return "**Mix-LN and Pre-LN are not told apart** by these seeds."
+
+
+WITHIN_95 = 1.96
+"""Standard errors to either side of a 95 % interval."""
+
+
+def layers(document: dict[str, Any]) -> str:
+    """What each layer of wikilm-26m is worth, as `neuzip layers --json` says."""
+    found = document["layers"]
+    columns = (
+        "| layer | angular distance to the next | block influence | perplexity without it "
+        "| times the whole model's | KL divergence without it | gradient norm |"
+    )
+    lines = [f"| {one['number']} | {' | '.join(of_layer(one))} |" for one in found]
+    whole = next((one["without"]["base_nll"]["value"] for one in found if one["without"]), None)
+    ranks = {
+        "angular_distance": "angular distance", "block_influence": "block influence",
+        "gradient_norm": "gradient norm", "depth": "how early it comes",
+    }  # fmt: skip
+    correlated = ", ".join(
+        f"{name} {document['rank_correlations'][key]:.2f}"
+        for key, name in ranks.items()
+        if document["rank_correlations"].get(key) is not None
+    )
+    versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items() if name != "python")
+    before = "" if whole is None else f"; the whole model has perplexity {math.exp(whole):.2f}"
+    return (
+        f"**What each layer is worth**: {Path(document['src']).name}, {document['tokens']:,} tokens of "
+        f"{Path(document['text']).name} in windows of {document['window']:,}{before}. ± are 95 % intervals "
+        f"over {document['blocks']}. Angular distance is at the last tokens of windows, as a part of 180 "
+        f"degrees; gradients are of {document['gradient_windows']} windows; KL divergence is in nats. "
+        "`neuzip layers SRC --text FILE --max-tokens 65536`\n\n"
+        f"{columns}\n|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        f"Rank correlation (Spearman) with the KL divergence without the layer: {correlated}.\n\n"
+        "![Angular distances between layers](benchmarks/results/layers-wikilm-26m.svg)\n\n"
+        f"{document['device']}, {document['dtype']}, Python {document['versions']['python']}, {versions}"
+    )  # fmt: skip
+
+
+def of_layer(one: dict[str, Any]) -> list[str]:
+    """The cells of a layer."""
+    without, norm = one["without"], one["gradient_norm"]
+    measured = ["not finite", "", ""]
+    if without is not None:
+        ppl = f"{math.exp(without['other_nll']['value']):,.2f}"
+        measured = [ppl, within(without["perplexity_ratio"], 2), within(without["kld"]["mean"], 3)]
+    return [
+        within(one["angular_distance"], 3), within(one["block_influence"], 4), *measured,
+        "" if norm is None else within(norm, 2),
+    ]  # fmt: skip
+
+
+def within(estimate: dict[str, float | None], digits: int) -> str:
+    """A figure and its 95 % interval."""
+    value, error = estimate["value"], estimate["standard_error"]
+    assert value is not None
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {WITHIN_95 * error:.{digits}f}")
 
 
 def memory(document: dict[str, Any]) -> str:
