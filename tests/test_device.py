@@ -202,18 +202,28 @@ def test_commands_say_where_they_worked(model, tmp_path, neuzip):
 
 
 FEW = ["BF16.matrix", "F16.matrix", "upcast"]
-INTERPRETED_LONG = [] if ON_CARD else [pytest.mark.slow]
+OTHERS = ["F32.matrix", "F64.matrix", "F8_*.matrix", "embed", "head", "nan", "constant", "noise"]
+
+# Interpreted, a tensor takes half a second. There every tensor meets the lossless scheme, and each truncated
+# scheme some of the ways a tensor can go: cut, kept whole for it has few bits or infinities, constant, raw.
+PLANS = [
+    pytest.param("lossless", FEW, id="lossless-few"),
+    pytest.param("k=3 block=64", FEW, id="k=3 block=64-few"),
+    *(
+        pytest.param(name, globs, id=f"{name}-others", marks=pytest.mark.slow)
+        for name, globs in {
+            "lossless": OTHERS,
+            "k=0": ["F64.matrix", "F8_E4M3.matrix", "F8_E5M2FNUZ.matrix", "nan", "constant"],
+            "k=3": ["F16.matrix", "F32.matrix", "F8_E5M2.matrix", "upcast", "noise"],
+            "k=3 block=64": ["F32.matrix", "F64.matrix", "nan"],
+        }.items()
+    ),
+]
+if ON_CARD:
+    PLANS = [pytest.param(name, ["*"], id=name) for name in SCHEMES]
 
 
-@pytest.mark.parametrize(
-    ("name", "globs"),
-    [
-        ("lossless", FEW),
-        ("k=3 block=64", FEW),
-        *(pytest.param(name, ["*"], marks=INTERPRETED_LONG) for name in SCHEMES),
-    ],
-    ids=lambda value: "few" if value is FEW else "all" if value == ["*"] else value,
-)
+@pytest.mark.parametrize(("name", "globs"), PLANS)
 def test_the_same_checkpoint_and_the_same_verdicts(name, globs, device, model, tmp_path):
     rules = [Rule(glob, SCHEMES[name], min_dimensions=2) for glob in globs]
     rules.append(Rule("*", Scheme() if globs == ["*"] else Scheme("raw")))

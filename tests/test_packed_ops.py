@@ -193,7 +193,7 @@ def test_pack_says_what_it_packed() -> None:
     assert torch_ops.pack(weights[:0]).bits_per_weight == 0
 
 
-@pytest.mark.parametrize("escapes", [65_535, 65_536])
+@pytest.mark.parametrize(("escapes", "poison"), [(65_535, 0x00), (65_536, 0xFF)], indirect=["poison"])
 def test_row_starts_of_16_and_of_32_bits(escapes: int, poison: None) -> None:
     weights = torch.full((10, 20_000), 0x3F80, dtype=torch.int16)
     bits = weights.flatten()  # the window holds those that are more

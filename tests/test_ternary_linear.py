@@ -249,8 +249,20 @@ def test_kernel_keeps_the_first_of_equal_magnitudes(share: float, device):
 SHAPES = [(16, 256, None), (17, 300, 300), (40, 600, None), (5, 33, 64)]
 
 
-@activations
-@pytest.mark.parametrize(("out", "columns", "group"), SHAPES)
+def on_a_chessboard(*others: object) -> list[tuple[object, ...]]:
+    """Every shape with all the others; the memory that is poisoned holds zeros and ones by turns."""
+    return [
+        (*shape, other, (0x00, 0xFF)[(i + j) % 2])
+        for i, shape in enumerate(SHAPES)
+        for j, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("out", "columns", "group", "activation", "poison"),
+    on_a_chessboard(*ACTIVATIONS),
+    indirect=["poison"],
+)
 def test_one_token(out: int, columns: int, group: int | None, activation: str, device, poison):
     weights = ternary(out, columns, group)
     bias = gaussian(out, seed=2).bfloat16() if out % 2 else None
@@ -302,8 +314,11 @@ def test_one_token_that_is_not_finite(bad: float, activation: str, device):
     assert y.isnan().all()
 
 
-@pytest.mark.parametrize("rows", [2, 8, 19])
-@pytest.mark.parametrize(("out", "columns", "group"), SHAPES)
+@pytest.mark.parametrize(
+    ("out", "columns", "group", "rows", "poison"),
+    on_a_chessboard(2, 8, 19),
+    indirect=["poison"],
+)
 def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device, poison):
     weights = ternary(out, columns, group)
     bias = gaussian(out, seed=2).bfloat16() if out % 2 else None
