@@ -38,6 +38,7 @@ import torch
 from environment import ROOT, describe, describe_gpu
 from torch import Tensor, nn
 
+from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError
 from neuzip.runtime.load import load_tokenizer
 from neuzip.runtime.norm_placement import PLACEMENTS, Placement
@@ -147,7 +148,7 @@ def make(arguments: argparse.Namespace) -> None:
             started = time.monotonic()
             found = one_run(recipe, placement, seed, settings, texts, path, arguments.device)
             longest = max(longest, time.monotonic() - started)
-            path.write_text(json.dumps(found) + "\n")
+            write_file(path, (json.dumps(found) + "\n").encode())
             ends = found.get("failed") or ", ".join(
                 f"{name} {math.exp(loss):.2f}" for name, loss in found["held_out"].items()
             )
@@ -255,7 +256,7 @@ def report(folder: Path, results: Path | None) -> None:
             ],
         }
         target = results / "mix_ln.json"
-        target.write_text(json.dumps(found, indent=1) + "\n")
+        write_file(target, (json.dumps(found, indent=1) + "\n").encode())
         print(f"saved {target} and {picture(runs, results / 'mix_ln.svg')}")
 
 

@@ -104,9 +104,9 @@ def _refuse_ranks(argv: Sequence[str]) -> None:
     """Let only commands that share their work run in several processes: others would do it several times."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
     verb = _verb(argv)
-    if several and verb in commands.VERBS and verb not in ("compress", "eval"):
+    if several and verb in commands.VERBS and verb not in ("compress", "eval", "train"):
         raise UsageError(
-            f"neuzip {verb} cannot run under torchrun: only compress and eval can",
+            f"neuzip {verb} cannot run under torchrun: only compress, eval and train can",
             "start it without torchrun; or unset WORLD_SIZE",
         )
 
@@ -120,7 +120,9 @@ def _traceback_if_wanted() -> bool:
         return False
     import traceback
 
-    traceback.print_exc(file=sys.stderr)
+    from neuzip.cli.output import printable
+
+    print(printable(traceback.format_exc()), end="", file=sys.stderr)
     return True
 
 

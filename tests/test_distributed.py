@@ -273,7 +273,7 @@ def test_other_commands_refuse_to_run_several_times(
     said = neuzip(verb, "a", "b")
     assert (said.exit_code, said.stdout) == (2, "")
     assert said.stderr.startswith(
-        f"error: neuzip {verb} cannot run under torchrun: only compress and eval can\nhint: "
+        f"error: neuzip {verb} cannot run under torchrun: only compress, eval and train can\nhint: "
     )
 
 
@@ -367,7 +367,7 @@ def test_an_error_on_one_rank_ends_all_of_them_with_one_message(
         "def container(self, file, path):\n"
         f"    if os.environ['RANK'] != '{victim}': time.sleep(600)\n"
         "    raise NeuzipError('it is broken')\n"
-        "pipeline._Compression.container = container\n"
+        "pipeline.Compression.container = container\n"
         "sys.exit(run())\n"
     )
     run = torchrun(2, script, "compress", root, tmp_path / "all", cwd=tmp_path)

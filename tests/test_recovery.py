@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,6 +355,92 @@ def test_a_stopped_course_goes_on_as_if_it_had_not_been(original: Path, tmp_path
     logs = [read_log(tmp_path / name / "recovery.jsonl") for name in ("r", "whole")]
     assert [one["loss"] for one in logs[0]] == [one["loss"] for one in logs[1]]
     assert [one["step"] for one in logs[0]] == list(range(20))
+
+
+def test_a_course_goes_on_only_with_the_models_that_it_began_with(original: Path, tmp_path: Path):
+    """Under other paths they may be the same, under the same path others."""
+    course = begin(original)
+    course.save_state(tmp_path / "state", 3)
+    assert begin(original).load_state(tmp_path / "state") == 3
+    other = load_model(original, torch.float32)
+    with torch.no_grad():
+        other.model.norm.weight[0] += 0.5
+    nn.Module.to(other, dtype=torch.bfloat16).save_pretrained(tmp_path / "other")
+    base = load_model(original, torch.float32)
+    model = load_model(original, torch.float32)
+    convert(model, Recipe("absmean"))
+    save(nn.Module.to(model, dtype=torch.bfloat16), original, tmp_path / "converted")
+    settings = Settings(lr=2e-3)
+    for src, teacher, changed in (
+        (original, load_model(tmp_path / "other", torch.float32), "base"),
+        (tmp_path / "converted", base, "SRC"),
+    ):
+        teacher.config.name_or_path = str(original)
+        again = Recovery.begin(src, teacher, windows(), settings)
+        with pytest.raises(UsageError, match=f"begun with another {changed}$"):
+            again.load_state(tmp_path / "state")
+    half = Recovery.begin(original, load_model(original, torch.bfloat16), windows(), settings)
+    assert half.load_state(tmp_path / "state") == 3  # the same values, as on a GPU
+
+
+def test_what_is_no_number_changes_no_weight(original: Path, monkeypatch: pytest.MonkeyPatch):
+    course = begin(original)
+    course.step(0, 1e-3)
+    before = {name: p.detach().clone() for name, p in course.student.named_parameters()}
+    moments = course._moments()
+    losses = Recovery._losses
+    monkeypatch.setattr(Recovery, "_losses", lambda self, n: {**losses(self, n), "loss": float("nan")})
+    with pytest.raises(NeuzipError, match="step 7: the loss is nan, and no weight was changed"):
+        course.step(7, 1e-3)
+    monkeypatch.undo()
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(float("inf")))
+    with pytest.raises(NeuzipError, match="step 8: the norm of the gradients is inf"):
+        course.step(8, 1e-3)
+    assert all(torch.equal(p, before[name]) for name, p in course.student.named_parameters())
+    assert all(torch.equal(value, moments[name]) for name, value in course._moments().items())
+
+
+@pytest.mark.parametrize(("strength", "timed"), [(0.0, {1.0}), (1.0, {0.5}), (0.25, {0.5, 1.0})])
+def test_steps_in_which_quantisation_is_warmed_up_are_timed_apart(
+    strength: float, timed: set[float], original: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """At half strength a step takes 3 ms here, in full 1 ms."""
+    course, seen, now = begin(original, strength=strength), set(), [0.0]
+
+    def trained(number: int, lr: float, given: float) -> dict[str, float]:
+        seen.add(given)
+        now[0] += 3e-3 if given < 1 else 1e-3
+        return {}
+
+    monkeypatch.setattr(course, "_trained", trained)
+    monkeypatch.setattr("neuzip.train.recovery.time.perf_counter", lambda: now[0])
+    steps = course.fit(10.0)
+    assert seen == timed
+    assert steps == pytest.approx(0.97 * 10 / (1e-3 * (1 + 2 * strength)), rel=0.05)
+
+
+def test_a_state_that_cannot_be_kept_is_told_before_anything_is_trained(original: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    for keep, said in (
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file" / "below", "is a file"),
+        (tmp_path / "r" / "state", "is, holds, or lies within"),
+    ):
+        with pytest.raises(NeuzipError, match=said):
+            recover(begin(original), original, tmp_path / "r", steps=1, keep_state=keep)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_told(original: Path, tmp_path: Path):
+    course = begin(original)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(NeuzipError, match="state: cannot be written: File too large"):
+            course.save_state(tmp_path / "state", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "state" / STATE_FILE).exists()
 
 
 def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_path: Path):

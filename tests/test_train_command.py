@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.train import configuration
+from neuzip.train.scratch import random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +92,61 @@ def test_a_stopped_run_goes_on_to_the_same_model(
     assert neuzip("train", write(lr=1e-4), "--resume").exit_code == 2  # another run
 
 
+def test_a_run_goes_on_only_with_the_tokens_that_it_began_with(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text of some words. " * 200)
+    given = {"texts": str(text), "states": "plain", "optimizer": "adamw"}
+    assert neuzip("train", write(**given)).exit_code == 0
+    text.write_text("A text of other words. " * 200)
+    said = neuzip("train", write(**given, steps=6), "--resume")
+    assert said.exit_code == 2
+    assert f"was begun with other tokens than {text} has now" in said.stderr
+    text.write_text("A text of some words. " * 200)
+    said = neuzip("train", write(**{**given, "states": "lossless", "steps": 6}), "--resume", "--json")
+    assert said.exit_code == 0, said.stderr  # states are kept in another way, with the same bits
+    assert (said.json["steps"], said.json["processes"]) == (6, 1)
+    assert said.json["state_bytes"] > 0
+
+
+def test_an_out_below_a_file_is_refused(neuzip: Speak, write: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        said = neuzip("train", write(out=str(out)))
+        assert said.exit_code == 1
+        assert f"{out}: cannot be written" in said.stderr
+    said = neuzip("train", write(out=str(tmp_path / "file")), "--overwrite")
+    assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": 0}, "model.embed_tokens.weight would have the shape (1024, 0)"),
+        ({"hidden_size": -4}, "Trying to create tensor with negative dimension"),
+        ({"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"num_key_value_heads": 3}, "must match the size of tensor"),
+        ({"vocab_size": 10}, "vocab_size is 10, the tokenizer has 1024 tokens"),
+        ({"dtype": "nope"}, "has no attribute 'nope'"),
+        ({"model_type": "nope"}, "does not recognize this architecture"),
+    ],
+    ids=str,
+)
+def test_configurations_of_no_model_are_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path, root: Path
+) -> None:
+    given = json.loads((root / "eval/demo/checkpoint/config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**given, **changes}))
+    with pytest.raises(NeuzipError) as caught:
+        random_model(path, 1024, torch.float32, 0)
+    assert str(path) in caught.value.message and problem in caught.value.message and caught.value.hint
+
+
 def test_a_model_is_trained_from_scratch_to_a_container(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path, root: Path
 ) -> None:
@@ -160,6 +217,7 @@ GIVEN: dict[str, Any] = {"model": "m", "texts": ["a"], "out": "o", "steps": 1, "
         ({"budget_minutes": 0}, "budget_minutes is 0", "more than 0"),
         ({"texts": []}, "texts is []", "a list of names"),
         ({"optimizer": "adam"}, "no optimizer 'adam'", "adamw8bit"),
+        ({"states": "zipped"}, "no states 'zipped'", "plain, lossless"),
         ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),
         ({"lr": -1}, "the peak -1.0", "0 and more"),
         ({"model": None}, "one of model and scratch", "begins anew"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import resource
 import subprocess
 import sys
 import weakref
@@ -15,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import neuzip
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers import states as quantized
 from neuzip.kernels.quantizers.states import BLOCK, Chance
 from neuzip.train import compressed
+from neuzip.train import states as kept
 from neuzip.train.compressed import Trainer, checksum, train_compressed
 from neuzip.train.desk import Desk
 from neuzip.train.held import CodedByNumba, CodedByTriton, hold
@@ -163,6 +167,51 @@ def test_other_optimizers_give_the_bits_of_plain_training(optimizer: str) -> Non
     assert plain(llama(), optimizer_of(optimizer), 5, 0.01) == ours
 
 
+def test_fifty_steps_with_states_held_compressed_give_the_bits_of_plain_adamw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = trained(llama(True), 50, 1e-3, optimizer="adamw", states="lossless")
+    assert plain(llama(True), AdamW(), 50, 1e-3) == ours
+    monkeypatch.setattr(kept, "PIECE", 3 * BLOCK)  # several pieces a matrix, the last one a part
+    options: dict[str, Any] = {"optimizer": "adamw", "clip": 0.3, "micro_batch": 1}
+    assert trained(llama(), 3, 1e-3, states="lossless", **options) == trained(llama(), 3, 1e-3, **options)
+
+
+def test_states_held_compressed_are_smaller() -> None:
+    sizes = {}
+    for way in ("plain", "lossless"):
+        trainer = train_compressed(llama(hidden_size=128, intermediate_size=256), "adamw", states=way)  # type: ignore[arg-type]
+        assert trainer.state_bytes == 0
+        for batch in batches(3):
+            trainer.step(batch, 1e-3)
+        sizes[way] = trainer.state_bytes
+    assert sizes["plain"] == 8 * sum(p.numel() for p in trainer.release().parameters())
+    assert 0.7 * sizes["plain"] < sizes["lossless"] < 0.88 * sizes["plain"]
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["by numba", "by triton"])
+def test_states_in_coded_pieces_are_those_of_the_optimizer(
+    triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are cut, whatever chance they take, and once they have been on disk."""
+    monkeypatch.setattr(kept, "PIECE", 1000 if triton else 2 * BLOCK)
+    torch.manual_seed(0)
+    where, optimizer = device if triton else torch.device("cpu"), AdamW(stochastic=True)
+    one, gradient = (torch.randn(1000).bfloat16().to(where) for _ in range(2))
+    other, dense = one.clone(), optimizer.new_states(1000, where)
+    keeper = kept.Keeper(optimizer, where, coded=True, triton=triton)
+    keeper.make_room(1000)
+    pieces: kept.Pieces = []
+    for step in (1, 2):
+        keeper.update(pieces, Part(one, gradient * step, 0.01, Chance(0, step, 0)))
+        optimizer.update(Part(other, gradient * step, 0.01, Chance(0, step, 0)), dense)
+        whole = keeper.whole([pieces])
+        assert torch.equal(one, other)
+        assert all(torch.equal(whole[name], dense[name].cpu()) for name in ("first", "second"))
+        keeper.restore([pieces], [1000], whole)
+    assert isinstance(pieces[0]["first"], CodedByTriton if triton else CodedByNumba)
+
+
 def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
     def small() -> Any:
         return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
@@ -182,6 +231,18 @@ def test_a_gpu_gives_the_same_bits_compressed_or_not(optimizer: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits_with_states_held_compressed() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        sizes = {"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+        ways: tuple[dict[str, Any], ...] = ({"states": "lossless"}, {"states": "plain"})
+        runs = [trained(llama(**sizes).cuda(), 50, 1e-3, 4, optimizer="adamw", **way) for way in ways]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert runs[0] == runs[1]
 
 
 def test_decoding_ahead_and_coding_behind_changes_no_bit() -> None:
@@ -505,6 +566,11 @@ def test_options_and_batches_without_sense_are_refused() -> None:
         train_compressed(llama(), clipping="three")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="clipped to 0"):
         train_compressed(llama(), clip=0.0)
+    with pytest.raises(UsageError, match="states cannot be kept 'zipped'"):
+        train_compressed(llama(), "adamw", states="zipped")  # type: ignore[arg-type]
+    for optimizer in ("sgd", "adamw8bit"):
+        with pytest.raises(UsageError, match="no states that could be held losslessly compressed"):
+            train_compressed(llama(), optimizer, states="lossless")
     with pytest.raises(UsageError, match="rounds weights by chance"):
         train_compressed(llama(dtype=torch.float32), "adamw8bit")
     trainer = train_compressed(llama())
@@ -536,9 +602,10 @@ def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
     [
         {"optimizer": "adamw8bit", "clip": 0.5, "clipping": "running"},
         {"optimizer": "adamw", "micro_batch": 1},
+        {"optimizer": "adamw", "states": "lossless"},
         {"optimizer": "sgd-stochastic"},
     ],
-    ids=lambda options: options["optimizer"],
+    ids=lambda options: f"{options['optimizer']}, {options.get('states', 'plain')}",
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(options: dict[str, Any], tmp_path: Path) -> None:
     given = batches(6)
@@ -588,6 +655,74 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / "neuzip-training.safetensors").write_bytes(b"nothing")
     with pytest.raises(NeuzipError, match="is not a safetensors file"):
         trainer.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lost", ["second_top/model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    path = tmp_path / "out" / "neuzip-training.safetensors"
+    with safe_open(path, "pt") as file:
+        facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file({name: one for name, one in tensors.items() if not name.endswith(lost)}, path, facts)
+    with pytest.raises(FormatError, match="is not there") as caught:
+        trainer.load(tmp_path / "out")
+    assert lost in str(caught.value)
+    whole = tensors["first/model.norm.weight"]
+    save_file({**tensors, "first/model.norm.weight": torch.cat([whole, whole])}, path, facts)
+    with pytest.raises(FormatError, match="does not fit its weight"):
+        trainer.load(tmp_path / "out")
+
+
+def test_frozen_parameters_have_no_states_to_miss(tmp_path: Path) -> None:
+    def partly() -> Any:
+        model = llama()
+        model.model.layers[0].requires_grad_(False)
+        return train_compressed(model, "adamw8bit")
+
+    trainer = partly()
+    losses = [trainer.step(batch, 1e-2) for batch in batches(3)[:2]]
+    trainer.save(tmp_path / "out")
+    again = partly()
+    again.load(tmp_path / "out")
+    assert losses and again.step(batches(3)[2], 1e-2) == trainer.step(batches(3)[2], 1e-2)
+
+
+def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(dtype=torch.float32), compressed=False)
+    trainer.save(tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    trainer.step(batches(1)[0], math.inf)
+    with pytest.raises(NeuzipError, match="has values that are no numbers after step 1: nothing is written"):
+        trainer.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_running_norm_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Trainer._backward
+
+    def overflowing(*arguments: Any, update: bool) -> Any:
+        loss, squares = backward(*arguments, update=update)
+        return loss, squares * math.inf
+
+    monkeypatch.setattr(Trainer, "_backward", overflowing)
+    trainer = train_compressed(llama(), clip=1.0, clipping="running")
+    with pytest.raises(NeuzipError, match="weights were changed with them"):
+        trainer.step(batches(1)[0], 0.01)
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: safetensors has an error of its own for both."""
+    trainer = train_compressed(llama(), compressed=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(NeuzipError, match=r"out.*: cannot be written: File too large"):
+            trainer.save(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
 
 
 # Several processes.

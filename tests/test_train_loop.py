@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.train.loop import Schedule, picture_of_losses, read_log, run, smoothed
+from neuzip.train.loop import OVER, Schedule, peak_memory, picture_of_losses, read_log, run, smoothed
 from neuzip.train.text import Windows, read_documents, tokenise
 
 
@@ -189,6 +189,18 @@ def test_a_signal_ends_a_run_after_its_step_and_a_checkpoint(number: signal.Sign
     assert saved == [3] and len(read_log(tmp_path / "log")) == 3
 
 
+def test_signals_that_are_ignored_stop_nothing() -> None:
+    def interrupted(step: int, lr: float) -> dict[str, float]:
+        signal.raise_signal(signal.SIGINT)
+        return losing(step, lr)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert len(run(interrupted, steps=3, schedule=rate)) == 3
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_in_the_last_step_leaves_a_checkpoint() -> None:
     saved: list[int] = []
 
@@ -211,6 +223,58 @@ def test_a_loss_that_is_no_number_ends_a_run_without_a_checkpoint() -> None:
     with pytest.raises(NeuzipError, match="step 2: the loss is nan"):
         run(diverging, steps=9, schedule=rate, every=1, checkpoint=saved.append)
     assert saved == [1, 2]
+
+
+def test_a_norm_that_is_no_number_ends_a_run_without_a_checkpoint() -> None:
+    saved: list[int] = []
+
+    def diverging(step: int, lr: float) -> dict[str, float]:
+        return {"loss": 1.0, "norm": 1.0 if step < 2 else float("inf")}
+
+    with pytest.raises(NeuzipError, match="step 2: the norm of the gradients is inf"):
+        run(diverging, steps=9, schedule=rate, every=1, checkpoint=saved.append)
+    assert saved == [1, 2]
+
+
+def test_all_processes_stop_when_one_of_them_is_told_to() -> None:
+    """Here the other one is told to after two steps."""
+    asked, saved, told = [], [], []
+
+    def agree(reason: int) -> int:
+        asked.append(reason)
+        return signal.SIGINT if len(asked) == 3 else reason
+
+    with pytest.raises(KeyboardInterrupt):
+        run(losing, steps=9, schedule=rate, checkpoint=saved.append, agree=agree, stopped=told.append)
+    assert (asked, saved, told) == ([0, 0, 0], [2], [2])
+    asked.clear()
+    run(
+        losing,
+        steps=2,
+        schedule=rate,
+        checkpoint=saved.append,
+        agree=lambda reason: asked.append(reason) or 0,
+    )
+    assert asked == [0, 0, 0] and saved == [
+        2
+    ]  # once more after the last step: it may be the one that is stopped
+
+
+def test_a_budget_that_is_over_for_one_process_stops_all_in_peace() -> None:
+    saved: list[int] = []
+    answers = iter([0, OVER])
+    found = run(losing, steps=9, schedule=rate, checkpoint=saved.append, agree=lambda _: next(answers))
+    assert len(found) == 1 and saved == [1]
+
+
+def test_the_memory_of_a_run_on_the_cpu_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else of torch has been in use."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 7)
+    for device in (None, torch.device("cpu")):
+        (figures,) = run(losing, steps=1, schedule=rate, device=device)
+        assert figures["memory_bytes"] > 10_000_000
+    assert peak_memory(torch.device("cuda", 0)) == 7
 
 
 def test_means_of_the_last_values() -> None:

@@ -5,6 +5,7 @@ Where there is no CUDA device, Triton's interpreter runs the same kernels on sma
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,40 @@ def test_streams_are_those_of_the_codec(device: torch.device) -> None:
         stream = b"".join(np.ascontiguousarray(p).tobytes() for p in streams[name].parts)
         raw = part.cpu().numpy().tobytes()
         assert stream == raw + bytes(-len(raw) % 16)
+
+
+def test_the_lock_is_held_around_launches_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the host waits: meanwhile other threads launch what the GPU does beside."""
+    lock, launches = Lock(), []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton_encode, name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            assert lock.locked(), self.name
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    def unlocked(function: Any) -> Any:
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            assert not lock.locked(), function
+            return function(*arguments, **keywords)
+
+        return called
+
+    kernels = [f"_{name}_kernel" for name in ("census", "planes", "spread", "code", "gather")]
+    for name in kernels:
+        monkeypatch.setattr(triton_encode, name, Kernel(name))
+    for place, name in ((triton_encode, "choose_table"), (triton_encode._Census, "kept"), (torch, "cumsum")):
+        monkeypatch.setattr(place, name, unlocked(getattr(place, name)))
+    bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
+    found = encode_launched(bits, BF16, warps=1, lock=lock)
+    assert set(launches) == set(kernels)
+    monkeypatch.undo()
+    assert torch.equal(found.words, encode_launched(bits, BF16, warps=1).words)
 
 
 def test_memory_that_is_not_aligned(device: torch.device) -> None:

@@ -52,7 +52,8 @@ from neuzip.kernels.quantizers.states import Chance
 from . import saved
 from .desk import Desk
 from .held import CodedByTriton, Held, hold
-from .optimizers import Optimizer, Part, States, optimizer_of
+from .optimizers import Optimizer, Part, optimizer_of
+from .states import HOW_KEPT, HowKept, Keeper, Pieces, nbytes
 from .units import Call, Layer, Shell, Slot, Table, inside, rows_of_chunk, slots_of
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def train_compressed(
     clip: float | None = None,
     clipping: Clipping = "two-pass",
     micro_batch: int | None = None,
+    states: HowKept = "plain",
     seed: int = 0,
     device: torch.device | str | None = None,
     ahead: bool | None = None,
@@ -102,6 +104,7 @@ def train_compressed(
     optimizer    a name of `optimizers`, or one of its classes with values of one's own
     clip         largest global norm of the gradients
     micro_batch  rows of a batch that go through a layer at once; all if not given
+    states       how the optimizer's are kept: "plain", or "lossless", in fewer bytes and with the same bits
     device       where to train; layer after layer is brought there
     ahead        decode the next layer and code the last one beside the work on the present one, which takes a
                  second buffer; on a GPU it is the rule
@@ -112,7 +115,7 @@ def train_compressed(
     """
     return Trainer(
         model, optimizer_of(optimizer) if isinstance(optimizer, str) else optimizer, compressed=compressed,
-        clip=clip, clipping=clipping, micro_batch=micro_batch, seed=seed, device=device,
+        clip=clip, clipping=clipping, micro_batch=micro_batch, states=states, seed=seed, device=device,
         ahead=ahead, triton=triton,
     )  # fmt: skip
 
@@ -133,6 +136,7 @@ class Trainer:
         clip: float | None,
         clipping: Clipping,
         micro_batch: int | None,
+        states: HowKept,
         seed: int,
         device: torch.device | str | None,
         ahead: bool | None,
@@ -144,6 +148,8 @@ class Trainer:
             raise UsageError(f"gradients cannot be clipped to {clip}", "give a number above 0")
         if micro_batch is not None and micro_batch < 1:
             raise UsageError(f"a micro-batch of {micro_batch} rows", "give 1 and more")
+        if states not in HOW_KEPT:
+            raise UsageError(f"states cannot be kept {states!r}", f"choose from {', '.join(HOW_KEPT)}")
         self.model, self.optimizer, self.compressed, self.seed = model, optimizer, compressed, seed
         self.clip, self.clipping, self.micro_batch = clip, clipping, micro_batch
         self.steps = 0
@@ -159,6 +165,7 @@ class Trainer:
                 "choose sgd or adamw, or train in bfloat16",
             )
 
+        self.keeper = Keeper(optimizer, self.device, coded=states == "lossless", triton=triton)
         ahead = compressed and (self.device.type == "cuda" if ahead is None else ahead)
         self._desk = Desk(self.device, ahead)
 
@@ -183,6 +190,9 @@ class Trainer:
         _move(model, self.device)
         room = max([layer.room for layer in self.layers] + [table.room for table in self._tables()])
         self._desk.make_room(room if compressed else 0)
+        sizes = [held.numel for table in self._tables() for _, held in table.chunks]
+        sizes += [slot.numel for layer in self.layers for slot in layer.trained]
+        self.keeper.make_room(max(sizes + [slot.numel for slot in self.rest]))
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         model.train()
         self._dropouts = any(  # of some models dropout is a number, and no module
@@ -204,10 +214,19 @@ class Trainer:
         return sum(layer.nbytes for layer in self.layers) + sum(table.nbytes for table in self._tables())
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's states between steps; 0 before the first."""
+        return sum(map(nbytes, self._states()))
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes that they would take as they are."""
         slots = [slot for layer in self.layers for slot in layer.coded] + [t.slot for t in self._tables()]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
+
+    def _states(self) -> list[Pieces]:
+        own = [slot.states for slot in self._slots()]
+        return own + [states for table in self._tables() for states in table.states]
 
     def _tables(self) -> list[Table]:
         return [self.embedding] if self.tied else [self.embedding, self.head]
@@ -245,6 +264,11 @@ class Trainer:
         loss, squares = self._backward(micros, count, lr, scale, update=True)
         if self.clip is not None and self.clipping == "running":
             self.norm = math.sqrt(float(squares))
+            if not math.isfinite(self.norm):
+                raise NeuzipError(
+                    f"the norm of the gradients is {self.norm}, and weights were changed with them",
+                    "go on from the last checkpoint with a lower learning rate, or with two-pass clipping",
+                )
         self._raise_if_corrupt()
         return float(loss)
 
@@ -566,21 +590,19 @@ class Trainer:
         return value
 
     def _use(
-        self, slot: Slot, rows: slice | None, weight: Tensor, gradient: Tensor, states: States, update: bool
+        self, slot: Slot, rows: slice | None, weight: Tensor, gradient: Tensor, states: Pieces, update: bool
     ) -> None:
         """Add a gradient to the norm, or update its weights with it."""
         if self._measured:
             self._squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
         if not update:
             return
-        if not states:
-            states.update(self.optimizer.new_states(weight.numel(), weight.device))
         first = 0 if rows is None else rows.start * weight[0].numel()
         chance = Chance(self.seed, self.steps, slot.number, first)
         with torch.no_grad():
-            self.optimizer.update(
-                Part(weight.view(-1), gradient.reshape(-1), self._lr, chance, self._factor, slot.decays),
+            self.keeper.update(
                 states,
+                Part(weight.view(-1), gradient.reshape(-1), self._lr, chance, self._factor, slot.decays),
             )
 
     # Dropout.
@@ -609,6 +631,7 @@ class Trainer:
         self._desk.settle()
         arrays = [held for unit in self.layers for _, held in unit.arrays]
         arrays += [held for table in self._tables() for _, held in table.chunks]
+        arrays += [held for states in self._states() for piece in states for held in piece.values()]
         errors = [
             held.errors for held in arrays if isinstance(held, CodedByTriton) and held.errors is not None
         ]

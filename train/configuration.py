@@ -8,7 +8,7 @@
 | out              |            | folder for model, checkpoint, log.jsonl and loss.svg                     |
 | steps            |            | steps to take                                                            |
 | lr               |            | the highest learning rate                                                |
-| length, batch    | 512, 8     | tokens of a window, windows of a step                                    |
+| length, batch    | 512, 8     | tokens of a window, windows of a step, of all processes together         |
 | micro_batch      | batch      | windows that go through a layer at once                                  |
 | optimizer        | adamw8bit  | or sgd, sgd-stochastic, adamw                                            |
 | weight_decay     | as it is   | of matrices                                                              |
@@ -16,6 +16,7 @@
 | warm_up, least   | 0, 0.1     | steps of rising rates; the last rate, of lr                              |
 | clip, clipping   | 1.0, two-pass | largest global norm of gradients, 0 for any; or running               |
 | compressed       | true       | hold weights compressed while training                                   |
+| states           | plain      | or lossless: hold the optimizer's states compressed, with the same bits   |
 | dtype            | bfloat16   | of a model from scratch; others have their own                           |
 | compress         | false      | write the model as a container                                           |
 | checkpoint_every | 0          | steps between checkpoints; 0 for one at the end                          |
@@ -37,14 +38,18 @@ from neuzip.errors import NeuzipError, UsageError
 
 from .loop import SHAPES, Schedule
 from .optimizers import Optimizer, optimizer_of
+from .states import HOW_KEPT
+from .text import Windows
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-FREE = ("steps", "out", "compress", "checkpoint_every", "budget_minutes", "device", "compressed")
+FREE = ("steps", "out", "compress", "checkpoint_every", "budget_minutes", "device", "compressed", "states")
 """Keys that a run may go on with other values of; of `steps` rates depend, though."""
+
+TOKENS = "tokens_xxh3"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Configuration:
     clip: float = 1.0
     clipping: str = "two-pass"
     compressed: bool = True
+    states: str = "plain"
     dtype: str = "bfloat16"
     compress: bool = False
     checkpoint_every: int = 0
@@ -87,13 +93,24 @@ class Configuration:
             return found
         return dataclasses.replace(found, weight_decay=self.weight_decay)  # type: ignore[type-var]
 
-    def to_json(self) -> dict[str, Any]:
-        """What a run that goes on is compared with."""
+    def to_json(self, windows: Windows) -> dict[str, Any]:
+        """What a run that goes on is compared with: what it is told, and the tokens that it reads."""
+        return {**self._values(), TOKENS: windows.checksum()}
+
+    def _values(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "out": str(self.out)}
+
+    def require_same_text(self, before: dict[str, Any], windows: Windows) -> None:
+        """Raise UsageError where a run that goes on would read other tokens, from files of the same names."""
+        if before.get(TOKENS) != windows.checksum():
+            raise UsageError(
+                f"{self.out}: was begun with other tokens than {', '.join(self.texts)} has now",
+                "put back the texts and the tokenizer, or give another out",
+            )
 
     def require_same(self, before: dict[str, Any]) -> None:
         """Raise UsageError where a run that goes on would become another one."""
-        for name, value in self.to_json().items():
+        for name, value in self._values().items():
             if name not in FREE and before.get(name) != value:
                 raise UsageError(
                     f"{self.out}: was begun with {name} = {before.get(name)!r}, now it is {value!r}",
@@ -175,7 +192,7 @@ def _require_sense(file: str, found: Configuration) -> None:
         raise UsageError(f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or none")
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
-        ("dtype", ("bfloat16", "float16", "float32")),
+        ("dtype", ("bfloat16", "float16", "float32")), ("states", HOW_KEPT),
     ):  # fmt: skip
         if getattr(found, name) not in choices:
             raise UsageError(

@@ -6,7 +6,11 @@
 
 Coding waits for its own kernels on the host, so a thread starts what runs on that stream. Each job begins
 after all that the caller's stream had been given when the job was ordered, and jobs follow each other:
-nothing else is needed to keep the two apart. Memory of coded weights belongs to the own stream.
+nothing else is needed to keep the two apart. Memory of coded layers belongs to the own stream.
+
+Tables are no units: the caller opens and closes them in `buffer`, on its own stream, to which their memory
+belongs from the first update on. `buffer` waits until no job is left, so none takes memory that they give
+back while the caller's stream still reads it.
 
 On a CPU nothing overlaps; two buffers are for tests there.
 """

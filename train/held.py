@@ -179,8 +179,8 @@ class CodedByTriton:
         self._keep_errors()
         self._coded = self._plan = None  # their memory may be used again
         bits = flat.view(PATTERNS[self._fmt.bits])
-        with torch.cuda.device_of(bits), LAUNCHING:  # type: ignore[no-untyped-call]
-            encoded = triton_encode.encode_launched(bits, self._fmt, scratch=SCRATCH)
+        with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
+            encoded = triton_encode.encode_launched(bits, self._fmt, scratch=SCRATCH, lock=LAUNCHING)
         self._coded = CodedTensor(
             self._fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},

@@ -30,6 +30,9 @@ Figures = dict[str, float]
 Shape = Literal["cosine", "linear", "constant"]
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 
+OVER = 1
+"""The reason to stop that is no signal: the budget is used up. Those that are caught have larger numbers."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -75,6 +78,9 @@ def run(
     checkpoint: Callable[[int], None] | None = None,
     progress: Callable[[int, Figures], None] = lambda step, figures: None,
     budget_seconds: float | None = None,
+    device: torch.device | None = None,
+    agree: Callable[[int], int] = lambda reason: reason,
+    stopped: Callable[[int], None] = lambda taken: None,
 ) -> list[Figures]:
     """Take the steps from `start` to `steps`: the figures of all, those of earlier runs from the log before.
 
@@ -83,52 +89,70 @@ def run(
     checkpoint  called with the number of steps taken, after `every` so many, and when the run is stopped;
                 not at its regular end, which is the caller's
     budget_seconds  no step begins later
+    device      where it trains, and the memory is that is reported; the host if not given
+    agree       gives the largest of the numbers that it is called with by all processes that train together,
+                before every step: 0 to go on, otherwise why one of them stops
+    stopped     called with the number of steps taken when a signal ends them, after the checkpoint
 
     SIGINT and SIGTERM let the step end and a checkpoint be written, and then take the effect they usually
-    have; a second one has it at once. Raises NeuzipError when a loss is not finite.
+    have; a second one has it at once. Raises NeuzipError when a loss or a norm is not finite, before such
+    weights could become a checkpoint.
     """
     earlier = _earlier(log, start)
     found = list(earlier)
     began = time.monotonic()
-    saved = start
+    saved, why = start, 0
     with _log(log, earlier) as note, _signals() as caught:
         for number in range(start, steps):
-            if caught or (budget_seconds is not None and time.monotonic() - began >= budget_seconds):
+            over = budget_seconds is not None and time.monotonic() - began >= budget_seconds
+            why = agree(caught[0] if caught else OVER if over else 0)
+            if why:
                 break
-            figures = _measured(step, number, schedule(number))
+            figures = _measured(step, number, schedule(number), device)
             found.append(figures)
             note(figures)
             progress(number, figures)
-            if not math.isfinite(figures["loss"]):
-                raise NeuzipError(
-                    f"step {number}: the loss is {figures['loss']}",
-                    "go on from the last checkpoint with a lower learning rate, or with clipping",
-                )
+            _require_finite(figures)
             if checkpoint is not None and every and (number + 1) % every == 0 and number + 1 < steps:
                 checkpoint(number + 1)
                 saved = number + 1
+        else:
+            why = agree(caught[0] if caught else 0)
         taken = start + len(found) - len(earlier)
-        if checkpoint is not None and saved < taken and (taken < steps or caught):
+        if checkpoint is not None and saved < taken and (taken < steps or why):
             checkpoint(taken)
-    if caught:
-        signal.raise_signal(caught[0])
+    if caught or why > OVER:
+        stopped(taken)
+        signal.raise_signal(max([why, *caught]))
     return found
 
 
-def _measured(step: Callable[[int, float], Figures], number: int, lr: float) -> Figures:
+def _require_finite(figures: Figures) -> None:
+    """Raise NeuzipError for a step whose loss or norm is no number."""
+    for name, words in (("loss", "the loss"), ("norm", "the norm of the gradients")):
+        if not math.isfinite(figures.get(name, 0.0)):
+            raise NeuzipError(
+                f"step {figures['step']}: {words} is {figures[name]}",
+                "go on from the last checkpoint with a lower learning rate, or with clipping",
+            )
+
+
+def _measured(
+    step: Callable[[int, float], Figures], number: int, lr: float, device: torch.device | None
+) -> Figures:
     began = time.perf_counter()
     own = step(number, lr)
     seconds = time.perf_counter() - began
     figures: Figures = {"step": number, "loss": own["loss"], "lr": lr, **own, "seconds": seconds}
     if "tokens" in own:
         figures["tokens_per_second"] = own["tokens"] / seconds
-    return {**figures, "memory_bytes": peak_memory()}
+    return {**figures, "memory_bytes": peak_memory(device)}
 
 
-def peak_memory() -> int:
-    """The most bytes so far: of torch's tensors on its GPU if that is in use, else of this process."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.max_memory_allocated()
+def peak_memory(device: torch.device | None) -> int:
+    """The most bytes so far: of torch's tensors on a GPU, else of this process."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -172,12 +196,14 @@ def _log(log: Path | None, earlier: Sequence[Figures]) -> Iterator[Callable[[Fig
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list that the first SIGINT or SIGTERM is put in, instead of ending the process."""
+    """A list that the first SIGINT or SIGTERM is put in, instead of ending the process, if it would."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may say what signals do
         return
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    both = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    # A shell has its background jobs ignore SIGINT: so does a run.
+    before = {one: handler for one, handler in both.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for one, handler in before.items():

@@ -10,10 +10,11 @@ nothing outside its part and its block, so it does not matter how a tensor is cu
 |------------------|------------------------|-----------------------------------|
 | sgd              | 0                      | to nearest even, as NeuZip does   |
 | sgd-stochastic   | 0                      | by chance                         |
-| adamw            | 8, fp32                | to nearest even                   |
+| adamw            | 8, fp32; or coded, 6.7 | to nearest even                   |
 | adamw8bit        | 2.03, 8 bits by blocks | by chance                         |
 
-On a GPU Triton takes the step of adamw8bit, the others are torch's.
+On a GPU Triton takes the step of adamw8bit, the others are torch's. How states are kept between steps is
+said in `states`.
 
 By chance: at learning rates of 1e-5 most updates are smaller than half a step of bf16 and are lost when they
 are rounded to nearest; by chance they are there in expectation.

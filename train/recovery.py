@@ -46,7 +46,6 @@ from neuzip.compress.workspace import (
     remove,
     workspace,
     write_file,
-    writing,
 )
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError
@@ -55,10 +54,11 @@ from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
 from neuzip.runtime.load import load_config, load_model
 
+from .compressed import checksum
 from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
-from .plain import write_plain
+from .plain import storing, write_plain
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms
 from .ternary import Recipe, convert
@@ -144,6 +144,7 @@ class Recovery:
 
     student  the model in training, its layers LatentLinear and all parameters fp32
     base     the original, not changed
+    source   the fingerprint of the model that the student was made of
     steps    how many there are to be
     """
 
@@ -154,8 +155,10 @@ class Recovery:
         windows: Windows,
         settings: Settings,
         dtype: torch.dtype,
+        source: str,
     ) -> None:
         self.student, self.base = student, base.requires_grad_(False)
+        self._begun_with = {"base": fingerprint(base), "SRC": source}
         for model in (student, base):
             nn.Module.train(model, False)  # no dropout: teacher and student see the same
             require_plain_head(model)
@@ -180,6 +183,7 @@ class Recovery:
         Raises NeuzipError for a model that is not like `base`, or is another one and not ternary.
         """
         student = load_model(src, torch.float32, base.device, attention=False)
+        source = fingerprint(student)
         dtype = load_config(src).dtype
         if not isinstance(dtype, torch.dtype):
             dtype = base.dtype
@@ -198,7 +202,7 @@ class Recovery:
             starts = {name.removesuffix(".weight"): one for name, one in found.items()}
         group: Group = "row" if settings.group == "row" else None
         make_latent(student, base, starts, settings.activations, settings.scales == "learned", group, dtype)
-        return cls(student, base, windows, settings, dtype)
+        return cls(student, base, windows, settings, dtype, source)
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         matrices: list[Tensor] = []
@@ -223,8 +227,13 @@ class Recovery:
         return Schedule(s.lr, self.steps, round(s.lr_warm_up * self.steps), s.least, s.shape)
 
     def step(self, number: int, lr: float) -> Figures:
-        """Train on the windows of a step; figures as `loop.run` wants them."""
-        strength = self.strength(number)
+        """Train on the windows of a step; figures as `loop.run` wants them.
+
+        Raises NeuzipError, with weights and moments as they were, if loss or gradients are no numbers.
+        """
+        return self._trained(number, lr, self.strength(number))
+
+    def _trained(self, number: int, lr: float, strength: float) -> Figures:
         for layer in self.latent.values():
             layer.strength = strength
         for group in self.optimizer.param_groups:
@@ -232,9 +241,15 @@ class Recovery:
         self.optimizer.zero_grad(set_to_none=True)
         figures = self._losses(number)
         parameters = [p for p in self.student.parameters() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip)
+        norm = float(nn.utils.clip_grad_norm_(parameters, self.settings.clip))
+        for value, words in ((figures["loss"], "the loss"), (norm, "the norm of the gradients")):
+            if not math.isfinite(value):
+                raise NeuzipError(
+                    f"step {number}: {words} is {value}, and no weight was changed",
+                    "begin anew (--overwrite) with a lower learning rate (--lr)",
+                )
         self.optimizer.step()
-        return {**figures, "norm": float(norm), "strength": strength}
+        return {**figures, "norm": norm, "strength": strength}
 
     def strength(self, number: int) -> float:
         """How much of the quantisation a step has: lambda, rising linearly to 1."""
@@ -279,19 +294,29 @@ class Recovery:
         return torch.where(torch.rand(ids.shape, generator=chance) < self.settings.noise, others, ids)
 
     def fit(self, seconds: float) -> int:
-        """Set `steps` to what fits into `seconds`, by the time of a few steps that change nothing."""
-        self.steps = 1
-        states = self._moments()
+        """Set `steps` to what fits into `seconds`, by the time of a few steps that change nothing.
+
+        Those in which quantisation is warmed up compute otherwise than the others, and are timed apart.
+        """
+        began = time.perf_counter()
+        states, warming = self._moments(), self.settings.strength
+        usual = 0.0
+        for share, strength in ((warming, 0.5), (1 - warming, 1.0)):
+            if share:
+                usual += share * self._time_of_step(strength, seconds)
+        self._set_moments(states)
+        self.optimizer.zero_grad(set_to_none=True)
+        left = seconds - (time.perf_counter() - began)
+        self.steps = max(1, math.floor(USED * left / usual))
+        return self.steps
+
+    def _time_of_step(self, strength: float, seconds: float) -> float:
         taken: list[float] = []
         while len(taken) < TRIAL_STEPS or sum(taken[1:]) < min(TRIAL_SECONDS, seconds / 100):
             began = time.perf_counter()
-            self.step(1, 0.0)
+            self._trained(1, 0.0, strength)
             taken.append(time.perf_counter() - began)
-        self._set_moments(states)
-        self.optimizer.zero_grad(set_to_none=True)
-        usual = statistics.median(taken[1:])
-        self.steps = max(1, math.floor(USED * (seconds - sum(taken)) / usual))
-        return self.steps
+        return statistics.median(taken[1:])
 
     def _moments(self) -> dict[str, Tensor]:
         """The optimizer's states by MOMENT/PARAMETER, on the CPU."""
@@ -312,17 +337,20 @@ class Recovery:
 
     def _course(self) -> dict[str, Any]:
         """What has to be the same for a course to go on."""
-        text = xxhash.xxh3_64_hexdigest(self.windows.ids.numpy().tobytes())
-        return {"text": text, "settings": json.loads(json.dumps(asdict(self.settings)))}
+        return {
+            "begun_with": {**self._begun_with, "text": self.windows.checksum()},
+            "settings": json.loads(json.dumps(asdict(self.settings))),
+        }
 
     def save_state(self, folder: Path, taken: int) -> None:
         """Write latent weights and moments after `taken` steps; `load_state` goes on from there."""
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"parameter/{name}": p.detach().cpu() for name, p in self.student.named_parameters()}
         facts = {"taken": taken, "steps": self.steps, **self._course()}
         new = folder / f"{STATE_FILE}.new"
-        save_file(tensors | self._moments(), new, {"version": VERSION, "recovery": json.dumps(facts)})
-        os.replace(new, folder / STATE_FILE)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors | self._moments(), new, {"version": VERSION, "recovery": json.dumps(facts)})
+            os.replace(new, folder / STATE_FILE)
 
     def load_state(self, folder: Path, *, resume: bool = True) -> int:
         """Take latent weights and moments from what `save_state` wrote; returns the steps that were taken.
@@ -338,14 +366,16 @@ class Recovery:
         except (SafetensorError, FileNotFoundError) as error:
             raise FormatError(path, f"is no state of a recovery: {error}") from error
         if resume:
-            now = self._course()
             changed = [
-                name for name in now["settings"] if facts["settings"].get(name) != now["settings"][name]
+                name
+                for part, now in self._course().items()
+                for name in now
+                if facts.get(part, {}).get(name) != now[name]
             ]
-            if changed or facts["text"] != now["text"]:
+            if changed:
                 raise UsageError(
-                    f"{path}: was begun with another {' and '.join(changed) or 'text'}",
-                    "give the same options, or --overwrite to begin anew",
+                    f"{path}: was begun with another {' and another '.join(changed)}",
+                    "give the same model, text and options, or --overwrite to begin anew",
                 )
         self._set_parameters(path, tensors)
         self._set_moments(tensors)
@@ -419,9 +449,9 @@ def recover(
     Seconds count training alone, and what went before is taken off. `from_state` is what an earlier course
     left in `keep_state`: latent weights and moments.
 
-    Raises NeuzipError, before anything is trained if `dst` exists.
+    Raises NeuzipError, before anything is trained if `dst` exists or `keep_state` cannot be a folder.
     """
-    require_free(src, dst, overwrite)
+    require_free(src, dst, overwrite, keep_state)
     undo_half_publish(dst)
     with workspace(dst) as work:
         state, log = work / STATE_FOLDER, work / LOG
@@ -444,10 +474,11 @@ def recover(
             every=max(1, course.steps // CHECKPOINTS), checkpoint=lambda n: course.save_state(state, n),
             progress=on_step,
             budget_seconds=None if steps is not None else _required(seconds) - _spent(log, taken),
+            device=course.device,
         )  # fmt: skip
         if keep_state is not None:
             course.save_state(keep_state, len(figures))
-        with writing(work):
+        with storing(work):
             ternary = course.write(src, work)
             picture_of_losses(thinned(figures, DRAWN), work / PICTURE)
             write_file(work / SETTINGS, (json.dumps(asdict(course.settings), indent=2) + "\n").encode())
@@ -463,10 +494,28 @@ def thinned(figures: list[Figures], count: int) -> list[Figures]:
     return figures[::-1][::every][::-1]
 
 
-def require_free(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
-    """Raise NeuzipError where a result cannot be written."""
+def require_free(
+    src: str | os.PathLike[str], dst: Path, overwrite: bool, keep_state: Path | None = None
+) -> None:
+    """Raise NeuzipError where a result, or the state that is kept, cannot be written."""
     refuse_existing(dst, overwrite)
     refuse_nesting(find_checkpoint(src).path, dst)
+    if keep_state is not None:
+        refuse_nesting(dst, keep_state)
+        there = next(path for path in (keep_state, *keep_state.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise NeuzipError(
+                f"{keep_state}: cannot hold a state, as {there} is a file", "choose the name of a folder"
+            )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What tells weights apart by names, shapes and values, in whatever dtype they hold them exactly."""
+    digest = xxhash.xxh3_64()
+    for name, parameter in model.named_parameters():
+        found = int(checksum(parameter.detach().float()))
+        digest.update(f"{name} {tuple(parameter.shape)} {found}".encode())
+    return digest.hexdigest()
 
 
 def _required(seconds: float | None) -> float:
@@ -493,7 +542,7 @@ def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     try:
         assert metadata is not None
         facts = json.loads(metadata["recovery"])
-        if metadata["version"] == VERSION and {"taken", "steps", "text", "settings"} <= facts.keys():
+        if metadata["version"] == VERSION and {"taken", "steps", "settings"} <= facts.keys():
             return dict(facts)
     except (AssertionError, KeyError, AttributeError, json.JSONDecodeError) as error:
         raise FormatError(path, "is no state of a recovery", field="recovery") from error

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuzip.compress.workspace import clear, publish, recover, workspace, writing
+from neuzip.compress.workspace import clear, publish, recover, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.runtime.load import load_model
 
-from .optimizers import States
-from .plain import write_plain
+from .plain import storing, write_plain
+from .states import Pieces
 from .units import Slot
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
         recover(folder)
         with workspace(folder) as work:
             clear(work, overwrite=True)
-            with writing(work):
+            with storing(work):
                 _write_model(trainer, work, like)
                 if resumable:
                     _write_state(trainer, work, chances)
@@ -51,11 +51,21 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
 
 def _write_model(trainer: Trainer, work: Path, like: Path | None) -> None:
     with trainer.dense("cpu") as model:
+        for name, weight in model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                raise NeuzipError(
+                    f"{name} has values that are no numbers after step {trainer.steps}: nothing is written",
+                    "go on from the last checkpoint with a lower learning rate, or with clipping",
+                )
         write_plain(model, work, like, without=STATE_FILE)
 
 
 def _write_state(trainer: Trainer, work: Path, chances: list[list[Tensor]]) -> None:
-    tensors = {f"{name}/{slot.name}": whole for slot, name, whole in _whole_states(trainer)}
+    tensors = {
+        f"{name}/{slot.name}": whole
+        for slot, chunks, _ in _kept(trainer)
+        for name, whole in trainer.keeper.whole(chunks).items()
+    }
     for process, states in enumerate(chances):
         tensors |= {f"chance/{process}/{number}": state for number, state in enumerate(states)}
     facts = {"steps": trainer.steps, "norm": trainer.norm, "seed": trainer.seed, **_method(trainer)}
@@ -70,7 +80,7 @@ def _method(trainer: Trainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _kept(trainer: Trainer) -> Iterator[tuple[Slot, list[States], list[int]]]:
+def _kept(trainer: Trainer) -> Iterator[tuple[Slot, list[Pieces], list[int]]]:
     """All parameters with their states, in chunks of so many elements."""
     tables = {table.slot: table for table in (trainer.embedding, trainer.head)}
     for slot in trainer._slots():
@@ -78,12 +88,6 @@ def _kept(trainer: Trainer) -> Iterator[tuple[Slot, list[States], list[int]]]:
             yield slot, tables[slot].states, [held.numel for _, held in tables[slot].chunks]
         else:
             yield slot, [slot.states], [slot.numel]
-
-
-def _whole_states(trainer: Trainer) -> Iterator[tuple[Slot, str, Tensor]]:
-    for slot, chunks, _ in _kept(trainer):
-        for name in chunks[0]:
-            yield slot, name, torch.cat([states[name] for states in chunks]).cpu()
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -111,7 +115,7 @@ def load(trainer: Trainer, folder: Path) -> None:
             )
     trainer._set_weights({name: weight.detach() for name, weight in weights.items()})
     for slot, chunks, sizes in _kept(trainer):
-        _put_back(path, trainer, slot, chunks, sizes, tensors)
+        _put_back(path, trainer, slot, chunks, sizes, _of_slot(slot, tensors), facts["steps"])
     trainer.steps, trainer.norm, trainer.seed = facts["steps"], facts["norm"], facts["seed"]
     _restore_chances(trainer, tensors)
 
@@ -138,27 +142,31 @@ def _require_same(path: Path, facts: dict[str, Any], trainer: Trainer) -> None:
             )
 
 
+def _of_slot(slot: Slot, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The states of a parameter by their own names."""
+    ending = f"/{slot.name}"
+    return {name.removesuffix(ending): state for name, state in tensors.items() if name.endswith(ending)}
+
+
 def _put_back(
     path: Path,
     trainer: Trainer,
     slot: Slot,
-    chunks: list[States],
+    chunks: list[Pieces],
     sizes: list[int],
-    tensors: dict[str, Tensor],
+    states: dict[str, Tensor],
+    steps: int,
 ) -> None:
-    at: dict[str, int] = {}
-    for states, size in zip(chunks, sizes, strict=True):
-        states.clear()
-        for name, fresh in trainer.optimizer.new_states(size, trainer.device).items():
-            whole = tensors.get(f"{name}/{slot.name}")
-            if whole is None:  # frozen, or never used
-                break
-            start = at.get(name, 0)
-            part = whole[start : start + fresh.numel()]
-            if part.shape != fresh.shape or part.dtype != fresh.dtype:
-                raise FormatError(path, "does not fit its weight", tensor=f"{name}/{slot.name}")
-            states[name] = fresh.copy_(part)
-            at[name] = start + fresh.numel()
+    if not states and not (steps and slot.trainable):  # frozen, or before the first step
+        for pieces in chunks:
+            pieces.clear()
+        return
+    try:
+        trainer.keeper.restore(chunks, sizes, states)
+    except KeyError as error:
+        raise FormatError(path, "is not there", tensor=f"{error.args[0]}/{slot.name}") from error
+    except ValueError as error:
+        raise FormatError(path, "does not fit its weight", tensor=f"{error.args[0]}/{slot.name}") from error
 
 
 def _gathered_chances(trainer: Trainer) -> list[list[Tensor]]:

@@ -10,6 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from neuzip.errors import NeuzipError
 from neuzip.runtime.load import quiet_transformers
 
+LONGEST = 300
+"""Characters of a reason that are repeated."""
+
 
 def random_model(config: Path, vocabulary: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """A causal language model with random weights, a function of `seed`.
@@ -20,17 +23,40 @@ def random_model(config: Path, vocabulary: int, dtype: torch.dtype, seed: int) -
     Raises NeuzipError for what is no such configuration.
     """
     try:
-        with quiet_transformers():
+        with quiet_transformers(), torch.random.fork_rng():
             found = AutoConfig.from_pretrained(config, trust_remote_code=False)
-            if getattr(found, "vocab_size", vocabulary) < vocabulary:
-                raise NeuzipError(
-                    f"{config}: vocab_size is {found.vocab_size}, the tokenizer has {vocabulary} tokens",
-                    "raise it in the file",
-                )
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(found, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise NeuzipError(f"{config}: is no configuration of a causal language model: {reason}") from error
+            _require_room(config, getattr(found, "vocab_size", vocabulary), vocabulary)
+            torch.manual_seed(seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                found, dtype=dtype, trust_remote_code=False
+            )
+            _require_weights(config, model)
+            with torch.no_grad():
+                model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except NeuzipError:
+        raise
+    except Exception as error:  # all that runs here is what the file says, and fails in many ways
+        reason = " ".join(str(error).split())[:LONGEST]
+        raise NeuzipError(
+            f"{config}: is no configuration of a causal language model: {reason}", "correct it in the file"
+        ) from error
     return model
+
+
+def _require_room(config: Path, own: int, vocabulary: int) -> None:
+    if own < vocabulary:
+        raise NeuzipError(
+            f"{config}: vocab_size is {own}, the tokenizer has {vocabulary} tokens", "raise it in the file"
+        )
+
+
+def _require_weights(config: Path, model: PreTrainedModel) -> None:
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    if layers < 1:
+        raise NeuzipError(f"{config}: num_hidden_layers is {layers}", "give 1 and more")
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise NeuzipError(
+                f"{config}: {name} would have the shape {tuple(parameter.shape)}, which holds no weight",
+                "give sizes above 0",
+            )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
@@ -77,6 +78,10 @@ class Windows:
     def tokens(self) -> int:
         """Tokens of the text."""
         return self.ids.numel()
+
+    def checksum(self) -> str:
+        """Tells tokens apart: XXH3 of the ids as they lie in memory."""
+        return xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())
 
     @property
     def windows(self) -> int:

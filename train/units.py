@@ -23,7 +23,7 @@ from neuzip.errors import NeuzipError
 from neuzip.runtime.decoder import decoder_layers
 
 from .held import Held
-from .optimizers import States
+from .states import Pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ class Slot:
     dtype: torch.dtype
     trainable: bool
     start: int = 0
-    states: States = field(default_factory=dict)
+    states: Pieces = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -176,7 +176,7 @@ class Table:
             )
             for start in range(0, total, rows)
         ]
-        self.states: list[States] = [{} for _ in self.chunks]
+        self.states: list[Pieces] = [[] for _ in self.chunks]
         slot.empty()
 
     @property
@@ -246,6 +246,8 @@ class Shell:
         self.layers = list(decoder_layers(model))
         self.head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         name = type(model).__name__
+        if not self.layers:
+            raise NeuzipError(f"{name}: has no layers", "give it one and more")
         hint = "models such as Llama, Qwen, Mistral and GPT-NeoX can be trained so"
         embedding = model.get_input_embeddings()
         if not isinstance(embedding, nn.Embedding):

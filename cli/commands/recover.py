@@ -146,7 +146,7 @@ def command(
     require_name(output)
     path = resolve_source(src, note=out.status, progress=out.watched)
     original = path if base is None else resolve_source(base, note=out.status, progress=out.watched)
-    recovery.require_free(path, output, overwrite)
+    recovery.require_free(path, output, overwrite, keep_state)
     most = positions(load_config(original))
     if length is not None and most is not None and length > most:
         raise UsageError(f"--length {length}: {original} has {most} positions", f"give {most} or less")

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from neuzip.compress.distributed import Ranks
     from neuzip.train.compressed import Trainer
     from neuzip.train.configuration import Configuration
+    from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
     from neuzip.train.text import Windows
 
 EXAMPLES = [
     "neuzip train run.toml",
     "neuzip train run.toml --resume",
+    "torchrun --nproc-per-node 2 --no-python neuzip train run.toml",
     "",
     "A run.toml:",
     'model = "my-model"',
@@ -32,7 +37,7 @@ EXAMPLES = [
     "lr = 1e-5",
     "",
     "More keys: length, batch, micro_batch, optimizer, weight_decay,",
-    "schedule, warm_up, least, clip, clipping, compressed, compress,",
+    "schedule, warm_up, least, clip, clipping, compressed, states, compress,",
     "checkpoint_every, budget_minutes, seed, device, scratch, tokenizer, dtype",
 ]
 
@@ -49,26 +54,47 @@ def command(
     quiet: options.QuietOption = False,
 ) -> None:
     """Train all weights of a model while they are held compressed"""
-    out = Output(json=json, quiet=quiet)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
     let_threads_sleep()
     import time
 
+    from neuzip.eval.distributed import take_a_gpu
+    from neuzip.runtime.generate import choose_device
     from neuzip.train import configuration
-    from neuzip.train.loop import picture_of_losses, run
+    from neuzip.train.distributed import team
+    from neuzip.train.loop import picture_of_losses
 
-    asked = configuration.read(config)
     began = time.monotonic()
-    _refuse(asked, resume, overwrite)
-    trainer, windows, like = _begin(out, asked)
-    if not resume:
-        _make_room(asked)
-    start = 0
-    if resume:
-        trainer.load(asked.out / CHECKPOINT)
-        start = trainer.steps
-        out.status(f"going on after step {start}")
+    with joined_ranks() as ranks:
+        out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
+        asked = configuration.read(config)
+        ranks.on_first(lambda: _refuse(asked, resume, overwrite))
+        take_a_gpu()
+        device = choose_device(asked.device)
+        with team(ranks, device, asked.batch) as own:
+            trainer, windows, like = _begin(out, asked, ranks, device)
+            own.require_same("texts or tokenizers", windows.checksum())
+            if resume:
+                asked.require_same_text(_begun(asked), windows)
+                trainer.load(asked.out / CHECKPOINT)
+                out.status(f"going on after step {trainer.steps}")
+            else:
+                ranks.on_first(lambda: _make_room(asked, windows))
+            figures = _train(out, asked, trainer, windows, own, like, log=ranks.is_first)
+            _write_model(out, asked, trainer, like, ranks)
+        if ranks.is_first:
+            picture_of_losses(figures, asked.out / PICTURE)
+            _report(out, asked, trainer, figures, time.monotonic() - began, ranks.world)
+
+
+def _train(
+    out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
+) -> list[Figures]:  # fmt: skip
+    """Take the steps that are left, with a checkpoint at the end."""
+    from neuzip.train.loop import run
+
+    start = trainer.steps
     out.status(
         f"{windows.tokens:,} tokens, {asked.length} a window; weights take {bytes_text(trainer.stored_bytes)}"
         f" of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
@@ -76,7 +102,7 @@ def command(
 
     def step(number: int, lr: float) -> Figures:
         batch = windows.batch(number)
-        loss = trainer.step(batch, lr)
+        loss = trainer.step(own.share(batch), lr)
         figures: Figures = {"loss": loss, "tokens": batch[:, 1:].numel()}
         return figures if trainer.norm is None else {**figures, "norm": trainer.norm}
 
@@ -92,36 +118,32 @@ def command(
                 out.status(f"step {number + 1}: loss {figures['loss']:.4f}, {speed:,.0f} tokens/s")
 
         minutes = asked.budget_minutes
-        try:
-            figures = run(
-                step, steps=asked.steps, schedule=asked.rates(), log=asked.out / LOG, start=start,
-                every=asked.checkpoint_every or None, checkpoint=save, progress=progress,
-                budget_seconds=None if minutes is None else 60 * minutes,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            out.hint(f"stopped after step {trainer.steps}; --resume goes on")
-            raise
+        figures = run(
+            step, steps=asked.steps, schedule=asked.rates(), log=asked.out / LOG if log else None,
+            start=start, every=asked.checkpoint_every or None, checkpoint=save, progress=progress,
+            budget_seconds=None if minutes is None else 60 * minutes, device=trainer.device,
+            agree=own.largest,
+            stopped=lambda taken: out.hint(f"stopped after step {taken}; --resume goes on"),
+        )  # fmt: skip
     if trainer.steps > start:
         save(trainer.steps)
-    _write_model(out, asked, trainer, like)
-    picture_of_losses(figures, asked.out / PICTURE)
-    _report(out, asked, trainer, figures, time.monotonic() - began)
+    return figures
 
 
 def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import recover, refuse_nesting
-    from neuzip.formats.tensor_file import parse_json
+    from neuzip.compress.workspace import recover, refuse_nesting, require_name
 
+    require_name(asked.out)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.texts):
         if source is not None and Path(source).exists():
             refuse_nesting(Path(source), asked.out)
     if resume:
-        run, checkpoint = asked.out / RUN, asked.out / CHECKPOINT
+        checkpoint = asked.out / CHECKPOINT
         recover(checkpoint)
-        if not run.is_file() or not checkpoint.is_dir():
+        if not (asked.out / RUN).is_file() or not checkpoint.is_dir():
             raise NeuzipError(f"{asked.out}: has no checkpoint to go on from", "leave --resume out")
-        asked.require_same(parse_json(run.read_bytes(), run))
+        asked.require_same(_begun(asked))
     elif asked.out.exists() and not (asked.out.is_dir() and not any(asked.out.iterdir())):
         if not overwrite:
             raise WouldOverwrite(
@@ -133,7 +155,18 @@ def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
             )
 
 
-def _make_room(asked: Configuration) -> None:
+def _begun(asked: Configuration) -> dict[str, Any]:
+    """What the run in a folder was begun with."""
+    from neuzip.formats.tensor_file import parse_json
+
+    path = asked.out / RUN
+    found = parse_json(path.read_bytes(), path)
+    if not isinstance(found, dict):
+        raise FormatError(path, "is not from neuzip train")
+    return found
+
+
+def _make_room(asked: Configuration, windows: Windows) -> None:
     """Remove what is overwritten, and say which run it is."""
     import json as json_module
     import shutil
@@ -143,32 +176,41 @@ def _make_room(asked: Configuration) -> None:
     with writing(asked.out):
         if asked.out.exists():
             shutil.rmtree(asked.out)
-    write_file(asked.out / RUN, json_module.dumps(asked.to_json(), indent=2).encode())
+        write_file(asked.out / RUN, json_module.dumps(asked.to_json(windows), indent=2).encode())
 
 
-def _begin(out: Output, asked: Configuration) -> tuple[Trainer, Windows, Path]:
+def _begin(
+    out: Output, asked: Configuration, ranks: Ranks, device: torch.device
+) -> tuple[Trainer, Windows, Path]:
     """The model in training, its text, and the folder whose tokenizer it has."""
+    import torch
+
     from neuzip.formats.hub import resolve_source
-    from neuzip.runtime.generate import choose_device, positions
+    from neuzip.runtime.generate import positions
     from neuzip.runtime.load import load_tokenizer
     from neuzip.train.compressed import train_compressed
     from neuzip.train.text import Windows, tokenise
 
-    device = choose_device(asked.device)
     source = asked.model if asked.model is not None else asked.tokenizer
     assert source is not None
-    path = resolve_source(source, note=out.status, progress=out.watched)
+    path, documents = ranks.first_before_others(
+        lambda: (
+            resolve_source(source, note=out.status, progress=out.watched), _documents(asked.texts)
+        )
+    )  # fmt: skip
     tokenizer = load_tokenizer(path)
-    ids = tokenise(tokenizer, _documents(asked.texts))
+    ids = tokenise(tokenizer, documents)
     windows = Windows.of(ids, length=asked.length, batch=asked.batch, seed=asked.seed)
     model = _model(asked, path, tokenizer)
     most = positions(model.config)
     if most is not None and asked.length > most:
         raise UsageError(f"length is {asked.length}, the model has {most} positions", f"give up to {most}")
+    torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
-        micro_batch=asked.micro_batch, seed=asked.seed, device=device,
+        micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
+        seed=asked.seed, device=device,
     )  # fmt: skip
     return trainer, windows, path
 
@@ -198,7 +240,7 @@ def _documents(sources: list[str]) -> list[str]:
     return found
 
 
-def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path) -> None:
+def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path, ranks: Ranks) -> None:
     """The trained model without the state of training, as a checkpoint or a container."""
     import shutil
 
@@ -210,12 +252,13 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
         return
     plain = asked.out / f"{MODEL}-plain"
     trainer.save(plain, like=like, resumable=False)
-    compress(plain, target, overwrite=True)
-    shutil.rmtree(plain)
+    if ranks.is_first:
+        compress(plain, target, overwrite=True)
+        shutil.rmtree(plain)
 
 
 def _report(
-    out: Output, asked: Configuration, trainer: Trainer, figures: list[Figures], seconds: float
+    out: Output, asked: Configuration, trainer: Trainer, figures: list[Figures], seconds: float, world: int
 ) -> None:
     import statistics
 
@@ -226,7 +269,8 @@ def _report(
     steps = len(figures)
     out.text(f"loss     {loss:.4f} nats a token, mean of the last {len(last)} of {steps:,} steps")
     out.text(f"speed    {speed:,.0f} tokens/s")
-    out.text(f"memory   {bytes_text(peak)} at most; weights {bytes_text(trainer.stored_bytes)} between steps")
+    kept = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
+    out.text(f"memory   {bytes_text(peak)} at most; {kept} between steps")
     out.text(f"time     {seconds_text(seconds)}")
     out.text(f"model    {asked.out / MODEL}")
     out.text(f"picture  {asked.out / PICTURE}")
@@ -237,7 +281,8 @@ def _report(
             "model": asked.out / MODEL, "checkpoint": asked.out / CHECKPOINT, "log": asked.out / LOG,
             "picture": asked.out / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
             "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
-            "dense_weight_bytes": trainer.dense_bytes, "device": str(trainer.device), "seconds": seconds,
+            "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
+            "device": str(trainer.device), "processes": world, "seconds": seconds,
         },
         quiet=[asked.out / MODEL],
     )  # fmt: skip

@@ -16,6 +16,7 @@ which is filled up to whole runs. Triton's interpreter runs all of this on CPU t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,6 +55,7 @@ NOTES = LANES * RUNS
 """The most notes of a block: one a lane and run."""
 
 Ints = npt.NDArray[np.int64]
+Lock = AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Encoded:
 def encode(bits: torch.Tensor, fmt: FloatFormat) -> Encoded:
     """Code bit patterns: a contiguous one-dimensional tensor of integers of fmt.bits bits, at least one.
 
-    Whether that pays is the caller's business: incompressible weights take more than they did.
+    Whether that pays is the caller's business: incompressible weights take more than they did. Where there
+    are other threads, the caller holds `triton_decode.LAUNCHING`.
     """
     return encode_launched(bits, fmt)
 
@@ -87,33 +90,36 @@ def encode_launched(
     threads: int = 256,
     programs: int | None = None,
     scratch: int | None = None,
+    lock: Lock | None = None,
 ) -> Encoded:
     """`encode`, with what changes its speed and not one byte.
 
     `warps` of a program code a block each. `programs` of `threads` take the census. `scratch` is in bytes:
-    with less of it, fewer blocks are coded at a time.
+    with less of it, fewer blocks are coded at a time. `lock` is held around each launch alone, so that other
+    threads launch while this one waits for the device.
     """
+    lock = nullcontext() if lock is None else lock
     bits = _checked(bits, fmt)
     numel = bits.numel()
     main = numel // (warps * BLOCK) * warps * BLOCK
-    census = _Census(bits, fmt, threads, programs)
+    census = _Census(bits, fmt, threads, programs, lock)
     # Most tensors use all bits of a short mantissa. If this one does not, its planes are written again.
     assumed = fmt.mantissa_bits if fmt.mantissa_bits <= SHORT else None
     if assumed is not None:
         planes = _empty_planes(bits, assumed)
-        _write_planes(bits[:main], planes, 0, fmt, assumed)
+        _write_planes(bits[:main], planes, 0, fmt, assumed, lock)
     kept = census.kept()
     if kept != assumed:
         planes = _empty_planes(bits, kept)
-        _write_planes(bits[:main], planes, 0, fmt, kept)
+        _write_planes(bits[:main], planes, 0, fmt, kept, lock)
     counted = census.read()
     table = choose_table(counted.exponents, counted.among if fmt.exponent_bits <= 8 else None)
     rest = bits[:0]
     if main < numel:
         rest = bits.new_full((_whole_runs(numel - main),), table.filler << fmt.mantissa_bits)
         rest[: numel - main] = bits[main:]
-    index, words = _code(bits, rest, fmt, table, warps, scratch)
-    _write_planes(rest, planes, main, fmt, kept)
+    index, words = _code(bits, rest, fmt, table, warps, scratch, lock)
+    _write_planes(rest, planes, main, fmt, kept, lock)
     return Encoded(kept, table, index, words, {w: p[: plane_bytes(w, numel)] for w, p in planes.items()})
 
 
@@ -326,7 +332,9 @@ class _Counted:
 class _Census:
     """A census on its way: counted on the device, copied to the host, and read there."""
 
-    def __init__(self, bits: torch.Tensor, fmt: FloatFormat, threads: int, programs: int | None) -> None:
+    def __init__(
+        self, bits: torch.Tensor, fmt: FloatFormat, threads: int, programs: int | None, lock: Lock
+    ) -> None:
         self._fmt, self._bits = fmt, bits
         wide, numel, device = fmt.exponent_bits > 8, bits.numel(), bits.device
         # An item is two neighbours; where there are too many exponents for pairs, one weight.
@@ -335,12 +343,14 @@ class _Census:
         on_device = torch.zeros(COUNTERS + 2 + (1 << 16), dtype=torch.int64, device=device)
         counters, self._elsewhere = on_device[: COUNTERS + 2], on_device[COUNTERS + 2 :]
         tile = 16 * threads
-        _census_kernel[(min(programs or _programs(device), max(self._items // tile, 1)),)](
-            items, counters, self._elsewhere, self._items,
-            BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits,
-            COUNTERS=COUNTERS, WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
-            num_warps=threads // 32,
-        )  # fmt: skip
+        grid = (min(programs or _programs(device), max(self._items // tile, 1)),)
+        with lock:
+            _census_kernel[grid](
+                items, counters, self._elsewhere, self._items,
+                BITS=fmt.bits, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, COUNTERS=COUNTERS,
+                WINDOW=WINDOW, BELOW_MEAN=BELOW_MEAN, SAMPLE=1024, THREADS=threads, TILE=tile,
+                num_warps=threads // 32,
+            )  # fmt: skip
         # The last weight of an odd number has no neighbour.
         self._single = bits[-1:].to("cpu", non_blocking=True) if numel % 2 and not wide else None
         self._counters = counters.to("cpu", non_blocking=True)
@@ -498,7 +508,7 @@ def _census_kernel(
 
 
 def _write_planes(
-    bits: torch.Tensor, planes: dict[int, torch.Tensor], first: int, fmt: FloatFormat, kept: int
+    bits: torch.Tensor, planes: dict[int, torch.Tensor], first: int, fmt: FloatFormat, kept: int, lock: Lock
 ) -> None:
     """Write the fields of `bits`, whole runs, which are the weights from `first` on."""
     if not bits.numel():
@@ -510,10 +520,11 @@ def _write_planes(
         number = _INTEGERS[width if width >= 8 else 8 * width]
         views[f"p{width}_ptr"] = plane[first * width // 8 :].view(number)
     runs = bits.numel() // RUN
-    _planes_kernel[(triton.cdiv(runs, 256),)](
-        bits, runs=runs, **views,
-        BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=kept, RUN=RUN, TILE=256, num_warps=4,
-    )  # fmt: skip
+    with lock:
+        _planes_kernel[(triton.cdiv(runs, 256),)](
+            bits, runs=runs, **views,
+            BITS=fmt.bits, MANTISSA=fmt.mantissa_bits, KEPT=kept, RUN=RUN, TILE=256, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -607,8 +618,9 @@ def _facts(frequencies: Ints) -> tuple[Ints, bool]:
 
 
 def _code(
-    bits: torch.Tensor, rest: torch.Tensor, fmt: FloatFormat, table: Table, warps: int, scratch: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bits: torch.Tensor, rest: torch.Tensor, fmt: FloatFormat, table: Table, warps: int, scratch: int | None,
+    lock: Lock,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Index and words of `bits`. Its last blocks, too few for a program, are coded from `rest`."""
     device, numel = bits.device, bits.numel()
     blocks = -(-numel // BLOCK)
@@ -636,9 +648,10 @@ def _code(
     facts, symbols = uploaded[: 8 * 256].view(torch.int64), uploaded[8 * 256 :].view(torch.int16)
     keys = symbols.numel() if table.group == 2 else 1 << fmt.exponent_bits
     coding = torch.empty(keys // 256 * ROW + 256, dtype=torch.int64, device=device)
-    _spread_kernel[(triton.cdiv(keys, 1024),)](
-        facts, symbols, coding, keys, ESCAPES=_ESCAPES, ROW=ROW, TILE=1024
-    )
+    with lock:
+        _spread_kernel[(triton.cdiv(keys, 1024),)](
+            facts, symbols, coding, keys, ESCAPES=_ESCAPES, ROW=ROW, TILE=1024
+        )
 
     rest_words, parts = rest.view(torch.int64), []
     for at in range(0, blocks, span):
@@ -647,8 +660,10 @@ def _code(
             (at, min(end, main), bits[: main * BLOCK].view(torch.int64), False),
             (max(at, main), end, rest_words, True),
         ):
-            if first < last:
-                a_program = 1 if ragged else warps
+            if first >= last:
+                continue
+            a_program = 1 if ragged else warps
+            with lock:
                 _code_kernel[((last - first) // a_program,)](
                     source, coding, symbols, regions, notes, counts, index,
                     first_block=first, first_source=main if ragged else 0, first_region=at,
@@ -659,11 +674,12 @@ def _code(
                 )  # fmt: skip
         ends = torch.cumsum(counts[0, : end - at], 0, dtype=torch.int64)
         words = torch.empty(int(ends[-1].item()), dtype=torch.int16, device=device)
-        _gather_kernel[(end - at,)](
-            bits, regions, notes, counts, ends, words, first_block=at, span=span,
-            EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, REGION=region, NOTES=NOTES,
-            RUN=RUN, TILE=1024, num_warps=2,
-        )  # fmt: skip
+        with lock:
+            _gather_kernel[(end - at,)](
+                bits, regions, notes, counts, ends, words, first_block=at, span=span,
+                EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, REGION=region,
+                NOTES=NOTES, RUN=RUN, TILE=1024, num_warps=2,
+            )  # fmt: skip
         parts.append(words)
     return index, parts[0] if len(parts) == 1 else torch.cat(parts)
 
