@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +23,58 @@ ROOT = Path(__file__).resolve().parent.parent
 # On the path the root would offer `kernels`, `eval` and the others under their bare names, and hide others.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
+# A shell's background jobs ignore Ctrl-C, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For what test files share: loopback_hub.
+sys.path.append(str(ROOT / "tests"))
+pytest.register_assert_rewrite("loopback_hub")
+
 # The same examples at home and in CI, and no time limit on an example: the first one may compile a kernel.
 hypothesis.settings.register_profile("neuzip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("neuzip")
 
 # Without a CUDA device Triton's interpreter runs the kernels, on CPU tensors. It has to be told before
-# anything imports triton; torch alone does not.
+# anything imports triton; torch alone does not. Models are small then, and each worker has one core: a second
+# thread costs more than it brings, here and in the processes that tests start.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+
+
+def _spare_the_interpreter_needless_work() -> None:
+    """Halve the time of Triton's interpreter, and change nothing that it computes.
+
+    It looks for the built-ins among all names of triton.language, to replace them, whenever one function of
+    a kernel calls another: here their names are looked up once. And it does all sums and products of integers
+    again in 64 bits, for an assertion that it leaves out unless debugging is on.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtin_names(place: object) -> list[str]:
+        return [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+
+    def patch_builtin(place: object, builder: object, scope: object) -> None:
+        for name in builtin_names(place):
+            member = getattr(place, name)
+            if tl.core.is_builtin(member):  # or else it has been replaced
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    for place in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        builtin_names(place)  # before any of them is replaced
+    interpreter._patch_builtin = patch_builtin
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+if not torch.cuda.is_available():
+    _spare_the_interpreter_needless_work()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -124,6 +124,7 @@ def run(
     if caught or why > OVER:
         stopped(taken)
         signal.raise_signal(max([why, *caught]))
+        raise KeyboardInterrupt  # another process was told to stop, by a signal that this one ignores
     return found
 
 
