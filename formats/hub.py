@@ -1,23 +1,26 @@
 """The Hugging Face Hub: checkpoints by their id, and compressed folders with a card of their own.
 
-All traffic is huggingface_hub's, with its cache, its access token and its environment variables. What it
-raises becomes a NeuzipError that says what to do and never holds the token.
+All traffic is huggingface_hub's, with its cache, its access token and its environment variables.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import glob
+import hashlib
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
 
+from .card_evaluation import read_evaluation
 from .checkpoint import (
+    CHUNK,
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
     OWN_FOLDER,
@@ -26,8 +29,12 @@ from .checkpoint import (
     read_stored_files,
     stored_files_to_json,
 )
+from .hub_connection import Note, bars, endpoint, explaining, patiently, require_token, transport_errors
 from .manifest import is_safe_path
 from .model_card import CARD, ENDING, model_card
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 HUB_FILES = (CARD, ".gitattributes", ".gitignore")
 """Files that the Hub reads or writes itself. The original's own are kept below neuzip/original."""
@@ -39,13 +46,12 @@ DUPLICATES = (
 )  # fmt: skip
 """Names that libraries give to a model's weights in other formats than safetensors."""
 
-_ID = re.compile(
+HASHING_THREADS = 4
+
+HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]+))?", re.ASCII
 )
-
-_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-
-Note = Callable[[str], None]
+"""What has the form of a Hub id: owner/name or owner/name@revision."""
 
 
 def ignore(_: str) -> None:
@@ -60,26 +66,28 @@ def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress
     only the same weights in other formats (`DUPLICATES`) are left out. Of a compressed repository nothing is
     left out. Without a connection, a copy in the cache is taken.
 
-    `note` is told of what was left out and of a copy taken; `progress` lets huggingface_hub draw its bars on
-    a terminal. Raises NeuzipError, for a repository without safetensors before anything is downloaded.
+    `note` is told of what was left out, of a copy taken and of waits; `progress` lets huggingface_hub draw
+    its bars on a terminal. Raises NeuzipError, for a repository without safetensors before anything is
+    downloaded.
     """
     path = Path(src)
-    match = _ID.fullmatch(os.fspath(src))
+    match = HUB_ID.fullmatch(os.fspath(src))
     if match is None or path.suffix == ".safetensors" or os.path.lexists(path):
         return path
-    with _hub(str(src), match["repo"], "there is no such folder here, and "), _bars(progress):
+    here = "there is no such folder here, and "
+    with explaining(str(src), match["repo"], here, note), bars(progress):
         return _download(str(src), match["repo"], match["revision"], note)
 
 
 def _download(src: str, repo_id: str, revision: str | None, note: Note) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+        found = list_repository(src, repo_id, revision, note)
     except HfHubHTTPError:
         raise
-    except _transport_errors() as unreachable:
+    except transport_errors() as unreachable:
         try:
             cached = snapshot_download(
                 repo_id, revision=revision, ignore_patterns=list(DUPLICATES), local_files_only=True
@@ -88,28 +96,169 @@ def _download(src: str, repo_id: str, revision: str | None, note: Note) -> Path:
             raise unreachable from None
         note(f"{src}: the Hub cannot be reached; taken from the cache")
         return Path(cached)
+    left_out = [glob.escape(file.path) for file in found.left_out]
+    had = {file for file in found.files if _is_cached(found, file)}
+    folder = Path(
+        patiently(
+            lambda: snapshot_download(repo_id, revision=revision, ignore_patterns=left_out or None), note
+        )
+    )
+    if folder.name != found.commit:  # a commit was made since the listing
+        found, had = list_repository(src, repo_id, folder.name, note), set()
+    _refuse_damaged(found, [file for file in found.files if file not in had], folder)
+    found.tell_left_out(note)
+    return folder
 
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    for name in sizes:
-        if not is_safe_path(name):
-            raise FormatError(src, f"{name!r} is not a path inside the folder")
-    if not any(name.endswith(".safetensors") for name in sizes):
-        if any(name.endswith(PICKLES) for name in sizes):
+
+def _is_cached(listing: Listing, file: HubFile) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(listing.repo_id, file.path, revision=listing.commit), str)
+
+
+def _refuse_damaged(listing: Listing, files: list[HubFile], folder: Path) -> None:
+    """Compare what was downloaded with the Hub's checksums; take what is not right out of the cache.
+
+    huggingface_hub compares sizes only, and would give the same bytes again for ever.
+    """
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        right = list(pool.map(lambda file: file.matches(folder / file.path), files))
+    damaged = [file.path for file, is_right in zip(files, right, strict=True) if not is_right]
+    for name in damaged:
+        (folder / name).resolve().unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
+    if damaged:
+        raise not_as_on_the_hub(listing, damaged)
+
+
+def not_as_on_the_hub(listing: Listing, damaged: Sequence[str]) -> VerificationError:
+    """What to say of files that arrived with other bytes, and were removed."""
+    return VerificationError(
+        f"{listing.src}: {len(damaged)} of {len(listing.files)} files did not arrive as they are on the Hub: "
+        f"{', '.join(damaged)}",
+        "repeat the command: it downloads them once more, and only them",
+    )
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository, its size in bytes, and what tells whether a copy is right.
+
+    That is the SHA-256 of its content where the Hub keeps it outside of git, and else git's id of it.
+    """
+
+    path: str
+    nbytes: int
+    sha256: str | None
+    blob_id: str | None
+
+    def matches(self, content: Path | bytes) -> bool:
+        """Whether something has the content of this file."""
+        if isinstance(content, bytes):
+            nbytes, pieces = len(content), iter([content])
+        elif content.is_file():
+            nbytes, pieces = content.stat().st_size, _pieces(content)
+        else:
+            return False
+        return nbytes == self.nbytes and self.matches_pieces(pieces)
+
+    def matches_pieces(self, pieces: Iterable[bytes | memoryview]) -> bool:
+        """Whether pieces, one after the other, are the content of this file."""
+        if self.sha256 is not None:
+            return _digest(hashlib.sha256(), pieces) == self.sha256
+        return _digest(hashlib.sha1(b"blob %d\0" % self.nbytes), pieces) == self.blob_id
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            yield piece
+
+
+def _digest(running: hashlib._Hash, pieces: Iterable[bytes | memoryview]) -> str:
+    for piece in pieces:
+        running.update(piece)
+    return running.hexdigest()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a repository holds at a commit; `left_out` are weights in other formats, which are not wanted."""
+
+    src: str
+    repo_id: str
+    commit: str
+    private: bool
+    files: tuple[HubFile, ...]
+    left_out: tuple[HubFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the wanted files in bytes."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether neuzip compressed it."""
+        return any(file.path == MANIFEST_PATH for file in self.files)
+
+    def tell_left_out(self, note: Note) -> None:
+        """Say what is not downloaded, if anything."""
+        if self.left_out:
+            size = sum(file.nbytes for file in self.left_out)
+            names = ", ".join(file.path for file in self.left_out)
+            note(f"{self.src}: left out {size:,} bytes of weights in other formats: {names}")
+
+
+def find_repository(src: str, *, note: Note = ignore) -> Listing:
+    """List a checkpoint of the Hub by its id, `owner/name` or `owner/name@revision`. Raises NeuzipError."""
+    match = HUB_ID.fullmatch(src)
+    if match is None:
+        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision")
+    with explaining(src, match["repo"], note=note):
+        return list_repository(src, match["repo"], match["revision"], note)
+
+
+def list_repository(src: str, repo_id: str, revision: str | None, note: Note) -> Listing:
+    """List a checkpoint of the Hub. Raises NeuzipError if it has no safetensors, or names that go astray."""
+    commit, private, files = list_files(src, repo_id, revision, note)
+    names = [file.path for file in files]
+    if not any(name.endswith(".safetensors") for name in names):
+        if any(name.endswith(PICKLES) for name in names):
             raise NeuzipError(
                 f"{src}: the repository has no .safetensors files, only pickles, which can run code",
                 "load the model with transformers where you trust it: save_pretrained writes safetensors",
             )
         raise NeuzipError(f"{src}: the repository has no .safetensors files", "is this the right one?")
-    left_out: list[str] = []
-    if MANIFEST_PATH not in sizes:
-        left_out = [name for name in sizes if any(fnmatch.fnmatchcase(name, glob) for glob in DUPLICATES)]
-    folder = snapshot_download(
-        repo_id, revision=revision, ignore_patterns=list(DUPLICATES) if left_out else None
+    left_out = () if MANIFEST_PATH in names else tuple(f for f in files if _is_duplicate(f.path))
+    return Listing(src, repo_id, commit, private, tuple(f for f in files if f not in left_out), left_out)
+
+
+def _is_duplicate(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in DUPLICATES)
+
+
+def list_files(
+    src: str, repo_id: str, revision: str | None, note: Note
+) -> tuple[str, bool, tuple[HubFile, ...]]:
+    """The commit that a revision is now, whether the repository is private, and its files.
+
+    Raises FormatError for a name that is no path inside the folder, and what huggingface_hub raises.
+    """
+    from huggingface_hub import HfApi
+
+    info = patiently(
+        lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True), note, connected=False
     )
-    if left_out:
-        size = sum(sizes[name] for name in left_out)
-        note(f"{src}: left out {size:,} bytes of weights in other formats: {', '.join(left_out)}")
-    return Path(folder)
+    files = []
+    for file in info.siblings or []:
+        if not is_safe_path(file.rfilename):
+            raise FormatError(src, f"{file.rfilename!r} is not a path inside the folder")
+        sha256 = file.lfs.sha256 if file.lfs is not None else None
+        files.append(HubFile(file.rfilename, file.size or 0, sha256, file.blob_id))
+    if info.sha is None:
+        raise NeuzipError(f"{src}: the Hub does not say which commit this is", "try again later")
+    return info.sha, bool(info.private), tuple(files)
 
 
 @dataclass(frozen=True)
@@ -141,18 +290,25 @@ class PushPlan:
         """The page of the repository, at the revision if there is one."""
         from urllib.parse import quote
 
-        return f"{_endpoint()}/{self.repo_id}" + (
+        return f"{endpoint()}/{self.repo_id}" + (
             f"/tree/{quote(self.revision, safe='')}" if self.revision is not None else ""
         )
 
 
-def plan_push(folder: str | os.PathLike[str], repo_id: str, *, revision: str | None = None) -> PushPlan:
+def plan_push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    evaluation: Path | None = None,
+) -> PushPlan:
     """Decide how a compressed folder becomes a repository. Needs no network. Raises NeuzipError.
 
     README.md gives way to a model card, and .gitattributes and .gitignore are the Hub's business. Those of
     the original go to neuzip/original, so that what is pulled verifies and restores to the same files.
+    `evaluation` is a JSON report of `neuzip eval` on this folder, whose figures go into the card.
     """
-    match = _ID.fullmatch(repo_id)
+    match = HUB_ID.fullmatch(repo_id)
     if match is None or match["revision"] is not None:
         raise UsageError(
             f"REPO_ID: {repo_id!r} has not the form owner/name",
@@ -179,7 +335,11 @@ def plan_push(folder: str | os.PathLike[str], repo_id: str, *, revision: str | N
         stored | {name: replace(stored[name], kind="rewritten") for name in moved}
     )
     source = repo_id if revision is None else f"{repo_id}@{revision}"
-    card = model_card(checkpoint, _original_card(root, contents), repo_id, source)
+    measured = None
+    if evaluation is not None:
+        measured = read_evaluation(evaluation)
+        measured.require_of(checkpoint, evaluation)
+    card = model_card(checkpoint, _original_card(root, contents), repo_id, source, measured)
     contents[CARD] = card.encode()
     return PushPlan(
         root, repo_id, revision, card,
@@ -201,11 +361,15 @@ def _original_card(root: Path, contents: dict[str, Path | bytes]) -> str:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What `push` did: the page, the commit's id, and the older files that it removed."""
+    """What `push` did: the page, the commit's id, and the older files that it removed.
+
+    `was_there` says that an earlier run had done it all.
+    """
 
     url: str
     commit: str
     deleted: tuple[str, ...]
+    was_there: bool = False
 
 
 def push(
@@ -214,188 +378,92 @@ def push(
     private: bool = False,
     message: str | None = None,
     overwrite: bool = False,
+    note: Note = ignore,
     progress: bool = False,
 ) -> Pushed:
     """Upload a compressed folder in one commit, and see that every file arrived. Verify it before.
 
-    The repository is made if there is none, `private` if so wanted. A checkpoint that is there already is
-    replaced with `overwrite`, and without it this is refused. Raises NeuzipError.
+    Until the commit readers see what was there before. The weights are on the Hub's storage by then: a run
+    that was killed is repeated, and the Hub does not take a file twice. The repository is made if there is
+    none, `private` if so wanted. A checkpoint that is there already is replaced with `overwrite`, and without
+    it this is refused. `note` is told of waits. Raises NeuzipError.
     """
     require_token()
-    with _hub(plan.repo_id, plan.repo_id), _bars(progress):
-        return _push(plan, private, message or "Upload with neuzip", overwrite)
+    with explaining(plan.repo_id, plan.repo_id, note=note), bars(progress):
+        return _push(plan, private, message or "Upload with neuzip", overwrite, note)
 
 
-def _push(plan: PushPlan, private: bool, message: str, overwrite: bool) -> Pushed:
+def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: Note) -> Pushed:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-    from huggingface_hub.hf_api import RepoFile
 
-    api, repo_id, revision = HfApi(), plan.repo_id, plan.revision
-    api.create_repo(repo_id, private=private or None, exist_ok=True)
-    info = api.model_info(repo_id)
-    if private and not info.private:
+    api, repo_id = HfApi(), plan.repo_id
+    patiently(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), note, connected=False)
+    # The Hub has what a branch begins with, so that is what a new one is compared with.
+    branch = plan.revision if plan.revision is None or _has_branch(api, plan, note) else None
+    main, is_private, files = list_files(repo_id, repo_id, None, note)
+    head, _, files = (main, False, files) if branch is None else list_files(repo_id, repo_id, branch, note)
+    if private and not is_private:
         raise NeuzipError(
             f"{repo_id}: is there already, and is public",
             "make it private in its settings, or leave out --private",
         )
-    if revision is not None:
-        if not revision.startswith("refs/") and all(
-            branch.name != revision for branch in api.list_repo_refs(repo_id).branches
-        ):
-            api.create_branch(repo_id, branch=revision)
-            overwrite = True  # what is there is what main has
-        info = api.model_info(repo_id, revision=revision)
-    older = [file.rfilename for file in info.siblings or [] if _is_of_a_checkpoint(file.rfilename)]
-    if older and not overwrite:
+    older = [file.path for file in files if is_of_a_checkpoint(file.path)]
+    deleted = tuple(sorted(set(older) - {file.path for file in plan.files}))
+    if branch == plan.revision and not deleted and _is_there(plan, files):
+        return Pushed(plan.url, head, (), was_there=True)
+    # A branch at main's commit was made by a run that was killed, or holds nothing that main has not.
+    if older and not overwrite and not (plan.revision is not None and head == main):
         raise WouldOverwrite(
             f"{repo_id}: holds a checkpoint already, with {older[0]}",
             "give --overwrite to replace it (its history keeps the old one), or another --revision",
         )
-    sent = {file.path: file.nbytes for file in plan.files}
-    deleted = tuple(sorted(set(older) - set(sent)))
-    commit = api.create_commit(
-        repo_id,
-        [
-            *(CommitOperationDelete(path) for path in deleted),
-            *(CommitOperationAdd(file.path, file.content) for file in plan.files),
-        ],
-        commit_message=message,
-        revision=revision,
-        parent_commit=info.sha,
-    )
-    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit.oid)
-    arrived = {file.path: file.size for file in tree if isinstance(file, RepoFile)}
-    lost = [path for path, nbytes in sent.items() if arrived.get(path) != nbytes]
+    added = [CommitOperationAdd(file.path, file.content) for file in plan.files]
+    if branch != plan.revision:
+        # A branch shows main's checkpoint from the moment that it is made: so it is made late.
+        patiently(lambda: api.preupload_lfs_files(repo_id, added, free_memory=False), note)
+        patiently(lambda: api.create_branch(repo_id, branch=str(plan.revision), exist_ok=True), note)
+    try:
+        commit = patiently(
+            lambda: api.create_commit(
+                repo_id, [*map(CommitOperationDelete, deleted), *added],
+                commit_message=message, revision=plan.revision, parent_commit=head,
+            ),
+            note,
+        ).oid  # fmt: skip
+    except transport_errors():
+        # The answer may be lost and the commit made; a second try is refused then, as the head has changed.
+        commit, _, files = list_files(repo_id, repo_id, plan.revision, note)
+        if commit == head or not _is_there(plan, files):
+            raise
+    _, _, files = list_files(repo_id, repo_id, commit, note)
+    arrived = {file.path: file.nbytes for file in files}
+    lost = [file.path for file in plan.files if arrived.get(file.path) != file.nbytes]
     if lost:
         raise VerificationError(
-            f"{repo_id}: {len(lost)} of {len(sent)} files are not there as they were sent: {', '.join(lost)}",
+            f"{repo_id}: {len(lost)} of {len(plan.files)} files are not there as they were sent: "
+            f"{', '.join(lost)}",
             "push again with --overwrite",
         )
-    return Pushed(plan.url, commit.oid, deleted)
+    return Pushed(plan.url, commit, deleted)
 
 
-def _is_of_a_checkpoint(path: str) -> bool:
+def _has_branch(api: HfApi, plan: PushPlan, note: Note) -> bool:
+    """Whether the revision of a push is there already."""
+    if plan.revision is None or plan.revision.startswith("refs/"):
+        return True
+    branches = patiently(lambda: api.list_repo_refs(plan.repo_id).branches, note)
+    return any(branch.name == plan.revision for branch in branches)
+
+
+def _is_there(plan: PushPlan, files: Iterable[HubFile]) -> bool:
+    """Whether a repository has all files of a push with the same content."""
+    there = {file.path: file for file in files}
+    if any(file.path not in there or there[file.path].nbytes != file.nbytes for file in plan.files):
+        return False
+    return all(there[file.path].matches(file.content) for file in plan.files)
+
+
+def is_of_a_checkpoint(path: str) -> bool:
     """Whether a file left over from another checkpoint would make a folder unreadable."""
     is_index = ".safetensors.index." in path and path.endswith(".json")
     return path.endswith(".safetensors") or is_index or path.startswith(f"{OWN_FOLDER}/")
-
-
-def require_token() -> None:
-    """Raise NeuzipError unless there is an access token, which pushing needs."""
-    if _token() is None:
-        raise NeuzipError("there is no access token for the Hub", _LOG_IN)
-
-
-def _token() -> str | None:
-    """The access token. One that cannot be sent is refused here: the HTTP library would print it."""
-    from huggingface_hub import get_token
-
-    token = get_token()
-    if token is not None and not re.fullmatch(r"[!-~]+", token):
-        raise NeuzipError("the access token for the Hub has characters that no token has", _LOG_IN)
-    return token
-
-
-def _transport_errors() -> tuple[type[BaseException], ...]:
-    """What is raised when the Hub cannot be reached.
-
-    The HTTP library is requests, httpx or httpx2, as the version of huggingface_hub has it; its errors are
-    among the bases of huggingface_hub's.
-    """
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (OSError, *HfHubHTTPError.__bases__)
-
-
-@contextmanager
-def _hub(subject: str, repo_id: str, here: str = "") -> Iterator[None]:
-    """Turn what huggingface_hub raises into errors that say what to do. `here` begins those of a wrong id."""
-    _token()
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, (ValueError, RuntimeError, *_transport_errors())):
-            raise
-        # A failed upload is a RuntimeError with the reason behind it.
-        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
-        raise _explained(reason, subject, repo_id, here) from error
-
-
-def _explained(error: BaseException, subject: str, repo_id: str, here: str) -> NeuzipError:
-    from huggingface_hub import errors
-
-    page = f"{_endpoint()}/{repo_id}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        message, hint = "the repository has no such revision", f"its branches and tags: {page}/tree/main"
-    elif isinstance(error, errors.GatedRepoError):
-        message = "the repository is gated, and this account has no access"
-        hint = f"ask for it at {page}; {_LOG_IN}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        message = f"{here}the Hub has no such repository, or it is private"
-        hint = f"check the spelling; {_LOG_IN}"
-    elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
-        message, hint = _refused(error.response.status_code, _cleaned(error.server_message or ""))
-    elif isinstance(error, errors.OfflineModeIsEnabled):
-        message = f"{here}HF_HUB_OFFLINE forbids to ask the Hub"
-        hint = "unset it, or give a folder" if here else "unset it"
-    elif isinstance(error, errors.HFValidationError):
-        message, hint = "is no id that the Hub accepts", "an id has the form owner/name"
-    elif isinstance(error, ValueError | RuntimeError):
-        message, hint = _cleaned(str(error)), ""
-    elif isinstance(error, OSError) and error.strerror:
-        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        hint = "HF_HOME names the folder of huggingface_hub's cache"
-    else:  # The HTTP library's own words may quote the headers, and with them the token.
-        message = f"{here}the Hub at {_endpoint()} cannot be reached ({type(error).__name__})"
-        hint = "check the connection, and HF_ENDPOINT if it is set"
-    return NeuzipError(f"{subject}: {message}", hint)
-
-
-def _refused(status: int, reason: str) -> tuple[str, str]:
-    """What an HTTP status means, and what to do."""
-    if status == 401:
-        message, hint = "the Hub does not accept the access token", _LOG_IN
-    elif status == 403:
-        message = "the Hub forbids this"
-        hint = "the access token needs the right to do it; `hf auth whoami` tells whose it is"
-    elif status in (409, 412):
-        message, hint = "the repository has changed meanwhile", "repeat the command"
-    elif status == 429 or status >= 500:
-        message, hint = f"the Hub is overloaded or out of order ({status})", "try again later"
-    else:
-        message, hint = f"the Hub refuses this ({status})", ""
-    return f"{message}: {reason}" if reason else message, hint
-
-
-def _cleaned(text: str) -> str:
-    """What somebody else wrote, on one line and without the token."""
-    token = _token()
-    if token is not None:
-        text = text.replace(token, "***")
-    return " ".join(text.split())[:500]
-
-
-def _endpoint() -> str:
-    """The Hub's address, without the user and password that it may hold."""
-    from huggingface_hub import constants
-
-    return re.sub(r"//[^/]*@", "//", constants.ENDPOINT)
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Let huggingface_hub draw progress bars on a terminal; some of its own would go anywhere."""
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if (shown and sys.stderr.isatty()) or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

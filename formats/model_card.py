@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .card_evaluation import Evaluation
 from .checkpoint import ORIGINAL_FOLDER, Checkpoint
 from .container import Container
 from .manifest import Loss, TensorRecord
@@ -39,7 +40,13 @@ class Part:
     stored_bytes: int
 
 
-def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str) -> str:
+def model_card(
+    checkpoint: Checkpoint,
+    original: str,
+    repo_id: str,
+    source: str,
+    evaluation: Evaluation | None = None,
+) -> str:
     """The card of a compressed folder, restored from `source`. `original` is the original's, or empty."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -67,7 +74,7 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
         keep_trailing_newline=True,
     )
     environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
-    environment.filters["norm"] = _norm
+    environment.filters |= {"norm": _norm, "cell": _cell, "line": _line}
     return environment.get_template("model_card.md.j2").render(
         metadata=_new_metadata(metadata, base_model, lossless=not rounded),
         base_models=_listed(base_model),
@@ -84,6 +91,7 @@ def model_card(checkpoint: Checkpoint, original: str, repo_id: str, source: str)
         ternary=sum(loss.relative_l2 is not None for *_, loss in rounded),
         max_relative=max((loss.max_relative for *_, loss in rounded), default=0.0),
         rms_relative=max((loss.rms_relative for *_, loss in rounded), default=0.0),
+        evaluation=evaluation,
         original=text.strip("\r\n"),
         ending=ENDING,
     )
@@ -110,7 +118,10 @@ def split_card(card: str) -> tuple[Metadata, str]:
     metadata: Metadata = {}
     for key, value in loaded.items() if isinstance(loaded, dict) else ():
         strings = [value] if isinstance(value, str) else value
-        if isinstance(strings, list) and strings and all(isinstance(s, str) and s for s in strings):
+        if not isinstance(strings, list) or not strings:
+            continue
+        # Longer than the card are only the references of YAML, which make much of little.
+        if all(isinstance(s, str) and s for s in strings) and sum(map(len, strings)) <= len(card):
             metadata[key] = value
     return metadata, card[match.end() :]
 
@@ -220,7 +231,22 @@ def _norm(relative_l2: float | None) -> str:
     return f" {relative_l2:.6g} |" if relative_l2 is not None else " |"
 
 
+def _cell(text: str) -> str:
+    """Text of a report on one line, where a table, HTML or code would be read into it."""
+    return re.sub(r"([|<>`\\\[\]])", r"\\\1", _visible(re.sub(r"\s+", " ", text)))
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
 def _code(name: str) -> str:
-    """A tensor's name in a cell of a table."""
-    ticks = "``" if "`" in name else "`"
-    return ticks + re.sub(r"\s", " ", name).replace("|", "\\|") + ticks
+    """A tensor's name in a cell of a table: more backticks around it than in it."""
+    ticks = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    space = " " if not name or name.strip("`") != name else ""
+    return ticks + space + _visible(re.sub(r"\s", " ", name)).replace("|", "\\|") + space + ticks
+
+
+def _visible(text: str) -> str:
+    """Characters that cannot be seen, and halves of surrogate pairs, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -2,368 +2,28 @@
 
 from __future__ import annotations
 
-import base64
-import fnmatch
-import hashlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+from loopback_hub import LARGE, READ_TOKEN, TOKEN, Handler, Hub, Refusal, be_the_hub, hub_environment
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
+from neuzip.eval.estimates import Estimate
+from neuzip.eval.report import Report, Row, TensorRow
+from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
 from neuzip.formats.model_card import ENDING, split_card
 
-TOKEN = "hf_write0123456789"
-READ_TOKEN = "hf_read0123456789"
-LARGE = 4000  # bytes from which the Hub here stores a file with LFS
-
-
-# A Hub
-
-
-@dataclass
-class Repository:
-    """Commits by their ids, each a whole tree, and branches."""
-
-    private: bool = False
-    gated: bool = False
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    large: set[str] = field(default_factory=set)
-
-    def commit(self, branch: str, tree: dict[str, bytes]) -> str:
-        text = repr((len(self.commits), sorted(tree.items())))
-        oid = hashlib.sha1(text.encode()).hexdigest()
-        self.commits[oid] = tree
-        self.branches[branch] = oid
-        return oid
-
-    def tree(self, branch: str = "main") -> dict[str, bytes]:
-        return self.commits[self.branches[branch]]
-
-
-class Refusal(Exception):
-    """An answer that is no success."""
-
-    def __init__(self, status: int, code: str = "", message: str = "", **body: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.body = status, code, message, body
-
-
-class Hub(ThreadingHTTPServer):
-    """As much of the Hub's API as huggingface_hub needs to push and to pull."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.empty()
-
-    def empty(self) -> None:
-        self.repositories: dict[str, Repository] = {}
-        self.objects: dict[str, bytes] = {}
-        self.requests: list[str] = []
-        self.before: Callable[[Handler], None] = lambda handler: None
-
-    def add(self, repo_id: str, files: dict[str, bytes], **flags: bool) -> Repository:
-        repository = self.repositories[repo_id] = Repository(**flags)
-        repository.commit("main", files)
-        return repository
-
-
-def git_oid(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 20
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        if name.startswith("do_"):
-            return self.serve
-        raise AttributeError(name)
-
-    def serve(self) -> None:
-        self.path = urlsplit(self.path).path
-        self.data = self.read_body()
-        self.server.requests.append(f"{self.command} {self.path}")
-        try:
-            self.server.before(self)
-            for pattern, action in ROUTES:
-                match = re.fullmatch(pattern, f"{self.command} {self.path}")
-                if match is not None:
-                    action(self, *map(unquote, match.groups()))
-                    return
-            raise Refusal(404, message=f"the tests' Hub has no {self.command} {self.path}")
-        except Refusal as refusal:
-            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            self.answer(
-                {"error": refusal.message, **refusal.body},
-                {k: v for k, v in headers.items() if v},
-                refusal.status,
-            )
-
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def answer(self, body: object, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    @property
-    def token(self) -> str:
-        return self.headers.get("Authorization", "").removeprefix("Bearer ")
-
-    def repository(self, repo_id: str, write: bool = False) -> Repository:
-        if self.token not in ("", TOKEN, READ_TOKEN):
-            raise Refusal(401, message="Invalid credentials in Authorization header")
-        repository = self.server.repositories.get(repo_id)
-        if repository is None or (repository.private and not self.token):
-            raise Refusal(404 if self.token else 401, "RepoNotFound", "Repository not found")
-        if repository.gated:
-            raise Refusal(403, "GatedRepo", f"Access to model {repo_id} is restricted")
-        if write:
-            self.require_write()
-        return repository
-
-    def require_write(self) -> None:
-        if self.token != TOKEN:
-            raise Refusal(
-                403 if self.token == READ_TOKEN else 401, message=f"No write access with {self.token}"
-            )
-
-    def commit_of(self, repository: Repository, revision: str) -> str:
-        oid = repository.branches.get(revision, revision)
-        if oid not in repository.commits:
-            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return oid
-
-    def create(self) -> None:
-        self.require_write()
-        asked = json.loads(self.data)
-        repo_id = f"{asked['organization']}/{asked['name']}"
-        url = f"{self.server.url}/{repo_id}"
-        if repo_id in self.server.repositories:
-            raise Refusal(409, message="You already created this model repo", url=url)
-        private = asked.get("visibility") == "private" or asked.get("private", False)
-        self.server.add(repo_id, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
-        self.answer({"url": url})
-
-    def branch(self, repo_id: str, name: str) -> None:
-        repository = self.repository(repo_id, write=True)
-        if name in repository.branches:
-            raise Refusal(409, message="Reference already exists")
-        repository.branches[name] = repository.branches["main"]
-        self.answer({})
-
-    def refs(self, repo_id: str) -> None:
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
-            for name, oid in self.repository(repo_id).branches.items()
-        ]
-        self.answer({"branches": branches, "tags": [], "converts": []})
-
-    def info(self, repo_id: str, revision: str = "main") -> None:
-        repository = self.repository(repo_id)
-        oid = self.commit_of(repository, revision)
-        siblings = [
-            {"rfilename": path, "size": len(data), "blobId": git_oid(data)}
-            for path, data in repository.commits[oid].items()
-        ]
-        self.answer(
-            {"_id": "1", "id": repo_id, "modelId": repo_id, "sha": oid, "private": repository.private,
-             "siblings": siblings, "tags": [], "downloads": 0, "likes": 0}
-        )  # fmt: skip
-
-    def list_tree(self, repo_id: str, revision: str) -> None:
-        repository = self.repository(repo_id)
-        entries = []
-        for path, data in repository.commits[self.commit_of(repository, revision)].items():
-            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
-            if path in repository.large:
-                oid = hashlib.sha256(data).hexdigest()
-                entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
-            entries.append(entry)
-        self.answer(entries)
-
-    def preupload(self, repo_id: str, revision: str) -> None:
-        repository = self.repository(repo_id, write=True)
-        tree = repository.commits[self.commit_of(repository, revision)]
-        asked = json.loads(self.data)
-        ignored = asked.get("gitIgnore", tree.get(".gitignore", b"").decode()).split()
-        self.answer(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
-                        "shouldIgnore": any(fnmatch.fnmatch(file["path"], glob) for glob in ignored),
-                        "oid": git_oid(tree[file["path"]]) if file["path"] in tree else None,
-                    }
-                    for file in asked["files"]
-                ]
-            }
-        )
-
-    def batch(self, repo_id: str) -> None:
-        self.repository(repo_id, write=True)
-        objects = []
-        for wanted in json.loads(self.data)["objects"]:
-            actions = {
-                "upload": {"href": f"{self.server.url}/lfs/{wanted['oid']}"},
-                "verify": {"href": f"{self.server.url}/lfs-verify/{wanted['oid']}"},
-            }
-            objects.append(
-                {**wanted, **({} if wanted["oid"] in self.server.objects else {"actions": actions})}
-            )
-        self.answer({"transfer": "basic", "objects": objects})
-
-    def upload(self, oid: str) -> None:
-        if hashlib.sha256(self.data).hexdigest() != oid:
-            raise Refusal(400, message="these bytes have another checksum")
-        self.server.objects[oid] = self.data
-        self.answer({})
-
-    def verify_upload(self, oid: str) -> None:
-        if len(self.server.objects.get(oid, b"")) != json.loads(self.data)["size"]:
-            raise Refusal(404, message="this object was not uploaded")
-        self.answer({})
-
-    def commit(self, repo_id: str, revision: str) -> None:
-        repository = self.repository(repo_id, write=True)
-        tree = dict(repository.tree(revision))
-        for line in self.data.splitlines():
-            operation = json.loads(line)
-            value = operation["value"]
-            if operation["key"] == "header":
-                if value.get("parentCommit", repository.branches[revision]) != repository.branches[revision]:
-                    raise Refusal(412, message="A commit has happened since")
-            elif operation["key"] == "file":
-                tree[value["path"]] = base64.b64decode(value["content"])
-            elif operation["key"] == "lfsFile":
-                tree[value["path"]] = self.server.objects[value["oid"]]
-                repository.large.add(value["path"])
-                if not value["path"].endswith(".safetensors"):  # the real Hub notes such files there, too
-                    tree[".gitattributes"] += f"{value['path']} filter=lfs\n".encode()
-            elif operation["key"] == "deletedFile":
-                del tree[value["path"]]
-            else:
-                raise Refusal(400, message=f"unknown operation {operation['key']}")
-        oid = repository.commit(revision, tree)
-        self.answer({"commitUrl": f"{self.server.url}/{repo_id}/commit/{oid}", "commitOid": oid})
-
-    def resolve(self, repo_id: str, revision: str, path: str) -> None:
-        repository = self.repository(repo_id)
-        oid = self.commit_of(repository, revision)
-        data = repository.commits[oid].get(path)
-        if data is None:
-            raise Refusal(404, "EntryNotFound", "Entry not found")
-        etag = hashlib.sha256(data).hexdigest() if path in repository.large else git_oid(data)
-        self.answer(data, {"ETag": f'"{etag}"', "X-Repo-Commit": oid})
-
-    def validate_card(self) -> None:
-        metadata, _ = split_card(json.loads(self.data)["content"])
-        if metadata.get("license") == "none-such":
-            raise Refusal(400, errors=[{"message": '"license" must be one of those'}])  # type: ignore[arg-type]
-        self.answer({"errors": [], "warnings": []})
-
-
-ID = "([^/]+/[^/]+)"
-ROUTES: list[tuple[str, Callable[..., None]]] = [
-    ("POST /api/repos/create", Handler.create),
-    ("POST /api/validate-yaml", Handler.validate_card),
-    (f"GET /api/models/{ID}", Handler.info),
-    (f"GET /api/models/{ID}/revision/([^/]+)", Handler.info),
-    (f"GET /api/models/{ID}/refs", Handler.refs),
-    (f"GET /api/models/{ID}/tree/([^/]+)", Handler.list_tree),
-    (f"POST /api/models/{ID}/branch/([^/]+)", Handler.branch),
-    (f"POST /api/models/{ID}/preupload/([^/]+)", Handler.preupload),
-    (f"POST /api/models/{ID}/commit/([^/]+)", Handler.commit),
-    (rf"POST /{ID}\.git/info/lfs/objects/batch", Handler.batch),
-    ("PUT /lfs/([0-9a-f]+)", Handler.upload),
-    ("POST /lfs-verify/([0-9a-f]+)", Handler.verify_upload),
-    (f"(?:HEAD|GET) /{ID}/resolve/([^/]+)/(.+)", Handler.resolve),
-]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(10)
-
-
-@pytest.fixture
-def hub(server: Hub) -> Hub:
-    """An empty Hub."""
-    server.empty()
-    return server
-
-
-@pytest.fixture
-def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The Hub of this process, with a token that may write and an empty cache. No other can be reached."""
-    from huggingface_hub import constants
-
-    be_the_hub(hub.url, monkeypatch)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    look_up = socket.getaddrinfo
-
-    def look_up_here(host: object, *arguments: Any, **options: Any) -> Any:
-        assert host in ("127.0.0.1", b"127.0.0.1"), f"a test asks {host}"
-        return look_up(host, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
-    return hub
-
-
-def be_the_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do to a running huggingface_hub what HF_ENDPOINT does to a new one."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+pytest_plugins = ["loopback_hub"]
 
 
 # Checkpoints
@@ -426,10 +86,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small: Path, tmp_path: Path):
     """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
-    environment = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN,
-        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
+    environment = hub_environment(hub.url, tmp_path / "hf")
 
     def neuzip(*arguments: object) -> str:
         done = subprocess.run(
@@ -529,6 +186,45 @@ def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Pa
         push(plan_push(small, "me/model", revision="tiny"))
 
 
+def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, small: Path, neuzip):
+    """As after a kill in its last moment."""
+    first = neuzip("push", small, "me/model", "--json").json
+    here.requests.clear()
+    again = neuzip("push", small, "me/model")
+    assert again.stderr == "all files were there already, as they are here\n"
+    assert not [r for r in here.requests if r.startswith("PUT") or "/commit/" in r]
+    second = neuzip("push", small, "me/model", "--json").json
+    assert (first["was_there"], second["was_there"]) == (False, True)
+    assert second["commit"] == first["commit"]
+    repository = here.repositories["me/model"]
+    repository.commit("main", repository.tree() | {"README.md": repository.tree()["README.md"] + b"."})
+    assert "holds a checkpoint already" in neuzip("push", small, "me/model").stderr
+
+
+def test_a_new_branch_is_made_when_the_weights_are_there(here: Hub, bare: Path, small: Path, neuzip):
+    """Until its commit a branch shows the checkpoint of main: that must not be for hours."""
+    push(plan_push(bare, "me/model"))
+    here.requests.clear()
+    here.before = failing_once("POST .*/commit/v2")
+    assert "Not now" in neuzip("push", small, "me/model", "--revision", "v2").stderr
+    made = here.requests.index("POST /api/models/me/model/branch/v2")
+    assert max(i for i, r in enumerate(here.requests) if r.startswith("PUT")) < made
+    here.requests.clear()
+    assert neuzip("push", small, "me/model", "--revision", "v2").exit_code == 0
+    assert not [r for r in here.requests if r.startswith("PUT")], "the weights had arrived"
+    assert len(verify(resolve_source("me/model@v2")).tensors) == 4
+
+
+def failing_once(command: str) -> Callable[[Handler], None]:
+    left = [Refusal(403, message="Not now")]
+
+    def before(handler: Handler) -> None:
+        if left and re.match(command, f"{handler.command} {handler.path}"):
+            raise left.pop()
+
+    return before
+
+
 def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -538,6 +234,24 @@ def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     notes: list[str] = []
     assert resolve_source("me/model", note=notes.append) == first
     assert notes == ["me/model: the Hub cannot be reached; taken from the cache"]
+
+
+def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, small: Path, tmp_path: Path, neuzip):
+    """They would come out of it for ever: huggingface_hub compares sizes only."""
+
+    def before(handler: Handler) -> None:
+        if handler.path.endswith("/model-1.safetensors"):
+            handler.spoil = lambda data: data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+
+    push(plan_push(small, "me/model"))
+    here.before = before
+    said = neuzip("decompress", "me/model", tmp_path / "restored")
+    assert said.exit_code == 1
+    assert "files did not arrive as they are on the Hub: model-1.safetensors\nhint: repeat" in said.stderr
+    here.heal()
+    here.requests.clear()
+    assert neuzip("decompress", "me/model", tmp_path / "restored").exit_code == 0
+    assert sum(r.startswith("GET") and "/resolve/" in r for r in here.requests) == 1
 
 
 # What is a Hub id
@@ -768,6 +482,18 @@ def test_nothing_is_pushed_that_does_not_verify(here: Hub, bare: Path, neuzip):
     assert not here.requests
 
 
+def test_no_tensor_is_pushed_that_does_not_decode(here: Hub, bare: Path, neuzip):
+    data = bytearray((bare / "model.safetensors").read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header + 1] ^= 1
+    (bare / "model.safetensors").write_bytes(data)
+    for arguments in ([], ["--dry-run"]):
+        said = neuzip("push", bare, "me/bare", *arguments)
+        assert (said.exit_code, said.stdout) == (1, "")
+        assert "model.safetensors" in said.stderr
+    assert not here.requests
+
+
 def test_only_a_compressed_folder_is_pushed(original: Path, small: Path):
     with pytest.raises(NeuzipError, match="is not a folder that neuzip compressed"):
         plan_push(original, "me/model")
@@ -900,6 +626,82 @@ def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path:
     assert row is not None
     assert 0 < float(row[2]) < float(row[1]) < 0.2
     assert f"at most {float(row[1]):.3g};" in plan.card
+
+
+def evaluated(folder: Path) -> Report:
+    """A report as `neuzip eval` makes it, with figures of the tests."""
+    rows = []
+    for path in sorted(folder.rglob("*.safetensors")):
+        with Container(path) as container:
+            for i in container.original.in_file_order:
+                stored = container.stored_bytes(i.name)
+                rows.append(TensorRow(i.name, i.dtype, i.shape, "lossless", i.nbytes, stored))
+    how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
+    return Report(
+        title=folder.name,
+        command="neuzip eval small --base model --text demo --report eval.json",
+        versions={"neuzip": "0.1", "torch": "2.13.0"},
+        base="model",
+        setting={"text": "demo (Python 3.11.7), 5 documents", "computed": "in float32 on cpu"},
+        perplexity=(
+            Row("token-level perplexity", Estimate(27.797, 1.646), Estimate(27.7635, 1.6308), how),
+            Row("word|level `x`\n<b>", Estimate(1709.9, 523.3), Estimate(1704.19, 524.4), how),
+        ),
+        divergence=(
+            Row("mean KLD", Estimate(0.0090914, 0.00045452), None, "KL(original || this)", "nats"),
+            Row("median KLD", Estimate(0.006548, None), None, "of single tokens", "nats"),
+        ),
+        blocks="18 windows of 3 documents",
+        tensors=tuple(rows),
+        stored_bytes=sum(p.stat().st_size for p in folder.rglob("*.safetensors")),
+    )
+
+
+def test_the_card_tells_the_last_evaluation_with_its_conventions(
+    here: Hub, small: Path, tmp_path: Path, neuzip
+):
+    report = tmp_path / "eval.json"
+    report.write_text(json.dumps(evaluated(small).to_json()))
+    card = neuzip("push", small, "me/model", "--evaluation", report, "--json").json["card"]
+    assert here.repositories["me/model"].tree()["README.md"].decode() == card
+    how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
+    for line in (
+        "text: demo (Python 3.11.7), 5 documents; computed: in float32 on cpu.",
+        "With neuzip 0.1, torch 2.13.0.",
+        f"| token-level perplexity | 27.76 ± 1.63 | 27.80 ± 1.65 | {how} |",
+        f"| word\\|level \\`x\\` \\<b\\> | 1,704 ± 524 | 1,710 ± 523 | {how} |",
+        "| mean KLD | | 0.009091 ± 0.000455 nats | KL(original \\|\\| this) |",
+        "    neuzip eval small --base model --text demo --report eval.json",
+    ):
+        assert line in card.splitlines()
+    assert "± is one standard error, of divergences over 18 windows of 3 documents." in card
+    assert "median" not in card
+    assert "## Evaluation" not in plan_push(small, "me/model").card
+
+
+def test_an_evaluation_of_another_checkpoint_is_refused(small: Path, bare: Path, tmp_path: Path, neuzip):
+    report = tmp_path / "eval.json"
+    report.write_text(json.dumps(evaluated(bare).to_json()))
+    said = neuzip("push", small, "me/model", "--evaluation", report, "--dry-run")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert f"error: {report}: is of another checkpoint than {small}: its tensors are not st" in said.stderr
+    same_size = dict(evaluated(small).to_json())
+    same_size["tensors"] = [dict(t, stored_bytes=t["stored_bytes"] + 1) for t in same_size["tensors"]]
+    report.write_text(json.dumps(same_size))
+    assert "is of another" in neuzip("push", small, "me/model", "--evaluation", report, "--dry-run").stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"schema": 1, "perplexity": 3}', '{"schema": 2, "perplexity": []}', "\x00", None],
+)
+def test_what_is_no_report_is_refused(text: str | None, small: Path, tmp_path: Path, neuzip):
+    report = tmp_path / "eval.json"
+    if text is not None:
+        report.write_text(text)
+    said = neuzip("push", small, "me/model", "--evaluation", report, "--dry-run")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.startswith(f"error: {report}: ")
 
 
 def test_the_base_model_may_come_from_the_config(tmp_path: Path, save):

@@ -13,6 +13,8 @@ from neuzip.cli.output import Output, bytes_text
 EXAMPLES = [
     "neuzip push my-model.nz me/my-model-nz --dry-run",
     "neuzip push my-model.nz me/my-model-nz --private",
+    "neuzip eval my-model.nz --base my-model --text demo --report eval.json",
+    "neuzip push my-model.nz me/my-model-nz --evaluation eval.json --overwrite",
     "neuzip decompress me/my-model-nz my-model",
 ]
 
@@ -31,6 +33,13 @@ def command(
         str | None, typer.Option(metavar="R", help="Upload to this branch, made if there is none")
     ] = None,
     message: Annotated[str | None, typer.Option(metavar="M", help="Describe the commit")] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Tell in the model card what `neuzip eval DIR --report FILE.json` measured",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already")
     ] = False,
@@ -38,13 +47,20 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Upload a compressed checkpoint to the Hub with a model card"""
+    """Upload a compressed checkpoint to the Hub with a model card
+
+    DIR is verified first. The repository is made if there is none. All files become visible in one commit:
+    until then readers see what was there before. An interrupted run is repeated, and weight files that the
+    Hub has already are not sent again.
+    """
     out = Output(json=json, quiet=quiet)
+    from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress import verify
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import plan_push, push, require_token
+    from neuzip.formats.hub import plan_push, push
+    from neuzip.formats.hub_connection import require_token
 
-    plan = plan_push(folder, repo_id, revision=revision)
+    plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if not dry_run:
         require_token()
     with out.progress("verify", weight_bytes(folder)) as advance:
@@ -55,7 +71,13 @@ def command(
         out.text(f"\nREADME.md:\n\n{plan.card}")
         out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}, would go to {plan.url}")
     else:
-        pushed = push(plan, private=private, message=message, overwrite=overwrite, progress=out.watched)
+        with leaving_at_once():
+            pushed = push(
+                plan, private=private, message=message, overwrite=overwrite, note=out.status,
+                progress=out.watched,
+            )  # fmt: skip
+        if pushed.was_there:
+            out.status("all files were there already, as they are here")
         if pushed.deleted:
             out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
         out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}: {plan.url}")
@@ -67,6 +89,7 @@ def command(
             "revision": revision,
             "url": plan.url,
             "commit": pushed.commit if pushed is not None else None,
+            "was_there": pushed.was_there if pushed is not None else None,
             "deleted": pushed.deleted if pushed is not None else None,
             "nbytes": plan.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in plan.files],

@@ -1,0 +1,88 @@
+"""neuzip pull: download a repository of the Hugging Face Hub to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.errors import UsageError
+
+EXAMPLES = [
+    "neuzip pull me/my-model-nz",
+    "neuzip pull me/my-model-nz@v2 my-model.nz",
+    "neuzip decompress my-model.nz my-model",
+]
+
+
+def command(
+    src: Annotated[
+        str,
+        typer.Argument(metavar="REPO_ID", help="Repository, as owner/name[@revision]", show_default=False),
+    ],
+    dst: Annotated[
+        Path | None,
+        typer.Argument(metavar="DST", help="Folder to write; the repository's name if not given"),
+    ] = None,
+    overwrite: options.OverwriteOption = False,
+    dry_run: options.DryRunOption = False,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Download a checkpoint from the Hub as it is, and check it
+
+    Writes the repository's files to DST, compressed or not: real files, no links into a cache. Every file is
+    compared with the Hub's checksum of it, and a compressed checkpoint is verified too; only then DST has its
+    name. An interrupted run is repeated, and files that arrived whole are kept.
+
+    To get the original files of a compressed checkpoint at once, give its id to `neuzip decompress`; the
+    download is then kept in the cache of huggingface_hub.
+    """
+    out = Output(json=json, quiet=quiet)
+    from neuzip.cli.interrupt import leaving_at_once
+    from neuzip.compress.pull import pull
+    from neuzip.formats.hub import HUB_ID, find_repository
+
+    match = HUB_ID.fullmatch(src)
+    if match is None:
+        raise UsageError(f"REPO_ID: {src!r} has not the form owner/name or owner/name@revision")
+    target = dst if dst is not None else Path(match["repo"].split("/")[1])
+    listing = find_repository(src, note=out.status)
+    listing.tell_left_out(out.status)
+    report = None
+    if dry_run:
+        files = [[file.path, file.nbytes] for file in listing.files]
+        out.table(["file", "bytes"], files, right=["bytes"])
+        out.text(f"{len(files)} files, {bytes_text(listing.nbytes)}, would go to {target}")
+    else:
+        with leaving_at_once():
+            report = pull(
+                listing, target, stage=out.progress, note=out.status, overwrite=overwrite,
+                progress=out.watched,
+            )  # fmt: skip
+        if report.was_there:
+            out.status("all files were there already and match the checksums of the Hub")
+        checked = "checked" if report.tensors is None else f"checked, {report.tensors} tensors verified"
+        out.text(
+            f"{target}: {report.files} files, {bytes_text(report.nbytes)}, {checked}, "
+            f"in {seconds_text(report.seconds)}"
+        )
+    out.result(
+        {
+            "dry_run": dry_run,
+            "src": src,
+            "dst": target,
+            "commit": listing.commit,
+            "compressed": listing.is_compressed,
+            "nbytes": listing.nbytes,
+            "files": [{"path": f.path, "bytes": f.nbytes} for f in listing.files],
+            "left_out": [f.path for f in listing.left_out],
+            "tensors": report.tensors if report is not None else None,
+            "was_there": report.was_there if report is not None else None,
+            "seconds": report.seconds if report is not None else None,
+        },
+        quiet=[target],
+    )

@@ -1,0 +1,60 @@
+"""Files of the Hub in a folder of our own: each has its name when it has arrived whole.
+
+The traffic is huggingface_hub's. It keeps records of what it has downloaded below `RECORDS`, and goes on with
+the files that are not there; one that was cut off by a kill it begins anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import re
+from pathlib import Path
+
+from neuzip.errors import NeuzipError
+
+from .hub import Listing
+from .hub_connection import Note, bars, explaining, patiently
+
+RECORDS = ".cache/huggingface"
+
+FILES_AT_ONCE = 4
+"""A kill loses what has arrived of so many files."""
+
+LEFT_BY_A_KILL = re.compile(r"\.[0-9a-f]{8}\.incomplete\Z")
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def fetch(listing: Listing, folder: Path, *, note: Note, progress: bool = False) -> None:
+    """Download what `folder` has not yet of a listing. Raises NeuzipError.
+
+    Nothing is checked but sizes. What interrupted runs left half-written is removed first.
+    """
+    from huggingface_hub import snapshot_download
+
+    for path in (folder / RECORDS).rglob("*.incomplete"):
+        if LEFT_BY_A_KILL.search(path.name):
+            path.unlink()
+    with explaining(listing.src, listing.repo_id, note=note), bars(progress):
+        try:
+            patiently(
+                lambda: snapshot_download(
+                    listing.repo_id,
+                    revision=listing.commit,
+                    local_dir=folder,
+                    allow_patterns=[glob.escape(file.path) for file in listing.files],
+                    max_workers=FILES_AT_ONCE,
+                ),
+                note,
+            )
+        except OSError as error:
+            if error.errno is None or isinstance(error, ConnectionError):
+                raise
+            full = error.errno in DISK_FULL
+            problem = "no space left on the disk" if full else f"cannot be written: {error.strerror}"
+            raise NeuzipError(
+                f"{folder}: {problem}",
+                f"{'free some space and ' if full else ''}repeat the command: "
+                "files that arrived whole are kept",
+            ) from error
