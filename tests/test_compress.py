@@ -570,7 +570,7 @@ class TestResume:
     def _interrupt_after(shards: int, src: Path, dst: Path) -> None:
         from neuzip.compress import pipeline
 
-        done, original = 0, pipeline._Compression.container
+        done, original = 0, pipeline.Compression.container
 
         def container(self: Any, file: str, path: Path) -> None:
             nonlocal done
@@ -580,7 +580,7 @@ class TestResume:
             original(self, file, path)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline._Compression, "container", container)
+            patch.setattr(pipeline.Compression, "container", container)
             with pytest.raises(KeyboardInterrupt):
                 compress(src, dst)
         assert not dst.exists()

@@ -1,0 +1,199 @@
+"""--stream and --push-to of neuzip compress: from the Hub, to the Hub, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from neuzip.cli.output import Output, bytes_text
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.compress import CompressionReport, Rule
+    from neuzip.compress.stream import StreamPlan
+    from neuzip.formats.hub import Pushed
+    from neuzip.formats.hub_draft import Draft
+
+
+class Report(Protocol):
+    """What shows a report and gives the JSON object: compress.py's own."""
+
+    def __call__(
+        self, out: Output, report: CompressionReport, more: Mapping[str, object], *, where: str | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; `push_to` is a repository, perhaps with a branch."""
+
+    stream: bool
+    push_to: str | None
+    private: bool
+
+
+def understand(stream: bool, push_to: str | None, private: bool, others: Mapping[str, bool]) -> Asked | None:
+    """What was asked for, or None if it was neither. `others` are options that exclude it, if given.
+
+    Raises UsageError.
+    """
+    if private and push_to is None:
+        raise UsageError("--private is for --push-to", "leave it out, or say where to push to")
+    if not stream and push_to is None:
+        return None
+    option = "--stream" if stream else "--push-to"
+    for other, given in others.items():
+        if given:
+            raise UsageError(
+                f"{option} and {other} exclude each other",
+                "compress first, and then: neuzip push DST REPO_ID"
+                if push_to is not None and not stream
+                else "leave out --stream: then the whole checkpoint is downloaded before",
+            )
+    return Asked(stream, push_to, private)
+
+
+def run(
+    out: Output,
+    asked: Asked,
+    src: str,
+    dst: Path,
+    rules: Sequence[Rule],
+    report: Report,
+    *,
+    jobs: int | None,
+    overwrite: bool,
+    device: Literal["auto", "cpu", "cuda"],
+    allow_destructive: bool,
+    activations: str | None,
+    dry_run: bool,
+) -> None:
+    """Do it, and report. Raises NeuzipError."""
+    from neuzip.compress.stream import plan_stream
+    from neuzip.formats.hub_draft import Draft, parse_target
+
+    draft = None if asked.push_to is None else Draft(parse_target(asked.push_to), out.status)
+    more: dict[str, Any] = {"jobs": jobs, "overwrite": overwrite, "allow_destructive": allow_destructive}
+    more["activations"] = activations
+    if not asked.stream:
+        assert draft is not None
+        _push_as_ready(out, asked, draft, src, dst, rules, report, device, more)
+        return
+    plan = plan_stream(src, dst, rules, note=out.status)
+    if dry_run:
+        _show(out, plan, src, dst, asked)
+        return
+    _stream(out, asked, draft, plan, dst, rules, report, device, more)
+
+
+def _stream(
+    out: Output,
+    asked: Asked,
+    draft: Draft | None,
+    plan: StreamPlan,
+    dst: Path,
+    rules: Sequence[Rule],
+    report: Report,
+    device: Literal["auto", "cpu", "cuda"],
+    more: dict[str, Any],
+) -> None:
+    from neuzip.compress.device import choose
+    from neuzip.compress.stream import compress_stream
+
+    chosen = choose(device, plan.weight_bytes)
+    with out.progress("compress", plan.weight_bytes) as advance:
+        done = compress_stream(
+            plan, dst, rules, draft=draft, private=asked.private, device=chosen,
+            on_bytes=advance, note=out.status, **more,
+        )  # fmt: skip
+    _finish(out, done.compression, report, plan, done.commit, done.pushed, kept=draft is None)
+
+
+def _push_as_ready(
+    out: Output,
+    asked: Asked,
+    draft: Draft,
+    src: str,
+    dst: Path,
+    rules: Sequence[Rule],
+    report: Report,
+    device: Literal["auto", "cpu", "cuda"],
+    more: dict[str, Any],
+) -> None:
+    from neuzip.compress.device import choose
+    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.stream import compress_and_push
+    from neuzip.formats.hub import resolve_source
+    from neuzip.formats.hub_connection import require_token
+
+    require_token()
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    total = weight_bytes(path)
+    with out.progress("compress", total) as advance:
+        done, pushed = compress_and_push(
+            path, dst, rules, draft=draft, private=asked.private, device=choose(device, total),
+            on_bytes=advance, **more,
+        )  # fmt: skip
+    _finish(out, done, report, None, None, pushed, kept=True)
+
+
+def _finish(
+    out: Output,
+    done: CompressionReport,
+    report: Report,
+    plan: StreamPlan | None,
+    commit: str | None,
+    pushed: Pushed | None,
+    *,
+    kept: bool,
+) -> None:
+    for warning in done.warnings:
+        out.warning(warning)
+    more: dict[str, object] = {}
+    if plan is not None:
+        more["stream"] = {"commit": commit, "most_of_source": plan.most_of_source}
+    if pushed is not None:
+        more["pushed"] = pushed
+        if pushed.deleted:
+            out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
+    if kept:
+        if pushed is not None:
+            out.text(f"pushed: {pushed.url}")
+        report(out, done, more, where=None)
+    else:
+        assert pushed is not None
+        report(out, done, more | {"dst": None}, where=pushed.url)
+
+
+def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> None:
+    """Print what --stream would do, which it knows from the headers alone."""
+    tensors = [
+        {
+            "file": t.tensor.file, "name": t.tensor.name, "dtype": t.tensor.info.dtype,
+            "shape": t.tensor.info.shape, "scheme": str(t.scheme), "original_bytes": t.tensor.info.nbytes,
+            "stored_bytes": None, "note": t.note,
+        }
+        for t in plan.tensors
+    ]  # fmt: skip
+    rows = [
+        [t.tensor.info.name, "x".join(map(str, t.tensor.info.shape)) or "scalar", t.tensor.info.dtype,
+         f"{t.scheme} ({t.note})" if t.note else str(t.scheme), bytes_text(t.tensor.info.nbytes)]
+        for t in plan.tensors
+    ]  # fmt: skip
+    out.table(["tensor", "shape", "dtype", "scheme", "bytes"], rows, right=["bytes"])
+    most = plan.most_of_source
+    result = dst if asked.push_to is None else f"one container, which goes to {asked.push_to}"
+    out.text(
+        f"all files: {bytes_text(plan.original_bytes)} at commit {plan.remote.commit}\n"
+        f"on the disk at a time: two weight files, at most {bytes_text(most)}, and {result}"
+    )
+    out.result(
+        {
+            "dry_run": True, "src": src, "dst": dst if asked.push_to is None else None,
+            "original_bytes": plan.original_bytes, "stored_bytes": None, "ratio": None, "tensors": tensors,
+            "stream": {"commit": plan.remote.commit, "most_of_source": most},
+        },
+        quiet=[most],
+    )  # fmt: skip
