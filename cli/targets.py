@@ -16,7 +16,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.estimates import Estimate
-    from neuzip.eval.targets import Delivered, Found, Request, Target
+    from neuzip.eval.layer_drops import Drop
+    from neuzip.eval.targets import Delivered, DropLayers, Found, Request, Target, Trial
     from neuzip.eval.texts import Text
     from neuzip.eval.yardstick import Yardstick
 
@@ -51,6 +52,40 @@ def one_target(max_kld: str | None, max_ppl_increase: str | None, target_size: s
     return given[0] if given else None
 
 
+def layers_to_drop(
+    text: str, goal: Goal | None, *, excluded: str | None, sensitivity: Sensitivity, calibration: str
+) -> DropLayers:
+    """What --drop-layers asks for: a number, 0 for none, or auto. `excluded` names an option beside it.
+
+    Raises UsageError, also where nothing would be measured.
+    """
+    if text == "none":
+        return 0
+    option = f"--drop-layers {text}"
+    if text != "auto" and not (text.isdecimal() and 0 < int(text) < 10_000):
+        raise UsageError(f"{option}: is no number of layers", "give a number from 1 on, auto, or none")
+    if goal is None:
+        raise UsageError(
+            f"{option}: needs a target that says what may be lost",
+            "add --max-kld, --max-ppl-increase or --target-size; neuzip layers --drop does without",
+        )
+    if excluded is not None:
+        raise UsageError(f"{option} excludes {excluded}", _HINTS[excluded])
+    if calibration == "none" or (text == "auto" and sensitivity == "weights"):
+        lacking = "--calibration none" if calibration == "none" else "--sensitivity weights"
+        raise UsageError(
+            f"{option} excludes {lacking}: what a layer is worth is measured",
+            "leave one of them out",
+        )
+    return "auto" if text == "auto" else int(text)
+
+
+_HINTS = {
+    "--attention": "run neuzip patch-attention on the result",
+    "--dry-run": "neuzip layers shows what each layer is worth; how much is dropped is found by trials",
+}
+
+
 @dataclass(frozen=True)
 class Asked:
     """A target with everything that is needed to reach it."""
@@ -73,6 +108,7 @@ def ask(
     device: Device,
     jobs: int | None,
     overwrite: bool,
+    drop_layers: DropLayers = 0,
 ) -> Asked:
     """Understand a target, and load the original if it is to be compared with. Raises NeuzipError."""
     from neuzip.compress.device import choose
@@ -105,7 +141,8 @@ def ask(
     else:
         method = sensitivity
     out.status(f"sensitivity: {method}, {METHODS[method]}")
-    request = Request(src, dst, target, method, tuple(rules), size, choose(device, weight_bytes(src)), jobs)
+    coder = choose(device, weight_bytes(src))
+    request = Request(src, dst, target, method, tuple(rules), size, coder, jobs, drop_layers)
     return Asked(request, text, yardstick)
 
 
@@ -142,6 +179,8 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
     delivered = compress_to_target(
         asked.request, asked.text, asked.yardstick, stage, command=command, verify=verify, overwrite=overwrite
     )
+    for warning in delivered.report.warnings:
+        out.warning(warning)
     _show(out, asked, delivered)
     return delivered
 
@@ -177,6 +216,8 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         out.text(f"plan {delivered.plan}: {counts}")
         if found.estimated:
             out.status(f"{found.estimated} groups of tensors were estimated from their weights alone")
+    if asked.request.drop_layers:
+        _show_layers(out, asked, delivered)
     if not delivered.holds:
         out.warning(
             f"{target}: what was delivered is beyond it",
@@ -185,6 +226,68 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
             else "the model may not give the same figures twice; a smaller target leaves room",
         )
     out.text()
+
+
+def _show_layers(out: Output, asked: Asked, delivered: Delivered) -> None:
+    """Which layers were dropped, beside what was predicted with one less and one more; or why none were."""
+    found, target = delivered.found, asked.request.target
+    dropped = _numbers(delivered.dropped)
+    if found is None or found.drops is None:
+        out.text(f"dropped layers: {dropped}, as in that run")
+        return
+    by_size = target.kind == "target-size"
+    tried = {found.dropped: found.trials[-1]}
+    if found.passed_over is not None:
+        tried[() if found.dropped else found.drops.chosen.layers] = found.passed_over
+    drops = [*found.drops.steps, *([] if found.drops.rejected is None else [found.drops.rejected])]
+    columns = ["without layers", "KLD by that alone", *(f"{'KLD' if by_size else 'size'} {w}" for w in WORDS)]
+    out.text()
+    out.table(
+        columns,
+        [
+            [_numbers(drop.layers), f"{drop.kld:.3g}", _predicted(drop, by_size),
+             _tried(tried.get(drop.layers), by_size)]
+            for drop in drops
+        ],
+        right=columns[1:],
+    )  # fmt: skip
+    if delivered.dropped:
+        out.text(f"dropped layers: {dropped}; what is left has new numbers, and config.json says so")
+    elif found.pays_from is not None:
+        out.text(
+            "dropped layers: none, since that does not pay here; one would, as predicted, "
+            f"from about --{target.kind} {_limit_text(target, found.pays_from)} on"
+        )
+    else:
+        out.text("dropped layers: none, since that does not pay here")
+    for reason in found.drops.refused:
+        out.status(f"passed over: {reason}")
+
+
+WORDS = ("predicted", "tried")
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _predicted(drop: Drop, by_size: bool) -> str:
+    if math.isinf(drop.predicted):
+        return "out of reach"
+    return f"{drop.predicted:.3g}" if by_size else bytes_text(round(drop.predicted))
+
+
+def _tried(trial: Trial | None, by_size: bool) -> str:
+    if trial is None:
+        return ""
+    if not by_size:
+        return bytes_text(trial.bytes)
+    return "not finite" if trial.comparison is None else f"{trial.comparison.kld.mean.value:.3g}"
+
+
+def _limit_text(target: Target, limit: float) -> str:
+    """A limit in the unit of the option."""
+    return f"{limit:.2g}" if target.kind == "max-kld" else f"{100 * math.expm1(limit):.2g}%"
 
 
 def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
@@ -238,4 +341,8 @@ def result_of(asked: Asked, found: Found | None, delivered: Delivered | None = N
         "schemes": None if found is None else dict(found.schemes),
         "estimated_groups": None if found is None else found.estimated,
         "trials": None if found is None else found.trials,
+        "dropped_layers": () if delivered is None else delivered.dropped,
+        "drops": None if found is None else found.drops,
+        "passed_over": None if found is None else found.passed_over,
+        "pays_from": None if found is None else found.pays_from,
     }

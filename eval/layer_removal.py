@@ -148,6 +148,22 @@ def remove_layers(
         )
 
 
+def require_removable(source: TensorSource, dropped: Sequence[int]) -> None:
+    """Raise NeuzipError for layers that `remove_layers` cannot leave out."""
+    _plan(source, sorted(set(dropped)))
+
+
+def tensors_by_layer(source: TensorSource) -> dict[str, int]:
+    """The number of the layer that a tensor is of, by its name; those of no layer are not in it."""
+    checkpoint = source.checkpoint
+    prefix = _prefix(source, _laid_out(load_config(checkpoint), checkpoint.path))
+    return {
+        t.name: int(t.name[len(prefix) :].partition(".")[0])
+        for t in source.tensors()
+        if t.name.startswith(prefix)
+    }
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What goes where: tensors with their new names by file, documents that are rewritten, files carried."""
@@ -175,8 +191,7 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
     document = _new_config(checkpoint, config, kept, warnings)
     _require_the_same(checkpoint.path, old, config, document, kept)
     read, index = _weight_files(checkpoint)
-    path = next(name for name, module in old.named_modules() if module is decoder_layers(old))
-    prefix = _stored_prefix(source, read, path, layers)
+    prefix = _prefix(source, old)
     _refuse_named_layers(checkpoint.path, document, prefix)
     files = {
         file: [(t, name) for t in source.tensors(file) if (name := _renamed(t.name, prefix, kept))]
@@ -207,6 +222,13 @@ def _weight_files(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
         if index in checkpoint.others:
             return indexed_shards(checkpoint, index), index
     raise NeuzipError(f"{checkpoint.path}: has neither model.safetensors nor {INDEX}")
+
+
+def _prefix(source: TensorSource, model: PreTrainedModel) -> str:
+    """What stands before a layer's number in names of tensors. Raises NeuzipError where it is not clear."""
+    stack = decoder_layers(model)
+    path = next(name for name, module in model.named_modules() if module is stack)
+    return _stored_prefix(source, _weight_files(source.checkpoint)[0], path, len(stack))
 
 
 def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers: int) -> str:

@@ -6,6 +6,9 @@
     correction    where the whole costs more or less than the sum of its parts, allocate anew, in proportion
 
 until a plan holds that comes close to the target. What is reported was measured on the compressed checkpoint.
+
+Where layers may be dropped (`layer_drops`), the same is done for the whole model and for that without the
+layers that are missed least: the better of the two plans is taken.
 """
 
 from __future__ import annotations
@@ -14,34 +17,30 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from neuzip.compress import CompressionReport, compress, make_plan
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.scheme import LOSSLESS, Rule, read_plan_file
+from neuzip.compress.scheme import DROPPED_LAYERS, LOSSLESS, Rule, read_plan
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
-from neuzip.compress.workspace import (
-    refuse_existing,
-    remove_scratch,
-    scratch_folder,
-    write_file,
-    writing,
-)
+from neuzip.compress.workspace import refuse_existing, write_file, writing
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.checkpoint import config_files, find_checkpoint, index_files
-from neuzip.runtime.load import versions
+from neuzip.runtime.load import load_model, versions
 
 from . import fingerprint
-from .allocation import Allocation, OverBudget, allocate
+from .allocation import Allocation, Option, OverBudget, allocate
 from .divergence import Comparison
 from .estimates import Estimate
 from .head import HeadedModel
+from .layer_drops import Drop, Drops, folder_beside, pays_from, pruned, weigh
+from .layer_removal import Pruned, tensors_by_layer
 from .sensitivity import (
     Candidates,
     Method,
@@ -57,6 +56,10 @@ from .sensitivity import (
 )
 from .texts import Text
 from .yardstick import NotFinite, Run, Stage, Yardstick
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 ATTEMPTS = 8
 """Plans that are tried at most."""
@@ -86,6 +89,9 @@ NARROW, TINY, AMPLE = 0.01, 1e-9, 1e3
 """Where budgets lie so close together, or so far away, that nothing more can come of them."""
 
 Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
+
+DropLayers = int | Literal["auto"]
+"""How many layers are dropped: 0 for none, auto for as many as pay."""
 
 UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
          **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
@@ -172,17 +178,19 @@ def search(
     allocated: Callable[[float], Allocation],
     tried: Callable[[Allocation], tuple[Estimate, Made]],
     limit: float,
+    floor: float = 0.0,
 ) -> list[Attempt[Made]]:
     """Try allocations until one whose value is at most `limit` comes close to it. The last attempt holds.
 
     `allocated` gives the best allocation within a budget. `tried` gives its value, which grows with the
-    budget, in about the same unit, and is 0 for a budget of 0. If nothing else holds, that is the last. A
-    value holds if it does with its standard error added.
+    budget, in about the same unit, and is `floor` for a budget of 0. If nothing else holds, that is the last.
+    A value holds if it does with its standard error added.
     """
     known: dict[tuple[int, ...], Attempt[Made]] = {}
     holding: Attempt[Made] | None = None
-    budget, low, high = limit, 0.0, math.inf
-    while limit > 0 and (high - low) > NARROW * low and budget > TINY * limit:
+    room = limit - floor
+    budget, low, high = room, 0.0, math.inf
+    while room > 0 and (high - low) > NARROW * low and budget > TINY * room:
         allocation = allocated(budget)
         attempt = known.get(allocation.chosen)
         if attempt is None:
@@ -193,11 +201,12 @@ def search(
             low = budget
             if holding is None or allocation.cost < holding.allocation.cost:
                 holding = attempt
-            if attempt.value >= CLOSE * limit or budget > allocation.weight * AMPLE:
+            if attempt.value - floor >= CLOSE * room or budget > allocation.weight * AMPLE:
                 break
         else:
             high = budget
-        budget = _next_budget(budget, attempt.estimate, limit, low, high)
+        above = replace(attempt.estimate, value=attempt.estimate.value - floor)
+        budget = _next_budget(budget, above, room, low, high)
     attempts = list(known.values())
     if holding is None:
         lossless = allocated(0.0)
@@ -243,6 +252,7 @@ class Request:
     block_size: int | None = None
     coder: Device = CPU
     jobs: int | None = None
+    drop_layers: DropLayers = 0
 
 
 @dataclass(frozen=True)
@@ -264,6 +274,10 @@ class Found:
     `predicted_kld` is the sum over single tensors, which means nothing for the method "weights". `bytes` are
     those of the weight files, predicted if nothing was tried. `schemes` says how many tensors have which one;
     `estimated` is as in Sensitivity.
+
+    The rules are for the model without the layers that are `dropped`. `drops` is what was weighed up,
+    `passed_over` the last trial of the plan that was not taken: with all layers, or without some. `pays_from`
+    is the limit from which on one layer less is predicted to pay, where none pays at that of the target.
     """
 
     rules: tuple[Rule, ...]
@@ -272,6 +286,10 @@ class Found:
     bytes: int
     trials: tuple[Trial, ...]
     estimated: int
+    dropped: tuple[int, ...] = ()
+    drops: Drops | None = None
+    passed_over: Trial | None = None
+    pays_from: float | None = None
 
 
 def find_plan(request: Request, yardstick: Yardstick | None, stage: Stage, *, trials: bool = True) -> Found:
@@ -280,50 +298,151 @@ def find_plan(request: Request, yardstick: Yardstick | None, stage: Stage, *, tr
     Without a yardstick nothing is measured: then the method has to be "weights", and the target a
     size. Raises NeuzipError, also for a size that cannot be reached.
     """
+    if request.drop_layers:
+        assert yardstick is not None and trials, "layers are dropped by measurement"
+        return _find_without_layers(request, yardstick, stage)
+    planner = _look(request, yardstick, None if yardstick is None else yardstick.model, stage)
+    if not trials:
+        return planner.untried()
+    return planner.best()
+
+
+def _look(
+    request: Request, yardstick: Yardstick | None, model: PreTrainedModel | None, stage: Stage
+) -> _Planner:
+    """Code every tensor in every scheme, and learn what it bears in `model`, that of the request."""
     with TensorSource(request.src) as source, Workers(request.jobs) as workers:
         groups = find_groups(source, workers, request.rules)
         with stage("code", sum(g.nbytes for g in groups), "bytes") as advance:
             candidates = look_at(source, groups, request.block_size, workers, advance)
-        sensitivity = _sensitivity(request.method, source, candidates, yardstick, stage)
-        fixed = _other_bytes(source, request.rules, candidates, workers)
-    planner = _Planner(request, sensitivity, fixed, yardstick, stage)
-    if not trials:
-        return planner.untried()
-    return planner.by_size() if request.target.kind == "target-size" else planner.by_quality()
+        ids = None if yardstick is None else yardstick.ids
+        sensitivity = _sensitivity(request.method, source, candidates, model, ids, stage)
+        fixed = _Fixed.of(source, request.rules, candidates, workers)
+    return _Planner(request, sensitivity, fixed, yardstick, stage)
+
+
+def _find_without_layers(request: Request, yardstick: Yardstick, stage: Stage) -> Found:
+    """The better of two plans: with all layers, and without those that promise most, or that have to go."""
+    whole = _look(request, yardstick, yardstick.model, stage)
+    count = None if request.drop_layers == "auto" else request.drop_layers
+    with TensorSource(request.src) as source:
+        layer_of = tensors_by_layer(source)
+        predictions = _Predictions(whole, layer_of)
+        layer_bytes = [0] * (max(layer_of.values()) + 1)
+        for tensor in source.tensors():
+            if tensor.name in layer_of:
+                layer_bytes[layer_of[tensor.name]] += tensor.info.nbytes
+        drops = weigh(yardstick, source, layer_bytes, count, predictions, stage)
+    chosen = drops.chosen
+    if count is not None and math.isinf(chosen.predicted):
+        _refuse_drop(request, chosen)
+    if not chosen.layers:
+        return replace(whole.best(), drops=drops, pays_from=predictions.pays_from(drops))
+    plans = [] if count is not None else _reached(lambda: whole.best(compare=True))
+    with pruned(request.src, request.dst, chosen.layers, stage) as written:
+        model = load_model(written.dst, yardstick.dtype, yardstick.device, attention=False)
+        fewer = _look(replace(request, src=written.dst), yardstick, model, stage).without(chosen)
+        del model
+        plans += [fewer.best(compare=True)] if not plans else _reached(lambda: fewer.best(compare=True))
+    best, *others = sorted(plans, key=lambda found: _rank(request.target, found))
+    return replace(best, drops=drops, passed_over=others[0].trials[-1] if others else None)
+
+
+def _reached(find: Callable[[], Found]) -> list[Found]:
+    """The plan that is found; none for a size that cannot be reached."""
+    try:
+        return [find()]
+    except OutOfReach:
+        return []
+
+
+def _rank(target: Target, found: Found) -> float:
+    """What is to be small: the divergence where a size is asked for, else the bytes; infinite if beyond."""
+    trial = found.trials[-1]
+    if trial.comparison is None:
+        return math.inf
+    if target.kind == "target-size":
+        return trial.comparison.kld.mean.value
+    holds = upper(value_of(target.kind, trial.comparison)) <= target.limit
+    return trial.bytes if holds else math.inf
+
+
+def _refuse_drop(request: Request, drop: Drop) -> None:
+    """Raise NeuzipError for layers without which nothing within the target is left."""
+    numbers = ", ".join(map(str, drop.layers))
+    if request.target.kind == "target-size":
+        raise NeuzipError(
+            f"{request.target}: without layers {numbers} the weight files are larger still, as it looks",
+            "give a larger size, or drop more layers",
+        )
+    assert drop.comparison is not None
+    value = upper(value_of(request.target.kind, drop.comparison))
+    raise NeuzipError(
+        f"{request.target}: without layers {numbers}, which the model misses least, it is {value:.3g} nats a "
+        f"token from the original before anything is rounded; the target is {request.target.limit:.3g}",
+        "drop fewer layers, or ask for less",
+    )
 
 
 def _sensitivity(
     method: Method,
     source: TensorSource,
     candidates: Sequence[Candidates],
-    yardstick: Yardstick | None,
+    model: PreTrainedModel | None,
+    ids: torch.Tensor | None,
     stage: Stage,
 ) -> Sensitivity:
-    if method == "weights" or yardstick is None:
+    if method == "weights" or model is None or ids is None:
         return weights_only(candidates)
     if method == "fisher":
-        windows = Windows.of(yardstick.ids[: FISHER_TOKENS + 1], FISHER_WINDOW)
+        windows = Windows.of(ids[: FISHER_TOKENS + 1], FISHER_WINDOW)
         with stage("gradients", windows.tokens, "tokens") as advance:
-            return fisher(yardstick.model, source, candidates, windows, advance)
-    windows = Windows.of(yardstick.ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW)
+            return fisher(model, source, candidates, windows, advance)
+    windows = Windows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW)
     with stage("sensitivity", passes(candidates) * windows.tokens, "tokens") as advance:
-        return measure(HeadedModel(yardstick.model), source, candidates, windows, advance)
+        return measure(HeadedModel(model), source, candidates, windows, advance)
 
 
-def _other_bytes(
-    source: TensorSource, rules: Sequence[Rule], candidates: Sequence[Candidates], workers: Workers
-) -> int:
-    """The bytes of the weight files beside the tensors that may be rounded, as predicted."""
-    plan = make_plan(source, rules, workers, predict=True)
-    checkpoint = source.checkpoint
-    rewritten = {*index_files(checkpoint), *config_files(checkpoint)}  # counted three times in a plan
-    beside = sum(
-        (checkpoint.root / file).stat().st_size * (3 if file in rewritten else 1)
-        for file in checkpoint.others
-    )
-    ours = {t.name for one in candidates for t in one.group.tensors}
-    inside = sum(t.predicted or 0 for t in plan.tensors if t.tensor.name in ours)
-    return (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(ours)
+@dataclass(frozen=True)
+class _Fixed:
+    """Bytes of the weight files beside what may be rounded, as predicted, and the tensors' share by name."""
+
+    total: int
+    of_tensors: dict[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        source: TensorSource,
+        rules: Sequence[Rule],
+        candidates: Sequence[Candidates],
+        workers: Workers,
+    ) -> _Fixed:
+        """From samples of the tensors that are not among the candidates."""
+        plan = make_plan(source, rules, workers, predict=True)
+        checkpoint = source.checkpoint
+        rewritten = {*index_files(checkpoint), *config_files(checkpoint)}  # counted three times in a plan
+        beside = sum(
+            (checkpoint.root / file).stat().st_size * (3 if file in rewritten else 1)
+            for file in checkpoint.others
+        )
+        ours = {t.name for one in candidates for t in one.group.tensors}
+        predicted = {t.tensor.name: t.predicted or 0 for t in plan.tensors}
+        inside = sum(predicted[name] for name in ours)
+        records = dict.fromkeys(ours, LOSS_RECORD)
+        total = (plan.predicted_bytes or 0) - beside - inside + LOSS_RECORD * len(ours)
+        return cls(total, predicted | records)
+
+    def without(self, names: Collection[str]) -> int:
+        """The bytes if these tensors are not there."""
+        return self.total - sum(self.of_tensors[name] for name in names)
+
+
+class OutOfReach(NeuzipError):
+    """A size that no plan comes down to."""
+
+
+NOTHING = Drop((), 0, None, math.inf)
 
 
 class _Planner:
@@ -333,61 +452,76 @@ class _Planner:
         self,
         request: Request,
         sensitivity: Sensitivity,
-        fixed_bytes: int,
+        fixed: _Fixed,
         yardstick: Yardstick | None,
         stage: Stage,
+        drop: Drop = NOTHING,
     ) -> None:
-        self._request, self._sensitivity, self._fixed = request, sensitivity, fixed_bytes
-        self._yardstick, self._stage = yardstick, stage
+        self.request, self.sensitivity, self.fixed = request, sensitivity, fixed
+        self._yardstick, self._stage, self._drop = yardstick, stage, drop
         self._trials = 0
+
+    def without(self, drop: Drop) -> _Planner:
+        """The same for a checkpoint that these layers were dropped of already."""
+        return _Planner(self.request, self.sensitivity, self.fixed, self._yardstick, self._stage, drop)
+
+    def best(self, *, compare: bool = False) -> Found:
+        """The best that is found by trials. With `compare` the last has a comparison, whatever the target."""
+        return self.by_size(compare) if self.request.target.kind == "target-size" else self.by_quality()
 
     def untried(self) -> Found:
         """What the sum of single tensors makes of the target."""
-        limit = self._request.target.limit
-        if self._request.target.kind == "target-size":
+        limit = self.request.target.limit
+        if self.request.target.kind == "target-size":
             return self._found(self._within(limit))
-        return self._found(allocate(self._sensitivity.options("divergence"), limit))
+        return self._found(allocate(self.sensitivity.options("divergence"), limit))
 
     def by_quality(self) -> Found:
         """The smallest that was found with at most the divergence, or increase of loss, that is asked for."""
-        options = self._sensitivity.options("divergence")
+        options = self.sensitivity.options("divergence")
         *others, best = search(
-            lambda budget: allocate(options, budget), self._value, self._request.target.limit
+            lambda budget: allocate(options, budget), self._value, self.request.target.limit, self._floor()
         )
         return self._found(best.allocation, *(attempt.made for attempt in others), best.made)
 
-    def by_size(self) -> Found:
+    def _floor(self) -> float:
+        """What has to be within the target before anything is rounded."""
+        if self._drop.comparison is None:
+            return 0.0
+        return value_of(self.request.target.kind, self._drop.comparison).value
+
+    def by_size(self, compare: bool = False) -> Found:
         """The least divergence that was found in the size that is asked for."""
-        limit, excess = math.floor(self._request.target.limit), 0
+        limit, excess = math.floor(self.request.target.limit), 0
         while True:
             allocation = self._within(limit - excess)
-            trial = self._try(allocation, compare=False)
+            trial = self._try(allocation, compare=compare)
             if trial.bytes <= limit:
                 return self._found(allocation, trial)
             excess += trial.bytes - limit
 
     def _within(self, nbytes: float) -> Allocation:
         try:
-            return allocate(self._sensitivity.options("bytes"), nbytes - self._fixed)
+            return allocate(self.sensitivity.options("bytes"), nbytes - self.fixed.total)
         except OverBudget as failure:
-            least = self._fixed + failure.least
-            raise NeuzipError(
-                f"{self._request.target}: the weight files take {least:,.0f} bytes at least, as it looks",
-                "give a larger size; --exclude and --block-size cost some",
+            least = self.fixed.total + failure.least
+            raise OutOfReach(
+                f"{self.request.target}: the weight files take {least:,.0f} bytes at least, as it looks",
+                "give a larger size; --exclude and --block-size cost some; --drop-layers auto saves some",
             ) from None
 
     def _value(self, allocation: Allocation) -> tuple[Estimate, Trial]:
         trial = self._try(allocation)
         if trial.comparison is None:  # its predictions are not finite
             return Estimate(math.inf, None), trial
-        return value_of(self._request.target.kind, trial.comparison), trial
+        return value_of(self.request.target.kind, trial.comparison), trial
 
     def _try(self, allocation: Allocation, *, compare: bool = True) -> Trial:
         """Compress with a plan, and compare the result with the original."""
-        request = self._request
+        request = self.request
         self._trials += 1
         label = f"trial {self._trials}"
-        with _folder_beside(request.dst) as folder:
+        with folder_beside(request.dst, "trial") as folder:
             with self._stage(f"{label}: compress", weight_bytes(request.src), "bytes") as advance:
                 report = compress(
                     request.src, folder / "trial", self._rules(allocation), verify=False,
@@ -403,18 +537,18 @@ class _Planner:
         return Trial(self._divergence(allocation), report.stored_weight_bytes, comparison)
 
     def _chosen(self, allocation: Allocation) -> list[tuple[Candidates, int]]:
-        return list(zip(self._sensitivity.candidates, allocation.chosen, strict=True))
+        return list(zip(self.sensitivity.candidates, allocation.chosen, strict=True))
 
     def _divergence(self, allocation: Allocation) -> float:
-        pairs = zip(self._sensitivity.divergences, allocation.chosen, strict=True)
-        return math.fsum(values[number] for values, number in pairs)
+        pairs = zip(self.sensitivity.divergences, allocation.chosen, strict=True)
+        return math.fsum([self._drop.kld, *(values[number] for values, number in pairs)])
 
     def _rules(self, allocation: Allocation) -> tuple[Rule, ...]:
         """Those of the groups before what the request has lossless: the first that matches decides."""
         chosen = self._chosen(allocation)
         rounded = rules_of([c.group for c, _ in chosen], [c.choices[i].scheme for c, i in chosen])
-        before = list(takewhile(lambda rule: rule.scheme != LOSSLESS, self._request.rules))
-        return (*before, *rounded, *self._request.rules[len(before) :])
+        before = list(takewhile(lambda rule: rule.scheme != LOSSLESS, self.request.rules))
+        return (*before, *rounded, *self.request.rules[len(before) :])
 
     def _found(self, allocation: Allocation, *trials: Trial) -> Found:
         chosen = self._chosen(allocation)
@@ -425,23 +559,66 @@ class _Planner:
             rules=self._rules(allocation),
             schemes=tuple(counts.items()),
             predicted_kld=self._divergence(allocation),
-            bytes=trials[-1].bytes if trials else self._fixed + sum(c.choices[i].nbytes for c, i in chosen),
+            bytes=trials[-1].bytes
+            if trials
+            else self.fixed.total + sum(c.choices[i].nbytes for c, i in chosen),
             trials=trials,
-            estimated=self._sensitivity.estimated,
+            estimated=self.sensitivity.estimated,
+            dropped=self._drop.layers,
         )
 
 
-@contextmanager
-def _folder_beside(dst: Path) -> Iterator[Path]:
-    """A folder for one trial, on the disk that has to have room for the result."""
-    path = dst.with_name(f"{dst.name}.neuzip-trial")
-    with writing(path):
-        remove_scratch(path)
-        folder = scratch_folder(path)
-    try:
-        yield folder
-    finally:
-        remove_scratch(path)
+class _Predictions:
+    """What plans without some layers come to, as the sums of single tensors say.
+
+    A group of tensors goes with a layer if all of them are the layer's.
+    """
+
+    def __init__(self, whole: _Planner, layers: dict[str, int]) -> None:
+        self._target, self._sensitivity, self._fixed = whole.request.target, whole.sensitivity, whole.fixed
+        self._layers = layers
+
+    def __call__(self, dropped: tuple[int, ...], comparison: Comparison | None) -> float:
+        """Bytes within the target, or the divergence in the size that is asked for; infinite if beyond."""
+        if self._target.kind != "target-size":
+            cost = 0.0 if comparison is None else upper(value_of(self._target.kind, comparison))
+            return self._bytes(dropped, self._target.limit, cost)
+        kld = 0.0 if comparison is None else comparison.kld.mean.value
+        options, fixed = self._left("bytes", dropped)
+        try:
+            return kld + allocate(options, self._target.limit - fixed).cost
+        except OverBudget:
+            return math.inf
+
+    def pays_from(self, drops: Drops) -> float | None:
+        """The target from which on a layer less, that of the rejected step, is predicted to pay."""
+        least = drops.rejected
+        if self._target.kind == "target-size" or least is None or least.comparison is None:
+            return None
+        cost = max(0.0, upper(value_of(self._target.kind, least.comparison)))
+        coarsest = math.fsum(max(values) for values in self._sensitivity.divergences)
+        return pays_from(
+            lambda limit: self._bytes((), limit, 0.0),
+            lambda limit: self._bytes(least.layers, limit, cost),
+            self._target.limit,
+            cost + coarsest,
+        )
+
+    def _bytes(self, dropped: tuple[int, ...], limit: float, cost: float) -> float:
+        """The weight files within a target of quality, of which dropping has taken its part."""
+        if cost > limit:
+            return math.inf
+        options, fixed = self._left("divergence", dropped)
+        return fixed + allocate(options, limit - max(0.0, cost)).cost
+
+    def _left(
+        self, by: Literal["bytes", "divergence"], dropped: tuple[int, ...]
+    ) -> tuple[list[list[Option]], int]:
+        """The options of the groups that are left, and the bytes of everything else."""
+        gone = {name for name, layer in self._layers.items() if layer in dropped}
+        groups = zip(self._sensitivity.candidates, self._sensitivity.options(by), strict=True)
+        left = [options for c, options in groups if not gone.issuperset(t.name for t in c.group.tensors)]
+        return left, self._fixed.without(gone)
 
 
 def value_of(kind: Kind, comparison: Comparison) -> Estimate:
@@ -462,9 +639,11 @@ def plan_path(dst: Path) -> Path:
     return dst.with_name(f"{dst.name}.plan.toml")
 
 
-def plan_bytes(rules: Sequence[Rule], comments: Sequence[str]) -> bytes:
-    """Rules as a file that `--plan` reads."""
+def plan_bytes(rules: Sequence[Rule], comments: Sequence[str], dropped: Sequence[int] = ()) -> bytes:
+    """Rules as a file that `--plan` reads; without layers that are `dropped` it says which."""
     lines = [f"# {_one_line(comment)}" for comment in comments]
+    if dropped:
+        lines += ["", f"{DROPPED_LAYERS} = {list(dropped)}"]
     for rule in rules:
         lines += ["", "[[rule]]", *(f"{key} = {_toml(value)}" for key, value in rule.to_json().items())]
     return ("\n".join(lines) + "\n").encode()
@@ -485,14 +664,17 @@ def refuse_strangers(dst: Path, overwrite: bool) -> None:
         refuse_existing(dst, overwrite)
 
 
-def read_plan(dst: Path, key: str, overwrite: bool) -> tuple[Rule, ...] | None:
+def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...], tuple[int, ...]] | None:
     """The rules of an earlier search with the same key, whose run was interrupted; None if there was none.
+
+    With them the layers that were to be dropped.
 
     Raises WouldOverwrite if the plan or `dst` is something else's.
     """
     path = plan_path(dst)
     if path.is_file() and not overwrite and key in path.read_text(encoding="utf-8", errors="replace"):
-        return tuple(read_plan_file(path))
+        rules, dropped = read_plan(path)
+        return tuple(rules), dropped
     for place in (dst, path):
         refuse_existing(place, overwrite)
     return None
@@ -509,6 +691,7 @@ def key_of(request: Request, text: Text | None, yardstick: Yardstick | None) -> 
         "method": request.method,
         "rules": [rule.to_json() for rule in request.rules],
         "block_size": request.block_size,
+        "drop_layers": request.drop_layers,
         "versions": versions(),
     }
     return fingerprint.of_values(values)
@@ -519,7 +702,7 @@ class Delivered:
     """What was made. `found` is None where the plan of an interrupted run was taken again.
 
     `run` is the compressed checkpoint beside the original, None without a text. `holds` is whether what was
-    measured, or the size, is within the target.
+    measured, or the size, is within the target. `dropped` are the layers that it is without.
     """
 
     plan: Path
@@ -527,6 +710,7 @@ class Delivered:
     report: CompressionReport
     run: Run | None
     holds: bool
+    dropped: tuple[int, ...] = ()
 
 
 def compress_to_target(
@@ -541,17 +725,21 @@ def compress_to_target(
 ) -> Delivered:
     """Find a plan, write it beside DST, compress with it, and measure the result. Raises NeuzipError."""
     key = key_of(request, text, yardstick)
-    rules, found = read_plan(request.dst, key, overwrite), None
-    if rules is None:
+    known, found = earlier_plan(request.dst, key, overwrite), None
+    if known is None:
         found = find_plan(request, yardstick, stage)
-        rules = found.rules
+        known = found.rules, found.dropped
         with writing(plan_path(request.dst)):
-            write_file(plan_path(request.dst), plan_bytes(rules, [command, f"search {key}"]))
-    with stage("compress", weight_bytes(request.src), "bytes") as advance:
-        report = compress(
-            request.src, request.dst, rules, verify=verify, jobs=request.jobs, overwrite=overwrite,
-            device=request.coder, on_bytes=advance,
-        )  # fmt: skip
+            write_file(
+                plan_path(request.dst), plan_bytes(found.rules, [command, f"search {key}"], found.dropped)
+            )
+    rules, dropped = known
+    if dropped:
+        with pruned(request.src, request.dst, dropped, stage) as written:
+            report = _compress(replace(request, src=written.dst), rules, stage, verify, overwrite)
+        report = _of_the_whole(report, request.src, written)
+    else:
+        report = _compress(request, rules, stage, verify, overwrite)
     run = None
     if yardstick is not None:
         with stage("compare", yardstick.tokens, "tokens") as advance:
@@ -561,4 +749,25 @@ def compress_to_target(
     else:
         assert run is not None
         value = upper(value_of(request.target.kind, run.comparison))
-    return Delivered(plan_path(request.dst), found, report, run, value <= request.target.limit)
+    return Delivered(plan_path(request.dst), found, report, run, value <= request.target.limit, dropped)
+
+
+def _compress(
+    request: Request, rules: Sequence[Rule], stage: Stage, verify: bool, overwrite: bool
+) -> CompressionReport:
+    with stage("compress", weight_bytes(request.src), "bytes") as advance:
+        return compress(
+            request.src, request.dst, rules, verify=verify, jobs=request.jobs, overwrite=overwrite,
+            device=request.coder, on_bytes=advance,
+        )  # fmt: skip
+
+
+def _of_the_whole(report: CompressionReport, src: Path, written: Pruned) -> CompressionReport:
+    """A report on a model without some layers as one on the original: sizes before are the original's."""
+    checkpoint = find_checkpoint(src)
+    weights = sum(path.stat().st_size for path in checkpoint.weight_paths())
+    others = sum((checkpoint.root / name).stat().st_size for name in checkpoint.others)
+    return replace(
+        report, src=src, weight_bytes=weights, original_bytes=weights + others,
+        warnings=(*written.warnings, *report.warnings),
+    )  # fmt: skip
