@@ -440,12 +440,8 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path) -> list[ExportedTensor]:
 def _require_rows(model: _Model, described: gguf_model.GgufModel) -> None:
     """Raise FormatError unless matrices have the rows that config.json lets expect."""
     for name, tensor in model.tensors.items():
-        order, rows = described.row_order(name), described.vocabulary
-        if order is not None:
-            rows = len(order)
-        elif name != "model.embed_tokens.weight":
-            continue
-        if tensor.info.shape[:1] != (rows,):
+        rows = described.rows(name)
+        if rows is not None and tensor.info.shape[:1] != (rows,):
             path = model.source.checkpoint.root / tensor.file
             shape = list(tensor.info.shape)
             raise FormatError(path, f"has the shape {shape}, config.json says {rows} rows", tensor=name)
@@ -475,7 +471,10 @@ def _tokenizer(model: _Model, described: gguf_model.GgufModel) -> dict[str, gguf
     tokenizer, about = model.json("tokenizer.json"), model.json("tokenizer_config.json")
     template, path = about.get("chat_template"), model.path("chat_template.jinja")
     if path is not None:
-        template = path.read_text(encoding="utf-8")
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FormatError(path, f"cannot be read: {error}") from error
     return gguf_model.tokenizer_metadata(
         tokenizer, about, described, template if isinstance(template, str) else None
     )

@@ -43,6 +43,7 @@ def writing(path: Path) -> Iterator[None]:
 def workspace(dst: Path) -> Iterator[Path]:
     """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails."""
     work = partial_name(dst)
+    _refuse_link(work)
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work, os.O_RDONLY)
@@ -142,6 +143,13 @@ def require_name(dst: Path) -> None:
         pass
     except (OSError, ValueError) as error:
         raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+    _refuse_link(partial_name(dst))
+
+
+def _refuse_link(path: Path) -> None:
+    """Raise NeuzipError for a link where neuzip works: what it leads to would be written over."""
+    if path.is_symlink():
+        raise NeuzipError(f"{path}: is a link, which neuzip did not make", "remove it, or choose another DST")
 
 
 def refuse_folder(dst: Path) -> None:

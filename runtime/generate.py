@@ -125,10 +125,7 @@ def prepare(
         raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat")
     with quiet_transformers():
         if chat:
-            message = [{"role": "user", "content": text}]
-            encoded: Any = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            encoded = _in_template(path, tokenizer, text)
         else:
             encoded = tokenizer(text, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"].to(torch.int64)
@@ -139,6 +136,19 @@ def prepare(
     _require_known_tokens(path, config, int(ids.max()))
     _require_room(config, ids.numel(), max_new_tokens)
     return Prompt(text, ids, tokenizer, max_new_tokens)
+
+
+def _in_template(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
+    """A user's message in the chat template, as tokens. Raises NeuzipError where the template fails."""
+    message = [{"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program of the checkpoint's author, and may raise anything
+        raise NeuzipError(
+            f"{os.fspath(path)}: its chat template fails: {type(error).__name__}: {error}", "leave out --chat"
+        ) from error
 
 
 def _require_known_tokens(path: str | os.PathLike[str], config: PreTrainedConfig, largest: int) -> None:

@@ -203,6 +203,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             )
         except Exception as error:
             raise _refusal(folder, "load its tokenizer", error) from error
+    longest: object = tokenizer.model_max_length
+    if not isinstance(longest, int | float):  # which transformers finds out at the first text
+        raise FormatError(folder, f"{longest!r} is no number of tokens", field="model_max_length")
     return tokenizer
 
 

@@ -221,7 +221,10 @@ def _aligned(n: int) -> int:
 
 
 def _string(text: str) -> bytes:
-    data = text.encode()
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:  # JSON and the names of files can hold halves of surrogate pairs
+        raise NeuzipError(f"{text!r} cannot be written to a GGUF file: it is no Unicode text") from error
     return struct.pack("<Q", len(data)) + data
 
 

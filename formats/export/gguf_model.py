@@ -102,8 +102,11 @@ class GgufModel:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
-        return self._size("head_dim", self._size("hidden_size") // self.heads)
+        """Width of a head, which rotary embeddings cut in two."""
+        width = self._size("head_dim", self._size("hidden_size") // self.heads)
+        if width % 2:
+            raise NeuzipError(f"config.json: head_dim is {width}, which is odd")
+        return width
 
     @property
     def vocabulary(self) -> int:
@@ -131,12 +134,21 @@ class GgufModel:
 
     def row_order(self, name: str) -> Tensor | None:
         """Which row of a tensor comes where in GGUF, int64 [out]; None for those that stay."""
+        rows = self._reordered_rows(name)
+        if rows is None:
+            return None
+        return torch.arange(rows).reshape(-1, 2, self.head_dim // 2).transpose(1, 2).reshape(-1)
+
+    def rows(self, name: str) -> int | None:
+        """The rows that a tensor must have, where config.json says it."""
+        return self.vocabulary if name == "model.embed_tokens.weight" else self._reordered_rows(name)
+
+    def _reordered_rows(self, name: str) -> int | None:
         if self.architecture != "llama":
             return None
         for module, heads in (("q_proj", self.heads), ("k_proj", self.kv_heads)):
             if name.endswith((f".{module}.weight", f".{module}.bias")):
-                rows = torch.arange(heads * self.head_dim)
-                return rows.reshape(heads, 2, self.head_dim // 2).transpose(1, 2).reshape(-1)
+                return heads * self.head_dim
         return None
 
     def metadata(self, name: str, kind: BlockType) -> dict[str, Value]:
@@ -209,9 +221,9 @@ class GgufModel:
 
 
 def _real(said: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of config.json above 0."""
+    """A number of config.json above 0 that fp32 can hold."""
     value = said.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
+    if type(value) not in (int, float) or not 0 < value < 3e38:
         raise NeuzipError(f"config.json: {key} is {value!r}, not a number above 0")
     return float(value)
 
@@ -240,6 +252,7 @@ def tokenizer_metadata(
         is_pieces = bool(model.get("byte_fallback"))
         entries = _pieces(tokenizer) if is_pieces else _byte_level(tokenizer, merges)
         adds_bos = _adds_bos(tokenizer, about)
+        _require_tokens(vocabulary)
         highest, unknown = max(vocabulary), model.get("unk_token")
         scores = _scores(merges)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -274,6 +287,13 @@ def tokenizer_metadata(
     if template is not None:
         entries["tokenizer.chat_template"] = ("str", template)
     return entries
+
+
+def _require_tokens(vocabulary: Mapping[Any, Any]) -> None:
+    """Raise TypeError unless tokens are texts with numbers from 0 on."""
+    for number, text in vocabulary.items():
+        if type(number) is not int or number < 0 or not isinstance(text, str):
+            raise TypeError(f"the token {text!r} has the number {number!r}")
 
 
 def _byte_level(tokenizer: Mapping[str, Any], merges: list[list[str]]) -> dict[str, Value]:

@@ -1,0 +1,138 @@
+"""Every seed and every kept input of tests/fuzz passes its target, without a fuzzer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from neuzip.compress import decompress, verify
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.errors import FormatError
+from neuzip.formats.container import Container
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load() -> ModuleType:
+    """tests/fuzz/targets.py, which is in no package."""
+    path = ROOT / "tests" / "fuzz" / "targets.py"
+    spec = importlib.util.spec_from_file_location("fuzz_targets", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+targets = load()
+FOUND = json.loads((targets.CORPUS / "found.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_known_inputs_find_no_bug(name: str) -> None:
+    target, inputs = targets.TARGETS[name], targets.all_inputs(name)
+    assert inputs
+    for entry, data in inputs.items():
+        try:
+            target.run(data)
+        except BaseException as error:
+            raise AssertionError(f"{name}, {entry}: {error!r}") from error
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_changed_inputs_find_no_bug(name: str) -> None:
+    """The mutators themselves run, and make inputs that differ from the seeds and from each other."""
+    target, rng, made = targets.TARGETS[name], random.Random(0), set()
+
+    def flip(data: bytes, most: int) -> bytes:
+        changed = bytearray(data or b"\0")
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return bytes(changed[:most])
+
+    seeds = list(target.seeds())
+    for _ in range(40):
+        data = target.mutate(rng.choice(seeds), target.most, rng, flip)
+        assert len(data) <= target.most
+        target.run(data)
+        made.add(data)
+    assert len(made - set(seeds)) > 25
+
+
+@pytest.mark.parametrize("bug", FOUND, ids=lambda bug: f"{bug['target']}-{bug['input']}")
+def test_bugs_that_were_found_are_kept(bug: dict[str, str]) -> None:
+    assert bug["input"].startswith("crash-")
+    assert bug["input"] in dict(targets.kept_inputs(bug["target"]))
+
+
+def test_a_coded_tensor_of_unknown_dtype_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    """It may have no bytes, and then nothing would ever decode it."""
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(dict(targets.kept_inputs("container"))["crash-empty-tensor-of-unknown-dtype"])
+    with pytest.raises(FormatError, match="unknown dtype 'BF32', so it cannot be ternary"):
+        Container(path)
+
+
+def test_an_alias_without_bytes_must_have_its_file(tmp_path: Path) -> None:
+    """There are no pieces to read, in which to find out that there is no reader."""
+    parts, path = targets.bad.raw("v"), tmp_path / "w.safetensors"
+    parts.set_original(parts.original | {"v": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}})
+    parts.record("v").update(file="other.safetensors", checksum=targets.bad.checksum(b""))
+    path.write_bytes(targets.bad.put_together(parts.seal()))
+    with pytest.raises(FormatError, match=r"'other\.safetensors', which is not here"):
+        decompress(path, tmp_path / "back.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_a_tensor_without_bytes_and_reader_is_no_intact_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason: verification forgets no error for want of pieces."""
+    parts, path = targets.bad.raw(), tmp_path / "w.safetensors"
+    parts.set_original({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
+    parts.record("w")["checksum"] = targets.bad.checksum(b"")
+    parts.entries["w"] = ("U8", [0], b"")
+    path.write_bytes(targets.bad.put_together(parts.seal()))
+    verify(path)
+
+    def no_reader(self: TensorSource, tensor: SourceTensor) -> None:
+        raise FormatError(path, "no reader", tensor=tensor.name)
+
+    monkeypatch.setattr(TensorSource, "reader", no_reader)
+    with pytest.raises(FormatError, match="no reader"):
+        verify(path)
+
+
+def test_corpus_is_small() -> None:
+    assert sum(path.stat().st_size for path in targets.CORPUS.iterdir()) < 300_000
+    assert {path.stem for path in targets.CORPUS.glob("*.zip")} <= set(targets.TARGETS)
+
+
+def test_targets_agree_only_because_both_decode() -> None:
+    """A decoder that is wrong in one bit, or that accepts what the other refuses, is noticed."""
+    container = targets.bad.put_together(targets.bad.lossless())
+    targets.run_container(container)
+    decode, must = targets.independent.decode_block, targets.independent.must
+    try:
+        targets.independent.decode_block = lambda *given: decode(*given) ^ 1
+        with pytest.raises(AssertionError):
+            targets.run_container(container)
+        targets.independent.decode_block = lambda *given: must(False, "refused")
+        with pytest.raises(AssertionError, match="refuses"):
+            targets.run_container(container)
+    finally:
+        targets.independent.decode_block = decode
+
+
+def test_a_saved_input_can_be_run_alone(tmp_path: Path) -> None:
+    (tmp_path / "input").write_bytes(b"{}")
+    command = [sys.executable, "-P", ROOT / "tests" / "fuzz" / "targets.py", "header", tmp_path / "input"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert ran.stdout.endswith("no bug\n")
