@@ -25,7 +25,7 @@ _NOT_OUR_FAULT = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 )
 
-_GO_ON = "what is finished is kept: the same command goes on where it stopped"
+GO_ON = "what is finished is kept: the same command goes on where it stopped"
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return failure.exit_code
     except KeyboardInterrupt:
         _traceback_if_wanted()
-        error("interrupted", _GO_ON if _verb(argv) in commands.RESUMABLE else "")
+        error("interrupted", GO_ON if _verb(argv) in commands.RESUMABLE else "")
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.

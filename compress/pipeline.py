@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -35,6 +35,7 @@ from neuzip.formats.checkpoint import (
     config_files,
     file_checksum,
     index_files,
+    linked_from_outside,
     read_stored_files,
     rewritten_config,
     rewritten_index,
@@ -46,6 +47,7 @@ from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
+from .base import Base
 from .device import CPU, Device
 from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
@@ -88,6 +90,9 @@ LARGE_AT_ONCE = 2
 _SHARE = "SRC and DST must lie on a file system that all ranks share"
 
 DEFAULT_RULES = (Rule("*", LOSSLESS),)
+
+OnFile = Callable[[str, Path], None]
+"""on_file(file, path): a container of the checkpoint is at `path`, in the workspace."""
 
 Key = tuple[str, str]
 """File and name of a tensor."""
@@ -155,6 +160,8 @@ def compress(
     ranks: Ranks = ALONE,
     allow_destructive: bool = False,
     activations: str | None = None,
+    on_file: OnFile | None = None,
+    base: Base | None = None,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
@@ -162,8 +169,11 @@ def compress(
     told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
     call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
     `device`. `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is
-    the mode that config.json says for ternary weights (runtime/bitlinear.py). Raises NeuzipError.
+    the mode that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each
+    container that gets its final name; it needs one process. With a `base` what is stored is a delta: of
+    every tensor the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
     """
+    assert on_file is None or ranks.world == 1
     began = time.monotonic()
     dst = Path(dst)
     with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
@@ -171,8 +181,8 @@ def compress(
         if activations is not None and "config.json" not in source.checkpoint.others:
             raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out --activations")
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
-        job = _Compression(
-            source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations
+        job = Compression(
+            source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations, on_file, base
         )
         job.require_shared_source()
         if source.checkpoint.is_file:
@@ -213,7 +223,7 @@ class _Parked:
         return self.record, streams
 
 
-class _Compression:
+class Compression:
     """One run of `compress`, or the part of one rank in it."""
 
     def __init__(
@@ -226,7 +236,11 @@ class _Compression:
         on_bytes: OnBytes,
         ranks: Ranks,
         activations: str | None,
+        on_file: OnFile | None = None,
+        base: Base | None = None,
     ) -> None:
+        self._base = base
+        self._on_file = on_file
         self._activations = activations
         self._online = online_config(source)
         self._source = source
@@ -319,10 +333,9 @@ class _Compression:
         document = {
             "version": VERSION,
             "rules": [rule.to_json() for rule in self._plan.rules],
-            "source": {
-                f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)
-            },
+            "source": {f: self._source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)},
         } | ({} if self._activations is None else {"activations": self._activations})
+        document |= {} if self._base is None else {"against": self._base.sizes()}
         return (json.dumps(document, indent=2) + "\n").encode()
 
     def _is_ours(self, folder: Path) -> bool:
@@ -358,7 +371,7 @@ class _Compression:
         checkpoint = self._source.checkpoint
         if self._finished(checkpoint.weights, dst) != set(checkpoint.weights):
             return False
-        stored = read_stored_files(dst)
+        stored = read_stored_files(dst, delta=self._base is not None)
         return self._ranks.on_first(
             lambda: all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
         )
@@ -373,7 +386,7 @@ class _Compression:
         """Whether a container is intact, and holds what the source still holds."""
         source = self._source
         try:
-            with Container(folder / file) as container:
+            with Container(folder / file, delta=self._base is not None) as container:
                 if container.original.raw != source.header(file).raw:
                     return False
                 records = container.manifest.tensors
@@ -402,6 +415,8 @@ class _Compression:
                 targets[file].parent.mkdir(parents=True, exist_ok=True)
                 self.container(file, temporary[file])
                 os.replace(temporary[file], targets[file])
+            if self._on_file is not None:
+                self._on_file(file, targets[file])
         if together:
             keys = {(f, t.name): t.info.nbytes for f in together for t in source.tensors(f)}
             mine = split(keys, [sum(sizes[f] for f in part) for part in alone])[ranks.rank]
@@ -479,6 +494,8 @@ class _Compression:
                 self._records[file, t.tensor.name] = record
                 if streams:
                     writer.add(t.tensor.name, record, streams)
+                elif record.needs_base:
+                    writer.add_alias(t.tensor.name, record)
                 else:
                     raw.append((t, record))
             for t in planned:
@@ -500,7 +517,9 @@ class _Compression:
     def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
         """Read a container back, and compare every tensor, or those of `part`, with the source."""
         originals = {t.name: t for t in self._source.tensors(file)}
-        with TensorSource(Checkpoint(path, path.parent, (path.name,), ()), self._device) as written:
+        alone = Checkpoint(path, path.parent, (path.name,), ())
+        base = self._base.source if self._base is not None else None
+        with TensorSource(alone, self._device, base=base) as written:
             # Tensors that live in another file were compared byte by byte when the plan was made.
             here = [
                 t
@@ -566,7 +585,20 @@ class _Compression:
         return planned, self._encode(planned, map)
 
     def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
-        """The record and streams of one tensor; no streams for one that is stored raw."""
+        """The record and streams of one tensor; no streams for one that is stored raw, or is the base's."""
+        if self._base is None:
+            return self._encode_alone(planned, parallel)
+        found = self._base.encode(self._source, planned.tensor, parallel, code=planned.scheme.kind != "raw")
+        if found is None:
+            return self._encode_alone(planned, parallel)
+        if found.nbytes > found.least:
+            record, streams = self._encode_alone(planned, parallel)
+            if streams and _size(streams) < found.nbytes:
+                return record, streams
+        return found.record, found.streams
+
+    def _encode_alone(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
+        """The same without a base."""
         tensor, scheme = planned.tensor, planned.scheme
         reader, nbytes = self._source.reader(tensor), tensor.info.nbytes
         if scheme.kind == "raw":
@@ -674,8 +706,11 @@ class _Compression:
             scale_dtype=layout.scale_dtype, group=layout.group,
         ), coded.streams  # fmt: skip
 
-    def _other_files(self, work: Path) -> None:
-        """Carry the files that are not weights, rewrite those that name weights, and list them all."""
+    def _other_files(self, work: Path, also: AbstractSet[str] = frozenset()) -> None:
+        """Carry the files that are not weights, rewrite those that name weights, and list them all.
+
+        `also` are files that may be in `work` beside them.
+        """
         checkpoint = self._source.checkpoint
         records: dict[str, dict[str, TensorRecord]] = {file: {} for file in checkpoint.weights}
         for (file, name), record in self._records.items():
@@ -693,20 +728,24 @@ class _Compression:
             stored[file] = StoredFile(kind, copy.stat().st_size, file_checksum(copy))
             if file in rewritten:
                 write_file(work / file, rewritten[file])
-        write_file(work / MANIFEST_PATH, stored_files_to_json(stored))
+        base = self._base.name if self._base is not None else None
+        write_file(work / MANIFEST_PATH, stored_files_to_json(stored, base))
         originals = {f"{ORIGINAL_FOLDER}/{file}" for file in rewritten}
-        refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH})
+        refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH, *also})
 
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
         source, checkpoint = self._source, self._source.checkpoint
         tensors = []
         for file in checkpoint.weights:
-            with Container(dst if checkpoint.is_file else dst / file) as container:
+            path = dst if checkpoint.is_file else dst / file
+            with Container(path, delta=self._base is not None) as container:
                 for t in self._plan.of_file(file):
                     record = container.manifest.tensors[t.tensor.name]
                     note = self._notes.get((file, t.tensor.name), t.note)
-                    if record.scheme == "raw" and t.scheme.kind != "raw":
+                    if record.needs_base:
+                        note = ""  # whatever was in the way of coding it alone
+                    elif record.scheme == "raw" and t.scheme.kind != "raw":
                         note = "does not shrink"
                     info = t.tensor.info
                     tensors.append(
@@ -730,10 +769,13 @@ class _Compression:
         return CompressionReport(
             checkpoint.path, dst, self._plan.original_bytes,
             stored_weights + sum(p.stat().st_size for p in others),
-            sum(p.stat().st_size for p in checkpoint.weight_paths()), stored_weights,
+            sum(map(source.file_bytes, checkpoint.weights)), stored_weights,
             sum(t.info.numel for t in source.tensors()), tuple(tensors),
             seconds, self._device.name, self._resumed,
-            tuple(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
+            (
+                *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
+                *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
+            ),
         )  # fmt: skip
 
 
@@ -756,6 +798,8 @@ def describe(record: TensorRecord, dtype: str) -> str:
         return f"same as {record.alias_of}"
     if record.scheme == "truncated":
         return f"k={record.mantissa_bits}" + (f" block={record.block_size}" if record.block_size else "")
+    if record.scheme == "base":
+        return "as in the base"
     if record.scheme == "ternary":
         group = "" if record.group is None else f" group={record.group}"
         return f"ternary {record.quantizer}{group}" + (", lossless" if record.lossless else "")

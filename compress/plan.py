@@ -91,15 +91,12 @@ def make_plan(
 
     Raises NeuzipError for ternary schemes of weights that are not ternary, unless `allow_destructive`.
     """
-    require_matches(rules, [tensor.name for tensor in source.tensors()])
-    chosen = [(t, choose(rules, t.name, len(t.info.shape))) for t in source.tensors()]
-    _refuse_packed(source, [t for t, scheme in chosen if scheme.kind == "ternary"])
-    planned = [_apply(tensor, scheme) for tensor, scheme in chosen]
+    planned = choose_schemes(source, rules)
     if not allow_destructive:
-        _refuse_destruction(source, planned, workers)
+        refuse_destruction(source, planned, workers)
     planned = _find_aliases(source, planned)
     checkpoint = source.checkpoint
-    sizes = {f: (checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others)}
+    sizes = {f: source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)}
     if not predict:
         return Plan(tuple(rules), tuple(planned), sum(sizes.values()))
     planned = list(workers.map(lambda t: _predict(source, t), planned))
@@ -108,6 +105,14 @@ def make_plan(
     for file in checkpoint.weights:
         total += _predict_file(source, file, [t for t in planned if t.tensor.file == file])
     return Plan(tuple(rules), tuple(planned), sum(sizes.values()), total)
+
+
+def choose_schemes(source: TensorSource, rules: Sequence[Rule]) -> list[PlannedTensor]:
+    """The schemes that follow from names, dtypes and shapes alone. Raises NeuzipError."""
+    require_matches(rules, [tensor.name for tensor in source.tensors()])
+    chosen = [(t, choose(rules, t.name, len(t.info.shape))) for t in source.tensors()]
+    _refuse_packed(source, [t for t, scheme in chosen if scheme.kind == "ternary"])
+    return [_apply(tensor, scheme) for tensor, scheme in chosen]
 
 
 def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
@@ -166,7 +171,7 @@ def try_ternary(tensor: SourceTensor, scheme: Scheme, read: Read) -> bool:
     )
 
 
-def _refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], workers: Workers) -> None:
+def refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], workers: Workers) -> None:
     """Raise NeuzipError if a tensor that is to be ternary has other values than -s, 0 and s."""
     online = online_config(source)
     fitting = Scheme("ternary", quantizer="absmean-clamped")

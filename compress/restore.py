@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.tensor_file import TensorFile
 
+from .base import check_base
 from .device import CPU, Device
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore, verify_files
@@ -66,19 +68,30 @@ def decompress(
     overwrite: bool = False,
     device: Device = CPU,
     on_bytes: OnBytes = ignore,
+    base: str | os.PathLike[str] | None = None,
 ) -> DecompressionReport:
     """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
 
+    A delta needs the `base` that it was made against, whose tensors are compared with their checksums first.
     Every tensor is compared with its checksum before its file gets its final name. Raises NeuzipError.
     """
     began = time.monotonic()
     dst = Path(dst)
-    with TensorSource(src, device) as source, Workers(jobs or device.jobs(default_jobs())) as workers:
+    with (
+        nullcontext() if base is None else TensorSource(base, device) as of_base,
+        TensorSource(src, device, base=of_base) as source,
+        Workers(jobs or device.jobs(default_jobs())) as workers,
+    ):
         checkpoint = source.checkpoint
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "there is nothing to restore")
+        if of_base is not None and not source.is_delta:
+            raise NeuzipError(f"{src}: is no delta, and needs no base", "neuzip decompress restores it")
         refuse_nesting(checkpoint.path, dst)
         require_name(dst)
+        if of_base is not None:
+            refuse_nesting(of_base.checkpoint.path, dst)
+            check_base(source, workers)
         require_space(dst, sum(t.info.nbytes for t in source.tensors()))
         if checkpoint.is_file:
             refuse_folder(dst)
@@ -111,7 +124,7 @@ def _restore_folder(
             "restore its files one by one: neuzip decompress FILE.safetensors DST",
         )
     verify_files(source)
-    stored = read_stored_files(checkpoint.root)
+    stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
     recover(dst)
     if dst.exists() and not overwrite and _is_restored(source, stored, dst):
         return len(stored), True

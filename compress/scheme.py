@@ -24,6 +24,8 @@ TERNARY_DTYPES = ("BF16", "F16", "F32")
 QUANTIZERS = ("absmean", "absmean-clamped", "least-squares")
 LINEAR_WEIGHTS = "*layers.*_proj.weight"
 """What `--ternary` is for: the linear layers of attention and MLP, as most models call them."""
+DROPPED_LAYERS = "dropped_layers"
+"""What a plan file calls them."""
 BLOCK_SIZES = "a power of two from 8 to 16384"
 
 
@@ -168,14 +170,31 @@ def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
-    """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme."""
+    """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme.
+
+    Raises NeuzipError, also for a plan of a model without some of its layers.
+    """
+    rules, dropped = read_plan(path)
+    if dropped:
+        numbers = ", ".join(map(str, dropped))
+        raise NeuzipError(
+            f"{path}: is a plan of the model without its layers {numbers}: what is left has other numbers",
+            "repeat the command in its first line with another DST",
+        )
+    return rules
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[list[Rule], tuple[int, ...]]:
+    """Rules as `read_plan_file`, and `dropped_layers`: those that the model is to lose before they apply."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long, nested too deeply
         raise NeuzipError(f"{path}: not a TOML file: {error}") from error
-    entries = document.get("rule")
+    entries, dropped = document.get("rule"), document.pop(DROPPED_LAYERS, [])
+    if not isinstance(dropped, list) or not all(type(n) is int and n >= 0 for n in dropped):
+        raise NeuzipError(f"{path}: {DROPPED_LAYERS} is no list of numbers of layers")
     if (
         set(document) != {"rule"}
         or not isinstance(entries, list)
@@ -199,4 +218,4 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         except UsageError as error:
             raise NeuzipError(f"{path}: rule {number}: {error.message}", error.hint) from error
         rules.append(Rule(entry["match"], scheme, entry.get("min_dimensions", 0)))
-    return rules
+    return rules, tuple(dropped)

@@ -14,14 +14,15 @@ import numpy.typing as npt
 import xxhash
 
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats.checkpoint import Checkpoint, find_checkpoint
+from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
 from neuzip.formats.container import Container, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile, TensorInfo
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, FloatFormat
+from neuzip.kernels.delta import Digits
+from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 
-from . import lossless, truncated
+from . import delta, lossless, truncated
 from .device import CPU, Device
 from .lossless import PIECE, OnGpu
 
@@ -99,16 +100,30 @@ class Coding:
 class TensorSource:
     """All tensors of a checkpoint, read by byte range: `with TensorSource(path) as source`.
 
-    They are decoded on `device`. Raises NeuzipError or FormatError for what is no checkpoint.
+    They are decoded on `device`; those of a delta with the help of its `base`, which stays the caller's to
+    close. With `allow_delta` a delta is opened without: then some cannot be read. Raises NeuzipError or
+    FormatError for what is no checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Checkpoint, device: Device = CPU) -> None:
+    base: TensorSource | None = None
+    allow_delta = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        device: Device = CPU,
+        *,
+        base: TensorSource | None = None,
+        allow_delta: bool = False,
+    ) -> None:
         self.device = device
+        self.base = base
+        self.allow_delta = allow_delta or base is not None
         self.checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
         self._files: dict[str, TensorFile | Container] = {}
         try:
             for file in self.checkpoint.weights:
-                self._files[file] = open_weights(self.checkpoint.root / file)
+                self._files[file] = open_weights(self.checkpoint.root / file, delta=self.allow_delta)
         except BaseException:
             self.close()
             raise
@@ -118,10 +133,21 @@ class TensorSource:
         """Whether any of its files is a container."""
         return any(isinstance(f, Container) for f in self._files.values())
 
+    @property
+    def is_delta(self) -> bool:
+        """Whether another checkpoint is needed to restore it."""
+        return base_name(self.checkpoint) is not None or any(
+            isinstance(f, Container) and f.manifest.needs_base for f in self._files.values()
+        )
+
     def header(self, file: str) -> Header:
         """The header of a weight file as it was before compression."""
         opened = self._files[file]
         return opened.original if isinstance(opened, Container) else opened.header
+
+    def file_bytes(self, file: str) -> int:
+        """Size of any file of the checkpoint."""
+        return (self.checkpoint.root / file).stat().st_size
 
     def opened(self, file: str) -> TensorFile | Container:
         """The open file itself."""
@@ -149,18 +175,58 @@ class TensorSource:
             return self.reader(self.resolve(tensor))
         if record.scheme == "raw":
             return lambda start, stop: opened.read_raw(tensor.name, start, stop)
+        of_base = self._base_reader(tensor) if record.needs_base else None
+        if record.scheme == "base":
+            assert of_base is not None
+            return of_base
         decoder = self.decoder(tensor)
         size = DTYPE_BITS[tensor.info.dtype] // 8
 
         def read(start: int, stop: int) -> Bytes:
             try:
+                if isinstance(decoder, delta.Decoder):
+                    return decoder.read(start // size, stop // size, read_base).view(np.uint8)
                 return decoder.read(start // size, stop // size).view(np.uint8)
             except FormatError:
                 raise
             except NeuzipError as error:
                 raise FormatError(opened.path, error.message, tensor=tensor.name) from error
 
+        def read_base(start: int, stop: int) -> Bits:
+            assert of_base is not None
+            return of_base(start * size, stop * size).view(FORMATS[tensor.info.dtype].dtype)
+
         return read
+
+    def _base_reader(self, tensor: SourceTensor) -> Callable[[int, int], Bytes]:
+        found = self.base_tensor(tensor)
+        assert self.base is not None
+        return self.base.reader(found)
+
+    def base_tensor(self, tensor: SourceTensor) -> SourceTensor:
+        """The base's tensor that one of a delta was made against, by its name. Raises NeuzipError."""
+        path, record = self.checkpoint.root / tensor.file, tensor.record
+        assert record is not None
+        if self.base is None:
+            raise NeuzipError(f"{path}: is a delta, and its base is not here", self.base_hint())
+        file, of = record.alias_file or "", record.alias_of or ""
+        folder = file[: file.rfind("/") + 1]
+        # The file that it was in; but a base that was sharded anew has it in another one beside that.
+        beside = [w for w in self.base.checkpoint.weights if w[: w.rfind("/") + 1] == folder]
+        for place in sorted(beside, key=lambda w: w != file):
+            found = self.base.header(place).tensors.get(of)
+            if found is not None and found.same_kind(tensor.info):
+                return next(t for t in self.base.tensors(place) if t.name == of)
+        kind = f"{tensor.info.dtype} {list(tensor.info.shape)}"
+        raise NeuzipError(
+            f"{self.base.checkpoint.path}: has no tensor {of!r} of {kind}, which {path} was made against",
+            self.base_hint(),
+        )
+
+    def base_hint(self) -> str:
+        """Which base to give."""
+        name = base_name(self.checkpoint)
+        return f"give --base {name}" if name is not None else "give the --base that it was made against"
 
     def extents(self, tensor: SourceTensor) -> list[Extent]:
         """What is stored of a tensor that is no alias: its streams, or its bytes."""
@@ -212,7 +278,8 @@ class TensorSource:
         folder = tensor.file[: tensor.file.rfind("/") + 1]
         file = folder + record.alias_file if record.alias_file is not None else tensor.file
         if file not in self._files and os.path.isfile(self.checkpoint.root / file):
-            self._files[file] = open_weights(self.checkpoint.root / file)  # a shard beside a single file
+            # a shard beside a single file
+            self._files[file] = open_weights(self.checkpoint.root / file, delta=self.allow_delta)
         other = self._files.get(file)
         if not isinstance(other, Container):
             raise FormatError(
@@ -240,7 +307,9 @@ class TensorSource:
                     tensor=tensor.name, field=stream,
                 )  # fmt: skip
 
-    def decoder(self, tensor: SourceTensor) -> lossless.Decoder | truncated.Decoder | ternary.Decoder:
+    def decoder(
+        self, tensor: SourceTensor
+    ) -> lossless.Decoder | truncated.Decoder | ternary.Decoder | delta.Decoder:
         """What decodes ranges of a tensor that has streams. Raises FormatError.
 
         Ternary tensors are decoded on the CPU, whatever the device: there is little to do.
@@ -269,6 +338,9 @@ class TensorSource:
             starts = {e.stream: e.start for e in self.extents(tensor)}
             on_gpu = OnGpu(gpu, lambda s, at, target: self.read_into(tensor.file, starts[s] + at, target))
         try:
+            if record.scheme == "delta":
+                cut = Digits(fmt.bits, record.shift, record.low_bits)
+                return delta.Decoder(read, length, tensor.info.numel, fmt, cut, record.digits, gpu)
             if record.scheme == "lossless":
                 return lossless.Decoder(read, length, tensor.info.numel, fmt, record.mantissa_bits, on_gpu)
             rounding = truncated.Rounding(fmt, record.mantissa_bits, record.block_size)
@@ -308,17 +380,17 @@ def _ternary_decoder(
         raise FormatError(path, error.message, tensor=tensor.name) from error
 
 
-def weight_bytes(path: str | os.PathLike[str]) -> int:
+def weight_bytes(path: str | os.PathLike[str], *, allow_delta: bool = False) -> int:
     """Bytes of all tensors of a checkpoint as they are restored."""
-    with TensorSource(path) as source:
+    with TensorSource(path, allow_delta=allow_delta) as source:
         return sum(t.info.nbytes for t in source.tensors())
 
 
-def open_weights(path: Path) -> TensorFile | Container:
-    """A .safetensors file, opened as what it is."""
+def open_weights(path: Path, *, delta: bool = False) -> TensorFile | Container:
+    """A .safetensors file, opened as what it is: a delta's container only if `delta`."""
     with TensorFile(path) as file:
         compressed = is_container(file)
-    return Container(path) if compressed else TensorFile(path)
+    return Container(path, delta=delta) if compressed else TensorFile(path)
 
 
 def digest(read: Callable[[int, int], Bytes], nbytes: int, step: int = 1 << 22) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +16,10 @@ from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_store
 from neuzip.formats.container import Container
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
+from .base import check_base
+from .delta import Decoder
 from .device import CPU, Device
-from .lossless import PIECE
+from .lossless import PIECE, pieces
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
 from .workers import Workers, default_jobs
@@ -38,7 +41,7 @@ class TensorVerdict:
 
     `lossless` is whether it is stored so that it restores to the original. `identical` is whether it equals
     the original, or None where no original was given; for one that does not, the largest relative error and
-    the relative L2 error.
+    the relative L2 error. `base_missing` says that it was looked at only as far as that goes without a base.
     """
 
     file: str
@@ -49,6 +52,7 @@ class TensorVerdict:
     max_relative: float | None = None
     relative_l2: float | None = None
     lossless: bool = True
+    base_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,38 @@ def verify(
     jobs: int | None = None,
     device: Device = CPU,
     on_bytes: OnBytes = ignore,
+    base: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Check a compressed checkpoint: all checksums, and all tensors by decoding them.
 
-    With `against`, the original, also every byte of the lossless tensors, and the errors of the others.
-    Raises FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's.
+    With `against`, the original, also every byte of the lossless tensors, and the errors of the others. Of a
+    delta without its `base` the streams are checked and decoded, but not what they are added to. Raises
+    FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's.
     """
-    with TensorSource(src, device) as source, Workers(jobs or device.jobs(default_jobs())) as workers:
+    with (
+        nullcontext() if base is None else TensorSource(base, device) as of_base,
+        TensorSource(src, device, base=of_base, allow_delta=True) as source,
+        Workers(jobs or device.jobs(default_jobs())) as workers,
+    ):
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "to compare two checkpoints: neuzip diff A B")
+        if of_base is not None and not source.is_delta:
+            raise NeuzipError(f"{src}: is no delta, and needs no base", "leave out --base")
+        if of_base is None and against is not None and source.is_delta:
+            raise NeuzipError(f"{src}: is a delta, and its base is not here", source.base_hint())
+        if of_base is not None:
+            check_base(source, workers)
         files, tensors = verify_files(source), list(source.tensors())
 
         if against is None:
             stored = [t for t in tensors if _decoded_elsewhere(source, t) is None]
+            apart = [t for t in stored if of_base is None and t.record is not None and t.record.needs_base]
+            stored = [t for t in stored if t not in apart]
             verdicts = list(check_tensors(source, stored, workers, on_bytes=on_bytes))
+            for tensor in apart:
+                _check_difference(source, tensor)
+                verdicts.append(_verdict_apart(tensor))
+                on_bytes(tensor.info.nbytes)
             for tensor in tensors:
                 target = _decoded_elsewhere(source, tensor)
                 if target is not None:
@@ -112,6 +134,31 @@ def verify(
                 f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
             )
     return VerifyReport(tuple(verdicts), files, device.name)
+
+
+def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
+    """Check and decode the streams of a tensor of a delta, without its base. Raises FormatError."""
+    assert tensor.record is not None
+    if tensor.record.scheme == "base":
+        return
+    source.check_streams(tensor)
+    decoder = source.decoder(tensor)
+    assert isinstance(decoder, Decoder)
+    try:
+        for piece in pieces(tensor.info.numel):
+            decoder.read_differences(*piece)
+    except FormatError:
+        raise
+    except NeuzipError as error:
+        path = source.checkpoint.root / tensor.file
+        raise FormatError(path, error.message, tensor=tensor.name) from error
+
+
+def _verdict_apart(tensor: SourceTensor) -> TensorVerdict:
+    assert tensor.record is not None
+    return TensorVerdict(
+        tensor.file, tensor.name, tensor.record.scheme, tensor.info.nbytes, base_missing=True
+    )
 
 
 def _decoded_elsewhere(source: TensorSource, tensor: SourceTensor) -> SourceTensor | None:
@@ -141,7 +188,7 @@ def verify_files(source: TensorSource) -> int:
     if not source.checkpoint.is_compressed_folder:
         return len(source.checkpoint.weights)
     root = source.checkpoint.root
-    stored = read_stored_files(root)
+    stored = read_stored_files(root, delta=source.allow_delta)
     present = {*source.checkpoint.weights, *source.checkpoint.others}
     for name, file in stored.items():
         place = f"{ORIGINAL_FOLDER}/{name}" if file.kind == "rewritten" else name
@@ -199,12 +246,12 @@ def check_tensors(
 
     def jobs() -> Iterator[Callable[[], Piece]]:
         for tensor in tensors:
-            yield functools.partial(_check_streams, source, tensor)
             try:
                 read = source.reader(tensor)
             except FormatError as error:  # to be told when it is this tensor's turn, after its checksums
-                yield functools.partial(_fail, error)
+                yield functools.partial(_check_streams, source, tensor, error)
                 return
+            yield functools.partial(_check_streams, source, tensor)
             other = original(tensor) if original is not None else None
             exact = tensor.record is None or tensor.record.lossless
             for piece in tensor.pieces(source.device):
@@ -242,13 +289,12 @@ def check_tensors(
         yield verdict
 
 
-def _check_streams(source: TensorSource, tensor: SourceTensor) -> Piece:
+def _check_streams(source: TensorSource, tensor: SourceTensor, error: FormatError | None = None) -> Piece:
+    """Compare the checksums of a tensor's streams. Raises FormatError, at last the `error` that is known."""
     source.check_streams(tensor)
+    if error is not None:
+        raise error
     return np.empty(0, np.uint8), True, []
-
-
-def _fail(error: FormatError) -> Piece:
-    raise error
 
 
 def _check_piece(

@@ -23,7 +23,7 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .container import stream_name
-from .manifest import VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
+from .manifest import DELTA, VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
 from .own_section import with_entry
 from .tensor_file import MAX_HEADER, parse_json
 
@@ -144,6 +144,13 @@ def _walk(root: Path) -> Iterator[str]:
     return visit(root, "", ())
 
 
+def linked_from_outside(checkpoint: Checkpoint) -> list[str]:
+    """Files other than weights that links fetch from outside the folder, but for huggingface_hub's cache."""
+    root = checkpoint.root.resolve()
+    inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    return [f for f in checkpoint.others if not set(inside) & set((checkpoint.root / f).resolve().parents)]
+
+
 def index_files(checkpoint: Checkpoint) -> list[str]:
     """The JSON files that map tensors to shards: *.safetensors.index.json, or with a variant before .json."""
     own = OWN_FOLDER + "/"
@@ -176,7 +183,7 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
     weight_map: dict[str, str] = {}
     for tensor, shard in document["weight_map"].items():
         record = records[_folder(index) + shard].get(tensor)
-        if record is not None and record.scheme == "alias":
+        if record is not None and record.scheme in ("alias", "base"):
             continue
         streams = record.streams if record is not None else {}
         weight_map |= {stream_name(tensor, s): shard for s in streams} or {tensor: shard}
@@ -227,29 +234,36 @@ class StoredFile:
     checksum: str | None = None
 
 
-def stored_files_to_json(files: dict[str, StoredFile]) -> bytes:
-    """The folder's manifest."""
+def stored_files_to_json(files: dict[str, StoredFile], base: str | None = None) -> bytes:
+    """The folder's manifest; of a delta if it has a `base`, which is what people call that checkpoint."""
     entries: dict[str, dict[str, object]] = {}
     for path, file in sorted(files.items()):
         entries[path] = {"kind": file.kind}
         if file.kind != "container":
             entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
-    return _pretty({"version": VERSION, "files": entries}, MANIFEST_PATH)
+    delta = {} if base is None else {"requires": [DELTA], "base": {"name": base}}
+    return _pretty({"version": VERSION, **delta, "files": entries}, MANIFEST_PATH)
 
 
-def read_stored_files(root: Path) -> dict[str, StoredFile]:
-    """Read and check a compressed folder's manifest. Raises FormatError."""
+def base_name(checkpoint: Checkpoint) -> str | None:
+    """What the base of a delta folder was called; None for other checkpoints. Raises FormatError."""
+    if not checkpoint.is_compressed_folder:
+        return None
+    path = checkpoint.root / MANIFEST_PATH
+    document = _folder_manifest(path, delta=True)
+    if DELTA not in (document.get("requires") or []):
+        return None
+    base = document.get("base")
+    name = base.get("name") if isinstance(base, dict) else None
+    if not isinstance(name, str):
+        raise FormatError(path, "a delta has an object with the name of its base here", field="base")
+    return name
+
+
+def read_stored_files(root: Path, *, delta: bool = False) -> dict[str, StoredFile]:
+    """Read and check a compressed folder's manifest: a delta's only if `delta`. Raises FormatError."""
     path = root / MANIFEST_PATH
-    document = parse_json(_read_limited(path), path)
-    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
-        raise FormatError(path, "not an object with files")
-    version = document.get("version")
-    if version != VERSION or type(version) is not int:
-        raise FormatError(
-            path, f"format version {version!r}; this neuzip reads version {VERSION}",
-            field="version", hint="update neuzip to read it",
-        )  # fmt: skip
-    check_requirements(document, path)
+    document = _folder_manifest(path, delta=delta)
     files = {}
     for name, entry in document["files"].items():
         if not is_safe_path(name) or name.startswith(OWN_FOLDER + "/"):
@@ -267,6 +281,20 @@ def read_stored_files(root: Path) -> dict[str, StoredFile]:
             raise FormatError(path, f"the file {name!r} lacks a valid bytes or checksum", field="files")
         files[name] = StoredFile(kind, nbytes, check)
     return files
+
+
+def _folder_manifest(path: Path, *, delta: bool) -> dict[str, Any]:
+    document = parse_json(_read_limited(path), path)
+    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
+        raise FormatError(path, "not an object with files")
+    version = document.get("version")
+    if version != VERSION or type(version) is not int:
+        raise FormatError(
+            path, f"format version {version!r}; this neuzip reads version {VERSION}",
+            field="version", hint="update neuzip to read it",
+        )  # fmt: skip
+    check_requirements(document, path, delta=delta)
+    return document
 
 
 def file_checksum(path: Path) -> str:

@@ -21,14 +21,14 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
-from .tensor_file import MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
+from .tensor_file import DTYPE_BITS, MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
 
 STREAM_DTYPES = {
     "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
-    "codes": "U8", "scale": "U8",
+    "codes": "U8", "scale": "U8", "choice": "U8", "low": "U8",
 }  # fmt: skip
 """The streams of coded tensors, in the order in which they are written."""
 
@@ -76,8 +76,10 @@ def padded_stream(parts: Sequence[npt.NDArray[np.generic]]) -> Stream:
     return Stream([*parts, np.zeros(short // parts[0].itemsize, parts[0].dtype)])  # type: ignore[list-item]
 
 
-def streams_of(scheme: str, block_size: int | None = None) -> list[str]:
-    """The streams of a coded tensor: of floats with or without a normaliser, or of a ternary one."""
+def streams_of(scheme: str, block_size: int | None = None, low_bits: int = 0) -> list[str]:
+    """The streams of a coded tensor: of floats with or without a normaliser, of a ternary one, of a delta."""
+    if scheme == "delta":
+        return ["table", "index", "words", "choice", *(["low"] if low_bits else [])]
     if scheme == "ternary":
         return ["codes", "scale"]
     return ["table", "index", "words", "sign_mantissa", *(["normaliser"] if block_size is not None else [])]
@@ -124,7 +126,7 @@ class ContainerWriter:
                 self._file.write(part.data)
 
     def add_alias(self, name: str, record: TensorRecord) -> None:
-        """Record a tensor whose bytes another one holds."""
+        """Record a tensor whose bytes another one holds, in this checkpoint or in the base of a delta."""
         self._record(name, record)
 
     def begin_raw(self, name: str, record: TensorRecord) -> None:
@@ -202,10 +204,14 @@ def header_room(original: Header, streams: Mapping[str, Sequence[str]]) -> int:
 
 
 class Container:
-    """A container file open for reading: the original's header, the records, and streams by range."""
+    """A container file open for reading: the original's header, the records, and streams by range.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    One that needs the base of a delta is refused, unless `delta` says that it may be one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, delta: bool = False) -> None:
         self._file = TensorFile(path)
+        self._delta = delta
         self.path = self._file.path
         try:
             self.manifest = self._read_manifest()
@@ -229,7 +235,7 @@ class Container:
         text = self._entry_bytes(MANIFEST_ENTRY)
         if checksum(text) != metadata.get("neuzip_manifest"):
             raise FormatError(self.path, "does not have the checksum in the metadata", field=MANIFEST_ENTRY)
-        return parse_manifest(text, self.path)
+        return parse_manifest(text, self.path, delta=self._delta)
 
     def _read_original(self) -> Header:
         raw = self._entry_bytes(HEADER_ENTRY)
@@ -269,12 +275,15 @@ class Container:
                     )
             elif record.scheme == "alias":
                 self._check_alias(info, record)
+            elif record.scheme == "base":
+                continue  # its bytes are elsewhere
             else:
-                if info.numel == 0:
+                if info.numel == 0 or info.dtype not in DTYPE_BITS:
+                    problem = "no weights" if info.numel == 0 else f"the unknown dtype {info.dtype!r}"
                     raise FormatError(
-                        self.path, f"no weights, so it cannot be {record.scheme}", tensor=name, field="scheme"
+                        self.path, f"{problem}, so it cannot be {record.scheme}", tensor=name, field="scheme"
                     )
-                wanted = streams_of(record.scheme, record.block_size)
+                wanted = streams_of(record.scheme, record.block_size, record.low_bits)
                 if set(record.streams) != set(wanted):
                     raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
                 for stream in wanted:
@@ -308,7 +317,7 @@ class Container:
     def stored_bytes(self, name: str) -> int:
         """Bytes that a tensor takes in the file, its names and records not counted."""
         record = self.manifest.tensors[name]
-        if record.scheme == "alias":
+        if record.scheme in ("alias", "base"):
             return 0
         if record.scheme == "raw":
             return self.original.tensors[name].nbytes

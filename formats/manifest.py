@@ -15,14 +15,20 @@ from neuzip.errors import FormatError
 from .tensor_file import parse_json
 
 VERSION = 1
-SCHEMES = ("raw", "lossless", "truncated", "ternary", "alias")
+SCHEMES = ("raw", "lossless", "truncated", "ternary", "alias", "base", "delta")
+OF_BASE = ("base", "delta")
+"""Schemes of tensors that cannot be restored without the base of a delta."""
+
 PACKINGS = ("trits", "2bit")
 SCALE_DTYPES = ("F32", "F16")
 QUANTIZERS = ("absmean", "absmean-clamped", "least-squares", "exact")
 """What ternary weights may come from. "exact": their values were ternary already."""
 
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
-"""Features that a manifest may require of its reader. Version 1 has none."""
+DELTA = "delta"
+"""The feature that a manifest requires of its reader where another checkpoint is needed to restore it."""
+
+KNOWN_REQUIREMENTS = frozenset({DELTA})
+"""Features that a manifest may require of its reader."""
 
 _HEX = re.compile(r"[0-9a-f]{16}\Z")
 
@@ -51,8 +57,9 @@ class TensorRecord:
 
     `checksum` is the xxh3-64 of the tensor's bytes as they are restored, `original` of the bytes that were
     compressed, where rounding made them differ. `streams` maps the names of the streams to their xxh3-64.
-    `alias_of` names the tensor that holds the bytes, `alias_file` its file if it is another one. The last
-    four are of ternary tensors; a `group` of None is one scale for the tensor.
+    `alias_of` names the tensor that holds the bytes, or that of the base, `alias_file` its file if it is
+    another one. Four are of ternary tensors; a `group` of None is one scale for the tensor. The last four are
+    of deltas: `base` is the checksum of the base's tensor, for the others see kernels/delta.
     """
 
     scheme: str
@@ -68,6 +75,15 @@ class TensorRecord:
     packing: str | None = None
     scale_dtype: str | None = None
     group: int | None = None
+    base: str | None = None
+    shift: int = 0
+    low_bits: int = 0
+    digits: int = 0
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether another checkpoint has a part of what it restores to."""
+        return self.scheme in OF_BASE
 
     @property
     def lossless(self) -> bool:
@@ -77,7 +93,7 @@ class TensorRecord:
     def to_json(self) -> dict[str, Any]:
         """The record as it stands in the manifest, without fields that do not apply."""
         entry: dict[str, Any] = {"scheme": self.scheme, "checksum": self.checksum}
-        if self.scheme == "alias":
+        if self.scheme == "alias" or self.needs_base:
             entry["of"] = self.alias_of
             if self.alias_file is not None:
                 entry["file"] = self.alias_file
@@ -87,6 +103,8 @@ class TensorRecord:
             entry["quantizer"] = self.quantizer
             entry["packing"] = self.packing
             entry["scale_dtype"] = self.scale_dtype
+        if self.scheme == "delta":
+            entry |= {key: getattr(self, key) for key in ("base", "shift", "low_bits", "digits")}
         if self.group is not None:
             entry["group"] = self.group
         if self.streams:
@@ -107,18 +125,27 @@ class Manifest:
     header: str
     tensors: Mapping[str, TensorRecord]
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether another checkpoint is needed to restore the file."""
+        return any(record.needs_base for record in self.tensors.values())
+
     def to_bytes(self) -> bytes:
         """The manifest's JSON: keys in a fixed order, no white space."""
         document = {
             "version": VERSION,
+            **({"requires": [DELTA]} if self.needs_base else {}),
             "header": self.header,
             "tensors": {name: record.to_json() for name, record in self.tensors.items()},
         }
         return json.dumps(document, separators=(",", ":")).encode()
 
 
-def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
-    """Parse and check a manifest. Raises FormatError; keys it does not know are ignored."""
+def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = False) -> Manifest:
+    """Parse and check a manifest. Raises FormatError, for a delta too unless `delta` says that it may be one.
+
+    Keys that it does not know are ignored.
+    """
     document = parse_json(text, file)
     if not isinstance(document, dict):
         raise FormatError(file, "the manifest is not a JSON object")
@@ -128,21 +155,33 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str]) -> Manifest:
             file, f"format version {version!r}; this neuzip reads version {VERSION}", field="version",
             hint="update neuzip to read it",
         )  # fmt: skip
-    check_requirements(document, file)
+    is_delta = DELTA in check_requirements(document, file, delta=delta)
     header = document.get("header")
     if not isinstance(header, str) or not is_checksum(header):
         raise FormatError(file, f"{header!r} is not a checksum", field="header")
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise FormatError(file, "not an object", field="tensors")
-    return Manifest(header, {name: _record(name, entry, file) for name, entry in tensors.items()})
+    manifest = Manifest(header, {name: _record(name, entry, file) for name, entry in tensors.items()})
+    for name, record in manifest.tensors.items():
+        if record.needs_base and not is_delta:
+            raise FormatError(
+                file, f"the manifest does not require {DELTA!r}, as the scheme {record.scheme!r} does",
+                tensor=name, field="requires",
+            )  # fmt: skip
+    return manifest
 
 
-def check_requirements(document: dict[str, Any], file: str | os.PathLike[str]) -> None:
-    """Refuse, by name, what the file requires and this reader does not know."""
+def check_requirements(
+    document: dict[str, Any], file: str | os.PathLike[str], *, delta: bool = False
+) -> list[str]:
+    """What a file requires of its reader. Raises FormatError, by name, for what this one does not know.
+
+    And for a delta, unless `delta` says that the base will be at hand.
+    """
     requires = document.get("requires")
     if requires is None:
-        return
+        return []
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError(file, "not a list of names", field="requires")
     for name in requires:
@@ -151,6 +190,12 @@ def check_requirements(document: dict[str, Any], file: str | os.PathLike[str]) -
                 file, f"requires {name!r}, which this neuzip does not know", field="requires",
                 hint="update neuzip to read it",
             )  # fmt: skip
+    if DELTA in requires and not delta:
+        raise FormatError(
+            file, f"is a delta: it requires {DELTA!r}, the checkpoint that it was made against",
+            field="requires", hint="restore it first: neuzip apply DELTA --base BASE DST",
+        )  # fmt: skip
+    return requires
 
 
 def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord:
@@ -167,12 +212,18 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
         )  # fmt: skip
     if not is_checksum(entry.get("checksum")):
         raise bad("checksum")
-    if scheme == "alias":
+    alias_file = entry.get("file")
+    if scheme in ("alias", *OF_BASE):
         if not isinstance(entry.get("of"), str):
             raise bad("of")
-        alias_file, original = entry.get("file"), entry.get("original")
         if alias_file is not None and not is_safe_path(alias_file):
             raise bad("file")
+    if scheme == "base":
+        return TensorRecord(
+            scheme, entry["checksum"], alias_of=entry["of"], alias_file=alias_file, base=entry["checksum"]
+        )
+    if scheme == "alias":
+        original = entry.get("original")
         if original is not None and not is_checksum(original):
             raise bad("original")
         return TensorRecord(
@@ -183,6 +234,16 @@ def _record(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorRecord
     mantissa_bits, streams = entry.get("mantissa_bits"), entry.get("streams")
     if not isinstance(streams, dict) or not all(is_checksum(c) for c in streams.values()):
         raise bad("streams")
+    if scheme == "delta":
+        if not is_checksum(entry.get("base")):
+            raise bad("base")
+        for key, least, most in (("shift", 0, 63), ("low_bits", 0, 63), ("digits", 1, 4)):
+            if type(entry.get(key)) is not int or not least <= entry[key] <= most:
+                raise bad(key)
+        return TensorRecord(
+            scheme, entry["checksum"], streams=streams, alias_of=entry["of"], alias_file=alias_file,
+            base=entry["base"], shift=entry["shift"], low_bits=entry["low_bits"], digits=entry["digits"],
+        )  # fmt: skip
     if scheme == "ternary":
         for key, choices in (
             ("quantizer", QUANTIZERS), ("packing", PACKINGS), ("scale_dtype", SCALE_DTYPES),

@@ -67,8 +67,8 @@ BITS = (4, 8)
 LEAST_TOKENS = 2048
 """Fewer queries do not repay quantising all keys; fewer keys were never faster (benchmarks/attention.py)."""
 LEAST_PRODUCTS = 10**11
-"""Of numbers, of queries with keys, over all heads. What has fewer SDPA does before our kernels are launched: on
-an H200, with 32 heads of 128 and a causal mask, one text of 7,000 tokens, or eight of 2,500."""
+"""Of numbers, of queries with keys, over all heads. What has fewer SDPA does before our kernels are launched:
+on an H200, with 32 heads of 128 and a causal mask, one text of 7,000 tokens, or eight of 2,500."""
 
 NOT_RECORDED = "nothing is recorded for the layer"
 FULL_PRECISION = "the layer keeps full precision"

@@ -3,7 +3,7 @@
 It shares no code with neuzip and is meant to be read beside the specification, section by section. Without
 the package `xxhash` it leaves the checksums unchecked.
 
-    python tests/independent_decoder.py CONTAINER_OR_FOLDER OUT
+    python tests/independent_decoder.py CONTAINER_OR_FOLDER OUT [BASE_OF_A_DELTA]
 """
 
 from __future__ import annotations
@@ -126,22 +126,30 @@ class Header:
 # --- 3. Manifest --------------------------------------------------------------------------------------------
 
 
-def check_version(manifest: dict[str, Any], what: str) -> None:
-    version, requires = manifest.get("version"), manifest.get("requires", [])
+def without_nulls(record: Any) -> Any:
+    """An object without the keys that are `null`: they count as absent."""
+    return {k: v for k, v in record.items() if v is not None} if isinstance(record, dict) else record
+
+
+def check_version(manifest: dict[str, Any], what: str) -> bool:
+    """Whether it is a delta's."""
+    version, requires = manifest.get("version"), without_nulls(manifest).get("requires", [])
     must(type(version) is int and version == 1, f"The version {version!r} of {what} is not known.")
-    must(requires == [], f"{what} requires {requires!r}, which is not known.")
+    must(requires in ([], ["delta"]), f"{what} requires {requires!r}, which is not known.")
+    return bool(requires)
 
 
 def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The records, each of which has the keys of its scheme."""
-    check_version(manifest, "the manifest")
+    is_delta = check_version(manifest, "the manifest")
     records = manifest.get("tensors")
     must(isinstance(records, dict), "The manifest has no object `tensors`.")
-    for name, record in dict(records or {}).items():
+    records = {name: without_nulls(record) for name, record in dict(records or {}).items()}
+    for name, record in records.items():
         must(isinstance(record, dict), f"The record of {name!r} is not an object.")
         scheme, B = record.get("scheme"), record.get("block_size")
         must(
-            scheme in ["raw", "lossless", "truncated", "ternary", "alias"],
+            scheme in ["raw", "lossless", "truncated", "ternary", "alias", "base", "delta"],
             f"The scheme {scheme!r} is not known.",
         )
         needed = ["checksum"]
@@ -149,12 +157,25 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             needed += ["of"]
             must(isinstance(record.get("of"), str), f"Alias {name!r} does not name its tensor.")
             check_path(record.get("file", "this"), f"`file` of alias {name!r}")
+        if scheme in ("base", "delta"):
+            must(is_delta, f"{name!r} needs a base, and the manifest does not require `delta`.")
+            must(isinstance(record.get("of"), str), f"{name!r} does not name the base's tensor.")
+            check_path(record.get("file", "the one"), f"`file` of {name!r}")
+        if scheme == "delta":
+            needed += ["base"]
+            for key, least, most in (("shift", 0, 63), ("low_bits", 0, 63), ("digits", 1, 4)):
+                must(is_count(record.get(key)), f"`{key}` of {name!r} is not a count.")
+                must(least <= record[key] <= most, f"`{key}` of {name!r} is out of range.")
+            streams = {"table", "index", "words", "choice"} | ({"low"} if record["low_bits"] else set())
+            good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
+            must(good, f"{name!r} has not the streams of its scheme.")
         if scheme in ("lossless", "truncated"):
             must(is_count(record.get("mantissa_bits")), f"The mantissa_bits of {name!r} are not a count.")
             good = "block_size" not in record or (is_count(B) and B in [1 << bit for bit in range(3, 15)])
             must(good, f"{name!r} has the block_size {B!r}.")
             must(scheme == "truncated" or B is None, f"{name!r} is lossless and has a block_size.")
-            streams = set(STREAMS) - {"codes", "scale"} - ({"normaliser"} if B is None else set())
+            others = {"codes", "scale", "choice", "low"} | ({"normaliser"} if B is None else set())
+            streams = set(STREAMS) - others
             needed += ["original"] * (scheme == "truncated")
             good = isinstance(record.get("streams"), dict) and set(record["streams"]) == streams
             must(good, f"{name!r} has not the streams of its scheme.")
@@ -193,7 +214,7 @@ FLOATS = {  # exponent bits E, mantissa bits M
 
 STREAMS = {
     "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
-    "codes": "U8", "scale": "U8",
+    "codes": "U8", "scale": "U8", "choice": "U8", "low": "U8",
 }  # fmt: skip
 
 
@@ -356,8 +377,8 @@ def ternary_patterns(codes: np.ndarray, scale: np.ndarray, dtype: str) -> np.nda
 class Container:
     """A container whose structure is right (sections 2 to 5). `opened` has all that aliases led to."""
 
-    def __init__(self, path: Path, opened: dict[Path, Container]) -> None:
-        self.path, self.opened = path, opened
+    def __init__(self, path: Path, opened: dict[Path, Container], base: Base | None = None) -> None:
+        self.path, self.opened, self.base = path, opened, base
         opened[path] = self
         self.data = path.read_bytes()
         self.header = Header(self.data, "the container")
@@ -383,7 +404,7 @@ class Container:
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 entries.append(name)
-            elif record["scheme"] != "alias":
+            elif record["scheme"] not in ("alias", "base"):
                 entries += [f"{name}:{stream}" for stream in record["streams"]]
         must(len(set(entries)) == len(entries), "Two entries have the same name.")
         must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
@@ -391,7 +412,7 @@ class Container:
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 expected[name] = self.tensors[name]
-            elif record["scheme"] != "alias":
+            elif record["scheme"] not in ("alias", "base"):
                 expected |= self.expected_streams(name)
         for name, value in expected.items():
             must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
@@ -410,6 +431,8 @@ class Container:
         record, (dtype, shape) = self.records[name], self.tensors[name]
         if record["scheme"] == "ternary":
             return self.expected_ternary(name)
+        if record["scheme"] == "delta":
+            return self.expected_delta(name)
         n, k, B = math.prod(shape), record["mantissa_bits"], record.get("block_size")
         must(dtype in FLOATS and n > 0, f"{name!r} cannot be {record['scheme']}: {dtype}, {n} weights.")
         must(k <= FLOATS[dtype][1], f"{name!r} cannot have {k} mantissa bits.")
@@ -424,6 +447,19 @@ class Container:
         G = record.get("group")
         must(G is None or shape[-1] >= G, f"A group of {name!r} is longer than a row.")
         lengths = ternary_bytes(math.prod(shape), shape[-1], G, record["packing"], record["scale_dtype"])
+        return self.padded(name, lengths)
+
+    def expected_delta(self, name: str) -> dict[str, tuple[str, list[int]]]:
+        """Section 13."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, k, D = math.prod(shape), record["low_bits"], record["digits"]
+        must(dtype in FLOATS and n > 0, f"{name!r} cannot be a delta: {dtype}, {n} weights.")
+        must(digit_bits(dtype, record, D - 1) >= 1, f"{name!r} has more digits than {dtype} has bits.")
+        blocks, index = D * ceil_div(n, 16384), self.words(f"{name}:index")
+        _, used = delta_tables(self.words(f"{name}:table"), dtype, record)
+        lengths = {"table": 2 * used, "index": 2 * blocks, "words": 2 * int(index[:blocks].sum())}
+        lengths["choice"] = blocks
+        lengths["low"] = sum(pad16(ceil_div(n * width, 8)) for width in plane_widths(k))
         return self.padded(name, lengths)
 
     def padded(self, name: str, lengths: dict[str, int]) -> dict[str, tuple[str, list[int]]]:
@@ -441,6 +477,8 @@ class Container:
         record = self.records[name]
         if record["scheme"] == "raw":
             restored = self.entry(name)
+        elif record["scheme"] in ("base", "delta"):
+            restored = self.from_base(name)
         elif record["scheme"] == "alias":
             path, of = self.path.parent / record.get("file", self.path.name), record["of"]
             must(path.is_file(), f"{name!r} is an alias into {path.name!r}, which is not there.")
@@ -479,6 +517,60 @@ class Container:
             pattern = normalise(pattern, dtype, np.repeat(q, record["block_size"])[:n])
         return pattern
 
+    def from_base(self, name: str) -> bytes:
+        """Section 13: the bytes of a tensor that needs the base."""
+        record, (dtype, _) = self.records[name], self.tensors[name]
+        must(self.base is not None, f"{name!r} needs a base.")
+        assert self.base is not None
+        base = self.base.tensor(record.get("file"), record["of"], self.tensors[name])
+        unchanged = record["scheme"] == "base"
+        check(base, record["checksum" if unchanged else "base"], f"the base's tensor {record['of']!r}")
+        if unchanged:
+            return base
+        for stream, checksum in record["streams"].items():
+            check(self.entry(f"{name}:{stream}"), checksum, f"stream {name}:{stream}")
+        (E, M), z = FLOATS[dtype], self.differences(name)
+        b = E + M + 1
+        v = np.array([x // 2 if x % 2 == 0 else -(x + 1) // 2 for x in z.tolist()], object)
+        pattern = np.frombuffer(base, f"<u{b // 8}").astype(object)
+        exponent = (pattern >> M) % 2**E
+        for start in range(0, len(v), 2097152):  # from places to weights
+            region = slice(start, start + 2097152)
+            weights = np.argsort(exponent[region].astype(int), kind="stable")
+            v[region][weights] = v[region].copy()
+        new = ordered((ordered(pattern, b) + v * 2 ** record["shift"]) % 2**b, b)
+        return new.astype(f"<u{b // 8}").tobytes()
+
+    def differences(self, name: str) -> np.ndarray:
+        """The numbers z of all places."""
+        record, (dtype, shape) = self.records[name], self.tensors[name]
+        n, k = math.prod(shape), record["low_bits"]
+        tables, _ = delta_tables(self.words(f"{name}:table"), dtype, record)
+        words, index = self.words(f"{name}:words"), self.words(f"{name}:index").tolist()
+        choice = list(self.entry(f"{name}:choice"))
+        z = np.zeros(n, object)
+        if k:
+            z += join_planes(self.entry(f"{name}:low"), n, k).astype(object)
+        for j, of_digit in enumerate(tables):
+            for start in range(0, n, 16384):
+                m, count, number = min(16384, n - start), index.pop(0), choice.pop(0)
+                block, words = words[:count], words[count:]
+                digit = np.zeros(m, np.int64)
+                if count >= 65:
+                    must(number < len(of_digit), "A block is coded, and its table is not there.")
+                    digit = decode_block(block, m, of_digit[number])
+                else:
+                    must(number == 0, "A block that is not coded has a table.")
+                    must(count % 2 == 0, "A list of digits has half an entry.")
+                    before = -1
+                    for position, value in block.reshape(-1, 2).tolist():
+                        must(before < position < m, "The positions of a list do not rise, or are outside.")
+                        must(0 < value < 1 << digit_bits(dtype, record, j), f"A digit cannot be {value}.")
+                        digit[position] = value
+                        before = position
+                z[start : start + m] += digit.astype(object) * 2 ** (k + 16 * j)
+        return z
+
     def decode_ternary(self, name: str) -> np.ndarray:
         """Section 9: the patterns of a ternary tensor."""
         record, (dtype, shape) = self.records[name], self.tensors[name]
@@ -493,20 +585,76 @@ class Container:
         return ternary_patterns(codes, scale.astype("<f4")[number], dtype)
 
 
-def restore_file(path: Path) -> bytes:
+# --- 13. Deltas ---------------------------------------------------------------------------------------------
+
+
+def ordered(x: np.ndarray, b: int) -> np.ndarray:
+    """f, of Python's numbers, which do not overflow."""
+    return np.where(x <= 2 ** (b - 1), x, (2 ** (b - 1) - x) % 2**b)
+
+
+def digit_bits(dtype: str, record: dict[str, Any], j: int) -> int:
+    """E of digit j."""
+    b = sum(FLOATS[dtype]) + 1
+    return int(min(16, b - record["shift"] - record["low_bits"] - 16 * j))
+
+
+def delta_tables(words: np.ndarray, dtype: str, record: dict[str, Any]) -> tuple[list[list[Table]], int]:
+    """The tables of all digits, and how many words they take."""
+    tables: list[list[Table]] = []
+    used = 0
+    for j in range(record["digits"]):
+        must(len(words) > used and words[used] <= 255, "A digit's number of tables is missing, or too large.")
+        tables.append([])
+        count, used = int(words[used]), used + 1
+        for _ in range(count):
+            must(len(words) >= used + 3, "The tables are cut off.")
+            head = words[used : used + 3].tolist()
+            end = used + 3 + head[1] + head[2]
+            must(len(words) >= end, "A table is cut off.")
+            must(head[0] == 1, "The group of a delta's table is not 1.")
+            tables[-1].append(Table(words[used:end], digit_bits(dtype, record, j)))
+            used = end
+    return tables, used
+
+
+class Base:
+    """A checkpoint, plain or compressed: a file, or a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def tensor(self, file: str | None, name: str, kind: tuple[str, list[int]]) -> bytes:
+        """The bytes of a tensor of this dtype and shape, as they are restored."""
+        path = self.path if self.path.is_file() or file is None else self.path / file
+        must(path.is_file(), f"The base has no file {file!r}.")
+        data = path.read_bytes()
+        header = Header(data, "the base")
+        if "neuzip" in header.metadata:
+            container = Container(path, {})
+            must(container.tensors.get(name) == kind, f"The base has no such tensor {name!r}.")
+            return container.tensor(name)
+        must(name in header.entries, f"The base has no tensor {name!r}.")
+        dtype, shape, begin, end = header.entries[name]
+        must((dtype, shape) == kind, f"The base's tensor {name!r} is of another kind.")
+        return data[header.end + begin : header.end + end]
+
+
+def restore_file(path: Path, base: Path | None = None) -> bytes:
     """The bytes of the original file."""
-    container = Container(Path(path), {})
+    container = Container(Path(path), {}, None if base is None else Base(Path(base)))
     return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
 
 
 # --- 11. Folders --------------------------------------------------------------------------------------------
 
 
-def restore_folder(path: Path) -> dict[str, bytes]:
+def restore_folder(path: Path, base: Path | None = None) -> dict[str, bytes]:
     """The files of the original folder, by their paths in it."""
     folder, restored = Path(path), {}
     manifest = parse_json((folder / "neuzip/manifest.json").read_bytes(), "neuzip/manifest.json")
-    check_version(manifest, "neuzip/manifest.json")
+    is_delta = check_version(manifest, "neuzip/manifest.json")
+    must(base is not None or not is_delta, "This is a delta, and needs its base.")
     files = manifest.get("files")
     must(isinstance(files, dict), "neuzip/manifest.json has no object `files`.")
     for name, entry in dict(files or {}).items():
@@ -516,7 +664,7 @@ def restore_folder(path: Path) -> dict[str, bytes]:
         stored = folder / ("neuzip/original" if kind == "rewritten" else "") / name
         must(stored.is_file(), f"{name!r} is not there.")
         if kind == "container":
-            restored[name] = restore_file(stored)
+            restored[name] = restore_file(stored, base)
             continue
         data = stored.read_bytes()
         must(entry.get("bytes") == len(data), f"{name!r} has not the length of the original.")
@@ -526,10 +674,12 @@ def restore_folder(path: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    source, out = map(Path, sys.argv[1:])
+    source, out, base = (*map(Path, sys.argv[1:]), None)[:3]
+    assert source is not None
+    assert out is not None
     if source.is_dir():
-        for name, data in restore_folder(source).items():
+        for name, data in restore_folder(source, base).items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_bytes(data)
     else:
-        out.write_bytes(restore_file(source))
+        out.write_bytes(restore_file(source, base))

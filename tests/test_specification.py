@@ -46,6 +46,12 @@ golden = load("golden/make.py")
 GOLDEN_FILES = sorted(golden.V1.glob("*.safetensors"))
 
 
+def base_of(path: Path) -> Path | None:
+    """The base of a golden delta."""
+    base = golden.BASES / path.name
+    return base if base.exists() else None
+
+
 def section(number: int) -> str:
     """The text of one section of the specification."""
     return re.split(rf"^## {number}\. .*$|^## {number + 1}\. .*$", SPEC, flags=re.MULTILINE)[1]
@@ -365,9 +371,9 @@ def test_decoder_restores_a_folder_that_lost_something(tmp_path: Path):
 @pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
 def test_golden_container_is_read_as_ever(path: Path, tmp_path: Path):
     expected = json.loads(golden.EXPECTED.read_text())[path.stem]
-    decompress(path, tmp_path / "back.safetensors")
+    decompress(path, tmp_path / "back.safetensors", base=base_of(path))
     assert hashlib.sha256((tmp_path / "back.safetensors").read_bytes()).hexdigest() == expected
-    assert hashlib.sha256(decoder.restore_file(path)).hexdigest() == expected
+    assert hashlib.sha256(decoder.restore_file(path, base_of(path))).hexdigest() == expected
 
 
 @pytest.mark.parametrize("name", golden.GOLDEN)
@@ -384,7 +390,9 @@ def test_golden_container_is_written_as_ever(name: str, tmp_path: Path):
 def test_golden_folder_is_complete_and_small():
     assert {path.stem for path in GOLDEN_FILES} == set(golden.GOLDEN)
     assert set(json.loads(golden.EXPECTED.read_text())) == set(golden.GOLDEN)
-    assert sum(path.stat().st_size for path in golden.V1.iterdir()) < 300_000
+    assert {path.stem for path in golden.BASES.iterdir()} == {"delta"}
+    assert sum(path.stat().st_size for path in golden.V1.iterdir()) < 400_000
+    assert sum(path.stat().st_size for path in golden.BASES.iterdir()) < 300_000
 
 
 @pytest.mark.parametrize("name", golden.GOLDEN | golden.WATCHED)
@@ -441,6 +449,10 @@ class Opened:
         data[at : at + len(values)] = values
         self.stream(name, bytes(data))
 
+    def index(self, tensor: str, block: int) -> int:
+        """Words of a block."""
+        return int(np.frombuffer(self.entries[f"{tensor}:index"][2], "<u2")[block])
+
     def first_block(self) -> int:
         """Words of the first block of `pairs`, which ends with escapes."""
         return int(np.frombuffer(self.entries["pairs:index"][2], "<u2")[0])
@@ -489,6 +501,28 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "9 codes after a row": ("ternary", lambda c: c.byte("2bit:codes", 23, 0)),
     "9 infinite scale": ("ternary", lambda c: c.byte("tensor:scale", 2, 0x80, 0x7F)),
     "9 negative scale": ("ternary", lambda c: c.byte("row:scale", 1, 0xB8)),
+    "13 no requirement": ("delta", lambda c: c.manifest.pop("requires")),
+    "13 tensor of the base": ("delta", lambda c: c.records["coded"].update(of="fp16")),
+    "13 no tensor of the base": ("delta", lambda c: c.records["unchanged"].update(of="x")),
+    "13 checksum of the base": ("delta", lambda c: c.records["coded"].update(base="0" * 16)),
+    "13 checksum of what is the base": ("delta", lambda c: c.records["unchanged"].update(checksum="0" * 16)),
+    "13 other shift": ("delta", lambda c: c.records["shift"].update(shift=15)),
+    "13 shift of all bits": ("delta", lambda c: c.records["coded"].update(shift=16)),
+    "13 more digits": ("delta", lambda c: c.records["coded"].update(digits=2)),
+    "13 no digits": ("delta", lambda c: c.records["coded"].update(digits=0)),
+    "13 fewer low bits": ("delta", lambda c: c.records["raw bits"].update(low_bits=1)),
+    "13 long low": ("delta", lambda c: c.stream("raw bits:low", c.entries["raw bits:low"][2] + bytes(16))),
+    "13 group": ("delta", lambda c: c.word("coded:table", 1, 2)),
+    "13 no table": ("delta", lambda c: c.stream("coded:table", bytes(16))),
+    "13 another table": ("delta", lambda c: c.byte("coded:choice", 0, 1)),
+    "13 table of a list": ("delta", lambda c: c.byte("lists:choice", 0, 1)),
+    "13 long choice": ("delta", lambda c: c.stream("coded:choice", bytes(32))),
+    "13 tables cut off": ("delta", lambda c: c.stream("two digits:table", bytes(0))),
+    "13 half an entry": ("delta", lambda c: c.word("lists:index", 0, c.index("lists", 0) - 1)),
+    "13 list falls": ("delta", lambda c: c.word("lists:words", 0, 16383)),
+    "13 list outside": ("delta", lambda c: c.word("lists:words", c.index("lists", 0) - 2, 16384)),
+    "13 digit of 0": ("delta", lambda c: c.word("lists:words", 1, 0)),
+    "13 coded block": ("delta", lambda c: c.word("coded:words", 33, 0)),
     "7 too many escapes": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 65535)),
     "7 words left": ("lossless_escapes", lambda c: c.word("pairs:words", 0, 0)),
     "7 final state": ("lossless_escapes", lambda c: c.word("pairs:words", 33, 0)),
@@ -501,13 +535,14 @@ def test_both_readers_refuse_what_breaks_a_rule(rule: str, tmp_path: Path):
     name, change = CHANGES[rule]
     container, path = Opened(name), tmp_path / "changed.safetensors"
     path.write_bytes(container.to_bytes())
-    decoder.restore_file(path)  # the change is what is refused, not how it is put together
+    base = base_of(Path(f"{name}.safetensors"))
+    decoder.restore_file(path, base)  # the change is what is refused, not how it is put together
     change(container)
     path.write_bytes(container.to_bytes())
     with pytest.raises(decoder.SpecViolation):
-        decoder.restore_file(path)
+        decoder.restore_file(path, base)
     with pytest.raises(NeuzipError):
-        decompress(path, tmp_path / "back.safetensors")
+        decompress(path, tmp_path / "back.safetensors", base=base)
     assert not (tmp_path / "back.safetensors").exists()
 
 

@@ -7,9 +7,9 @@ library inside its function, so that the help appears at once.
 from __future__ import annotations
 
 VERBS: tuple[str, ...] = (
-    "compress", "decompress", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
-    "ternarize", "recover", "train", "patch-attention", "layers", "export", "push", "demo",
+    "compress", "decompress", "apply", "verify", "inspect", "diff", "eval", "sweep", "generate", "bench",
+    "ternarize", "recover", "train", "patch-attention", "layers", "export", "push", "pull", "demo",
 )  # fmt: skip
 
-RESUMABLE = ("compress", "decompress", "sweep", "recover")
+RESUMABLE = ("compress", "decompress", "apply", "sweep", "recover", "push", "pull")
 """Those that, once interrupted, go on where they stopped."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from neuzip.cli import options, targets
+from neuzip.cli import against as deltas
+from neuzip.cli import options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of, show, stages
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
@@ -27,9 +28,12 @@ EXAMPLES = [
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --calibration held-out.txt",
+    "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
     "neuzip compress my-model fast --attention auto --calibration held-out.txt",
     "neuzip compress my-bitnet small --ternary --ternary-group row",
+    "neuzip compress my-model-tuned tuned.delta --against my-model",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
+    "neuzip compress meta-llama/Llama-3.1-70B 70b.nz --stream --push-to me/70b-nz",
     "",
     "A plan file has rules in order; the first whose glob matches a name decides:",
     "",
@@ -91,6 +95,43 @@ AttentionOption = Annotated[
         help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --calibration",
     ),
 ]
+DropLayersOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|N|none",
+        help="Let a target drop N whole layers, those missed least, or with auto as many as make the"
+        " result smaller or closer; what is left is another, shallower model",
+    ),
+]
+StreamOption = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        help="Download, compress and delete a Hub id shard by shard: no more than two of its shards are on"
+        " the disk",
+    ),
+]
+PushToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--push-to",
+        metavar="REPO_ID[@BRANCH]",
+        help="Upload each container when it is ready, to be seen when all are there; with --stream none stays"
+        " here",
+    ),
+]
+AgainstOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE",
+        help="Store what differs from BASE, a folder, file or Hub id that SRC grew out of; `neuzip apply`"
+        " restores it",
+        show_default=False,
+    ),
+]
+PrivateOption = Annotated[
+    bool, typer.Option("--private", help="Let nobody else see what --push-to makes, if it is new")
+]
 DestructiveOption = Annotated[
     bool,
     typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
@@ -135,6 +176,7 @@ def command(
             " alone; auto is measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
+    drop_layers: DropLayersOption = "none",
     ternary: TernaryOption = False,
     ternary_quantizer: QuantizerOption = "absmean",
     ternary_group: GroupOption = "tensor",
@@ -144,6 +186,10 @@ def command(
     allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
+    against: AgainstOption = None,
+    stream: StreamOption = False,
+    push_to: PushToOption = None,
+    private: PrivateOption = False,
     dry_run: options.DryRunOption = False,
     verify: Annotated[
         bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
@@ -176,6 +222,10 @@ def command(
                 f"{goal.option} excludes --plan, --mantissa-bits and --ternary",
                 "it chooses the mantissa bits itself",
             )
+        fewer = targets.layers_to_drop(
+            drop_layers, goal, sensitivity=sensitivity, calibration=calibration,
+            excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
+        )  # fmt: skip
         if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
             raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
         if goal is not None and ranks.world > 1:
@@ -206,6 +256,33 @@ def command(
                         f"{option} is for --ternary, or a --plan with ternary rules",
                         'plans need a rule with scheme = "ternary" for it',
                     )
+        asked_stream = streaming.understand(
+            stream, push_to, private,
+            {
+                goal.option if goal is not None else "a target": goal is not None,
+                "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
+            },
+        )  # fmt: skip
+        if against is not None:
+            deltas.refuse_others(
+                {
+                    "--mantissa-bits": mantissa_bits is not None, "--plan": plan is not None,
+                    "--ternary": ternary, goal.option if goal is not None else "a target": goal is not None,
+                    "--attention": attention is not None, "--stream": stream, "--dry-run": dry_run,
+                    "--push-to": push_to is not None, "torchrun": ranks.world > 1,
+                }
+            )  # fmt: skip
+            deltas.run(
+                out, src, against, dst, rules, _report,
+                verify=verify, jobs=jobs, overwrite=overwrite, device=device,
+            )  # fmt: skip
+            return
+        if asked_stream is not None and (stream or not dry_run):
+            streaming.run(
+                out, asked_stream, src, dst, rules, _report, jobs=jobs, overwrite=overwrite, device=device,
+                allow_destructive=allow_destructive, activations=activations, dry_run=dry_run,
+            )  # fmt: skip
+            return
         path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
         calibrated, more = None, {}
         if attention is not None:
@@ -218,6 +295,7 @@ def command(
             asked = targets.ask(
                 out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
                 sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite or dry_run,
+                drop_layers=fewer,
             )  # fmt: skip
             if dry_run:
                 found = targets.find(out, asked)
@@ -227,7 +305,7 @@ def command(
             delivered = targets.deliver(out, asked, verify=verify, overwrite=overwrite)
             _record(out, dst, calibrated)
             said = {"target": targets.result_of(asked, delivered.found, delivered)}
-            _report(out, delivered.report, said | more)
+            _report(out, delivered.report, said | more, dropped=bool(delivered.dropped))
             raise typer.Exit(0 if delivered.holds else 1)
         if dry_run:
             if ranks.is_first:
@@ -284,7 +362,15 @@ def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
     out.status(f"{dst}: the bits of its layers' attention are recorded in config.json")
 
 
-def _report(out: Output, report: CompressionReport, more: Mapping[str, object] | None = None) -> None:
+def _report(
+    out: Output,
+    report: CompressionReport,
+    more: Mapping[str, object] | None = None,
+    *,
+    dropped: bool = False,
+    where: str | None = None,
+) -> None:
+    """Show a report, and give it to machines; `where` is the page of what was pushed."""
     if report.resumed_files:
         out.status(f"{report.resumed_files} files were finished already and match the source")
     notes = Counter((t.scheme, t.note) for t in report.tensors if t.note and t.original_bytes >= WORTH_A_WORD)
@@ -313,11 +399,11 @@ def _report(out: Output, report: CompressionReport, more: Mapping[str, object] |
                 f"{len(norms)} of them to -1, 0 and 1 times a scale: they differ from the original by "
                 f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
             )
-    else:
+    elif not dropped:
         out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
     speed = "" if report.resumed_files else f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
-    where = "" if report.device == "cpu" else f" on {report.device}"
-    out.text(f"{report.dst} in {seconds_text(report.seconds)}{where}{speed}")
+    on = "" if report.device == "cpu" else f" on {report.device}"
+    out.text(f"{where or report.dst} in {seconds_text(report.seconds)}{on}{speed}")
     out.result(
         {
             "dry_run": False,
@@ -329,7 +415,7 @@ def _report(out: Output, report: CompressionReport, more: Mapping[str, object] |
             "stored_weight_bytes": report.stored_weight_bytes,
             "ratio": report.ratio,
             "bits_per_weight": report.bits_per_weight,
-            "lossless": not lossy,
+            "lossless": not lossy and not dropped,
             "seconds": report.seconds,
             "device": report.device,
             "resumed_files": report.resumed_files,
@@ -337,7 +423,7 @@ def _report(out: Output, report: CompressionReport, more: Mapping[str, object] |
             "tensors": report.tensors,
             **(more or {}),
         },
-        quiet=[report.dst],
+        quiet=[where or report.dst],
     )
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.cli import options
+from neuzip.cli import against, options
 from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.eval.histograms import Inspection, TensorFigures
@@ -49,6 +50,11 @@ def command(
     if plot is not None:
         pictures.check_target(plot, overwrite)
     path = resolve_source(src)
+    if against.is_delta(path):
+        if plot is not None:
+            raise UsageError(f"{src} is a delta, of which --plot has nothing to draw", "leave out --plot")
+        against.inspect(out, path, tensor or [])
+        return
     title = Path(src).resolve().name if Path(src).exists() else src
     chosen = choose(device, weight_bytes(path))
     config = Path(path) / "config.json"

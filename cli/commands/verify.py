@@ -12,6 +12,7 @@ from neuzip.cli.output import Output, bytes_text
 EXAMPLES = [
     "neuzip verify my-model.nz",
     "neuzip verify my-model.nz --against my-model",
+    "neuzip verify tuned.delta --base my-model",
 ]
 
 
@@ -20,6 +21,10 @@ def command(
     against: Annotated[
         str | None,
         typer.Option(metavar="ORIGINAL", help="Compare every tensor with this checkpoint, bit for bit"),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="SRC", help="Decode a delta too, with the checkpoint that it was made against"),
     ] = None,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
@@ -35,10 +40,11 @@ def command(
 
     path = resolve_source(src, note=out.status, progress=out.watched)
     original = resolve_source(against, note=out.status, progress=out.watched) if against is not None else None
-    total = weight_bytes(path)
+    of_base = resolve_source(base, note=out.status, progress=out.watched) if base is not None else None
+    total = weight_bytes(path, allow_delta=True)
     chosen = choose(device, total)
     with out.progress("verify", total) as advance:
-        report = verify(path, original, jobs=jobs, device=chosen, on_bytes=advance)
+        report = verify(path, original, jobs=jobs, device=chosen, on_bytes=advance, base=of_base)
     if report.different:
         out.table(
             ["tensor", "scheme", "largest relative error", "relative L2 error"],
@@ -49,6 +55,9 @@ def command(
         f"intact: {len(report.tensors)} tensors ({bytes_text(report.nbytes)}) in {report.files} files, "
         "every checksum right, everything decoded"
     )
+    if apart := sum(t.base_missing for t in report.tensors):
+        out.text(f"a delta: {apart} tensors need its base, and were checked as far as that goes without")
+        out.hint("--base BASE checks what they restore to")
     if original is not None:
         same = len(report.tensors) - len(report.different)
         out.text(f"against {against}: {same} tensors identical, {len(report.different)} rounded as recorded")
@@ -56,6 +65,7 @@ def command(
         {
             "src": path,
             "against": original,
+            "base": of_base,
             "intact": True,
             "files": report.files,
             "device": report.device,

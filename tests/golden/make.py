@@ -19,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from neuzip.compress import Rule, Scheme, compress, decompress
+from neuzip.compress.against import compress_against
 
 HERE = Path(__file__).resolve().parent
 V1 = HERE / "v1"
+BASES = V1 / "bases"
 EXPECTED = V1 / "expected.json"
 SIZES = HERE / "sizes.csv"
 
@@ -47,12 +49,13 @@ class Tensor(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A safetensors file, and the rules by which it is compressed."""
+    """A safetensors file, and the rules by which it is compressed, perhaps against other tensors."""
 
     tensors: dict[str, Tensor]
     rules: tuple[Rule, ...] = (LOSSLESS,)
     metadata: dict[str, str] | None = None
     padding: int = 0
+    base: dict[str, Tensor] | None = None
 
     def to_bytes(self) -> bytes:
         header: dict[str, object] = {} if self.metadata is None else {"__metadata__": self.metadata}
@@ -172,6 +175,61 @@ def ternary_exact() -> Input:
     )
 
 
+def changed(before: Tensor, seed: str, share: int, most: int, step: int = 1) -> Tensor:
+    """Every `share`-th pattern of a tensor, more or less, up to `most` steps larger or smaller."""
+    kind = f"<u{(1 + sum(FIELDS[before.dtype])) // 8}"
+    patterns = np.frombuffer(before.data, kind)
+    random = numbers(seed, patterns.size)
+    moved = (random >> np.uint64(32)) % np.uint64(2 * most + 1) * np.uint64(step)
+    moved = (moved - np.uint64(most * step)).astype(kind)
+    patterns = np.where(random % np.uint64(share) == 0, patterns + moved, patterns)
+    return before._replace(data=patterns.tobytes())
+
+
+def part(tensor: Tensor, other: Tensor, start: int, stop: int) -> Tensor:
+    """A tensor with some of its bytes from another."""
+    return tensor._replace(data=tensor.data[:start] + other.data[start:stop] + tensor.data[stop:])
+
+
+def delta() -> Input:
+    """All sorts of blocks and digits, raw bits, a shift, and tensors that need no base or are it."""
+    base = {
+        "lists": normal("BF16", 3 * 16384 + 700, seed="lists")._replace(shape=[4, 12463]),
+        "coded": normal("BF16", 16384 + 40, seed="coded"),
+        "fp16": normal("F16", 5000, seed="delta"),
+        "raw bits": normal("F32", 3000, seed="delta"),
+        "two digits": normal("F32", 3000, seed="digits"),
+        "shift": normal("F32", 5000, kept=7, seed="shift"),
+        "fp64": normal("F64", 1500, seed="delta"),
+        "fp8": normal("F8_E4M3", 9000, seed="delta"),
+        "unchanged": normal("BF16", 3000, seed="unchanged"),
+        "integers": Tensor("I64", [4], numbers("integers", 4).tobytes()),
+        "another shape": normal("BF16", 400, seed="shape"),
+        "another tensor": normal("BF16", 4000, seed="another"),
+    }
+    coded = changed(base["coded"], "coded", 3, 4)
+    few = changed(base["lists"], "few", 3000, 20)
+    many = changed(base["lists"], "many", 9, 2)
+    zeros = np.frombuffer(coded.data, "<u2").copy()
+    zeros[:8] = [0, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 1, 0x8001]
+    outliers = np.frombuffer(changed(base["two digits"], "digits", 20, 3).data, "<u4").copy()
+    outliers[::400] ^= np.uint32(1 << 31)
+    tensors = base | {
+        "lists": part(part(few, base["lists"], 2 * 16384, 4 * 16384), many, 4 * 16384, 6 * 16384),
+        "coded": coded._replace(data=zeros.tobytes()),
+        "fp16": changed(base["fp16"], "fp16", 4, 1),
+        "raw bits": changed(base["raw bits"], "raw bits", 1, 9000),
+        "two digits": base["two digits"]._replace(data=outliers.tobytes()),
+        "shift": changed(base["shift"], "shift", 2, 3, 1 << 16),
+        "fp64": changed(base["fp64"], "fp64", 1, 1 << 20),
+        "fp8": changed(base["fp8"], "fp8", 5, 1),
+        "another shape": normal("BF16", 500, seed="shape"),
+        "another tensor": normal("BF16", 4000, seed="no base"),
+    }
+    tensors["tied"] = tensors["coded"]
+    return Input(tensors, base=base)
+
+
 GOLDEN: dict[str, Callable[[], Input]] = {
     "smallest": lambda: Input({}),
     "lossless_pairs": lambda: Input({"w": normal("BF16", 16384 + 257)._replace(shape=[43, 387])}),
@@ -204,6 +262,7 @@ GOLDEN: dict[str, Callable[[], Input]] = {
     "alias_raw_metadata": alias_raw_metadata,
     "ternary": ternary,
     "ternary_exact": ternary_exact,
+    "delta": delta,
 }
 
 # Too large to keep, but their sizes are watched.
@@ -238,9 +297,16 @@ class Made(NamedTuple):
 def make(recipe: Callable[[], Input], folder: Path) -> Made:
     """Compress an input and restore it, in an empty folder."""
     source, packed, restored = (folder / f"{step}.safetensors" for step in ("source", "packed", "restored"))
-    source.write_bytes(recipe().to_bytes())
-    compress(source, packed, recipe().rules, overwrite=True, verify=False, allow_destructive=True)
-    decompress(packed, restored, overwrite=True)
+    given = recipe()
+    source.write_bytes(given.to_bytes())
+    base = None
+    if given.base is None:
+        compress(source, packed, given.rules, overwrite=True, verify=False, allow_destructive=True)
+    else:
+        base = folder / "base.safetensors"
+        base.write_bytes(Input(given.base).to_bytes())
+        compress_against(source, base, packed, "base", given.rules, overwrite=True, verify=False)
+    decompress(packed, restored, overwrite=True, base=base)
     return Made(source.read_bytes(), packed.read_bytes(), restored.read_bytes())
 
 
@@ -254,6 +320,9 @@ def write() -> None:
             sizes.append([name, len(made.original), len(made.container)])
             if name in GOLDEN:
                 (V1 / f"{name}.safetensors").write_bytes(made.container)
+                if (base := recipe().base) is not None:
+                    BASES.mkdir(exist_ok=True)
+                    (BASES / f"{name}.safetensors").write_bytes(Input(base).to_bytes())
                 expected[name] = hashlib.sha256(made.restored).hexdigest()
     EXPECTED.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
     with open(SIZES, "w", encoding="utf-8", newline="") as file:

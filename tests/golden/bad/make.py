@@ -233,6 +233,42 @@ def ternary(packing: str = TRITS, group: int | None = None, scale_dtype: str = "
     return Parts(header, {"version": 1, "header": "", "tensors": {"w": record}}, streams).seal()
 
 
+def delta(dtype: str = "BF16") -> Parts:
+    """A delta with one tensor `w` of two blocks: a coded one of many 1s, and one that lists two digits."""
+    fmt = FORMATS[dtype]
+    n, symbols = 16384 + 300, (np.arange(16384) % 3 == 0).astype(np.uint16)
+    table = rans.build_table(np.bincount(symbols, minlength=1 << 16), None)
+    encoded = rans.encode(symbols, table)
+    listed = np.array([5, 7, 290, 200], np.uint16)
+    index = np.array([encoded.index[0], listed.size], np.uint16)
+    words = np.frombuffer(stream_table(table), "<u2")[: 3 + table.palette.size + table.frequencies.size]
+    streams = {
+        "table": pad(np.array([1, *words], "<u2").tobytes()),
+        "index": pad(index.tobytes()),
+        "words": pad(np.concatenate([encoded.words, listed]).tobytes()),
+        "choice": pad(bytes(2)),
+    }
+    size = n * fmt.bits // 8
+    record = {
+        "scheme": "delta", "checksum": "0" * 16, "of": "w", "base": "0" * 16,
+        "shift": 0, "low_bits": 0, "digits": 1, "streams": dict.fromkeys(streams, ""),
+    }  # fmt: skip
+    header = safetensors({"w": (dtype, [n], bytes(size))})[:-size]
+    entries: dict[str, Entry] = {f"w:{s}": ("U16", [len(d) // 2], d) for s, d in streams.items()}
+    entries["w:choice"] = ("U8", [16], streams["choice"])
+    manifest = {"version": 1, "requires": ["delta"], "header": "", "tensors": {"w": record}}
+    return Parts(header, manifest, entries).seal()
+
+
+def the_base() -> Parts:
+    """A delta with one tensor `w` that is the base's."""
+    parts = raw()
+    parts.manifest["requires"] = ["delta"]
+    parts.record("w").update(scheme="base", of="w")
+    parts.entries.clear()
+    return parts.seal()
+
+
 def raw(*aliases: str) -> Parts:
     """A container with a raw tensor `w`, and with aliases of it."""
     data = bytes(range(8))
@@ -393,6 +429,15 @@ def bare_manifest(text: bytes, dtype: str = "U8", shape: list[int] | None = None
 
 def set_metadata(**fields: str) -> Damage:
     return lambda parts: parts.metadata.update(fields)
+
+
+def set_list(at: int, value: int) -> Damage:
+    """Change one of the four words of a delta's list: two positions, each before its digit."""
+
+    def damage(parts: Parts) -> None:
+        set_words("words", int(parts.words("w:index")[0]) + at, value)(parts)
+
+    return damage
 
 
 def set_escape(at: int, value: int) -> Damage:
@@ -682,6 +727,47 @@ BAD: dict[str, Callable[[], bytes]] = {
     "planes_too_short": of(lossless, resize("sign_mantissa", -16)),
     "normaliser_too_long": of(lambda: truncated("BF16", 8), resize("normaliser", 16)),
     "normaliser_too_short": of(lambda: truncated("BF16", 8), resize("normaliser", -16)),
+    "delta_without_requirement": of(delta, set_manifest(requires=None)),
+    "delta_that_requires_a_number": of(delta, set_manifest(requires=["delta", 1])),
+    "delta_that_requires_more": of(delta, set_manifest(requires=["delta", "speed"])),
+    "delta_of_a_number": of(delta, set_record(of=1)),
+    "delta_of_a_file_above": of(delta, set_record(file="../w.safetensors")),
+    "delta_without_base": of(delta, set_record(base=...)),
+    "delta_with_a_short_base": of(delta, set_record(base="0" * 15)),
+    "delta_shift_of_16": of(delta, set_record(shift=16)),
+    "delta_shift_of_64": of(delta, set_record(shift=64)),
+    "delta_shift_true": of(delta, set_record(shift=True)),
+    "delta_low_bits_negative": of(delta, set_record(low_bits=-1)),
+    "delta_low_bits_without_low": of(delta, set_record(low_bits=3)),
+    "delta_digits_0": of(delta, set_record(digits=0)),
+    "delta_digits_2": of(delta, set_record(digits=2)),
+    "delta_digits_5": of(delta, set_record(digits=5)),
+    "delta_digits_2_to_the_62": of(delta, set_record(digits=1 << 62)),
+    "delta_of_integers": of(delta, set_original(dtype="I16")),
+    "delta_of_nothing": of(delta, set_original(shape=[0], data_offsets=[0, 0])),
+    "delta_of_too_many_weights": of(delta, set_original(shape=[1 << 40], data_offsets=[0, 1 << 41])),
+    "delta_group_2": of(delta, set_words("table", 1, 2)),
+    "delta_group_0": of(delta, set_words("table", 1, 0)),
+    "delta_without_tables": of(delta, lambda p: p.put("w:table", bytes(16))),
+    "delta_with_256_tables": of(delta, set_words("table", 0, 256)),
+    "delta_with_a_table_too_many": of(delta, set_words("table", 0, 2)),
+    "delta_table_cut_short": of(delta, set_words("table", 2, 2, 4000)),
+    "delta_table_of_digit_256_of_8_bits": of(lambda: delta("F8_E4M3"), set_words("table", 5, 256)),
+    "delta_choice_beyond_the_tables": of(delta, set_bytes("choice", 0, 1)),
+    "delta_choice_of_a_list": of(delta, set_bytes("choice", 1, 1)),
+    "delta_choice_too_long": of(delta, resize("choice", 16)),
+    "delta_index_too_long": of(delta, resize("index", 16)),
+    "delta_index_counts_too_many": of(delta, set_words("index", 1, 400)),
+    "delta_words_damaged": of(delta, set_words("words", 40, 0), seal=False),
+    "delta_block_with_a_wrong_state": of(delta, set_words("words", 33, 0)),
+    "delta_list_with_half_an_entry": of(delta, set_words("index", 1, 3)),
+    "delta_list_falls": of(delta, set_list(2, 5)),
+    "delta_list_behind_the_end": of(delta, set_list(2, 300)),
+    "delta_list_with_a_digit_of_0": of(delta, set_list(1, 0)),
+    "delta_list_with_a_digit_too_large": of(lambda: delta("F8_E4M3"), set_list(3, 256)),
+    "base_without_requirement": of(the_base, set_manifest(requires=None)),
+    "base_of_a_number": of(the_base, set_record(of=1)),
+    "base_with_data": of(the_base, lambda p: p.entries.update({"w": ("U8", [1], b"x")})),
 }  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""--against of neuzip compress, and what other commands say of a delta."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.cli.streaming import Report
+    from neuzip.compress import Rule
+
+
+def refuse_others(others: Mapping[str, bool]) -> None:
+    """Raise UsageError for options that were given and exclude --against."""
+    for option, given in others.items():
+        if given:
+            raise UsageError(
+                f"--against and {option} exclude each other", f"leave out {option}: a delta is always exact"
+            )
+
+
+def run(
+    out: Output,
+    src: str,
+    against: str,
+    dst: Path,
+    rules: Sequence[Rule],
+    report_of: Report,
+    *,
+    verify: bool,
+    jobs: int | None,
+    overwrite: bool,
+    device: Literal["auto", "cpu", "cuda"],
+) -> None:
+    """Make a delta, and report it."""
+    from neuzip.compress.against import compress_against
+    from neuzip.compress.base import name_of
+    from neuzip.compress.device import choose
+    from neuzip.compress.source import weight_bytes
+    from neuzip.formats.hub import resolve_source
+
+    path = resolve_source(src, note=out.status, progress=out.watched)
+    base = resolve_source(against, note=out.status, progress=out.watched)
+    name, total = name_of(base, against), weight_bytes(path)
+    with out.progress("compress", total) as advance:
+        report = compress_against(
+            path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+            device=choose(device, total), on_bytes=advance,
+        )  # fmt: skip
+    for warning in report.warnings:
+        out.warning(warning)
+    count = Counter(_kind(t.scheme) for t in report.tensors)
+    out.text(
+        f"against {name}: {count['base']} tensors unchanged, {count['delta']} as differences, "
+        f"{count['alone']} alone"
+    )
+    report_of(out, report, {"against": base, "base": name}, where=None)
+    out.hint(f"to restore it: neuzip apply {dst} --base {against} DST")
+
+
+def _kind(scheme: str) -> str:
+    return {"as in the base": "base", "delta": "delta"}.get(scheme, "alone")
+
+
+def is_delta(path: str | Path) -> bool:
+    """Whether a checkpoint is one, as `compress --against` makes them."""
+    from neuzip.compress.source import TensorSource
+
+    with TensorSource(path, allow_delta=True) as source:
+        return source.is_delta
+
+
+def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
+    """Show how the tensors of a delta are stored; what they are made of shows only beside the base."""
+    from neuzip.compress.pipeline import describe
+    from neuzip.compress.source import TensorSource
+    from neuzip.eval.histograms import select, visible
+    from neuzip.formats.checkpoint import base_name
+    from neuzip.formats.container import Container
+
+    rows, tensors = [], []
+    with TensorSource(path, allow_delta=True) as source:
+        name = base_name(source.checkpoint)
+        chosen = select(source, list(globs))
+        for t in chosen:
+            opened = source.opened(t.file)
+            if not isinstance(opened, Container) or t.record is None:
+                continue
+            stored, scheme = opened.stored_bytes(t.name), describe(t.record, t.info.dtype)
+            rows.append(
+                [visible(t.name), visible(t.info.dtype), "x".join(map(str, t.info.shape)) or "scalar", scheme,
+                 bytes_text(t.info.nbytes), bytes_text(stored), percent_text(stored, t.info.nbytes)]
+            )  # fmt: skip
+            tensors.append(
+                {
+                    "file": t.file, "name": t.name, "dtype": t.info.dtype, "shape": t.info.shape,
+                    "scheme": t.record.scheme, "bytes": t.info.nbytes, "stored_bytes": stored,
+                    "base": t.record.base,
+                }
+            )  # fmt: skip
+    nbytes, stored = (sum(t[key] for t in tensors) for key in ("bytes", "stored_bytes"))  # type: ignore[misc]
+    out.table(
+        ["tensor", "dtype", "shape", "scheme", "bytes", "stored", "ratio"], rows,
+        right=["bytes", "stored", "ratio"],
+        total=[f"{len(rows)} tensors", "", "", "", bytes_text(nbytes), bytes_text(stored),
+               percent_text(stored, nbytes)],
+    )  # fmt: skip
+    out.text()
+    out.text(f"A delta against {visible(name) if name is not None else 'another file'}.")
+    out.hint("to see what the weights are made of, restore them: neuzip apply DELTA --base BASE DST")
+    out.result(
+        {"src": path, "delta": True, "base": name, "bytes": nbytes, "stored_bytes": stored,
+         "tensors": tensors},
+        quiet=[stored],
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Two checkpoints of one family to a delta: what it takes to make the one of the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from neuzip.errors import NeuzipError
+
+from .base import Base
+from .device import CPU, Device
+from .pipeline import DEFAULT_RULES, CompressionReport, compress
+from .restore import decompress
+from .scheme import Rule
+from .source import TensorSource
+from .verify import OnBytes, ignore
+from .workspace import recover, refuse_existing, refuse_nesting, remove, require_name, writing
+
+
+def compress_against(
+    new: str | os.PathLike[str],
+    old: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    name: str,
+    rules: Sequence[Rule] = DEFAULT_RULES,
+    *,
+    verify: bool = True,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    device: Device = CPU,
+    on_bytes: OnBytes = ignore,
+) -> CompressionReport:
+    """Store a checkpoint as a delta of `old`, its base, called `name`. Either may be compressed.
+
+    A compressed `new` is restored beside `dst` first, and what was restored removed in the end. Raises
+    NeuzipError.
+    """
+    dst = Path(dst)
+    with TensorSource(old, device) as source:
+        refuse_nesting(source.checkpoint.path, dst)
+        refuse_nesting(source.checkpoint.path, Path(new))
+        with _plain(Path(new), dst, overwrite, jobs, device) as path:
+            report = compress(
+                path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=device,
+                on_bytes=on_bytes, base=Base(source, name),
+            )  # fmt: skip
+    return replace(report, src=Path(new))
+
+
+@contextmanager
+def _plain(new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Device) -> Iterator[Path]:
+    """`new`, or what it restores to if it is compressed. A run that was killed leaves that to the next."""
+    with TensorSource(new) as source:
+        if not source.is_compressed:
+            yield new
+            return
+        refuse_nesting(source.checkpoint.path, dst)
+    require_name(dst)
+    recover(dst)
+    if dst.is_file() or (dst.is_dir() and overwrite):
+        refuse_existing(dst, overwrite)
+    restored = dst.with_name(f"{dst.name}.neuzip-new{new.suffix if new.is_file() else ''}")
+    with writing(dst):
+        dst.parent.mkdir(parents=True, exist_ok=True)
+    report = decompress(new, restored, jobs=jobs, overwrite=restored.is_file(), device=device)
+    if not report.lossless:
+        remove(restored)
+        raise NeuzipError(
+            f"{new}: is rounded, so what it restores to is not what was compressed", "give the original"
+        )
+    yield restored
+    remove(restored)

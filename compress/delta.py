@@ -1,0 +1,559 @@
+"""A tensor as its difference from the same tensor of another checkpoint, the base, and back, exactly.
+
+Differences are those of kernels/delta, sorted by exponents within regions of a PIECE. Their digits of 16
+bits (one for BF16) are coded by rANS as exponents are, in blocks of 16,384, each by one of a few tables. A
+block in which few digits are not 0 is a list of those, and so an unchanged block takes three bytes. Where
+differences are large in all weights, as of F32, `low` bits stand below the digits raw.
+
+`encode` reads both tensors once and holds the differences, as much memory as the tensor has bytes. `Decoder`
+reads any range.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neuzip.errors import NeuzipError
+from neuzip.formats.container import Stream, padded_stream
+from neuzip.kernels import rans
+from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract, sums
+from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, plane_widths, unpack_fields
+from neuzip.kernels.rans.numbers import HEADER_WORDS
+
+from .lossless import LARGEST_TABLE, PIECE, TABLE_HEAD, Map, Read, ReadStream, expect_length, padded, pieces
+
+if TYPE_CHECKING:
+    import torch
+
+    from .gpu import Gpu
+
+Words = npt.NDArray[np.uint16]
+Ints = npt.NDArray[np.int64]
+Choice = npt.NDArray[np.uint8]
+Observe = Callable[[Bits, Bits], None]
+
+MOST_LISTED = (HEADER_WORDS - 1) // 2
+"""Digits of a block that are listed: each takes two words, and a coded block takes HEADER_WORDS at least."""
+
+SYMBOL_BITS = 16
+"""Bits of a digit."""
+
+MOST_TABLES = 255
+"""Tables of a digit that a reader takes."""
+
+AS_FLOAT = FloatFormat("digit", SYMBOL_BITS, 63 - SYMBOL_BITS)
+"""What a digit is to a GPU's decoder: the exponent of a float of 64 bits (those of narrower ones may have 8
+bits at most) that is positive and has no mantissa."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A coded difference. `union` is the bitwise or of all patterns of the new tensor."""
+
+    cut: Digits
+    digits: int
+    streams: dict[str, Stream]
+    union: int
+
+    @property
+    def nbytes(self) -> int:
+        """What the streams take."""
+        return sum(stream.nbytes for stream in self.streams.values())
+
+
+def encode(
+    read: Read, read_base: Read, numel: int, fmt: FloatFormat, parallel: Map, observe: Observe
+) -> Encoded | None:
+    """Code a tensor of `numel` weights; None if it is its base.
+
+    `observe` is shown all pieces of the tensor and of its base in order, once.
+    """
+    differences, union, new_union = np.empty(numel, fmt.dtype), 0, 0
+
+    def difference(piece: tuple[int, int]) -> tuple[Bits, Bits, int, int]:
+        new, base = read(*piece), read_base(*piece)
+        found = subtract(new, base, fmt, differences[slice(*piece)])
+        return new, base, found.union, found.new_union
+
+    for new, base, of_piece, of_new in parallel(difference, pieces(numel)):
+        observe(new, base)
+        union |= of_piece
+        new_union |= of_new
+    if not union:
+        return None
+    cut = Digits(fmt.bits, shift=(union & -union).bit_length() - 1)
+    measured = parallel(lambda piece: lengths(differences[slice(*piece)], cut.shift), pieces(numel))
+    counts = [int(n) for n in sum(measured, np.zeros(65, np.int64))]
+    cut = replace(cut, low=_choose_low(counts))
+    longest = max(length for length, n in enumerate(counts) if n)
+    digits = max(1, -(-(longest - cut.low) // SYMBOL_BITS))
+
+    heads: list[Words] = []
+    words: list[Words] = []
+    choices: list[Choice] = []
+    for digit in range(digits):
+        tables = _tables(differences, cut, digit, parallel)
+        heads += [np.array([len(tables.tables)], np.uint16), *map(_table_words, tables.tables)]
+
+        def code(
+            piece: tuple[int, int], digit: int = digit, tables: _Tables = tables
+        ) -> tuple[Choice, list[Words]]:
+            return _code(cut.take(differences[slice(*piece)], digit), tables)
+
+        for choice, coded in parallel(code, pieces(numel)):
+            choices.append(choice)
+            words += coded
+    streams = {
+        "table": padded_stream(heads),
+        "index": padded_stream([np.array([block.size for block in words], np.uint16)]),
+        "words": padded_stream(words),
+        "choice": padded_stream(choices),
+    }
+    if cut.low:
+        planes = cut.take_low(differences).values()
+        streams["low"] = Stream([part for plane in planes for part in padded_stream([plane]).parts])
+    return Encoded(cut, digits, streams, new_union)
+
+
+def _choose_low(counts: Sequence[int]) -> int:
+    """How many bits to leave raw. `counts[n]` are the differences of n bits.
+
+    The least estimate, in integers, as the bytes must not depend on a machine's logarithms: the entropy of
+    the lengths, and the bits below the leading one. What is longer than a palette can hold is an escape.
+    """
+    numel, longest = sum(counts), max(length for length, n in enumerate(counts) if n)
+
+    def estimate(low: int) -> int:
+        cost = numel * low << 8
+        shorter = [sum(counts[: low + 1]), *counts[low + 1 : longest + 1]]
+        for length, n in enumerate(shorter):
+            if n:
+                below = length - 1 if length <= 8 else 32 * -(-length // SYMBOL_BITS)
+                cost += n * (_log2(numel) - _log2(n) + (max(below, 0) << 8))
+        return cost
+
+    return min(range(longest), key=estimate)
+
+
+def _log2(n: int) -> int:
+    """The logarithm in 1/256, straight between powers of two."""
+    whole = n.bit_length() - 1
+    return (whole << 8) + (n << 8 >> whole) - 256
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of a digit, and by the bucket of a block which is its."""
+
+    tables: list[rans.Table]
+    by_bucket: dict[int, int]
+
+
+def _tables(differences: Bits, cut: Digits, digit: int, parallel: Map) -> _Tables:
+    """Tables for those blocks of a digit that are coded: one for blocks whose digits have as many bits.
+
+    Buckets that are next to each other share one where that takes less.
+    """
+
+    def count(piece: tuple[int, int]) -> dict[int, Ints]:
+        symbols = cut.take(differences[slice(*piece)], digit)
+        buckets, counted = _buckets(symbols), {}
+        for bucket in set(buckets) - {None}:
+            own = [part for part, its in zip(_parts(symbols), buckets, strict=True) if its == bucket]
+            counted[bucket] = np.bincount(np.concatenate(own))
+        return counted  # type: ignore[return-value]
+
+    counts: dict[int, Ints] = {}
+    for counted in parallel(count, pieces(differences.size)):
+        for bucket, own in counted.items():
+            counts[bucket] = _added(counts[bucket], own) if bucket in counts else own
+    groups = [([bucket], counts[bucket]) for bucket in sorted(counts)]
+    costs = [_cost(own) for _, own in groups]
+    while len(groups) > 1:
+        merged = [_added(a, b) for (_, a), (_, b) in pairwise(groups)]
+        after = [_cost(own) for own in merged]
+        saved = [a + b - both for (a, b), both in zip(pairwise(costs), after, strict=True)]
+        best = max(range(len(saved)), key=saved.__getitem__)
+        if saved[best] <= 0:
+            break
+        groups[best : best + 2] = [(groups[best][0] + groups[best + 1][0], merged[best])]
+        costs[best : best + 2] = [after[best]]
+    tables = [rans.build_table(_added(own, np.zeros(1 << SYMBOL_BITS, np.int64)), None) for _, own in groups]
+    return _Tables(tables, {b: number for number, (buckets, _) in enumerate(groups) for b in buckets})
+
+
+def _added(a: Ints, b: Ints) -> Ints:
+    """The sum of two histograms, of which one may be shorter."""
+    longer, shorter = (a, b) if a.size >= b.size else (b, a)
+    total = longer.astype(np.int64)
+    total[: shorter.size] += shorter
+    return total
+
+
+def _cost(counts: Ints) -> int:
+    """About how many 1/256 bits digits take that occur so often, their table included."""
+    counts = np.sort(counts[counts > 0])
+    total, escaped = int(counts.sum()), counts[:-256].sum() if counts.size > 256 else 0
+    kept = counts[-256:]
+    coded = int((kept * (_log2(total) - _log2s(kept))).sum()) + 40 * 256 * int(escaped)
+    return coded + 256 * 16 * (TABLE_HEAD + kept.size + min(256, 2 * kept.size))
+
+
+def _log2s(n: Ints) -> Ints:
+    """`_log2` of many."""
+    whole = np.frexp(n.astype(np.float64))[1].astype(np.int64) - 1
+    return np.asarray((whole << 8) + (n << 8 >> whole) - 256)
+
+
+def _parts(symbols: Words) -> list[Words]:
+    return [symbols[at : at + rans.BLOCK] for at in range(0, symbols.size, rans.BLOCK)]
+
+
+def _buckets(symbols: Words) -> list[int | None]:
+    """For every block how many bits its digits have, in half octaves; None for one that is listed."""
+    buckets: list[int | None] = []
+    for part, (changed, bits) in zip(_parts(symbols), sums(symbols, rans.BLOCK).tolist(), strict=True):
+        of_full = bits * rans.BLOCK // part.size
+        whole = of_full.bit_length() - 1
+        buckets.append(2 * whole + (of_full >> whole - 1 & 1) if changed > MOST_LISTED else None)
+    return buckets
+
+
+def _code(symbols: Words, tables: _Tables) -> tuple[Choice, list[Words]]:
+    """Code the blocks of a piece: which table each has, and its words."""
+    parts, buckets = _parts(symbols), _buckets(symbols)
+    chosen = [None if bucket is None else tables.by_bucket[bucket] for bucket in buckets]
+    words = [_listed(part) if number is None else part for part, number in zip(parts, chosen, strict=True)]
+    for number in set(chosen) - {None}:
+        own = [at for at, its in enumerate(chosen) if its == number]
+        coded = rans.encode(np.concatenate([parts[at] for at in own]), tables.tables[number or 0])
+        ends = np.cumsum(coded.index.astype(np.int64))
+        for at, block in zip(own, np.split(coded.words, ends[:-1]), strict=True):
+            words[at] = block
+    return np.array([number or 0 for number in chosen], np.uint8), words
+
+
+def _listed(symbols: Words) -> Words:
+    """The digits of a block that are not 0, each after its position."""
+    positions = np.flatnonzero(symbols)
+    return np.stack([positions.astype(np.uint16), symbols[positions]], axis=1).reshape(-1)
+
+
+def _table_words(table: rans.Table) -> Words:
+    head = [table.group, table.palette.size, table.frequencies.size]
+    return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
+
+
+def _parse_tables(words: Words, cut: Digits, digits: int) -> list[list[rans.Table]]:
+    """The tables of all digits; raises NeuzipError when one breaks a rule."""
+    tables: list[list[rans.Table]] = []
+    at = 0
+    for digit in range(digits):
+        if at >= words.size or words[at] > MOST_TABLES:
+            raise NeuzipError(
+                f"the stream 'table' does not say how many tables digit {digit} has, or too many"
+            )
+        tables.append([])
+        count, at = int(words[at]), at + 1
+        for _ in range(count):
+            table, at = _parse_table(words, at, cut.width(digit))
+            tables[-1].append(table)
+    if words.size * 2 != padded(2 * at):
+        raise NeuzipError("the stream 'table' does not have the length that it states")
+    return tables
+
+
+def _parse_table(words: Words, at: int, width: int) -> tuple[rans.Table, int]:
+    """The table at a word, for digits of `width` bits, and where it ends."""
+    head = [int(w) for w in words[at : at + TABLE_HEAD]]
+    palette_at = at + TABLE_HEAD
+    end = palette_at + sum(head[1:])
+    if len(head) < TABLE_HEAD or end > words.size:
+        raise NeuzipError("the stream 'table' ends before its last table")
+    palette, frequencies = words[palette_at : palette_at + head[1]], words[palette_at + head[1] : end]
+    if head[0] != 1:
+        raise NeuzipError(f"the stream 'table' has the group {head[0]}; a delta's is 1")
+    try:
+        table = rans.Table(head[0], palette, frequencies)
+    except ValueError as error:
+        raise NeuzipError(f"the stream 'table' is not valid: {error}") from error
+    if int(palette[-1]) >> width:
+        raise NeuzipError(f"the stream 'table' has digits of more than {width} bits")
+    return table, end
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """Blocks of one table: their numbers, words and index."""
+
+    table: rans.Table
+    numbers: Ints
+    words: Words
+    index: Words
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Some blocks of one digit: those that are coded, by table, and of the others what they list.
+
+    `at` are the positions of listed digits among the weights of all blocks, `values` the digits.
+    """
+
+    coded: list[_Coded]
+    at: Ints
+    values: Words
+
+
+class Decoder:
+    """Decodes ranges of one tensor from its streams and its base: the inverse of `encode`.
+
+    `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other.
+    """
+
+    def __init__(
+        self,
+        read_stream: ReadStream,
+        length: Callable[[str], int],
+        numel: int,
+        fmt: FloatFormat,
+        cut: Digits,
+        digits: int,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self._read_stream = read_stream
+        self._numel = numel
+        self._fmt = fmt
+        self._cut = cut
+        self._gpu = gpu
+        if cut.width(digits - 1) < 1:
+            raise NeuzipError(
+                f"a shift of {cut.shift}, {cut.low} low bits and digits up to number {digits - 1} "
+                f"are more than {fmt.name} has"
+            )
+        self._blocks = -(-numel // rans.BLOCK)
+        self._planes, end = {}, 0
+        for width in plane_widths(cut.low) if cut.low else ():
+            self._planes[width] = end
+            end += padded(plane_bytes(width, numel))
+        if cut.low:
+            expect_length("low", length("low"), end)
+        expect_length("index", length("index"), padded(2 * self._blocks * digits))
+        if length("table") > padded((2 + LARGEST_TABLE * MOST_TABLES) * digits):
+            raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
+        self._tables = _parse_tables(read_stream("table", 0, length("table")).view("<u2"), cut, digits)
+        self._index = read_stream("index", 0, 2 * self._blocks * digits).view("<u2")
+        expect_length("choice", length("choice"), padded(self._blocks * digits))
+        self._choice = read_stream("choice", 0, self._blocks * digits)
+        self._starts = np.concatenate([[0], np.cumsum(self._index.astype(np.int64))])
+        expect_length("words", length("words"), padded(2 * int(self._starts[-1])))
+
+    def read(self, start: int, stop: int, read_base: Read) -> Bits:
+        """The bit patterns of weights `start` to `stop`, of which `read_base` gives the base's."""
+        if not 0 <= start <= stop <= self._numel:
+            raise ValueError(f"weights {start} to {stop} of {self._numel}")
+        if start == stop:
+            return np.empty(0, self._fmt.dtype)
+        # Whole regions: where in one a difference stands depends on all of the base's exponents.
+        begin, end = start // PIECE * PIECE, min(-(-stop // PIECE) * PIECE, self._numel)
+        first, last = begin // rans.BLOCK, -(-end // rans.BLOCK)
+        base = read_base(begin, end)
+        if self._gpu is None:
+            regions = [(at, min(at + PIECE, end)) for at in range(begin, end, PIECE)]
+            parts = [
+                restore(base[a - begin : b - begin], self.read_differences(a, b), self._cut.shift, self._fmt)
+                for a, b in regions
+            ]
+            restored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return restored[start - begin : stop - begin]
+        blocks = [self._blocks_of(digit, first, last) for digit in range(len(self._tables))]
+        on_gpu = _restore_on(self._gpu, base, blocks, self._read_low(begin, end), self._cut, self._fmt)
+        if on_gpu is not None:
+            return on_gpu[start - begin : stop - begin]
+        # The GPU does not say where: the CPU does, as if it had been the one to find out.
+        on_cpu = copy.copy(self)
+        on_cpu._gpu = None
+        on_cpu.read_differences(begin, end)
+        raise NeuzipError(
+            f"the words from block {first} on are corrupt on the GPU and not on the CPU",
+            "this is a bug in neuzip, or faulty memory; please report it",
+        )
+
+    def read_differences(self, start: int, stop: int) -> Bits:
+        """The zigzagged differences `start` to `stop` in their sorted order, which needs no base."""
+        first, last, begin, end = self._extent(start, stop)
+        if self._cut.low:
+            zigzagged = unpack_fields(self._read_low(begin, end), end - begin, self._cut.low - 1)
+            zigzagged = zigzagged.astype(self._fmt.dtype)
+        else:
+            zigzagged = np.zeros(end - begin, self._fmt.dtype)
+        for digit in range(len(self._tables)):
+            symbols = self._decode(digit, self._blocks_of(digit, first, last), first, end - begin)
+            put_digit(symbols, self._cut.low + SYMBOL_BITS * digit, zigzagged)
+        return zigzagged[start - begin : stop - begin]
+
+    def _extent(self, start: int, stop: int) -> tuple[int, int, int, int]:
+        """The blocks of some weights, and the weights of those blocks."""
+        if not 0 <= start <= stop <= self._numel:
+            raise ValueError(f"weights {start} to {stop} of {self._numel}")
+        first, last = start // rans.BLOCK, -(-stop // rans.BLOCK)
+        return first, last, first * rans.BLOCK, min(last * rans.BLOCK, self._numel)
+
+    def _read_low(self, begin: int, end: int) -> dict[int, npt.NDArray[np.uint8]]:
+        return {
+            width: self._read_stream(
+                "low", at + begin * width // 8, at + begin * width // 8 + plane_bytes(width, end - begin)
+            )
+            for width, at in self._planes.items()
+        }
+
+    def _blocks_of(self, digit: int, first: int, last: int) -> _Blocks:
+        """Blocks `first` to `last` of a digit, taken apart. Raises NeuzipError for a list that is none."""
+        before = digit * self._blocks
+        counts = self._index[before + first : before + last].astype(np.int64)
+        begin, end = (int(self._starts[before + at]) for at in (first, last))
+        words = self._read_stream("words", 2 * begin, 2 * end).view("<u2")
+        is_coded = counts >= HEADER_WORDS
+        choice = self._choice[before + first : before + last]
+        beyond = choice >= np.where(is_coded, len(self._tables[digit]), 1)
+        if beyond.any():
+            raise NeuzipError(f"block {first + int(beyond.argmax())} of digit {digit} has no table")
+        coded = []
+        for number in np.unique(choice[is_coded]).tolist():
+            own = is_coded & (choice == number)
+            coded.append(
+                _Coded(
+                    self._tables[digit][number],
+                    np.flatnonzero(own),
+                    words if own.all() else words[np.repeat(own, counts)],
+                    counts[own].astype(np.uint16),
+                )
+            )
+        listed = words[:0] if is_coded.all() else words[np.repeat(~is_coded, counts)]
+        lists = np.where(is_coded, 0, counts)
+        if (lists & 1).any():
+            block = first + int((lists & 1).argmax())
+            raise NeuzipError(f"block {block} of digit {digit}: its list has half an entry")
+        positions, values = listed[0::2].astype(np.int64), listed[1::2]
+        owners = np.repeat(np.arange(last - first), lists // 2)
+        at = owners * rans.BLOCK + positions
+        inside = (positions < rans.BLOCK) & (at < self._numel - first * rans.BLOCK)
+        rising = np.diff(at, prepend=-1) > 0
+        fit = (values > 0) & (values.astype(np.int64) >> self._cut.width(digit) == 0)
+        good = inside & rising & fit
+        if not good.all():
+            block = first + int(owners[good.argmin()])
+            raise NeuzipError(
+                f"block {block} of digit {digit}: its list has positions or digits out of range"
+            )
+        return _Blocks(coded, at, values)
+
+    def _decode(self, digit: int, blocks: _Blocks, first: int, numel: int) -> Words:
+        """The digits of all `numel` weights of some blocks, the first of which is block `first`."""
+        symbols = np.zeros(numel, np.uint16)
+        for coded in blocks.coded:
+            ranges = _ranges(coded.numbers, numel)
+            try:
+                decoded = rans.decode(
+                    coded.words, coded.index, coded.table, sum(b - a for a, b in ranges),
+                    self._cut.width(digit),
+                )  # fmt: skip
+            except rans.CorruptStream as error:
+                raise NeuzipError(
+                    f"the stream 'words', digit {digit}, among the coded blocks from block {first} on: "
+                    f"{error.message}"
+                ) from error
+            at = 0
+            for a, b in ranges:
+                symbols[a:b] = decoded[at : at + b - a]
+                at += b - a
+        symbols[blocks.at] = blocks.values
+        return symbols
+
+
+def _ranges(blocks: npt.NDArray[np.int64], numel: int) -> list[tuple[int, int]]:
+    """The weights of some blocks of `numel` weights, neighbours in one range."""
+    cuts = [0, *(np.flatnonzero(np.diff(blocks) > 1) + 1).tolist(), blocks.size]
+    return [
+        (int(blocks[a]) * rans.BLOCK, min((int(blocks[b - 1]) + 1) * rans.BLOCK, numel))
+        for a, b in pairwise(cuts)
+    ]
+
+
+def _restore_on(
+    gpu: Gpu,
+    base: Bits,
+    blocks: Sequence[_Blocks],
+    low: dict[int, npt.NDArray[np.uint8]],
+    cut: Digits,
+    fmt: FloatFormat,
+) -> Bits | None:
+    """Decode whole regions on a GPU and add them to `base`; None where the words are corrupt."""
+    import torch
+
+    from neuzip.kernels.delta import torch_ops
+    from neuzip.kernels.rans.triton_decode import PATTERNS
+
+    parts: list[npt.NDArray[Any]] = [base, *low.values(), *(c.words for b in blocks for c in b.coded)]
+    ends = np.cumsum([padded(part.nbytes) for part in parts]).tolist()
+    host = np.zeros(ends[-1], np.uint8)
+    for part, end in zip(parts, ends, strict=True):
+        host[end - padded(part.nbytes) :][: part.nbytes] = part.view(np.uint8)
+
+    def compute(raw: torch.Tensor) -> torch.Tensor:
+        there = iter(
+            [raw[end - padded(part.nbytes) :][: part.nbytes] for part, end in zip(parts, ends, strict=True)]
+        )
+        patterns = next(there).view(PATTERNS[8 * base.itemsize])
+        planes = {width: next(there) for width in low}
+        fields = torch_ops.unpack_fields(planes, base.size) if planes else None
+        errors = torch.zeros(1, dtype=torch.int32, device=raw.device)
+        digits = [
+            _decode_on(b, [next(there) for _ in b.coded], base.size, cut.width(digit), errors)
+            for digit, b in enumerate(blocks)
+        ]
+        restored = torch_ops.restore(patterns, digits, fields, cut, fmt, PIECE)
+        return torch.cat([errors.view(torch.uint8), restored.view(torch.uint8)])
+
+    result = gpu.compute(host, compute)
+    return None if result[:4].any() else result[4:].copy().view(base.dtype)
+
+
+def _decode_on(
+    blocks: _Blocks, words: Sequence[torch.Tensor], numel: int, width: int, errors: torch.Tensor
+) -> torch.Tensor:
+    """The digits of `numel` weights, int32, on the device of `errors`. Marks corrupt ones in `errors`."""
+    import torch
+
+    from neuzip.kernels.rans import triton_decode
+
+    device = errors.device
+    digits = torch.zeros(numel, dtype=torch.int32, device=device)
+    ranges = [_ranges(coded.numbers, numel) for coded in blocks.coded]
+    sizes = [sum(b - a for a, b in own) for own in ranges]
+    signs = torch.zeros(padded(plane_bytes(1, max(sizes, default=0))), dtype=torch.uint8, device=device)
+    tensors = [
+        triton_decode.CodedTensor(
+            AS_FLOAT, 0, size, coded.table,
+            torch.from_numpy(coded.index.view(np.int16)).to(device), own.view(torch.int16), {1: signs},
+        )
+        for coded, size, own in zip(blocks.coded, sizes, words, strict=True)
+    ]  # fmt: skip
+    outs = [torch.empty(size, dtype=torch.int64, device=device) for size in sizes]
+    errors |= triton_decode.decode(tensors, outs).any() if tensors else 0
+    for own, floats in zip(ranges, outs, strict=True):
+        decoded, at = (floats >> AS_FLOAT.mantissa_bits).to(torch.int32), 0
+        errors |= (decoded >> width).any()
+        for a, b in own:
+            digits[a:b] = decoded[at : at + b - a]
+            at += b - a
+    if blocks.at.size:
+        values = torch.from_numpy(blocks.values.astype(np.int32)).to(device)
+        digits[torch.from_numpy(blocks.at).to(device)] = values
+    return digits
