@@ -51,6 +51,10 @@ def figures() -> str:
         if name == "attention" and is_measured("attention_accuracy-wikilm-26m"):
             accuracy = load("attention_accuracy-wikilm-26m"), load("attention_accuracy-synthetic")
             parts.append(attention_accuracy(*accuracy))
+    if is_measured("delta"):
+        parts.append(delta(load("delta")))
+    if is_measured("faults"):
+        parts.append(faults(load("faults")))
     return "\n\n".join([*parts, memory(load("memory"))])
 
 
@@ -767,7 +771,7 @@ def verdict(results: list[dict[str, Any]], text: str) -> str:
     """What the interval of Mix-LN against Pre-LN says."""
     rows = [r for r in results if r["placement"] == "mix" and r["text"] == text and r["against_pre"]]
     if not rows or rows[0]["against_pre"]["high"] is None:
-        return "Too few seeds tell Mix-LN from Pre-LN."
+        return "There are too few seeds to tell Mix-LN from Pre-LN."
     found = rows[0]["against_pre"]
     if found["high"] < 0:
         return "Mix-LN is better than Pre-LN, beyond the seeds' spread."
@@ -831,6 +835,57 @@ def within(estimate: dict[str, float | None], digits: int) -> str:
     value, error = estimate["value"], estimate["standard_error"]
     assert value is not None
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {WITHIN_95 * error:.{digits}f}")
+
+
+def delta(document: dict[str, Any]) -> str:
+    """Deltas beside the container alone and their peers."""
+    lines = []
+    for r in document["results"]:
+        training = f"{r['optimizer']}, {r['learning_rate']:g}, {'fp32 master' if r['master'] else 'bf16'}"
+        peers = (f"{r['weight_bytes'] / peer['bytes']:.1f}x" for peer in r["peers"].values())
+        lines.append(
+            f"| {training} | {r['steps']} | {r['changed_share']:.1%} "
+            f"| {r['delta_bytes'] / 1e6:.2f} MB, {r['weight_bytes'] / r['delta_bytes']:.1f}x "
+            f"| {r['container_bytes'] / r['delta_bytes']:.1f}x | {' | '.join(peers)} "
+            f"| {r['encode_seconds']:.2f} s | {r['apply_seconds']:.2f} s |"
+        )
+    first = document["results"][0]
+    return (
+        f"**Deltas** of wikilm-26m (bf16, {first['weight_bytes'] / 1e6:.1f} MB of weights; the lossless "
+        f"container alone {first['container_bytes'] / 1e6:.1f} MB), saved in bf16 after some steps of "
+        f"training on {document['batch']} x {document['tokens']} tokens, against the checkpoint before them. "
+        "Every delta restores the same files. Peers get the weights in memory; the times are of `neuzip "
+        f"compress --against` without its verification and of `neuzip apply`, {document['threads']} threads, "
+        f"files read and written, medians of {document['rounds']}. `python benchmarks/delta.py`\n\n"
+        "| training | steps | weights changed | delta | smaller than the container "
+        f"| {' | '.join(first['peers'])} | compress | apply |\n"
+        f"|---|---:|---:|---:|---:|{'---:|' * len(first['peers'])}---:|---:|\n"
+        + "\n".join(lines)
+        + f"\n\n{machine(document)}"
+    )
+
+
+def faults(document: dict[str, Any]) -> str:
+    """What became of pushes and pulls under faults."""
+    lines = []
+    for r in document["results"]:
+        broken = "0" if not r["broken"] else f"**{r['broken']}**"
+        twice = f"{r['twice_mean']:.0%}, {r['twice_most']:.0%}" if r.get("twice_mean") is not None else ""
+        cells = (r["command"], r["fault"], r["runs"], r["untouched"] or "", r["went_on"] or "",
+                 r["error"] or "", r["killed"] or "", twice, broken)  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return (
+        f"**Push and pull under faults** at random moments, {document['checkpoint']}, against a server on "
+        "loopback that speaks the Hub's API. A command gets over the fault by itself, ends with an error, or "
+        "is killed; the last two are repeated, without the fault. Broken would be: half a checkpoint under "
+        "its name on the Hub or the disk, a repeated command that fails, a weight file sent again that had "
+        "arrived, other bytes than the original's after pull and decompress, the access token in any output "
+        "or file. `twice` is what was moved again because it was on its way: mean and most, as a share of "
+        "the weights (what a killed push had handed to the system still arrives). "
+        "`python benchmarks/faults.py`\n\n"
+        "| command | fault | runs | ended before it | got over it | error | killed | twice | broken |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|\n" + "\n".join(lines) + f"\n\n{machine(document)}"
+    )
 
 
 def memory(document: dict[str, Any]) -> str:

@@ -1,0 +1,254 @@
+"""Writes the figures of docs/*.md from benchmarks/results, so that none is copied by hand.
+
+python benchmarks/docs_figures.py            # rewrite what stands between the marks of every page
+python benchmarks/docs_figures.py --check    # exit 1 if a page differs, and name it
+
+A page has `<!-- figures: NAME -->` and `<!-- end of figures -->` around what BLOCKS[NAME] gives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import readme
+
+DOCS = readme.ROOT / "docs"
+MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+FIRST = "bf16 decode, lossless, 235 M weights"
+SMALL = "bf16 decode, lossless, 16 Mi weights"
+
+
+def main() -> int:
+    """Render every page, then write or compare."""
+    differ = []
+    for page in sorted(DOCS.glob("*.md")):
+        old = page.read_text(encoding="utf-8")
+        new = MARKED.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", old)
+        if new != old:
+            differ.append(page)
+    if "--check" in sys.argv:
+        print(*(page.name for page in differ), sep="\n", end="")
+        return int(bool(differ))
+    for page in differ:
+        old = page.read_text(encoding="utf-8")
+        page.write_text(MARKED.sub(lambda f: f"{f[1]}{block(f[2])}\n{f[3]}", old), encoding="utf-8")
+    return 0
+
+
+def block(name: str) -> str:
+    """What stands between the marks of that name; paths of pictures as they are from docs/."""
+    return BLOCKS[name]().replace("](benchmarks/", "](../benchmarks/")
+
+
+def whole(name: str, render: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """A table that README's script renders, once it has been measured."""
+    return lambda: render(readme.load(name)) if readme.is_measured(name) else "Not measured yet."
+
+
+def table(heads: str, rows: list[tuple[object, ...]]) -> str:
+    """A Markdown table; `heads` are separated by bars."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(lines)
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """The least and the greatest."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def limits() -> str:
+    """For each kernel on a GPU: what bounds it, and how near it comes."""
+    codec = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
+    products = readme.load("packed_linear")["sections"]["products"]
+    packed_bits = readme.load("packed_linear")["sections"]["bits"]["results"][0]["bits"]
+    ternary = readme.load("ternary_linear")["sections"]["products"]
+    loss = readme.load("linear_cross_entropy")["sections"]["gemma"]["results"]
+    attended = readme.load("kv_attention")
+    rows: list[tuple[object, ...]] = []
+    for what, row in (
+        ("rANS decode, 235 M weights", FIRST), ("rANS decode, one tensor of 16 Mi", SMALL),
+        ("rANS encode, 235 M weights", "bf16 encode, 235 M weights"),
+    ):  # fmt: skip
+        r = codec[row, "neuzip"]
+        rows.append((what, "bytes moved", f"{r['gb_s'] / r['share']:,.0f} GB/s", f"{r['gb_s']:,.0f} GB/s",
+                     f"{r['share']:.0%}"))  # fmt: skip
+    one = [r for r in products["results"] if (r["rows"], r["kept"]) == (1, 7)]
+    read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in one]
+    rows.append(("packed product, 1 row", "bytes read", f"{16 / packed_bits:.2f} times cuBLAS",
+                 f"{spread([r['speedup'] for r in one])} times",
+                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
+    vector = [r for r in ternary["results"] if (r["tokens"], r["activation"]) == (1, "int8")]
+    read = [r["gb_s_read"] / ternary["device_copy_gb_s"] for r in vector]
+    rows.append(("ternary product, 1 token", "bytes read", f"{16 / vector[0]['bits']:.0f} times cuBLAS",
+                 f"{spread([r['speedup'] for r in vector])} times",
+                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
+    ours = next(r for r in loss if (r["row"], r["by"]) == ("forward", "neuzip"))
+    rows.append(("loss of a head, 8,192 tokens, 256,000 x 2,304", "arithmetic",
+                 f"{ours['ms'] * ours['share']:.1f} ms", f"{ours['ms']:.1f} ms",
+                 f"{ours['share']:.0%}"))  # fmt: skip
+    copied = attended["device_copy_gb_s"]
+    read = [r["gb_s_read"] / copied for r in attended["results"]]
+    rows.append(("attention over packed keys and values", "bytes read", f"{copied:,.0f} GB/s",
+                 f"{spread([r['gb_s_read'] for r in attended['results']], 0)} GB/s",
+                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
+    loaded = next(r for (row, by), r in codec.items() if row.startswith("load_file") and by == "neuzip")
+    rows.append(("loading a checkpoint of 16 GB", "the PCIe link",
+                 f"{loaded['gb_s'] / loaded['share']:.0f} GB/s", f"{loaded['gb_s']:.1f} GB/s",
+                 f"{loaded['share']:.0%}"))  # fmt: skip
+    machine = readme.gpu_machine(readme.load("gpu_codec")["environment"]).split(", commit")[0]
+    return table("kernel | bound by | limit | reached | share", rows) + f"\n\n{machine}; commits as below"
+
+
+def peers_lossless() -> str:
+    """Size and speed of lossless forms of bf16, measured side by side."""
+    gpu = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
+    rows: list[tuple[object, ...]] = []
+    for name in ("neuzip", "DFloat11 0.5.0", "nvCOMP ANS 6.0.0.12"):
+        first, small = gpu[FIRST, name], gpu[SMALL, name]
+        encode = gpu.get(("bf16 encode, 235 M weights", name))
+        coded = "" if encode is None else f"{encode['gb_s']:,.0f}"
+        rows.append((f"{name}, GPU", f"{first['ratio']:.2%}", f"{first['gb_s']:,.0f}",
+                     f"{small['gb_s']:,.0f}", coded))  # fmt: skip
+    cpu = readme.load("cpu_codec")
+    versions = cpu["environment"]["packages"]
+    for codec in ("neuzip", "zipnn", "zstd -3"):
+        found = {r["case"]: r for r in cpu["results"] if r["codec"] == codec}
+        large, real = found["gaussian"], found["wikilm-26m"]
+        name = {"zipnn": f"ZipNN {versions['zipnn']}"}.get(codec, codec)
+        rows.append((f"{name}, {cpu['threads']} CPU threads", f"{large['ratio']:.2%}",
+                     f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
+                     f"{large['encode_gb_s']:.2f}"))  # fmt: skip
+    machines = readme.gpu_machine(readme.load("gpu_codec")["environment"]), readme.machine(cpu)
+    return (
+        "GB/s of bf16. `large` is 235 M weights on the GPU and 67 M on the CPU, N(0, 0.02); `small` is 16 Mi "
+        "weights on the GPU and the checkpoint wikilm-26m on the CPU.\n\n"
+        + table("codec | size | decode, large | decode, small | encode, large", rows)
+        + f"\n\n{'; '.join(machines)}"
+    )
+
+
+def residencies() -> str:
+    """A model of Llama-3-8B's shapes in every residency, in short."""
+    section = readme.load("generate")["sections"]["llama"]
+    rows = {(r["what"], r["by"]): r for r in section["rows"]}
+    wanted = ("weights in memory", "decode, batch 1", "decode, batch 8", "decode, batch 32", "prefill")
+    forms = ("bf16", "packed", "ans")
+    lines: list[tuple[object, ...]] = []
+    for what in wanted:
+        cells = [rows[what, form] for form in forms]
+        lines.append((what, *(f"{readme.generated({**r, 'by': 'bf16'})} ({r.get('ratio', 1):.2f})"
+                              for r in cells)))  # fmt: skip
+    return (
+        table(f"what | {' | '.join(forms)}", lines)
+        + f"\n\nIn brackets the ratio to bf16. {readme.gpu_machine(section['environment'])}"
+    )
+
+
+def mantissas() -> str:
+    """Size and quality of two small checkpoints for every number of mantissa bits."""
+    documents = [readme.load("sweep-demo"), readme.load("sweep-wikilm-26m")]
+    found = [{r["scheme"]: r for r in d["results"]} for d in documents]
+    rows: list[tuple[object, ...]] = []
+    for bits in range(7, -1, -1):
+        cells: list[object] = [bits]
+        for schemes in found:
+            r = schemes[f"k{bits}"]
+            cells += [f"{r['ratio']:.1%}", f"{r['perplexity']['value']:.2f}",
+                      f"{r['kld']['mean']['value']:.5f}"]  # fmt: skip
+        rows.append(tuple(cells))
+    heads = " | ".join(f"{name}: size | perplexity | divergence" for name in ("demo", "wikilm-26m"))
+    return (
+        table(f"mantissa bits | {heads}", rows)
+        + "\n\nPerplexity token by token; divergence is the mean KL divergence from the original in nats a "
+        "token. The demo has 1.3 M weights and its own held-out text, wikilm-26m has 26 M and "
+        f"{documents[1]['text'].rpartition('/')[2]}. Small tensors carry relatively more overhead than those "
+        f"of a large model. {blocks_worth(found)} "
+        + "; ".join(dict.fromkeys(readme.machine(d) for d in documents))
+    )  # fmt: skip
+
+
+def blocks_worth(found: list[dict[str, dict[str, Any]]]) -> str:
+    """How often blocks with a normaliser diverge less than as many bytes without."""
+    better = total = 0
+    for schemes in found:
+        plain = [(r["ratio"], r["kld"]["mean"]["value"]) for r in (schemes[f"k{k}"] for k in range(7))]
+        for name, r in schemes.items():
+            if "b" not in name or r["ratio"] > plain[-1][0]:  # nothing lies between 6 bits and no loss
+                continue
+            (x0, y0), (x1, y1) = next(
+                pair for pair in itertools.pairwise(plain) if pair[0][0] <= r["ratio"] <= pair[1][0]
+            )
+            without = math.log(y0) + (r["ratio"] - x0) / (x1 - x0) * math.log(y1 / y0)
+            better += math.log(r["kld"]["mean"]["value"]) < without
+            total += 1
+    return (
+        f"Of {total} schemes with blocks that were measured, {better} diverged less than a mixture of two "
+        "numbers of bits without blocks that takes as many bytes (by interpolation of the logarithm)."
+    )
+
+
+def peers_attention() -> str:
+    """Speed of quantised attention beside torch's and the released Triton kernel."""
+    section = readme.load("attention")["sections"]["kernels"]
+    sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
+    cases = dict.fromkeys((r["texts"], r["tokens"], r["width"], r["causal"]) for r in section["results"])
+    rows: list[tuple[object, ...]] = []
+    for case in cases:
+        found = {
+            r["side"]: r
+            for r in section["results"]
+            if (r["texts"], r["tokens"], r["width"], r["causal"]) == case
+        }
+        texts, tokens, width, causal = case
+        name = f"{texts} x 32 heads, {tokens:,} tokens, D {width}{', causal' if causal else ''}"
+        rows.append((name, *(f"{found[side]['tops']:,.0f}" for side in sides)))
+    version = section["environment"]["packages"]["sageattention"]
+    return (
+        table("TOPS, forward | ours, 8 bits | SDPA, cuDNN | SDPA, flash | sageattention", rows)
+        + "\n\nSmoothing and quantising are in the time of both quantised forms; sageattention "
+        f"{version} is its release for Triton. {readme.gpu_machine(section['environment'])}"
+    )
+
+
+def accuracy() -> str:
+    """Accuracy of quantised attention."""
+    return readme.attention_accuracy(
+        readme.load("attention_accuracy-wikilm-26m"), readme.load("attention_accuracy-synthetic")
+    )
+
+
+def conversion() -> str:
+    """What models lose that become ternary without training."""
+    return readme.ternary_conversion(
+        {name: readme.load(f"ternary-conversion-{name}") for name in ("demo", "wikilm-26m")}
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "limits": limits, "peers-lossless": peers_lossless, "residencies": residencies, "mantissas": mantissas,
+    "peers-attention": peers_attention, "attention-accuracy": accuracy, "ternary-conversion": conversion,
+    "sweep": whole("sweep-demo", readme.sweep), "kv-cache": whole("kv_cache-demo", readme.kv_cache),
+    "cpu-codec": whole("cpu_codec", readme.codec), "gpu-codec": whole("gpu_codec", readme.gpu_codec),
+    "packed-linear": whole("packed_linear", readme.packed_linear),
+    "generate": whole("generate", readme.generate),
+    "ternary-linear": whole("ternary_linear", readme.ternary_linear),
+    "bitnet": whole("bitnet", readme.bitnet),
+    "kv-attention": whole("kv_attention", readme.kv_attention),
+    "attention": whole("attention", readme.attention),
+    "linear-cross-entropy": whole("linear_cross_entropy", readme.linear_cross_entropy),
+    "train-memory": whole("train_memory", readme.train_memory),
+    "recovery": whole("recovery", readme.recovery), "mix-ln": whole("mix_ln", readme.mix_ln),
+    "delta": whole("delta", readme.delta), "faults": whole("faults", readme.faults),
+    "layers": whole("layers-wikilm-26m", readme.layers), "memory": whole("memory", readme.memory),
+}  # fmt: skip
+"""What a mark may name."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
