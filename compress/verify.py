@@ -28,7 +28,7 @@ OnBytes = Callable[[int], None]
 Reader = Callable[[int, int], Bytes]
 Keep = Callable[[SourceTensor, int, Bytes], None]
 """keep(tensor, start, data): the restored bytes of a tensor from `start` on."""
-Piece = tuple[Bytes, bool, list[Error]]
+Piece = tuple[Bytes, bool, list[Error], Bytes | None]
 
 
 def ignore(_: int) -> None:
@@ -41,7 +41,8 @@ class TensorVerdict:
 
     `lossless` is whether it is stored so that it restores to the original. `identical` is whether it equals
     the original, or None where no original was given; for one that does not, the largest relative error and
-    the relative L2 error. `base_missing` says that it was looked at only as far as that goes without a base.
+    the relative L2 error. `of_another` says that the original given is not the one that was rounded.
+    `base_missing` says that it was looked at only as far as that goes without a base.
     """
 
     file: str
@@ -52,6 +53,7 @@ class TensorVerdict:
     max_relative: float | None = None
     relative_l2: float | None = None
     lossless: bool = True
+    of_another: bool = False
     base_missing: bool = False
 
 
@@ -87,7 +89,8 @@ def verify(
 
     With `against`, the original, also every byte of the lossless tensors, and the errors of the others. Of a
     delta without its `base` the streams are checked and decoded, but not what they are added to. Raises
-    FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's.
+    FormatError for a damaged file, VerificationError for a lossless tensor that is not the original's, and
+    for one that was rounded from other weights.
     """
     with (
         nullcontext() if base is None else TensorSource(base, device) as of_base,
@@ -131,6 +134,11 @@ def verify(
         if verdict.identical is False and verdict.lossless:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
+                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+            )
+        if verdict.of_another:
+            raise VerificationError(
+                f"{src}: tensor {verdict.name!r} was rounded from other weights than those of {against}",
                 f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
             )
     return VerifyReport(tuple(verdicts), files, device.name)
@@ -259,11 +267,13 @@ def check_tensors(
 
     results = workers.map(lambda job: job(), jobs())
     for tensor in tensors:
-        running, identical, error = xxhash.xxh3_64(), True, Error()
+        running, rounded, identical, error = xxhash.xxh3_64(), xxhash.xxh3_64(), True, Error()
         next(results)
         for _ in tensor.pieces(source.device):
-            data, same, parts = next(results)
+            data, same, parts, expected = next(results)
             running.update(data.data)
+            if expected is not None:
+                rounded.update(expected.data)
             identical &= same
             for part in parts:
                 error += part
@@ -283,9 +293,11 @@ def check_tensors(
         if original is not None and identical:
             verdict = replace(verdict, identical=True, max_relative=0.0, relative_l2=0.0)
         elif original is not None:
+            recorded = tensor.record.original if tensor.record is not None else None
             verdict = replace(
-                verdict, identical=False, max_relative=error.max_relative, relative_l2=error.relative_l2
-            )
+                verdict, identical=False, max_relative=error.max_relative, relative_l2=error.relative_l2,
+                of_another=recorded is not None and rounded.hexdigest() != recorded,
+            )  # fmt: skip
         yield verdict
 
 
@@ -294,7 +306,7 @@ def _check_streams(source: TensorSource, tensor: SourceTensor, error: FormatErro
     source.check_streams(tensor)
     if error is not None:
         raise error
-    return np.empty(0, np.uint8), True, []
+    return np.empty(0, np.uint8), True, [], None
 
 
 def _check_piece(
@@ -306,7 +318,8 @@ def _check_piece(
     start: int,
     stop: int,
 ) -> Piece:
-    """A piece of a tensor, whether it equals the other's, and by how much it does not.
+    """A piece of a tensor, whether it equals the other's, by how much it does not, and the other's if it was
+    rounded.
 
     That are sums for every PIECE weights, however many a piece has: sums of other parts round otherwise.
     `exact` says that it should: then nothing is measured as long as it does.
@@ -315,16 +328,17 @@ def _check_piece(
     if keep is not None:
         keep(tensor, start, data)
     if other is None:
-        return data, True, []
+        return data, True, [], None
     expected = other(start, stop)
+    rounded = expected if tensor.record is not None and tensor.record.original is not None else None
     fmt = FORMATS.get(tensor.info.dtype)
     same = bool(np.array_equal(data, expected))
     if fmt is None or (same and exact):
-        return data, same, []
+        return data, same, [], rounded
     a, b = expected.view(fmt.dtype), data.view(fmt.dtype)
     errors = []
     for at in range(0, a.size, PIECE):
         x, y = a[at : at + PIECE], b[at : at + PIECE]
         finite = ~(non_finite(x, fmt) | non_finite(y, fmt))
         errors.append(Error.between(x[finite], y[finite], fmt))
-    return data, same, errors
+    return data, same, errors, rounded

@@ -47,6 +47,8 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+_ROOMS = ("cli", "compress", "eval", "formats", "kernels", "runtime", "train")
+
 _HOME = {
     "NeuzipConfig": ("neuzip.runtime.quantizer", "NeuzipConfig"),
     "compress_checkpoint": ("neuzip.compress", "compress"),
@@ -70,6 +72,8 @@ def __getattr__(name: str) -> Any:
     elif name in _HOME:
         room, function = _HOME[name]
         value = getattr(import_module(room), function)
+    elif name in _ROOMS:
+        value = import_module(f"neuzip.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

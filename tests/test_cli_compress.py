@@ -69,6 +69,19 @@ def test_rounding_spares_what_is_no_matrix(neuzip: Speak, model: Path, tmp_path:
     assert "1 tensors identical, 1 rounded as recorded" in said.stdout
 
 
+def test_rounded_weights_are_those_of_one_original(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    """Near it is not enough: the last bit of one weight is another."""
+    assert neuzip("compress", model, tmp_path / "small", "--mantissa-bits", 2).exit_code == 0
+    other = tmp_path / "other" / "model.safetensors"
+    other.parent.mkdir()
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-2 * 3000 - 2] ^= 1  # of the last weight before the norm
+    other.write_bytes(data)
+    said = neuzip("verify", tmp_path / "small", "--against", other.parent)
+    assert said.exit_code == 1 and said.stdout == ""
+    assert "tensor 'a.weight' was rounded from other weights than those of" in said.stderr
+
+
 def test_a_plan_file(neuzip: Speak, model: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(

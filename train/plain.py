@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ def write_plain(
     """
     with quiet_transformers():
         model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+        shutil.copymode(folder / "config.json", weights)
     if like is None:
         return
     left_out = (".index.json", *PICKLES) if without is None else (".index.json", without, *PICKLES)
