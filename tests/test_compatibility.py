@@ -8,17 +8,17 @@ breaks the promise; a new version gets folders of its own.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import independent_decoder as decoder
 import pytest
+from golden import make as golden
+from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.source import TensorSource
@@ -44,21 +44,6 @@ RESTORED = {
     "unet/diffusion.safetensors": "ddb569b1536b252347595a8ec4dd9dea82c5dd75ab813db1dc73176d0d561837",
 }
 """SHA-256 of what the golden folder restores to."""
-
-
-def load(path: Path) -> ModuleType:
-    """A module of the tests, which are in no package."""
-    spec = importlib.util.spec_from_file_location(f"compatibility_{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bad = load(GOLDEN / "bad" / "make.py")
-decoder = load(ROOT / "tests" / "independent_decoder.py")
 
 
 def sha256(data: bytes) -> str:
@@ -296,7 +281,6 @@ def test_unknown_keys_of_a_folder_are_ignored(folder: Path, tmp_path: Path) -> N
 
 def write_folder(target: Path) -> dict[str, str]:
     """A small compressed folder with everything that folders can have; what it restores to."""
-    golden = load(GOLDEN / "make.py")
     source = target.with_name("source")
     w, v = golden.normal("BF16", 2400, seed="folder"), golden.normal("F32", 1500, seed="folder")
     shards = {

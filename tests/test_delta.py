@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import independent_decoder as decoder
 import numpy as np
 import pytest
 import torch
+from golden import make as recipes
+from golden.bad import make as bad
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,21 +39,6 @@ Speak = Callable[..., Any]
 WIDTHS = {8: FORMATS["F8_E4M3"], 16: FORMATS["BF16"], 32: FORMATS["F32"], 64: FORMATS["F64"]}
 TORCH = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-
-def load(path: str) -> ModuleType:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"delta_{Path(path).stem}", ROOT / "tests" / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-decoder = load("independent_decoder.py")
-recipes = load("golden/make.py")
-bad = load("golden/bad/make.py")
 
 # The kernels
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from fuzz import targets
 
 from neuzip.compress import decompress, verify
 from neuzip.compress.source import SourceTensor, TensorSource
@@ -20,19 +19,6 @@ from neuzip.formats.container import Container
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load() -> ModuleType:
-    """tests/fuzz/targets.py, which is in no package."""
-    path = ROOT / "tests" / "fuzz" / "targets.py"
-    spec = importlib.util.spec_from_file_location("fuzz_targets", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-targets = load()
 FOUND = json.loads((targets.CORPUS / "found.json").read_text(encoding="utf-8"))
 
 

@@ -5,7 +5,6 @@ The files of tests/golden/bad each have one fault; `pytest --regenerate-golden -
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,11 +16,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.scheme import read_plan_file
@@ -31,20 +30,6 @@ from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
 BAD = Path(__file__).resolve().parent / "golden" / "bad"
 Save = Callable[..., Path]
 Speak = Callable[..., Any]
-
-
-def load(path: Path) -> ModuleType:
-    """A module beside this one, which is not in a package."""
-    spec = importlib.util.spec_from_file_location(f"bad_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bad = load(BAD / "make.py")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.export import Gguf, export
@@ -42,20 +41,6 @@ HOSTILE = [
     "\ud800",
 ]
 """Names of tensors that terminals, browsers or Markdown would make more of."""
-
-
-def load(path: Path) -> ModuleType:
-    """A module of the tests, which are in no package."""
-    spec = importlib.util.spec_from_file_location(f"security_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bad = load(ROOT / "tests" / "golden" / "bad" / "make.py")
 
 
 # The document

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -13,12 +12,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import independent_decoder as decoder
 import numpy as np
 import pytest
 import xxhash
+from golden import make as golden
 
 from neuzip.compress import Rule, Scheme, compress, decompress, lossless
 from neuzip.errors import NeuzipError
@@ -31,18 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SPEC = (ROOT / "formats" / "SPEC.md").read_text(encoding="utf-8")
 
 
-def load(path: str) -> ModuleType:
-    """A module that is in no package."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "tests" / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-decoder = load("independent_decoder.py")
-golden = load("golden/make.py")
 GOLDEN_FILES = sorted(golden.V1.glob("*.safetensors"))
 
 
