@@ -298,7 +298,8 @@ def test_a_course_on_a_gpu(settings, original: Path, tmp_path: Path):
     course = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
     before = kld(original, course.student.cpu())
     course = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
-    assert course.fit(1.0) > 4
+    course.fit(1.0)  # compiles the kernels, which takes as long as it takes
+    assert course.fit(10.0) > 40
     recover(course, original, tmp_path / "r", steps=100, keep_state=tmp_path / "state")
     assert kld(original, runnable(tmp_path / "r", None, "cpu", torch.float32)) < 0.5 * before
     again = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
@@ -354,7 +355,7 @@ def test_a_stopped_course_goes_on_as_if_it_had_not_been(original: Path, tmp_path
     assert same(tmp_path / "r", tmp_path / "whole")
     logs = [read_log(tmp_path / name / "recovery.jsonl") for name in ("r", "whole")]
     assert [one["loss"] for one in logs[0]] == [one["loss"] for one in logs[1]]
-    assert [one["step"] for one in logs[0]] == list(range(20))
+    assert [one["step"] for one in logs[0]] == list(range(1, 21))
 
 
 def test_a_course_goes_on_only_with_the_models_that_it_began_with(original: Path, tmp_path: Path):
@@ -390,11 +391,11 @@ def test_what_is_no_number_changes_no_weight(original: Path, monkeypatch: pytest
     moments = course._moments()
     losses = Recovery._losses
     monkeypatch.setattr(Recovery, "_losses", lambda self, n: {**losses(self, n), "loss": float("nan")})
-    with pytest.raises(NeuzipError, match="step 7: the loss is nan, and no weight was changed"):
+    with pytest.raises(NeuzipError, match="step 8: the loss is nan, and no weight was changed"):
         course.step(7, 1e-3)
     monkeypatch.undo()
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(float("inf")))
-    with pytest.raises(NeuzipError, match="step 8: the norm of the gradients is inf"):
+    with pytest.raises(NeuzipError, match="step 9: the norm of the gradients is inf"):
         course.step(8, 1e-3)
     assert all(torch.equal(p, before[name]) for name, p in course.student.named_parameters())
     assert all(torch.equal(value, moments[name]) for name, value in course._moments().items())

@@ -332,10 +332,13 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
 
 
-@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (2, 2), (4, 4)])
-def test_launches_of_few_tokens_agree(warps: int, tiles: int, device):
+@pytest.mark.parametrize(
+    ("warps", "tiles", "beside", "codes_ahead"),
+    [(1, 1, 1, False), (2, 2, 1, False), (4, 4, 1, True), (1, 1, 8, True), (2, 1, 2, True), (1, 2, 4, False)],
+)
+def test_launches_of_few_tokens_agree(warps: int, tiles: int, beside: int, codes_ahead: bool, device):
     weights = ternary(50, 520)
-    launch = triton_vector.Launch(warps, tiles)
+    launch = triton_vector.Launch(warps, tiles, beside=beside, codes_ahead=codes_ahead)
     for rows, dtype in ((5, torch.float16), (18, torch.float32)):
         x = tokens(rows, 520, dtype=dtype)
         y = triton_vector.few_tokens(

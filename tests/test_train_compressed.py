@@ -25,7 +25,10 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers import states as quantized
 from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.kernels.rans import triton_encode
+from neuzip.kernels.rans.triton_decode import PATTERNS
 from neuzip.train import compressed
+from neuzip.train import held as holding
 from neuzip.train import states as kept
 from neuzip.train.compressed import Trainer, checksum, train_compressed
 from neuzip.train.desk import Desk
@@ -142,6 +145,124 @@ def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device
         assert held.nbytes < 0.70 * flat.nbytes
 
 
+def as_bits(flat: Tensor) -> Tensor:
+    return flat.view(PATTERNS[8 * flat.itemsize])
+
+
+@pytest.fixture
+def recodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of any size are coded again by the table that they have."""
+    monkeypatch.setattr(holding, "CODING_SHARE", 0)
+
+
+@pytest.mark.usefixtures("recodes")
+def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) -> None:
+    """In the same memory, without a census, and decoded in either of two buffers."""
+    numel = 2000
+    flat = (torch.randn(numel) * 0.02).bfloat16().to(device)
+    held = hold(flat, True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    table, words, nbytes = held._coded.table, held._coded.words.data_ptr(), held.nbytes
+    buffers = [torch.empty(2 * numel + 100, dtype=torch.uint8, device=device) for _ in range(2)]
+    for step in range(3):
+        found = held.open(buffers[step % 2])
+        assert torch.equal(as_bits(found), as_bits(flat))
+        flat[step::100] *= 1 + 2**-7
+        flat[step] = [math.nan, -0.0, -math.inf][step]
+        found.copy_(flat)
+        held.close(found)
+        assert held._coded.table is table
+        assert (held._coded.words.data_ptr(), held.nbytes) == (words, nbytes)
+    for buffer in buffers:
+        found = held.open(buffer)
+        assert found.data_ptr() == buffer.data_ptr()
+        assert torch.equal(as_bits(found), as_bits(flat))
+    assert held.errors is not None and held.errors.tolist() == [0]
+
+
+@pytest.mark.usefixtures("recodes")
+def test_words_that_outgrow_their_room_get_a_new_table(device: torch.device) -> None:
+    flat = (torch.randn(700) * 0.02).bfloat16().to(device)
+    buffer = torch.empty(2000, dtype=torch.uint8, device=device)
+    held = hold(flat, True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    held.open(buffer)
+    before, flat = held._coded.table, flat * 2**40
+    held.close(flat)
+    assert held._coded.table is not before
+    again = held._coded.table
+    assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
+    held.close(flat)
+    assert held._coded.table is again
+
+
+@pytest.mark.usefixtures("recodes")
+def test_weights_that_use_less_bits_are_coded_from_scratch(device: torch.device) -> None:
+    """States are zeros before the first step, and then numbers of many bits."""
+    buffer = torch.empty(3000, dtype=torch.uint8, device=device)
+    held = hold(torch.zeros(600, device=device), True, triton=True)
+    assert isinstance(held, CodedByTriton)
+    zeros, some = torch.zeros(600), torch.randn(600)
+    for flat in (torch.ones(600), some, some.roll(1), zeros, some):
+        held.close(flat.to(device))
+        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat.to(device)))
+        assert (held._recoder is not None) == (len(flat.unique()) > 1)
+
+
+def test_a_small_array_has_no_table_at_hand(device: torch.device) -> None:
+    """It would take more than it saves."""
+    held = hold((torch.randn(2000) * 0.02).bfloat16().to(device), True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._recoder is None
+
+
+@pytest.mark.usefixtures("recodes")
+def test_what_could_not_be_coded_again_is_not_decoded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = torch.randn(300).bfloat16().to(device)
+    held = hold(flat, True, triton=True)
+    buffer = torch.empty(1000, dtype=torch.uint8, device=device)
+    held.open(buffer)
+
+    def fail(self: triton_encode.Recoder, bits: Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(triton_encode.Recoder, "code", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        held.close(flat)
+    with pytest.raises(AssertionError):
+        held.open(buffer)
+    monkeypatch.undo()
+    monkeypatch.setattr(holding, "CODING_SHARE", 0)
+    for _ in range(2):
+        held.close(flat)
+        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
+    """40 million weights and some, changed a little in each round; at last so much that the table is new."""
+    torch.manual_seed(0)
+    flat = (torch.randn(40_000_000 + 12_345, device="cuda") * 0.02).to(dtype)
+    held = hold(flat, True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    table, nbytes = held._coded.table, held.nbytes
+    buffers = [torch.empty(flat.nbytes + 512, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for step in range(4):
+        found = held.open(buffers[step % 2])
+        assert torch.equal(as_bits(found), as_bits(flat))
+        flat += 1e-3 * torch.randn_like(flat) * flat.abs().mean()
+        flat[step * 1000 : step * 1000 + 500] = math.nan
+        found.copy_(flat)
+        held.close(found)
+        assert held._coded.table is table and held.nbytes == nbytes
+    held.close(flat.fill_(1.0).mul_(torch.randn_like(flat)))
+    assert torch.equal(as_bits(held.open(buffers[0])), as_bits(flat))
+    assert held._coded.table is not table
+    assert held.errors is not None and held.errors.tolist() == [0]
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(NeuzipError, match=r"weights of torch\.float64 cannot be held compressed"):
         hold(torch.zeros(10, dtype=torch.float64), True)
@@ -212,6 +333,7 @@ def test_states_in_coded_pieces_are_those_of_the_optimizer(
     assert isinstance(pieces[0]["first"], CodedByTriton if triton else CodedByNumba)
 
 
+@pytest.mark.usefixtures("recodes")
 def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
     def small() -> Any:
         return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
@@ -220,8 +342,12 @@ def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("share", [0, holding.CODING_SHARE], ids=["recoded", "from scratch"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
-def test_a_gpu_gives_the_same_bits_compressed_or_not(optimizer: str) -> None:
+def test_a_gpu_gives_the_same_bits_compressed_or_not(
+    optimizer: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "CODING_SHARE", share)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         sizes = {"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
@@ -234,6 +360,7 @@ def test_a_gpu_gives_the_same_bits_compressed_or_not(optimizer: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("recodes")
 def test_a_gpu_gives_the_same_bits_with_states_held_compressed() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -274,6 +401,62 @@ def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
                 desk.settle()
         assert all(len(set(unit.places)) == 1 and len(unit.places) == 4 for unit in units)
         assert len({unit.places[0] for unit in units}) == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("micro", [None, 1], ids=["at once", "in micro-batches"])
+def test_parameters_are_made_once_and_left_without_gradients(ahead: bool, micro: int | None) -> None:
+    """One for each place where a weight lies open, and nothing of a graph stays with them."""
+    trainer = train_compressed(llama(), ahead=ahead, micro_batch=micro)
+    layer = trainer.layers[0]
+    seen: list[nn.Parameter] = []
+    nodes = 0
+
+    def note(*_: Any) -> None:
+        nonlocal nodes
+        if layer.coded[0].parameter.is_meta:  # the shell's passes, without layers
+            return
+        for slot in layer.coded:
+            seen.append(slot.parameter)
+            if torch.is_grad_enabled():
+                node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
+                assert not node.metadata, "a node of the step before is still there"
+                node.metadata["met"] = True
+                nodes += 1
+
+    hollow = [slot.parameter for slot in layer.coded]
+    hook = layer.module.register_forward_hook(note)
+    for batch in batches(3):
+        trainer.step(batch, 0.01)
+        assert all(slot.parameter is one for slot, one in zip(layer.coded, hollow, strict=True))
+    hook.remove()
+    assert nodes == 3 * len(hollow) * (2 if micro else 1)
+    assert len({id(one) for one in seen}) == len(hollow)
+    assert all(one.grad is None and not one._backward_hooks for one in seen)
+    assert all(not torch.autograd.graph.get_gradient_edge(one).node.metadata for one in seen)
+    alive = [weakref.ref(one) for one in seen]
+    seen.clear()
+    trainer.release()
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+
+def test_a_layer_that_failed_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters are used again, by the next step."""
+    trainer = train_compressed(llama(), optimizer="sgd")
+    batch, again = batches(2)
+    forward = type(trainer.layers[1].module).forward
+
+    def failing(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise MemoryError
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(type(trainer.layers[1].module), "forward", failing)
+    with pytest.raises(MemoryError):
+        trainer.step(batch, 0.0)
+    monkeypatch.undo()
+    assert math.isfinite(trainer.step(again, 0.01))
 
 
 def test_checksums_tell_weights_apart() -> None:
@@ -347,6 +530,7 @@ def test_errors_of_decoding_outlive_the_plan(device: torch.device) -> None:
     assert held._plan is not None
     held._plan.errors.fill_(1)
     held.close(flat)
+    held.open(buffer)
     assert held.errors is not None and bool(held.errors.any())
 
 

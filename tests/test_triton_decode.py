@@ -232,6 +232,92 @@ def test_property_hostile_streams_stay_inside(seed: int) -> None:
     assert (rooms[0] == 0xA5).all()
 
 
+def coded_anew(coded: CodedTensor, bits: Bits) -> CodedTensor:
+    """Other weights by the table of `coded`, in its memory; its words must be followed by room."""
+    exponents, planes = split(bits, coded.fmt, coded.kept)
+    other = rans.encode(exponents, coded.table)
+    room = coded.words.as_strided((coded.words.untyped_storage().nbytes() // 2,), (1,))
+    words = room[: other.words.size]
+    words.copy_(on_device(other.words))
+    coded.index.copy_(on_device(other.index))
+    for width, plane in planes.items():
+        coded.planes[width][: plane.size].copy_(on_device(plane))
+    return replace(coded, words=words)
+
+
+def with_room(coded: CodedTensor, words: int) -> CodedTensor:
+    """The same with memory for so many words."""
+    room = torch.full((words,), 0x6E6E, dtype=torch.int16, device=DEVICE)
+    room[: coded.words.numel()] = coded.words
+    return replace(coded, words=room[: coded.words.numel()])
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"), [("BF16", 300), ("BF16", BLOCK + 200), ("F64", 700), ("F8_E4M3", BLOCK)]
+)
+def test_a_plan_is_brought_up_to_date(name: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other words, fewer or more than before, at other places; and an output elsewhere, in turn."""
+    if DEVICE.type == "cpu":  # where the index of a small tensor would be one tile
+        monkeypatch.setattr(triton_decode, "TILE", 1)
+    fmt = FORMATS[name]
+    coded = with_room(code(weights(fmt, numel), fmt, fmt.mantissa_bits), 3 * numel + 300)
+    (one, other), rooms = outputs([coded, coded], 0xA5)
+    plan = triton_decode.prepare([coded], [one])
+    for seed, (out, room) in enumerate([(one, rooms[0]), (other, rooms[1]), (one, rooms[0])], 1):
+        bits = weights(fmt, numel, seed)
+        bits[:: 7 * seed] = 0  # escapes, more and fewer of them
+        if seed == 2:  # nothing else: a block has more than 2^15 words
+            low = fmt.dtype.type((1 << fmt.mantissa_bits) - 1)
+            bits = bits & low | fmt.dtype.type(3 << fmt.mantissa_bits)
+        coded = coded_anew(coded, bits)
+        plan = plan.recoded(coded).into(out)
+        plan.launch()
+        assert out.cpu().numpy().tobytes() == bits.tobytes()
+        assert plan.errors.tolist() == [0]
+        out.view(torch.uint8).fill_(0xA5)
+        assert (room == 0xA5).all()
+
+
+def test_corrupt_words_are_reported_after_they_were_coded_anew() -> None:
+    """A flipped bit, and an index that does not add up; what is marked stays so."""
+    fmt = FORMATS["BF16"]
+    (out, *_), _ = outputs([code(weights(fmt, 600), fmt)], 0)
+    for harm in ("words", "index", "too few words", "too many words"):
+        coded = with_room(code(weights(fmt, 600), fmt), 2000)
+        errors = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        plan = triton_decode.prepare([coded], [out], errors=errors)
+        coded = coded_anew(coded, weights(fmt, 600, 1))
+        if harm == "words":
+            coded.words[70] ^= 0x40
+        elif harm == "index":
+            coded.index[0] -= 20
+        else:
+            change = -1 if harm == "too few words" else 8
+            room = coded.words.as_strided((2000,), (1,))
+            coded = replace(coded, words=room[: coded.words.numel() + change])
+        plan = plan.recoded(coded)
+        if harm == "words":
+            plan.launch()
+        assert errors.tolist() != [0], harm
+        plan = plan.recoded(coded_anew(coded, weights(fmt, 600, 2)))
+        plan.launch()
+        assert plan.errors is errors and errors.tolist() != [0]
+
+
+def test_a_plan_is_only_for_its_tensor() -> None:
+    fmt = FORMATS["BF16"]
+    coded, other = (code(weights(fmt, 600), fmt) for _ in range(2))
+    (out, *_), _ = outputs([coded], 0)
+    plan = triton_decode.prepare([coded], [out])
+    for wrong in (other, replace(other, table=coded.table), replace(coded, table=other.table)):
+        with pytest.raises(ValueError, match="another table, or lies elsewhere"):
+            plan.recoded(wrong)
+    with pytest.raises(ValueError, match="does not fit"):
+        plan.into(out[:-1])
+    with pytest.raises(ValueError, match="errors are int32"):
+        triton_decode.prepare([coded], [out], errors=torch.zeros(2, dtype=torch.int32, device=DEVICE))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     fmt = FORMATS["BF16"]
     coded = code(weights(fmt, 600), fmt)

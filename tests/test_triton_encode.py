@@ -20,7 +20,7 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, split
 from neuzip.kernels.rans import triton_encode
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
-from neuzip.kernels.rans.triton_encode import encode_launched
+from neuzip.kernels.rans.triton_encode import Encoded, Recoder, encode_launched
 
 BF16 = FORMATS["BF16"]
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -203,11 +203,18 @@ def test_the_lock_is_held_around_launches_alone(
     kernels = [f"_{name}_kernel" for name in ("census", "planes", "spread", "code", "gather")]
     for name in kernels:
         monkeypatch.setattr(triton_encode, name, Kernel(name))
-    for place, name in ((triton_encode, "choose_table"), (triton_encode._Census, "kept"), (torch, "cumsum")):
+    for place, name in (
+        (triton_encode, "choose_table"),
+        (triton_encode._Census, "kept"),
+        (torch.Tensor, "cumsum_"),
+    ):
         monkeypatch.setattr(place, name, unlocked(getattr(place, name)))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
     found = encode_launched(bits, BF16, warps=1, lock=lock)
     assert set(launches) == set(kernels)
+    launches.clear()
+    Recoder(found, BF16, bits.numel(), warps=1, lock=lock).code(bits)
+    assert set(launches) == {"_planes_kernel", "_code_kernel", "_gather_kernel"}
     monkeypatch.undo()
     assert torch.equal(found.words, encode_launched(bits, BF16, warps=1).words)
 
@@ -246,7 +253,132 @@ def test_products_replace_divisions_exactly() -> None:
             assert (quotient == np.uint64(q)).all()
 
 
+# Coding again by the table of before.
+
+
+def on(device: torch.device, bits: Bits) -> torch.Tensor:
+    """Bit patterns as a tensor."""
+    return torch.from_numpy(bits.view(SIGNED[bits.itemsize]).copy()).to(device)
+
+
+def coded_again(recoder: Recoder, encoded: Encoded, bits: Bits, fmt: FloatFormat) -> torch.Tensor:
+    """Code other weights; the words. All must be what the CPU makes of them by the same table."""
+    words = recoder.code(on(encoded.index.device, bits))
+    assert words is not None
+    exponents, planes = split(bits, fmt, fmt.mantissa_bits)
+    coded = rans.encode(exponents, encoded.table)
+    assert words.cpu().numpy().tobytes() == coded.words.tobytes()
+    assert encoded.index.cpu().numpy().tobytes() == coded.index.tobytes()
+    for width, plane in planes.items():
+        assert encoded.planes[width].cpu().numpy().tobytes() == plane.tobytes(), f"plane {width}"
+    return words
+
+
+def room_for(recoder: Recoder, words: int, poison: int) -> torch.Tensor:
+    """Give the words memory of just this length; it, and 64 words of poison on each side."""
+    memory = torch.full((words + 128,), poison, dtype=torch.int16, device=recoder._room.device)
+    recoder._room = memory[64 : 64 + words]
+    return memory
+
+
+def drifted(fmt: FloatFormat, numel: int, seed: int = 1) -> Bits:
+    """Other weights, some with exponents that a table made of `gaussian` weights does not have."""
+    bits = gaussian(fmt, numel, seed)
+    rare = np.random.default_rng(seed).random(numel) < 0.01
+    bits[rare] = anything(fmt, numel, seed)[rare]
+    return bits
+
+
+@formats
+@pytest.mark.parametrize("numel", [1, 700])
+def test_other_weights_are_coded_by_the_same_table(
+    fmt: FloatFormat, numel: int, device: torch.device, poison: None
+) -> None:
+    """Small changes, escapes, and NaNs, infinities and zeros of both signs; of whole runs and ragged ones."""
+    bits = gaussian(fmt, numel)
+    bits[0] |= fmt.dtype.type(1)  # so that all mantissa bits are kept
+    encoded = encode_launched(on(device, bits), fmt, spare=1)
+    recoder = Recoder(encoded, fmt, numel)
+    for changed in (drifted(fmt, numel), anything(fmt, numel), bits):
+        room_for(recoder, numel * 3 + 200, 0x5A5A)
+        coded_again(recoder, encoded, changed, fmt)
+
+
+@pytest.mark.parametrize(
+    "pairs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pairs", "singles"]
+)
+def test_several_spans_share_the_room(pairs: bool, device: torch.device) -> None:
+    """Of whole blocks, and of what is left. Where the last word just has room, nothing is written behind."""
+    numel = 2 * BLOCK + 300
+    bits, changed = (gaussian(BF16, numel), drifted(BF16, numel)) if pairs else (anything(BF16, numel),) * 2
+    encoded = encode_launched(on(device, bits), BF16, warps=1, scratch=0, spare=50)
+    assert encoded.table.group == (2 if pairs else 1)
+    assert encoded.words.untyped_storage().nbytes() // 2 == encoded.words.numel() * 51 // 50
+    recoder = Recoder(encoded, BF16, numel, warps=1, scratch=0)
+    words = rans.encode(split(changed, BF16, 7)[0], encoded.table).words.size
+    memory = room_for(recoder, words, 0x5A5A)
+    coded_again(recoder, encoded, changed, BF16)
+    assert (memory[:64] == 0x5A5A).all() and (memory[-64:] == 0x5A5A).all()
+
+
+def test_words_without_room_are_not_written(device: torch.device) -> None:
+    """Whether it ends within an escape, between escapes, among words, or before the second block begins."""
+    numel = BLOCK + 200
+    encoded = encode_launched(on(device, gaussian(BF16, numel)), BF16, warps=1, scratch=0)
+    changed = gaussian(BF16, numel, 1)
+    changed[::40] ^= 0x4000
+    recoder = Recoder(encoded, BF16, numel, warps=1, scratch=0)
+    whole = rans.encode(split(changed, BF16, 7)[0], encoded.table).words
+    for short in (1, 2, 60, 1000):
+        room = whole.size - short
+        memory = room_for(recoder, room, 0x5A5A)
+        assert recoder.code(on(device, changed)) is None
+        assert (memory[:64] == 0x5A5A).all() and (memory[-64:] == 0x5A5A).all()
+        # An escape is written as a whole or not at all.
+        there = memory[64 : 64 + room - 1].cpu().numpy()
+        assert there.tobytes() == whole[: room - 1].tobytes()
+
+
+def test_the_room_is_for_one_word_in_so_many(device: torch.device) -> None:
+    bits = on(device, gaussian(BF16, 2000))
+    encoded = encode_launched(bits, BF16, spare=50)
+    room = 2 * (encoded.words.numel() * 51 // 50)
+    assert encoded.words.untyped_storage().nbytes() == room
+    assert Recoder(encoded, BF16, 2000).nbytes == encoded.coding.nbytes + room
+    assert torch.equal(encoded.words, encode_launched(bits, BF16).words)
+
+
+def test_what_cannot_be_coded_again_is_refused(device: torch.device) -> None:
+    """Weights that use less than all mantissa bits: others might need them. And other numbers of weights."""
+    encoded = encode_launched(on(device, truncated(gaussian(BF16, 500), BF16, 5)), BF16)
+    with pytest.raises(ValueError, match="5 of 7 mantissa bits"):
+        Recoder(encoded, BF16, 500)
+    encoded = encode_launched(on(device, gaussian(BF16, 500)), BF16)
+    with pytest.raises(ValueError, match="not those of 1 blocks"):
+        Recoder(encoded, BF16, 20_000)
+    with pytest.raises(ValueError, match="501 weights in place of 500"):
+        Recoder(encoded, BF16, 500).code(on(device, gaussian(BF16, 501)))
+
+
 LARGE = 37 * BLOCK + 777
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("scratch", [0, None], ids=["many spans", "one span"])
+def test_large_tensors_are_coded_again(
+    fmt: FloatFormat, scratch: int | None, device: torch.device, poison: None
+) -> None:
+    for bits in (gaussian(fmt, LARGE), anything(fmt, LARGE)):
+        bits[0] |= fmt.dtype.type(1)
+        encoded = encode_launched(on(device, bits), fmt, scratch=scratch, spare=50)
+        recoder = Recoder(encoded, fmt, LARGE, scratch=scratch)
+        words = rans.encode(split(drifted(fmt, LARGE), fmt, fmt.mantissa_bits)[0], encoded.table).words.size
+        memory = room_for(recoder, words, -1)
+        coded_again(recoder, encoded, drifted(fmt, LARGE), fmt)
+        memory = room_for(recoder, words - 1, -1)
+        assert recoder.code(on(device, drifted(fmt, LARGE))) is None
+        assert (memory[-64:] == -1).all()
 
 
 @pytest.mark.gpu

@@ -54,30 +54,34 @@ def assert_product(
 
 
 @pytest.fixture
-def warps(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Have so many warps share a tile, and `together` tiles a program, whatever the card."""
+def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Launch so, whatever the card: warps that share a tile, or shares and the programs for escapes."""
 
-    def force(number: int, together: int) -> None:
-        monkeypatch.setattr(triton_linear, "_warps", lambda *_: number)
-        monkeypatch.setattr(triton_linear, "MANY_TILES", 1 if together == 2 else 1 << 30)
+    def force(*numbers: int) -> None:
+        if len(numbers) == 1:
+            monkeypatch.setattr(triton_linear, "_warps", lambda *_: numbers[0])
+        else:
+            monkeypatch.setattr(triton_linear, "_shares", lambda *_: numbers[0])
+            monkeypatch.setattr(triton_linear, "_escape_programs", lambda *_: numbers[1:])
 
     return force
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("out", "columns", "rows", "number", "together", "drop"),
+    ("out", "columns", "rows", "numbers", "drop"),
     [
-        (16, 128, 1, 1, 1, 0), (17, 96, 1, 2, 1, 3), (50, 513, 1, 4, 1, 1), (33, 640, 1, 8, 1, 4),
-        (40, 33, 1, 16, 1, 0), (1, 1, 1, 1, 1, 0),
-        (16, 128, 2, 1, 1, 0), (31, 100, 8, 2, 1, 5), (48, 513, 9, 4, 1, 0), (17, 640, 16, 8, 2, 3),
-        (50, 250, 17, 4, 2, 0), (33, 96, 32, 2, 2, 7), (40, 576, 32, 16, 1, 0), (15, 31, 25, 1, 1, 1),
+        (16, 128, 1, (1,), 0), (17, 96, 1, (2,), 3), (50, 513, 1, (4,), 1), (33, 640, 1, (8,), 4),
+        (40, 33, 1, (16,), 0), (1, 1, 1, (1,), 0), (16, 128, 2, (1,), 0), (31, 100, 8, (2,), 5),
+        (48, 513, 7, (4,), 0), (40, 576, 8, (16,), 0), (15, 31, 3, (1,), 1),
+        (48, 513, 9, (1, 1, 1), 0), (130, 640, 16, (2, 4, 2), 3), (50, 250, 17, (3, 2, 1), 0),
+        (33, 96, 32, (2, 4, 1), 7), (15, 31, 25, (4, 1, 3), 1), (64, 128, 12, (1, 2, 2), 4),
     ],
 )  # fmt: skip
 def test_any_shape(
-    out: int, columns: int, rows: int, number: int, together: int, drop: int, dtype, warps, device, poison
+    out: int, columns: int, rows: int, numbers: tuple[int, ...], drop: int, dtype, launches, device, poison
 ):  # fmt: skip
-    warps(number, together)
+    launches(*numbers)
     weights = made(out, columns, dtype, drop)
     bias = guarded(gaussian(2, out).to(dtype), device) if rows % 2 else None
     x = guarded(gaussian(1, rows, columns).to(dtype), device)
@@ -85,6 +89,28 @@ def test_any_shape(
     assert y.shape == (rows, out)
     assert y.dtype == dtype
     assert_product(y, x, weights, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20])
+def test_the_same_bits_every_time(rows: int, device: torch.device):
+    """Whichever program comes last."""
+    packed = torch_ops.pack(made(80, 700, torch.bfloat16).to(device))
+    x = gaussian(1, rows, 700).bfloat16().to(device)
+    first = triton_linear.linear(x, packed)
+    for _ in range(50 if device.type == "cuda" else 1):
+        assert torch.equal(triton_linear.linear(x, packed), first)
+
+
+def test_enough_programs_for_the_escapes():
+    """A thread should not take more of them, one by one, than the products take time."""
+    assert triton_linear._escape_programs(0, 4096, 4096) == (1, 1)
+    for out, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (64, 1 << 16)):
+        for share in (0.001, 0.0075, 0.1):
+            escapes = int(out * columns * share)
+            parted, portions = triton_linear._escape_programs(escapes, out, columns)
+            assert parted in (1, 2, 4)
+            one_by_one = escapes / out / (2 * parted * portions)
+            assert one_by_one <= max(4.0, out * columns / 3.5e6)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -152,12 +178,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from neuzip.kernels.packed_linear import triton_linear
 
-POINTERS = dict(words="*i32", row_start="*i16", escapes="*i32", fragments="*i32")
+POINTERS = dict(words="*i32", row_start="*i16", escapes="*i32", fragments="*i32", counters="*i32",
+                parts="*fp32")
 NUMBERS = dict(base="i32", scale="fp32", stand_in="fp32", N="i32", K="i32")
 
 def layouts(kernel, **constants):
     float_pointer = "*fp16" if constants["HALF"] else "*bf16"
-    types = {name: float_pointer for name in ("y", "x", "transposed", "bias")} | POINTERS | NUMBERS
+    types = {name: float_pointer for name in ("y", "x", "transposed", "ordered", "bias")} | POINTERS | NUMBERS
     if kernel is triton_linear._one_row:
         constants["M"] = 1
     else:
@@ -166,18 +193,24 @@ def layouts(kernel, **constants):
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
     source = ASTSource(kernel, signature, constexprs=dict(constants, ASM=True), attrs=aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=constants["W"]))
+    if kernel is triton_linear._some_rows:
+        print(*re.findall(r"wgmma[.](\\w+)", code.asm["ptx"]))
+        return
     text = code.asm["ttgir"]
     named = dict(re.findall(r"^(#\\w+) = (#ttg.*)$", text, re.M))
     lines = [line for line in text.splitlines() if "mma.sync" in line]
     found = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+x[a-z0-9]+, (#\\w+)>", line)}
     print(len(lines), *found, sep=" | ")
 
-one, few = triton_linear._one_row, triton_linear._few_rows
+one, few, some = triton_linear._one_row, triton_linear._few_rows, triton_linear._some_rows
 form = dict(LOW=8, HALF=False, BIAS=True, ASM=True)
 layouts(one, C=128, W=4, EVEN=True, **form)
 layouts(one, C=125, W=16, EVEN=False, **form | dict(HALF=True, LOW=3))
-layouts(few, C=128, W=2, NB=4, TN=2, EVEN=True, **form)
-layouts(few, C=61, W=8, NB=2, TN=1, EVEN=False, **form)
+layouts(few, C=128, W=2, EVEN=True, EARLY=True, **form)
+layouts(few, C=61, W=8, EVEN=False, EARLY=False, **form)
+programs = dict(W=4, SHARES=2, PARTED=2, PORTIONS=1, EARLY=True)
+layouts(some, C=128, BM=16, EVEN=True, **programs, **form)
+layouts(some, C=61, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
 """
 
 
@@ -187,8 +220,13 @@ def test_element_i_is_in_thread_i():
     said = subprocess.run(
         [sys.executable, "-P", "-c", COMPILED], env=environment, capture_output=True, text=True, check=True
     )
-    lines = [line.split(" | ") for line in said.stdout.splitlines()]
-    assert [int(count) for count, *_ in lines] == [8, 8, 64, 16]
+    *threads, narrow, wide = said.stdout.splitlines()
+    lines = [line.split(" | ") for line in threads]
+    assert [int(count) for count, *_ in lines] == [8, 8, 8, 8]
     for _, *found in lines:
         assert len(found) == 1
         assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]
+    # The eight instructions of a turn follow each other, and are waited for once.
+    for line in (narrow, wide):
+        assert line.split()[:10] == ["fence", *["mma_async"] * 8, "commit_group"]
+        assert line.count("fence") == 1

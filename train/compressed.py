@@ -511,8 +511,8 @@ class Trainer:
         for slot in slots:
             slot.parameter.grad = None
         hooks = [_after_gradient(slot.parameter, partial(use, slot)) for slot in slots]
-        x, out = self._layer_again(number, micro, update)
         try:
+            x, out = self._layer_again(number, micro, update)
             torch.autograd.backward(out, micro.gradient)
         finally:
             for hook in hooks:
@@ -632,10 +632,9 @@ class Trainer:
         arrays = [held for unit in self.layers for _, held in unit.arrays]
         arrays += [held for table in self._tables() for _, held in table.chunks]
         arrays += [held for states in self._states() for piece in states for held in piece.values()]
-        errors = [
-            held.errors for held in arrays if isinstance(held, CodedByTriton) and held.errors is not None
-        ]
-        if errors and bool(torch.cat(errors).any()):
+        errors = [held.errors for held in arrays if isinstance(held, CodedByTriton)]
+        met = [error for error in errors if error is not None]
+        if met and bool(torch.cat(met).any()):
             raise NeuzipError(
                 "a weight in memory cannot be decoded", "this is a bug in neuzip, or faulty memory; report it"
             )
@@ -679,6 +678,8 @@ class Trainer:
         """The model as an ordinary one, dense where it was trained. The trainer is of no use afterwards."""
         for slot, weight in self._all_weights():
             slot.put(nn.Parameter(weight.clone(), slot.trainable))
+        for layer in self.layers:
+            layer.forget()
         self._desk.settle()
         self.model.eval()  # type: ignore[no-untyped-call]
         return self.model

@@ -8,9 +8,9 @@ Coding waits for its own kernels on the host, so a thread starts what runs on th
 after all that the caller's stream had been given when the job was ordered, and jobs follow each other:
 nothing else is needed to keep the two apart. Memory of coded layers belongs to the own stream.
 
-Tables are no units: the caller opens and closes them in `buffer`, on its own stream, to which their memory
-belongs from the first update on. `buffer` waits until no job is left, so none takes memory that they give
-back while the caller's stream still reads it.
+Tables are no units: the caller opens and closes them in `buffer`, on its own stream. Their memory may belong
+to either. `buffer` waits until no job is left, so none takes memory that they give back while the caller's
+stream still reads it.
 
 On a CPU nothing overlaps; two buffers are for tests there.
 """
@@ -60,7 +60,8 @@ class Desk:
         on_gpu = device.type == "cuda"
         self._backend: Any = torch.cuda if on_gpu else torch.cpu
         self._own: Any = self._backend.Stream(*[device] if on_gpu else []) if ahead else None
-        self._thread = ThreadPoolExecutor(1, initializer=_begin, initargs=(device,)) if ahead else None
+        given = device, self._own
+        self._thread = ThreadPoolExecutor(1, initializer=_begin, initargs=given) if ahead else None
         self._slots: list[_Slot] = []
         self._closing: list[Future[Any]] = []
 
@@ -148,10 +149,9 @@ class Desk:
         before.record(self._current())
 
         def run() -> tuple[Any, Any]:
-            with self._backend.stream(self._own):
-                before.wait(self._own)
-                found, after = job(), self._backend.Event()
-                after.record(self._own)
+            before.wait(self._own)
+            found, after = job(), self._backend.Event()
+            after.record(self._own)
             return found, after
 
         return self._thread.submit(run)
@@ -160,10 +160,11 @@ class Desk:
         return self._backend.current_stream(self._device)
 
 
-def _begin(device: torch.device) -> None:
-    """In the thread, which must not know the desk: it would keep it for ever."""
+def _begin(device: torch.device, own: Any) -> None:
+    """In the thread, whose stream it is. It must not know the desk: it would keep it for ever."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(own)
 
 
 def _done(job: Future[Any]) -> bool:

@@ -11,7 +11,7 @@ coded, bit for bit: NaNs and both zeros as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,13 @@ from neuzip.runtime.weights import ANS_FORMATS
 
 SCRATCH = 96 << 20
 """Bytes that the GPU's encoder may take beside what it writes: what is left is coded in the next turn."""
+
+SPARE = 50
+"""An array's words have memory for one in so many more, so that it can be coded again by the table it has."""
+
+CODING_SHARE = 32
+"""What the encoder reads of a table stays on the device if it takes at most one byte in so many of the dense
+array: 0.67 MB where symbols are pairs, so this is for arrays of 21 MB and more."""
 
 PATTERN_DTYPES = {16: (torch.int16, np.uint16), 32: (torch.int32, np.uint32)}
 
@@ -147,55 +154,80 @@ def _patterns(flat: Tensor, fmt: FloatFormat) -> Bits:
 
 
 class CodedByTriton:
-    """Weights coded in the memory of a GPU; or of the host, by Triton's interpreter."""
+    """Weights coded in the memory of a GPU; or of the host, by Triton's interpreter.
+
+    A large array whose mantissas are used in full is coded again by the table that it has, to where it lies;
+    by a new one if its words no longer fit there. What decodes it stays valid meanwhile.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
         self._fmt = FORMATS[ANS_FORMATS[dtype]]
         self._coded: CodedTensor | None = None
+        self._recoder: triton_encode.Recoder | None = None
         self._plan: triton_decode.Plan | None = None
-        self._met: Tensor | None = None
+        self._open: Tensor | None = None
+        self._errors: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """See Held."""
+        """See Held. Not among them are the decoder's own: 17 KB, and up to 24 bytes for 16,384 weights."""
         assert self._coded is not None
-        arrays = *self._coded.planes.values(), self._coded.words, self._coded.index
-        return sum(array.nbytes for array in arrays)
+        coded = self._coded
+        words = coded.words.nbytes if self._recoder is None else self._recoder.nbytes
+        return words + coded.index.nbytes + sum(plane.nbytes for plane in coded.planes.values())
 
     def open(self, buffer: Tensor) -> Tensor:
         """See Held."""
         assert self._coded is not None
-        flat = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
-        if self._plan is None or self._plan.outs[0].data_ptr() != flat.data_ptr():
-            self._keep_errors()
-            with torch.cuda.device_of(flat):  # type: ignore[no-untyped-call]
-                self._plan = triton_decode.prepare([self._coded], [flat.view(PATTERNS[self._fmt.bits])])
+        if self._plan is None or self._open is None or self._open.data_ptr() != buffer.data_ptr():
+            self._open = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
+            self._plan = self._plan_for(self._open.view(PATTERNS[self._fmt.bits]))
         self._plan.launch()
-        return flat
+        return self._open
+
+    def _plan_for(self, out: Tensor) -> triton_decode.Plan:
+        if self._plan is not None:
+            return self._plan.into(out)
+        assert self._coded is not None  # as `open` has seen
+        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+            plan = triton_decode.prepare([self._coded], [out], errors=self._errors)
+        self._errors = plan.errors
+        return plan
 
     def close(self, flat: Tensor) -> None:
         """See Held."""
-        self._keep_errors()
-        self._coded = self._plan = None  # their memory may be used again
         bits = flat.view(PATTERNS[self._fmt.bits])
         with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
-            encoded = triton_encode.encode_launched(bits, self._fmt, scratch=SCRATCH, lock=LAUNCHING)
+            coded, self._coded = self._coded, None  # not to be believed before all is done
+            words = None if self._recoder is None else self._recoder.code(bits)
+            if coded is not None and words is not None:
+                self._coded = replace(coded, words=words)
+                self._plan = None if self._plan is None else self._plan.recoded(self._coded)
+            else:
+                del coded
+                self._from_scratch(bits)
+
+    def _from_scratch(self, bits: Tensor) -> None:
+        self._recoder = self._plan = self._open = None  # their memory may be used again
+        fmt = self._fmt
+        encoded = triton_encode.encode_launched(bits, fmt, scratch=SCRATCH, lock=LAUNCHING, spare=SPARE)
         self._coded = CodedTensor(
-            self._fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
+        if encoded.kept == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
+            self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH, lock=LAUNCHING)
 
     @property
     def errors(self) -> Tensor | None:
         """Int32 [1], not 0 once corrupt words have been decoded; None before any were."""
-        self._keep_errors()
-        return self._met
+        return self._errors
 
-    def _keep_errors(self) -> None:
-        if self._plan is not None:
-            met = self._plan.errors
-            self._met = met.clone() if self._met is None else self._met.bitwise_or_(met)
+
+def rounded(nbytes: int) -> int:
+    """Bytes of an array among others in a buffer: each begins at a multiple of 256."""
+    return -(-nbytes // 256) * 256
 
 
 def _filled_up(plane: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from neuzip.errors import UsageError
 
-from .held import Held, Plain, hold
+from .held import Held, Plain, hold, rounded
 from .optimizers import PIECE, Optimizer, Part
 
 HowKept = Literal["plain", "lossless"]
@@ -48,7 +48,7 @@ class Keeper:
     def make_room(self, numel: int) -> None:
         """Take a buffer for the states of parts of up to so many elements."""
         if self._coded:
-            nbytes = sum(_rounded(min(numel, PIECE) * size) for size in self._sizes.values())
+            nbytes = sum(rounded(min(numel, PIECE) * size) for size in self._sizes.values())
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def update(self, states: Pieces, part: Part) -> None:
@@ -111,7 +111,7 @@ class Keeper:
         flats, at = {}, 0
         for name, held in piece.items():
             flats[name] = held.open(self._room[at:])
-            at += _rounded(held.numel * held.dtype.itemsize)
+            at += rounded(held.numel * held.dtype.itemsize)
         return flats
 
 
@@ -128,7 +128,3 @@ def _all_float(optimizer: Optimizer) -> bool:
 def _cut_out(part: Part, own: slice) -> Part:
     chance = replace(part.chance, element=part.chance.element + own.start)
     return replace(part, weight=part.weight[own], gradient=part.gradient[own], chance=chance)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // 256) * 256

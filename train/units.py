@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from neuzip.errors import NeuzipError
 from neuzip.runtime.decoder import decoder_layers
 
-from .held import Held
+from .held import Held, rounded
 from .states import Pieces
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Slot:
     trainable: bool
     start: int = 0
     states: Pieces = field(default_factory=list)
+    hollow: nn.Parameter | None = None
+    """A parameter without memory, once there is one."""
 
     @property
     def numel(self) -> int:
@@ -69,7 +71,10 @@ class Slot:
 
     def empty(self) -> None:
         """Make modules use a parameter without memory."""
-        self.put(nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trainable))
+        if self.hollow is None:
+            nothing = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            self.hollow = nn.Parameter(nothing, self.trainable)
+        self.put(self.hollow)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -101,6 +106,7 @@ class Layer:
         self.coded = [slot for slot in slots if len(slot.shape) >= 2]
         self.plain = [slot for slot in slots if len(slot.shape) < 2]
         self.arrays: list[tuple[list[Slot], Held]] = []
+        self._parameters: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for dtype in dict.fromkeys(slot.dtype for slot in self.coded):
             own = [slot for slot in self.coded if slot.dtype == dtype]
             end = 0
@@ -121,7 +127,7 @@ class Layer:
     @property
     def room(self) -> int:
         """Bytes of a buffer in which it can be opened."""
-        return sum(_rounded(held.numel * held.dtype.itemsize) for _, held in self.arrays)
+        return sum(rounded(held.numel * held.dtype.itemsize) for _, held in self.arrays)
 
     @property
     def trained(self) -> list[Slot]:
@@ -133,7 +139,7 @@ class Layer:
         flats, at = [], 0
         for _, held in self.arrays:
             flats.append(held.open(buffer[at:]))
-            at += _rounded(held.numel * held.dtype.itemsize)
+            at += rounded(held.numel * held.dtype.itemsize)
         return flats
 
     def code(self, flats: list[Tensor]) -> None:
@@ -143,16 +149,34 @@ class Layer:
 
     @contextmanager
     def placed(self, flats: list[Tensor]) -> Iterator[None]:
-        """With the arrays as its weights."""
-        for (slots, _), flat in zip(self.arrays, flats, strict=True):
-            for slot in slots:
-                view = flat[slot.start : slot.start + slot.numel].view(slot.shape)
-                slot.put(nn.Parameter(view, requires_grad=slot.trainable))
+        """With the arrays as its weights. Parameters at a place are made once, and hold its memory until
+        `forget`."""
+        place = tuple(flat.data_ptr() for flat in flats)
+        if place not in self._parameters:
+            self._parameters[place] = self._made_of(flats)
+        for slot, parameter in zip(self._slots(), self._parameters[place], strict=True):
+            slot.put(parameter)
         try:
             yield
         finally:
             for slot in self.coded:
                 slot.empty()
+
+    def forget(self) -> None:
+        """Drop the parameters of all places."""
+        self._parameters.clear()
+
+    def _slots(self) -> Iterator[Slot]:
+        """`coded`, as they lie in the arrays."""
+        return (slot for slots, _ in self.arrays for slot in slots)
+
+    def _made_of(self, flats: list[Tensor]) -> list[nn.Parameter]:
+        made = []
+        for (slots, _), flat in zip(self.arrays, flats, strict=True):
+            for slot in slots:
+                view = flat[slot.start : slot.start + slot.numel].view(slot.shape)
+                made.append(nn.Parameter(view, requires_grad=slot.trainable))
+        return made
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """The hidden states that it makes of hidden states."""
@@ -187,7 +211,7 @@ class Table:
     @property
     def room(self) -> int:
         """Bytes of a buffer in which a chunk can be opened."""
-        return max(_rounded(held.numel * held.dtype.itemsize) for _, held in self.chunks)
+        return max(rounded(held.numel * held.dtype.itemsize) for _, held in self.chunks)
 
     def open(self, number: int, buffer: Tensor) -> Tensor:
         """The rows of a chunk, [rows, columns]."""
@@ -217,10 +241,6 @@ def rows_of_chunk(shape: Sequence[int], itemsize: int, nbytes: int) -> int:
     size = math.prod(shape[1:]) * itemsize
     chunks = max(1, round(shape[0] * size / nbytes))
     return -(-shape[0] // (chunks * ROWS)) * ROWS
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // 256) * 256
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,27 @@ another. Which weights share an instruction is free, as long as x comes in the s
 
 One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
 only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
-its own sums, column g, what is asked for, and nonsense in the others. More rows (`_few_rows`) are put in the
-order of the instructions beforehand (`_reorder`), as many as 8, 16 or 32.
+its own sums, column g, what is asked for, and nonsense in the others. Up to 8 rows (`_few_rows`) are put in
+the order of the instructions beforehand (`_reorder`). Several warps share the columns of a tile and add their
+sums in the end. The escapes of a row are corrected meanwhile, by the same threads: their list is in the order
+of the words, so that their x is in the cache.
 
-Several warps share the columns of a tile and add their sums in the end. The escapes of a row are corrected
-meanwhile, by the same threads: their list is in the order of the words, so that their x is in the cache.
+More rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go through
+the same columns together, which lie in shared memory; what they have unpacked stays where the warp group's
+instruction wants it. Several programs share the columns, and others see to the escapes alone: x of an escape
+is a line of its own for each, so it is neighbouring threads that load it. Who comes last adds all up, in an
+order that never changes.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -29,8 +36,8 @@ from .form import SLOTS, Layout, Window
 from .torch_ops import PackedTensor, format_of
 from .triton_slots import as_start, side_by_side
 
-MANY_TILES = 512
-"""With so many, a warp takes two at once, as they share what it loads of x."""
+TILES = 4
+"""Of a program for more than 8 rows of x: a warp for each, as many as a warp group's instruction takes."""
 
 STEP = 256
 """Elements that a program of `_reorder` takes."""
@@ -61,16 +68,29 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
                 y, x, *weights, bias, *numbers, W=warps, EVEN=even, **form, num_warps=warps
             )  # fmt: skip
             return y.to(x.dtype)
-        blocks = 1 << (-(-rows // 8) - 1).bit_length()
-        fragments = torch.empty(2, SLOTS * lanes * 8 * blocks, dtype=x.dtype, device=x.device)
-        _reorder[(-(-fragments.shape[1] // STEP),)](
-            fragments[0], fragments[1], x, rows, columns, C=lanes, BM=8 * blocks, STEP=STEP, num_warps=2
-        )
-        together = 2 if blocks > 1 and tiles >= MANY_TILES else 1
-        warps = max(_warps(tiles, lanes, 32, x.device), together)
-        _few_rows[(-(-tiles // together),)](
-            y, fragments[0].view(torch.int32), fragments[1], *weights, bias, *numbers,
-            NB=blocks, TN=together, W=warps, EVEN=lanes % (4 * warps) == 0, **form, num_warps=warps,
+        early = compiled and _early_launches(x.device)
+        wide = 8 if rows <= 8 else max(16, triton.next_power_of_2(rows))
+        turns, blocks = triton.cdiv(lanes, 4), triton.cdiv(tiles, TILES)
+        ordered, transposed = (x.new_empty(turns * 4 * SLOTS * wide) for _ in range(2))
+        counters = torch.empty(blocks, dtype=torch.int32, device=x.device)
+        _reorder[(triton.cdiv(max(ordered.numel(), blocks), STEP),)](
+            ordered, transposed, counters, x, rows, columns, blocks,
+            C=lanes, BM=wide, STEP=STEP, EARLY=early, num_warps=2,
+        )  # fmt: skip
+        if rows <= 8:
+            warps = _warps(tiles, lanes, 32, x.device)
+            _few_rows[(tiles,)](
+                y, ordered.view(torch.int32), transposed, *weights, bias, *numbers, W=warps,
+                EVEN=lanes % (4 * warps) == 0, EARLY=early, **form, num_warps=warps, launch_pdl=early,
+            )  # fmt: skip
+            return y.to(x.dtype)
+        shares = _shares(blocks, turns, x.device)
+        parted, portions = _escape_programs(packed.escapes.numel(), out, columns)
+        parts = torch.empty(portions + shares, rows, out, dtype=torch.float32, device=x.device)
+        _some_rows[(blocks, parted * portions + shares)](
+            y, parts, counters, ordered, transposed, *weights, bias, *numbers, BM=wide, W=TILES,
+            SHARES=shares, PARTED=parted, PORTIONS=portions, EVEN=lanes % 4 == 0, EARLY=early, **form,
+            num_warps=TILES, launch_pdl=early,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -88,10 +108,35 @@ def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
 
 
 @functools.cache
+def _shares(blocks: int, turns: int, device: torch.device) -> int:
+    """In how many shares the columns of x are cut: four programs for every multiprocessor, if that can be."""
+    return int(max(1, min(6, triton.cdiv(4 * _multiprocessors(device), blocks), turns // 4)))
+
+
+@functools.cache
+def _escape_programs(escapes: int, out: int, columns: int) -> tuple[int, int]:
+    """For the escapes of a block: in how many parts its rows are cut, and in how many those of a row.
+
+    A thread takes one after the other, a microsecond each: it should have done when the products are.
+    """
+    one_by_one = escapes / out / 2
+    at_most = max(4.0, out * columns / 3.5e6)
+    programs = one_by_one / at_most
+    parted = min(TILES, triton.next_power_of_2(max(1, math.ceil(programs))))
+    return int(parted), max(1, math.ceil(programs / parted))
+
+
+@functools.cache
 def _stand_in(base: int, parity: int, dtype: torch.dtype) -> float:
     """What stands in the slot of an escape."""
     pattern = Window(base, parity, format_of(dtype)).stand_in
     return float(torch.tensor([pattern]).to(torch.uint16).view(dtype).item())
+
+
+@functools.cache
+def _early_launches(device: torch.device) -> bool:
+    """Whether the card can start a kernel before the one ahead has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -312,141 +357,248 @@ def _sum_of_row(sums, W: tl.constexpr):
 
 
 @triton.jit
-def _reorder(fragments, transposed, x, M, K, C: tl.constexpr, BM: tl.constexpr, STEP: tl.constexpr):
-    """x [M, K] as [C, 4, BM, 8 slots] for the instructions, and as [C, 32 slots, BM] for the escapes."""
+def _reorder(
+    ordered, transposed, counters, x, M, K, blocks,
+    C: tl.constexpr, BM: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] in the order of the instructions, and for escapes as [C, 32 slots, BM].
+
+    That order is [C, 4, 8, 8 slots] for up to 8 rows, and for more [BM, turns, 128], as tiles have them. Sets
+    the counters of all blocks to 0.
+    """
+    if EARLY:
+        cuda.gdc_launch_dependents()
     e = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    inside = e < SLOTS_ * C * BM
-    m, slot, c = e // 8 % BM, e // (8 * BM) % 4 * 8 + e % 8, e // (32 * BM)
-    k = slot * C + c
-    value = tl.load(x + m * K + k, mask=inside & (m < M) & (k < K), other=0.0)
-    tl.store(fragments + e, value, mask=inside)
-    m, slot = e % BM, e // BM % 32
-    k = slot * C + c
-    value = tl.load(x + m * K + k, mask=inside & (m < M) & (k < K), other=0.0)
-    tl.store(transposed + e, value, mask=inside)
+    tl.store(counters + e, 0, mask=e < blocks)
+    WIDTH: tl.constexpr = (C + 3) // 4 * 4 * _SLOTS
+    if BM == 8:
+        m, slot, c = e // 8 % BM, e // (8 * BM) % 4 * 8 + e % 8, e // (_SLOTS * BM)
+    else:
+        m, k = e // WIDTH, e % WIDTH
+        slot, c = k // 16 % 8 * 4 + k // 8 % 2 * 2 + k % 2, k // 128 * 4 + k // 2 % 4
+    _copy(ordered, e, x, m, slot, c, M, K, C, WIDTH * BM)
+    _copy(transposed, e, x, e % BM, e // BM % _SLOTS, e // (_SLOTS * BM), M, K, C, WIDTH * BM)
 
 
-SLOTS_ = tl.constexpr(SLOTS)
+@triton.jit
+def _copy(to, e, x, m, slot, c, M, K, C: tl.constexpr, SIZE: tl.constexpr):
+    """Element e of an array of SIZE: x of row m and of a word's slot, or 0 where there is none."""
+    k = slot * C + c
+    value = tl.load(x + m * K + k, mask=(e < SIZE) & (m < M) & (c < C) & (k < K), other=0.0)
+    tl.store(to + e, value, mask=e < SIZE)
+
+
+_SLOTS = tl.constexpr(SLOTS)
 
 
 @triton.jit
 def _load_fragments(
-    fragments, c, r,
-    PAIR: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr,
+    fragments, c, r, PAIR: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """x for the instructions 2 PAIR and 2 PAIR + 1, two pairs each, of every block of 8 rows of x."""
-    loaded = ()
-    for nb in tl.static_range(NB):
-        at = ((c * 4 + PAIR) * (8 * NB) + 8 * nb + r) * 4
-        where = fragments + at[:, None] + tl.arange(0, 4)[None, :]
-        four = tl.load(where) if EVEN else tl.load(where, mask=(c < C)[:, None], other=0)
-        even, odd = tl.split(tl.reshape(four, [T, 2, 2]))
-        first0, second0 = tl.split(even)
-        first1, second1 = tl.split(odd)
-        loaded += (((first0, first1), (second0, second1)),)
-    return loaded
+    """x for the instructions 2 PAIR and 2 PAIR + 1, two pairs each."""
+    where = fragments + (((c * 4 + PAIR) * 8 + r) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    four = tl.load(where) if EVEN else tl.load(where, mask=(c < C)[:, None], other=0)
+    even, odd = tl.split(tl.reshape(four, [T, 2, 2]))
+    first0, second0 = tl.split(even)
+    first1, second1 = tl.split(odd)
+    return (first0, first1), (second0, second1)
 
 
 @triton.jit
-def _gather(transposed, position, there, NB: tl.constexpr):
-    """x of an escape: 8 rows of x in every block."""
-    found = ()
-    for nb in tl.static_range(NB):
-        at = (position * (8 * NB) + 8 * nb)[:, None] + tl.arange(0, 8)[None, :]
-        found += (tl.load(transposed + at, mask=there[:, None], other=0.0),)
-    return found
-
-
-@triton.jit
-def _add_escapes(fix, off, found, NB: tl.constexpr):
-    """The sums of 8 rows of x in every block, with what one escape adds."""
-    added = ()
-    for nb in tl.static_range(NB):
-        added += (fix[nb] + off[:, None] * found[nb].to(tl.float32),)
-    return added
+def _gather(transposed, position, there, BM: tl.constexpr):
+    """x of the escape of each thread: fp32 [T, BM]."""
+    at = (position * BM)[:, None] + tl.arange(0, BM)[None, :]
+    return tl.load(transposed + at, mask=there[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _few_rows(
     y, fragments, transposed, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    NB: tl.constexpr, TN: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """16 TN columns of y for up to 8 NB rows of x: W warps share the columns of x, 4 words each in turn."""
+    """16 columns of y for up to 8 rows of x: W warps share the columns of x, 4 words each in turn."""
     T: tl.constexpr = 32 * W
-    EL: tl.constexpr = 2 * W // TN  # escapes of a row at a time
+    EL: tl.constexpr = 2 * W  # escapes of a row at a time
     P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
     TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
     t = tl.arange(0, T)
     lane, warp = t % 32, t // 32
     r, q = lane // 4, lane % 4
-    tile = tl.program_id(0) * TN
-    last = (N + 15) // 16 - 1
+    tile = tl.program_id(0)
+    words += tile.to(tl.int64) * (P * C * 16)
     base4 = base * 0x01010101
     row = tl.minimum(tile * 16 + t // EL, N - 1)
     first = as_start(tl.load(row_start + row)) + t % EL
     stop = as_start(tl.load(row_start + row + 1))
 
     zero = tl.zeros([T], tl.float32)
-    sums = ()
-    for _ in tl.static_range(TN * NB):
-        sums += ((zero, zero, zero, zero),)
-    fix = ()
-    for _ in tl.static_range(NB):
-        fix += (tl.zeros([T, 8], tl.float32),)
-    at_hand = ()
-    for j in tl.static_range(TN):
-        at_hand += (_escape(escapes, first + j * EL, stop, stand_in, HALF),)
+    sums = (zero, zero, zero, zero)
+    fix = tl.zeros([T, 8], tl.float32)
+    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
+    if EARLY:
+        cuda.gdc_wait()
     for turn in range(TURNS):
         c = turn * (4 * W) + warp * 4 + q
-        tiles = ()
-        for i in tl.static_range(TN):
-            own = tl.minimum(tile + i, last).to(tl.int64) * (P * C * 16)
-            tiles += (_load_words(words + own, c * 16 + r * 2, c < C, P, C, EVEN),)
-        found = ()
-        ahead = ()
-        for j in tl.static_range(TN):
-            found += (_gather(transposed, at_hand[j][1], at_hand[j][2], NB),)
-            ahead += (_escape(escapes, first + ((turn + 1) * TN + j) * EL, stop, stand_in, HALF),)
+        a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
+        found = _gather(transposed, position, there, 8)
+        off_now = off
+        off, position, there = _escape(escapes, first + (turn + 1) * EL, stop, stand_in, HALF)
         for pair in tl.static_range(4):
-            xs = _load_fragments(fragments, c, r, pair, C, NB, T, EVEN)
+            xs = _load_fragments(fragments, c, r, pair, C, T, EVEN)
             for h in tl.static_range(2):
-                added = ()
-                for i in tl.static_range(TN):
-                    a0, a2 = _weights(tiles[i][0], base4, LOW, HALF, 2 * pair + h, ASM)
-                    a1, a3 = _weights(tiles[i][1], base4, LOW, HALF, 2 * pair + h, ASM)
-                    for nb in tl.static_range(NB):
-                        added += (_mma((a0, a1, a2, a3), xs[nb][h], sums[i * NB + nb], W, HALF, ASM),)
-                sums = added
-        for j in tl.static_range(TN):
-            fix = _add_escapes(fix, at_hand[j][0], found[j], NB)
-        at_hand = ahead
-    for step in range(TURNS * TN, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
+                a0, a2 = _weights(a, base4, LOW, HALF, 2 * pair + h, ASM)
+                a1, a3 = _weights(b, base4, LOW, HALF, 2 * pair + h, ASM)
+                sums = _mma((a0, a1, a2, a3), xs[h], sums, W, HALF, ASM)
+        fix += off_now[:, None] * found
+    for step in range(TURNS, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
         off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
-        fix = _add_escapes(fix, off, _gather(transposed, position, there, NB), NB)
+        fix += off[:, None] * _gather(transposed, position, there, 8)
 
-    n = (tile * 16 + tl.arange(0, 16 * TN))[:, None]
-    for nb in tl.static_range(NB):
-        m = 8 * nb + tl.arange(0, 8)[None, :]
-        result = _tiles(sums, nb, TN, NB, W) * scale
-        result += tl.sum(tl.reshape(fix[nb], [16 * TN, EL, 8]), 1)
-        if BIAS:
-            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(y + m.to(tl.int64) * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
-
-
-@triton.jit
-def _tiles(sums, nb: tl.constexpr, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr):
-    """The sums of all warps for a block of 8 rows of x: [16 TN, 8]."""
-    tile = _tile(sums[nb], W)
-    if TN == 2:
-        tile = tl.reshape(tl.permute(tl.join(tile, _tile(sums[NB + nb], W)), (2, 0, 1)), [32, 8])
-    return tile
-
-
-@triton.jit
-def _tile(sums, W: tl.constexpr):
-    """The sums of all warps for a tile: [16, 8]."""
+    n, m = (tile * 16 + tl.arange(0, 16))[:, None], tl.arange(0, 8)[None, :]
     four = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
     added = tl.sum(tl.reshape(four, [W, 128]), 0)  # r, q, row r or r + 8, column 2 q or 2 q + 1
-    return tl.reshape(tl.permute(tl.reshape(added, [8, 4, 2, 2]), (2, 0, 1, 3)), [16, 8])
+    result = tl.reshape(tl.permute(tl.reshape(added, [8, 4, 2, 2]), (2, 0, 1, 3)), [16, 8])
+    result = result * scale + tl.sum(tl.reshape(fix, [16, EL, 8]), 1)
+    if BIAS:
+        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + m.to(tl.int64) * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+
+
+@triton.jit
+def _some_rows(
+    y, parts, counters, ordered, transposed, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr, PARTED: tl.constexpr, PORTIONS: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of 16 W columns of y for up to BM rows of x: of the escapes first, then a share of the products.
+
+    parts: fp32 [PORTIONS + SHARES, M, N]
+    """
+    block, number = tl.program_id(0), tl.program_id(1)
+    begin = block * (16 * W)
+    if number < PARTED * PORTIONS:
+        own, portion = begin + number % PARTED * (16 * W // PARTED), number // PARTED
+        fixed = _of_escapes(
+            transposed, row_start, escapes, stand_in, own, portion, N, HALF, BM, W, PARTED, PORTIONS, EARLY
+        )  # fmt: skip
+        _keep(parts, portion, fixed, own, M, N)
+    else:
+        share = number - PARTED * PORTIONS
+        sums = _of_share(ordered, words, block, share, base, N, C, LOW, HALF, ASM, BM, W, SHARES, EVEN, EARLY)
+        _keep(parts, PORTIONS + share, sums * scale, begin, M, N)
+    tl.debug_barrier()
+    if tl.atomic_add(counters + block, 1, sem="acq_rel") == PARTED * PORTIONS + SHARES - 1:
+        n, m = (begin + tl.arange(0, 16 * W))[:, None], tl.arange(0, BM)[None, :]
+        at, inside = m.to(tl.int64) * N + n, (n < N) & (m < M)
+        result = tl.zeros([16 * W, BM], tl.float32)
+        for part in tl.static_range(PORTIONS + SHARES):
+            here = parts + part * M.to(tl.int64) * N + at
+            result += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg")
+        if BIAS:
+            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _keep(parts, part, values, begin, M, N):
+    """Store what columns of y from `begin` on have of a part: [columns, BM]."""
+    n = (begin + tl.arange(0, values.shape[0]))[:, None]
+    m = tl.arange(0, values.shape[1])[None, :]
+    at = parts + (part * M.to(tl.int64) + m) * N + n
+    tl.store(at, values, mask=(n < N) & (m < M))
+
+
+@triton.jit
+def _of_escapes(
+    transposed, row_start, escapes, stand_in, begin, portion, N, HALF: tl.constexpr, BM: tl.constexpr,
+    W: tl.constexpr, PARTED: tl.constexpr, PORTIONS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What a portion of the escapes of rows from `begin` on adds: [16 W // PARTED, BM]."""
+    EL: tl.constexpr = 2 * PARTED  # escapes of a row at a time
+    t = tl.arange(0, 32 * W)
+    row = tl.minimum(begin + t // EL, N - 1)
+    first, stop = as_start(tl.load(row_start + row)), as_start(tl.load(row_start + row + 1))
+    each = (stop - first + PORTIONS - 1) // PORTIONS
+    first = tl.minimum(first + portion * each, stop)
+    stop = tl.minimum(first + each, stop)
+    first += t % EL
+    fix = tl.zeros([32 * W, BM], tl.float32)
+    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
+    if EARLY:
+        cuda.gdc_wait()
+    for step in range(tl.cdiv(tl.max(stop - first, 0) + EL - 1, EL)):
+        next_off, next_position, next_there = _escape(escapes, first + (step + 1) * EL, stop, stand_in, HALF)
+        fix += off[:, None] * _gather(transposed, position, there, BM)
+        off, position, there = next_off, next_position, next_there
+    return tl.sum(tl.reshape(fix, [16 * W // PARTED, EL, BM]), 1)
+
+
+@triton.jit
+def _of_share(
+    ordered, words, block, share, base, N, C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr,
+    ASM: tl.constexpr, BM: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The products of W tiles with a share of the columns of x: [16 W, BM].
+
+    Words and x of the next turn are under way meanwhile. The loop is not left to the compiler to overlap: it
+    would cut the instruction in eight that wait for each other.
+    """
+    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    TURNS: tl.constexpr = (C + 3) // 4
+    SHARE: tl.constexpr = (TURNS + SHARES - 1) // SHARES
+    t = tl.arange(0, 32 * W)
+    lane, warp = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    tile = tl.minimum(block * W + warp, (N + 15) // 16 - 1)
+    own = tile.to(tl.int64) * (P * C * 16) + r * 2
+    base4 = base * 0x01010101
+    at_x = tl.arange(0, BM)[None, :] * (TURNS * 128) + tl.arange(0, 128)[:, None]
+    turn = tl.minimum(share * SHARE, TURNS)
+    stop = tl.minimum(turn + SHARE, TURNS)
+    c = tl.minimum(turn, TURNS - 1) * 4 + q
+    a, b = _load_words(words, own + c * 16, c < C, P, C, EVEN)
+    if EARLY:
+        cuda.gdc_wait()
+    x = tl.load(ordered + at_x + tl.minimum(turn, TURNS - 1) * 128)
+    sums = tl.zeros([16 * W, BM], tl.float32)
+    for following in tl.range(turn + 1, stop + 1, num_stages=1):
+        weights, at_hand = _tile(a, b, base4, LOW, HALF, W, ASM), x
+        following = tl.minimum(following, TURNS - 1)
+        c = following * 4 + q
+        a, b = _load_words(words, own + c * 16, c < C, P, C, EVEN)
+        x = tl.load(ordered + at_x + following * 128)
+        if ASM:
+            sums = tl.dot(weights, at_hand, sums)
+        else:
+            sums = tl.dot(weights.to(tl.float32), at_hand.to(tl.float32), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _tile(a, b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8.
+
+    Each thread has what the instruction wants of it, so nothing moves between threads.
+    """
+    groups = ()
+    for g in tl.static_range(8):
+        a0, a2 = _weights(a, base4, LOW, HALF, g, ASM)
+        a1, a3 = _weights(b, base4, LOW, HALF, g, ASM)
+        first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
+        groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
+    even = tl.join(tl.join(groups[0], groups[4]), tl.join(groups[2], groups[6]))
+    odd = tl.join(tl.join(groups[1], groups[5]), tl.join(groups[3], groups[7]))
+    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
+    tile = tl.reshape(tl.join(even, odd), [W, 8, 4, 2, 2, 2, 8])
+    return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
+
+
+@triton.jit
+def _pair(pattern, HALF: tl.constexpr):
+    """The two weights in an int32: [T, 2]."""
+    low, high = (pattern & 0xFFFF).to(tl.uint16), ((pattern >> 16) & 0xFFFF).to(tl.uint16)
+    both = tl.join(low, high)
+    return both.to(tl.float16, bitcast=True) if HALF else both.to(tl.bfloat16, bitcast=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ ALIGNMENT = 16
 
 PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """For as many bits, torch's type of a bit pattern."""
+
+TILE = 2048
+"""Entries of an index that are summed up at a time."""
 
 FEW_BLOCKS = 4096
 """Up to so many blocks a program has one warp, with more registers; beyond, four, to fill the card."""
@@ -159,23 +162,69 @@ class Plan:
         for launch, inp, out in self.launches:
             launch.start(inp, out, self.errors)
 
+    def into(self, out: torch.Tensor) -> Plan:
+        """The plan of one tensor, with another output."""
+        (tensor,) = self.tensors
+        _check_output(0, tensor, out)
+        raw = out.flatten().view(torch.uint8)
+        return replace(self, launches=[(launch, inp, raw) for launch, inp, _ in self.launches], outs=[out])
 
-def prepare(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor], warps: int | None = None) -> Plan:
-    """Lay out the launches for `tensors`. `warps` a program are chosen by their size if not given."""
+    def recoded(self, tensor: CodedTensor) -> Plan:
+        """The plan of one tensor after that was coded anew, by the same table and in the same memory.
+
+        Its words may be another number. An index that does not add up to it is marked in `errors`. The plan
+        from before shares all arrays, and is of no use afterwards.
+        """
+        (before,) = self.tensors
+        if _memory_of(tensor) != _memory_of(before) or tensor.table is not before.table:
+            raise ValueError("a tensor coded anew has another table, or lies elsewhere")
+        if self.launches:
+            launch, _, _ = self.launches[0]  # the ragged launch has the same arrays
+            with torch.cuda.device_of(tensor.index), LAUNCHING:
+                _extents_kernel[(1,)](
+                    tensor.index, launch.starts, launch.counts, launch.descriptors, self.errors,
+                    blocks=tensor.index.numel(), nbytes=2 * tensor.words.numel(), ALIGNMENT=ALIGNMENT,
+                    TILE=TILE, num_warps=8,
+                )  # fmt: skip
+        return replace(self, tensors=[tensor])
+
+
+def _memory_of(tensor: CodedTensor) -> tuple[Any, ...]:
+    """What a plan knows of a tensor beside its words."""
+    arrays = tensor.index, tensor.words, *tensor.planes.values()
+    return tensor.kind, tensor.numel, [array.data_ptr() for array in arrays]
+
+
+def _check_output(number: int, tensor: CodedTensor, out: torch.Tensor) -> None:
+    """Raise ValueError where `tensor` cannot be decoded to `out`."""
+    if not out.is_contiguous() or out.element_size() * 8 != tensor.fmt.bits or out.numel() != tensor.numel:
+        raise ValueError(f"tensor {number} does not fit its output")
+    if out.data_ptr() % ALIGNMENT or out.device != tensor.words.device:
+        raise ValueError(f"output {number} is not aligned to {ALIGNMENT} bytes, or on another device")
+
+
+def prepare(
+    tensors: Sequence[CodedTensor],
+    outs: Sequence[torch.Tensor],
+    warps: int | None = None,
+    errors: torch.Tensor | None = None,
+) -> Plan:
+    """Lay out the launches for `tensors`. `warps` a program are chosen by their size if not given.
+
+    `errors`, int32 [len(tensors)], is new if not given.
+    """
     if not tensors:
         return Plan([], torch.zeros(0, dtype=torch.int32), [], [])
     device = tensors[0].words.device
-    errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+    if errors is None:
+        errors = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+    if errors.shape != (len(tensors),) or errors.dtype != torch.int32 or errors.device != device:
+        raise ValueError(f"errors are int32, one a tensor, where the tensors are: not {tuple(errors.shape)}")
     kinds: dict[Kind, list[int]] = {}
     for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
-        if (
-            not out.is_contiguous()
-            or out.element_size() * 8 != tensor.fmt.bits
-            or out.numel() != tensor.numel
-        ):
-            raise ValueError(f"tensor {number} does not fit its output")
-        if out.data_ptr() % ALIGNMENT or out.device != device or tensor.words.device != device:
-            raise ValueError(f"output {number} is not aligned to {ALIGNMENT} bytes, or on another device")
+        _check_output(number, tensor, out)
+        if tensor.words.device != device:
+            raise ValueError(f"tensor {number} is on another device than the first")
         if tensor.numel:
             kinds.setdefault(tensor.kind, []).append(number)
     launches = []
@@ -314,6 +363,31 @@ _C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_PLANES = (
 
 # How far ahead of the next word 64 words are touched in every run. A run of Gaussian bf16 takes 41.
 _AHEAD = tl.constexpr(64)
+
+
+@triton.jit(do_not_specialize=["blocks", "nbytes"])
+def _extents_kernel(
+    index_ptr, starts_ptr, counts_ptr, descriptors_ptr, errors_ptr, blocks, nbytes,
+    ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Where the blocks of a launch's only tensor start, and how many words they have, from its index.
+
+    The first goes on to start where it did. nbytes: of all words. One program does it all.
+    """
+    first = tl.load(starts_ptr)
+    start = first
+    for at in range(0, blocks, TILE):
+        offs = at + tl.arange(0, TILE)
+        mask = offs < blocks
+        count = tl.load(index_ptr + offs, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        tl.store(counts_ptr + offs, count, mask=mask)
+        # Lengths of a tile add up in 32 bits.
+        tl.store(starts_ptr + offs, start + 2 * (tl.cumsum(count, 0) - count), mask=mask)
+        start += 2 * tl.sum(count)
+    unused = nbytes - (start - first)
+    tl.store(descriptors_ptr + _C_WORDS_END, first + nbytes)
+    number = tl.load(descriptors_ptr + _C_TENSOR)
+    tl.atomic_or(errors_ptr + number, ((unused < 0) | (unused >= ALIGNMENT)).to(tl.int32))
 
 
 @triton.jit

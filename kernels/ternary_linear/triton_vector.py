@@ -11,7 +11,8 @@ two threads have the same, and the quantiser's work is shared out as well. As an
 of its own, no bits have to be shifted: they are 4**j times too large, which a shift of the sums repairs.
 
 More tokens (`_few_tokens`) come quantised, in the order of the instructions. Their words are shifted, and the
-sums are those of blocks of 8 tokens.
+sums are those of blocks of 8 tokens. Codes of 16 tokens are more bytes than the weights of a tile, so warps
+with other tiles go through the same columns beside each other: what one loads the others find in the cache.
 
 Several warps share the columns of a tile and add their sums in the end. Kernels load weights before they wait
 for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile.
@@ -56,8 +57,10 @@ class Launch:
     """How a product of few tokens is launched."""
 
     warps: int  # that share the columns of a tile
-    tiles: int  # of a program: one after the other for one token, at once for more
+    tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
+    beside: int = 1  # for more tokens: such groups of warps with tiles of their own in a program
+    codes_ahead: bool = False  # for more tokens: their codes are loaded a turn ahead, as the weights are
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -71,12 +74,25 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
 
 
 def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
-    """Few warps a tile, so that little is added in the end, but some for each multiprocessor."""
+    """Some warps for each multiprocessor, but few that share a tile: their sums are added in the end.
+
+    The more tokens, the more turns a warp should have, and the more tiles should share what is loaded of x.
+    """
     wanted = triton.next_power_of_2(triton.cdiv(8 * multiprocessors, tiles))
-    warps = min(8, max(2, min(wanted, 1 << max(0, (steps // 4).bit_length() - 1))))
-    if blocks > 2 and steps <= 32:  # two tiles share what is loaded of x
-        return Launch(warps // 2, 2)
-    return Launch(warps, 1)
+    least = 2 if blocks == 1 or tiles < 3 * multiprocessors else 1
+    shares = min(8, wanted, _power_below(2 * steps // (7 * blocks)))
+    warps = max(1, min(max(shares, least), _power_below(steps)))
+    if blocks == 1:
+        return Launch(warps, 1)
+    most = _power_below(4 * tiles // (3 * multiprocessors))  # nearly all multiprocessors have a program
+    if blocks > 2 and tiles > 8 * multiprocessors:
+        return Launch(warps, 2, beside=max(1, min(8 // warps, most // 2)))
+    return Launch(warps, 1, beside=max(1, min(8 // warps, most)), codes_ahead=True)
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not above a number, and 1 for 0."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def one_token(
@@ -138,11 +154,12 @@ def few_tokens(
     early = compiled and launch.early and early_launches(x.device)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks)
-        _few_tokens[(triton.cdiv(tiles, launch.tiles), blocks // together)](
+        _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
             tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
-            W=launch.warps, NB=together, TN=launch.tiles, EVEN=steps % launch.warps == 0,
-            EARLY=early, ASM=compiled, num_warps=launch.warps, launch_pdl=early, enable_fp_fusion=False,
+            W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles,
+            CODES_AHEAD=launch.codes_ahead, EVEN=steps % launch.warps == 0, EARLY=early, ASM=compiled,
+            num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -479,65 +496,80 @@ def _multiply_words(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _few_tokens(
     y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles, blocks,
-    ROWS: tl.constexpr, W: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr,
+    CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """16 TN columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn."""
-    t = tl.arange(0, 32 * W)
-    lane, step = t % 32, t // 32
+    """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn."""
+    ALL: tl.constexpr = W * BESIDE
+    t = tl.arange(0, 32 * ALL)
+    lane, warp = t % 32, t // 32
+    first = warp // BESIDE
     r, q = lane // 4, lane % 4
     own = r * 16 + q * 4
-    tile = tl.program_id(0) * TN
+    begin = tl.program_id(0) * (BESIDE * TN)
+    tile = begin + warp % BESIDE * TN
     block = tl.program_id(1) * NB
     everyone = t >= 0
-    zero = tl.zeros([32 * W], tl.int32)
+    zero = tl.zeros([32 * ALL], tl.int32)
     sums = ()
     for _ in tl.static_range(TN * NB):
         sums += ((zero, zero, zero, zero),)
-    loaded = ()
-    for i in tl.static_range(TN):
-        mine = step * 0 + tl.minimum(tile + i, tiles - 1)
-        loaded += (_load_words(words, mine, step, steps, own, everyone, everyone, EVEN),)
+    loaded = _load_tiles(words, tile, tiles, first, steps, own, everyone, TN, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    n = (tile * 16 + tl.arange(0, 16 * TN))[:, None]
+    n = (begin * 16 + tl.arange(0, 16 * TN * BESIDE))[:, None]
     m = block * 8 + tl.arange(0, 8 * NB)[None, :]
     of_rows = _load_scales(scales, bias, n, N, ROWS)
     taken_off = tl.load(total + m, mask=m < M, other=0)
     own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
-    for _ in range(0, steps, W):
-        fragments = _load_fragments(codes, step, steps, r, q, block, blocks, NB, EVEN)
-        ahead = ()
-        for i in tl.static_range(TN):
-            mine = step * 0 + tl.minimum(tile + i, tiles - 1)
-            following = tl.minimum(step + W, steps - 1) if EVEN else step + W
-            ahead += (_load_words(words, mine, following, steps, own, everyone, everyone, EVEN),)
+    if CODES_AHEAD:
+        next_fragments = _load_fragments(codes, first, steps, r, q, block, blocks, NB, EVEN)
+    for step in range(0, steps, W):
+        following = step + W + first
+        if EVEN:  # the last turn loads what it has once more
+            following = tl.minimum(following, steps - W + first)
+        if CODES_AHEAD:
+            fragments = next_fragments
+            next_fragments = _load_fragments(codes, following, steps, r, q, block, blocks, NB, EVEN)
+        else:
+            fragments = _load_fragments(codes, step + first, steps, r, q, block, blocks, NB, EVEN)
+        ahead = _load_tiles(words, tile, tiles, following, steps, own, everyone, TN, EVEN)
         added = ()
         for i in tl.static_range(TN):
             v = _four(loaded[i][0])
             u = _four(loaded[i][1])
             for nb in tl.static_range(NB):
-                added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], W, ASM),)
+                added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], ALL, ASM),)
         sums = added
         loaded = ahead
-        step += W
 
-    value = _scaled(_tiles(sums, TN, NB, W) - taken_off, own_scale, of_rows, bias)
+    value = _scaled(_tiles(sums, TN, NB, W, BESIDE) - taken_off, own_scale, of_rows, bias)
     tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
 
 
 @triton.jit
-def _tiles(sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr):
-    """The sums of all warps, TN NB tiles of 16 rows and 8 tokens: [16 TN, 8 NB]."""
+def _load_tiles(words, tile, tiles, step, steps, own, everyone, TN: tl.constexpr, EVEN: tl.constexpr):
+    """What a thread has of TN tiles from `tile` on, in one step."""
+    loaded = ()
+    for i in tl.static_range(TN):
+        mine = tl.minimum(tile + i, tiles - 1)
+        loaded += (_load_words(words, mine, step, steps, own, everyone, everyone, EVEN),)
+    return loaded
+
+
+@triton.jit
+def _tiles(sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr):
+    """The sums of all warps, TN NB tiles of 16 rows and 8 tokens each: [16 TN BESIDE, 8 NB]."""
     COUNT: tl.constexpr = TN * NB
     parts = ()
     for i in tl.static_range(COUNT):
         parts += (tl.join(tl.join(sums[i][0], sums[i][2]), tl.join(sums[i][1], sums[i][3])),)
-    added = tl.sum(tl.reshape(_joined(parts, COUNT), [W, 128 * COUNT]), 0)
-    # r, q, row r or r + 8, column 2 q or 2 q + 1, tile, block
+    added = tl.sum(tl.reshape(_joined(parts, COUNT), [W, BESIDE * 128 * COUNT]), 0)
+    # warps beside, r, q, row r or r + 8, column 2 q or 2 q + 1, tile, block
     return tl.reshape(
-        tl.permute(tl.reshape(added, [8, 4, 2, 2, TN, NB]), (4, 2, 0, 5, 1, 3)), [16 * TN, 8 * NB]
+        tl.permute(tl.reshape(added, [BESIDE, 8, 4, 2, 2, TN, NB]), (0, 5, 3, 1, 6, 2, 4)),
+        [16 * TN * BESIDE, 8 * NB],
     )
 
 
