@@ -109,8 +109,12 @@ def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
 
 @functools.cache
 def _shares(blocks: int, turns: int, device: torch.device) -> int:
-    """In how many shares the columns of x are cut: four programs for every multiprocessor, if that can be."""
-    return int(max(1, min(6, triton.cdiv(4 * _multiprocessors(device), blocks), turns // 4)))
+    """In how many shares the columns of x are cut: 3 to 6, for four programs on every multiprocessor.
+
+    None has less than 4 turns. Fewer than 3 were slower even for many blocks.
+    """
+    wanted = triton.cdiv(4 * _multiprocessors(device), blocks)
+    return int(max(1, min(max(3, wanted), 6, turns // 4)))
 
 
 @functools.cache
@@ -406,9 +410,9 @@ def _load_fragments(
 
 @triton.jit
 def _gather(transposed, position, there, BM: tl.constexpr):
-    """x of the escape of each thread: fp32 [T, BM]."""
+    """x of the escape of each thread: [T, BM]."""
     at = (position * BM)[:, None] + tl.arange(0, BM)[None, :]
-    return tl.load(transposed + at, mask=there[:, None], other=0.0).to(tl.float32)
+    return tl.load(transposed + at, mask=there[:, None], other=0.0)
 
 
 @triton.jit
@@ -450,10 +454,10 @@ def _few_rows(
                 a0, a2 = _weights(a, base4, LOW, HALF, 2 * pair + h, ASM)
                 a1, a3 = _weights(b, base4, LOW, HALF, 2 * pair + h, ASM)
                 sums = _mma((a0, a1, a2, a3), xs[h], sums, W, HALF, ASM)
-        fix += off_now[:, None] * found
+        fix += off_now[:, None] * found.to(tl.float32)
     for step in range(TURNS, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
         off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
-        fix += off[:, None] * _gather(transposed, position, there, 8)
+        fix += off[:, None] * _gather(transposed, position, there, 8).to(tl.float32)
 
     n, m = (tile * 16 + tl.arange(0, 16))[:, None], tl.arange(0, 8)[None, :]
     four = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
@@ -530,7 +534,7 @@ def _of_escapes(
         cuda.gdc_wait()
     for step in range(tl.cdiv(tl.max(stop - first, 0) + EL - 1, EL)):
         next_off, next_position, next_there = _escape(escapes, first + (step + 1) * EL, stop, stand_in, HALF)
-        fix += off[:, None] * _gather(transposed, position, there, BM)
+        fix += off[:, None] * _gather(transposed, position, there, BM).to(tl.float32)
         off, position, there = next_off, next_position, next_there
     return tl.sum(tl.reshape(fix, [16 * W // PARTED, EL, BM]), 1)
 
