@@ -487,11 +487,11 @@ def _some_rows(
         fixed = _of_escapes(
             transposed, row_start, escapes, stand_in, own, portion, N, HALF, BM, W, PARTED, PORTIONS, EARLY
         )  # fmt: skip
-        _keep(parts, portion, fixed, own, M, N)
+        _keep(parts, portion, fixed, own, M, N, 16 * W // PARTED, BM)
     else:
         share = number - PARTED * PORTIONS
         sums = _of_share(ordered, words, block, share, base, N, C, LOW, HALF, ASM, BM, W, SHARES, EVEN, EARLY)
-        _keep(parts, PORTIONS + share, sums * scale, begin, M, N)
+        _keep(parts, PORTIONS + share, sums * scale, begin, M, N, 16 * W, BM)
     tl.debug_barrier()
     if tl.atomic_add(counters + block, 1, sem="acq_rel") == PARTED * PORTIONS + SHARES - 1:
         n, m = (begin + tl.arange(0, 16 * W))[:, None], tl.arange(0, BM)[None, :]
@@ -506,10 +506,9 @@ def _some_rows(
 
 
 @triton.jit
-def _keep(parts, part, values, begin, M, N):
-    """Store what columns of y from `begin` on have of a part: [columns, BM]."""
-    n = (begin + tl.arange(0, values.shape[0]))[:, None]
-    m = tl.arange(0, values.shape[1])[None, :]
+def _keep(parts, part, values, begin, M, N, COLUMNS: tl.constexpr, BM: tl.constexpr):
+    """Store what columns of y from `begin` on have of a part: [COLUMNS, BM]."""
+    n, m = (begin + tl.arange(0, COLUMNS))[:, None], tl.arange(0, BM)[None, :]
     at = parts + (part * M.to(tl.int64) + m) * N + n
     tl.store(at, values, mask=(n < N) & (m < M))
 
