@@ -592,11 +592,17 @@ def _tile(a, b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, A
         a1, a3 = _weights(b, base4, LOW, HALF, g, ASM)
         first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
         groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
+    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
+    tile = tl.reshape(_all_eight(groups), [W, 8, 4, 2, 2, 2, 8])
+    return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
+
+
+@triton.jit
+def _all_eight(groups):
+    """As one array, with three axes of 2 after the others that are the bits of their numbers."""
     even = tl.join(tl.join(groups[0], groups[4]), tl.join(groups[2], groups[6]))
     odd = tl.join(tl.join(groups[1], groups[5]), tl.join(groups[3], groups[7]))
-    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
-    tile = tl.reshape(tl.join(even, odd), [W, 8, 4, 2, 2, 2, 8])
-    return tl.reshape(tl.permute(tile, (0, 4, 1, 6, 5, 2, 3)), [16 * W, 128])
+    return tl.join(even, odd)
 
 
 @triton.jit
