@@ -244,6 +244,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "linear-cross-entropy": whole("linear_cross_entropy", readme.linear_cross_entropy),
     "train-memory": whole("train_memory", readme.train_memory),
     "recovery": whole("recovery", readme.recovery), "mix-ln": whole("mix_ln", readme.mix_ln),
+    "mix-ln-once": whole("mix_ln-once", readme.mix_ln),
     "delta": whole("delta", readme.delta), "faults": whole("faults", readme.faults),
     "layers": whole("layers-wikilm-26m", readme.layers), "memory": whole("memory", readme.memory),
 }  # fmt: skip

@@ -1,15 +1,19 @@
-"""Writes the figures of README.md from benchmarks/results, so that none is copied by hand.
+"""Writes the figures of README.md and docs/measurements.md from benchmarks/results: none is copied by hand.
 
-python benchmarks/readme.py            # rewrite the part between the two marks
-python benchmarks/readme.py --check    # exit 1 if it differs
+python benchmarks/readme.py            # rewrite what stands between the two marks of each page
+python benchmarks/readme.py --check    # exit 1 if a page differs, and name it
+
+README.md has the few that matter most, docs/measurements.md all of them. What missed its aim says so in both.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +23,73 @@ BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
 
 
 def main() -> int:
-    """Render, then write or compare."""
-    path = ROOT / "README.md"
-    before, _, rest = path.read_text().partition(BEGIN)
-    old, _, after = rest.partition(END)
-    new = f"\n{figures()}\n"
-    if "--check" in sys.argv:
-        return int(old != new)
-    path.write_text(f"{before}{BEGIN}{new}{END}{after}")
-    return 0
+    """Render both pages, then write or compare."""
+    pages = {ROOT / "README.md": short, ROOT / "docs" / "measurements.md": measurements}
+    differ = []
+    for path, render in pages.items():
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        old, _, after = rest.partition(END)
+        new = f"\n{render()}\n"
+        if old != new:
+            differ.append(path.name)
+        if "--check" not in sys.argv:
+            path.write_text(f"{before}{BEGIN}{new}{END}{after}", encoding="utf-8")
+    if "--check" not in sys.argv:
+        return 0
+    print(*differ, sep="\n", end="")
+    return int(bool(differ))
+
+
+def measurements() -> str:
+    """All figures as docs/measurements.md has them: a list of contents, and a heading for each."""
+    sections = {title_of(part): part.replace("](benchmarks/", "](../benchmarks/") for part in parts()}
+    contents = [f"* [{title}](#{anchor(title)})" for title in sections]
+    return "\n".join(contents) + "".join(f"\n\n## {title}\n\n{part}" for title, part in sections.items())
+
+
+def title_of(part: str) -> str:
+    """What a table is of: the bold words that it begins with."""
+    found = re.match(r"\*\*(.+?)\*\*", part)
+    assert found is not None, part[:80]
+    return found[1]
+
+
+def anchor(title: str) -> str:
+    """The name that a heading has on the web."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def figures() -> str:
-    """All figures as Markdown: those of a GPU, and of ternary weights, once they have been measured."""
-    parts = [sweep(load("sweep-demo"))]
+    """All figures as Markdown."""
+    return "\n\n".join(parts())
+
+
+def parts() -> list[str]:
+    """All tables: those of a GPU, and of ternary weights, once they have been measured."""
+    found = [sweep(load("sweep-demo"))]
     converted = [name for name in ("demo", "wikilm-26m") if is_measured(f"ternary-conversion-{name}")]
     if converted:
-        parts.append(ternary_conversion({name: load(f"ternary-conversion-{name}") for name in converted}))
+        found.append(ternary_conversion({name: load(f"ternary-conversion-{name}") for name in converted}))
     if is_measured("kv_cache-demo"):
-        parts.append(kv_cache(load("kv_cache-demo")))
-    parts.append(codec(load("cpu_codec")))
+        found.append(kv_cache(load("kv_cache-demo")))
+    found.append(codec(load("cpu_codec")))
     for name, render in (
         ("packed_linear", packed_linear), ("generate", generate), ("ternary_linear", ternary_linear),
         ("bitnet", bitnet), ("kv_attention", kv_attention), ("attention", attention),
         ("linear_cross_entropy", linear_cross_entropy), ("gpu_codec", gpu_codec),
-        ("train_memory", train_memory), ("recovery", recovery), ("mix_ln", mix_ln),
-        ("layers-wikilm-26m", layers),
+        ("train_memory", train_memory), ("recovery", recovery), ("mix_ln-once", mix_ln),
+        ("mix_ln", mix_ln), ("layers-wikilm-26m", layers),
     ):  # fmt: skip
         if is_measured(name):
-            parts.append(render(load(name)))
+            found.append(render(load(name)))
         if name == "attention" and is_measured("attention_accuracy-wikilm-26m"):
             accuracy = load("attention_accuracy-wikilm-26m"), load("attention_accuracy-synthetic")
-            parts.append(attention_accuracy(*accuracy))
+            found.append(attention_accuracy(*accuracy))
     if is_measured("delta"):
-        parts.append(delta(load("delta")))
+        found.append(delta(load("delta")))
     if is_measured("faults"):
-        parts.append(faults(load("faults")))
-    return "\n\n".join([*parts, memory(load("memory"))])
+        found.append(faults(load("faults")))
+    return [*found, memory(load("memory"))]
 
 
 def is_measured(name: str) -> bool:
@@ -743,15 +777,36 @@ def mix_ln(document: dict[str, Any]) -> str:
     seeds = max(len(r["perplexities"]) for r in results)
     text, environment = settings["text"], document["environment"]
     where = gpu_machine(environment) if "gpu" in environment else machine(document)
+    seen = settings["steps"] * settings["batch"] * WINDOW / settings["tokens"]
+    once = seen <= 1
+    often = "no window seen twice" if once else f"each seen {seen:.0f} times"
+    picture = f"mix_ln{'-once' if once else ''}.svg"
+    title = "every text once" if once else "the same text again and again"
+    made = f"{settings['steps']:,} steps of {settings['batch']} windows of {text}, {often}; {seeds} seeds"
     return (
-        f"**Where the norms stand**: Llamas of {document['parameters'] / 1e6:.1f} M parameters "
-        f"({settings['size']} recipe of the Mix-LN paper), {settings['steps']:,} steps of "
-        f"{settings['batch']} windows of {text}, {seeds} seeds, the same first weights and batches for all; "
-        "held-out perplexity, mean ± standard deviation over seeds, and the change against Pre-LN of the "
-        f"same seed with a 95 % interval. {verdict(results, texts[0])} `python benchmarks/mix_ln.py`\n\n"
+        f"**Where the norms stand, {title}**: Llamas of {document['parameters'] / 1e6:.1f} M parameters "
+        f"({settings['size']} recipe of the Mix-LN paper), {made}, the same first weights and batches for "
+        "all; held-out perplexity, mean ± standard deviation over seeds, and the change against Pre-LN of "
+        f"the same seed with a 95 % interval. {verdict(results, texts[0])} "
+        f"{training_losses(document['runs'])}`python benchmarks/mix_ln.py`\n\n"
         f"| placement | {heads} |\n|---{'|---' * 2 * len(texts)}|\n" + "\n".join(lines)
-        + f"\n\n![Losses, perplexities, gradients](benchmarks/results/mix_ln.svg)\n\n{where}"
+        + f"\n\n![Losses, perplexities, gradients](benchmarks/results/{picture})\n\n{where}"
     )  # fmt: skip
+
+
+WINDOW = 256
+"""Tokens of a window of benchmarks/mix_ln.py."""
+
+
+def training_losses(runs: list[dict[str, Any]]) -> str:
+    """The losses at the end of training, of what was trained on."""
+    means = {
+        name: statistics.fmean(one["loss"][-1][1] for one in runs if one["placement"] == name)
+        for name in PLACEMENTS
+        if any(one["placement"] == name for one in runs)
+    }
+    told = ", ".join(f"{loss:.2f} ({PLACEMENTS[name]})" for name, loss in means.items())
+    return f"The loss on what they are trained on ends at {told}. " if told else ""
 
 
 def of_placement(row: dict[str, Any] | None) -> str:
@@ -903,6 +958,217 @@ def memory(document: dict[str, Any]) -> str:
         + "\n".join(rows)
         + f"\n\n{machine(document)}"
     )
+
+
+# The few that README.md has
+
+
+def short() -> str:
+    """The figures that matter most, with their aims, and how many aims were missed in all."""
+    sizes = [row for rows in (weights_sizes, ternary_sizes, cache_sizes, delta_sizes) for row in rows()]
+    speeds = [row for rows in (codec_speeds, running_speeds, other_speeds, training_speeds) for row in rows()]
+    found = table(
+        ("what", "size", "what it costs"),
+        [(linked(what, title), size, cost) for what, size, cost, title in sizes],
+    )
+    if speeds:
+        found += f"\n\nOn one {cards()}:\n\n" + table(
+            ("what", "neuzip", "beside it", "aim"),
+            [(linked(what, title), ours, others, aim) for what, ours, others, aim, title in speeds],
+        )
+    everything = figures()
+    missed, slower = everything.count("**missed**"), everything.count("**slower**")
+    return (
+        f"{found}\n\n[docs/measurements.md](docs/measurements.md) has all {len(parts())} tables, each with "
+        f"the command that makes it, the machine and the commit. In {missed} places there an aim is "
+        f"**missed**, in {slower} more a form is **slower** than what it stands beside."
+    )
+
+
+def cards() -> str:
+    """The GPUs of these figures."""
+    names = ("gpu_codec", "generate", "bitnet", "attention", "linear_cross_entropy", "train_memory")
+    documents = [load(name) for name in names if is_measured(name)]
+    sections = [part for document in documents for part in (document, *document.get("sections", {}).values())]
+    return " or ".join(sorted({p["environment"]["gpu"]["name"] for p in sections if "environment" in p}))
+
+
+def linked(what: str, title: str) -> str:
+    """A cell that leads to its table."""
+    return f"[{what}](docs/measurements.md#{anchor(title)})"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
+    return "\n".join(lines)
+
+
+def aimed(value: float, must: float, text: str, *, most: bool = False) -> str:
+    """An aim, and that it was missed if it was."""
+    return text + (", **missed**" if (value > must if most else value < must) else "")
+
+
+def weights_sizes() -> Iterator[tuple[str, str, str, str]]:
+    """Weights as they are, and rounded."""
+    coded = {r["codec"]: r for r in load("cpu_codec")["results"] if r["case"] == "gaussian"}
+    title = "Lossless codec on the CPU"
+    peer = f"nothing: the same bytes come back (ZipNN: {coded['zipnn']['ratio']:.2%})"
+    yield "bf16, lossless", f"{coded['neuzip']['ratio']:.2%}", peer, title
+    r = next(r for r in load("sweep-demo")["results"] if r["scheme"] == "k3")
+    cost = f"{r['kld']['mean']['value']:.2g} nats a token, perplexity {percent_more(r)}"
+    yield "3 mantissa bits, demo", f"{r['ratio']:.1%}", cost, "Size and quality"
+
+
+def percent_more(row: dict[str, Any]) -> str:
+    """By how much a perplexity rises."""
+    return f"{100 * (row['perplexity_ratio']['value'] - 1):+.2f} %"
+
+
+def ternary_sizes() -> Iterator[tuple[str, str, str, str]]:
+    """Weights of -1, 0 and 1, trained to be so."""
+    if not is_measured("recovery") or not is_measured("ternary-conversion-wikilm-26m"):
+        return
+    for name, form in (("b158", "inputs of 8 bits"), ("a48", "inputs of 4 bits")):
+        section = load("recovery")["sections"].get(name)
+        if section is None:
+            continue
+        after, bits = section["after"], load("ternary-conversion-wikilm-26m")["results"][0]["bits"]
+        aims = (1.25, 1.10) if name == "b158" else (None, None)
+        cost = (
+            f"perplexity {after['ratio']:.3f} times the original's"
+            f"{with_aim(after['ratio'], aims, most=True)}, {after['kld']:.2g} nats a token"
+        )
+        if "ratio_to_b158" in section:
+            ratio = section["ratio_to_b158"]
+            cost += f"; {ratio:.3f} times that of 8 bits{with_aim(ratio, (1.03, 1.015), most=True)}"
+        what = f"linear weights -1, 0, 1, {form}, {section['minutes']:g} minutes of training, wikilm-26m"
+        yield what, f"{bits:.2f} bits", cost, "Recovery of a ternary model"
+
+
+def cache_sizes() -> Iterator[tuple[str, str, str, str]]:
+    """Keys and values in three bits."""
+    if is_measured("kv_cache-demo"):
+        r = next(r for r in load("kv_cache-demo")["results"] if (r["bits"], r["span"]) == (4, "absmax"))
+        cost = f"{r['kld']:.2g} nats a token"
+        yield (
+            "keys and values in 4 bits, demo",
+            f"{r['bits_per_number']:.1f} bits",
+            cost,
+            "Keys and values in fewer bits",
+        )
+
+
+def delta_sizes() -> Iterator[tuple[str, str, str, str]]:
+    """What some steps of training changed."""
+    if is_measured("delta"):
+        r = next(r for r in load("delta")["results"] if (r["steps"], r["learning_rate"]) == (100, 1e-6))
+        what = f"a delta: {r['steps']} steps of AdamW at {r['learning_rate']:g}, wikilm-26m"
+        cost = f"nothing; it is {r['container_bytes'] / r['delta_bytes']:.1f}x smaller than the container"
+        yield what, f"{r['delta_bytes'] / r['weight_bytes']:.1%}", cost, "Deltas"
+
+
+CODED = {
+    "decode 235 M weights": "bf16 decode, lossless, 235 M weights",
+    "decode 16 Mi weights": "bf16 decode, lossless, 16 Mi weights",
+    "load 16 GB from the page cache": "load_file of a checkpoint of 16 GB in the page cache",
+}
+"""Rows of the codec's table that are told, and how."""
+
+CODECS = {"DFloat11 0.5.0": "DFloat11", "nvCOMP ANS 6.0.0.12": "nvCOMP", "safetensors": "safetensors"}
+
+
+def codec_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+    """Decoding, and loading a checkpoint."""
+    if not is_measured("gpu_codec"):
+        return
+    found = {(r["row"], r["by"]): r for r in load("gpu_codec")["results"] if "gb_s" in r}
+    for told, row in CODED.items():
+        ours = found[row, "neuzip"]
+        peers = {by: r for (of, by), r in found.items() if of == row and by in CODECS}
+        others = [f"{CODECS[by]}: {in_gb(r['gb_s'])}" for by, r in peers.items()]
+        aim = aimed(ours["gb_s"], ours["must_gb_s"], in_gb(ours["must_gb_s"]))
+        yield told, f"{in_gb(ours['gb_s'])} GB/s", ", ".join(others), aim, "The codec on a GPU"
+
+
+def in_gb(value: float) -> str:
+    """A speed as the codec's table has it."""
+    return f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def running_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+    """Generating with packed weights: one text, many, and the memory."""
+    if not is_measured("generate"):
+        return
+    rows = {(r["what"], r["by"]): r for r in load("generate")["sections"]["llama"]["rows"]}
+    whats = ("decode, batch 1", "decode, batch 32", "peak memory, load and tokens")
+    ours, plain = ([rows[what, by] for what in whats] for by in ("packed", "bf16"))
+    speeds = " and ".join(f"{r['value']:,.0f} ({r['ratio']:.2f}x)" for r in ours[:2])
+    memory = f"{ours[2]['value']:.1f} GB ({ours[2]['ratio']:.2f}x)"
+    beside = " and ".join(f"{r['value']:,.0f}" for r in plain[:2])
+    aims = [
+        aimed(ours[0]["ratio"], ours[0]["must"], f"{ours[0]['must']:g}x for one text"),
+        aimed(ours[2]["ratio"], ours[2]["must"], f"{ours[2]['must']:g}x of the memory", most=True),
+    ]
+    yield (
+        "generate with packed 8B weights, 1 text and 32", f"{speeds} tokens/s, {memory}",
+        f"bf16: {beside}, {plain[2]['value']:.1f} GB", "; ".join(aims), "A model of Llama-3-8B's shapes",
+    )  # fmt: skip
+
+
+def other_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+    """Ternary weights, quantised attention, and the loss of a head."""
+    if is_measured("bitnet"):
+        rows = {(r["what"], r["by"]): r for r in load("bitnet")["rows"]}
+        ours, plain = rows["decode, batch 1", "a4.8"], rows["decode, batch 1", "bf16"]
+        aim = aimed(ours["ratio"], ours["must"], f"{ours['must']:g}x")
+        yield (
+            "generate with ternary 3B weights, a4.8", f"{ours['value']:.0f} tokens/s ({ours['ratio']:.2f}x)",
+            f"bf16: {plain['value']:.0f}", aim, "A model of BitNet a4.8's 3B shapes",
+        )  # fmt: skip
+    if is_measured("attention"):
+        cases = [
+            r for r in load("attention")["sections"]["kernels"]["results"]
+            if (r["texts"], r["tokens"], r["width"], r["causal"]) == (1, 32768, 128, True)
+        ]  # fmt: skip
+        sides = {r["side"]: r for r in cases}
+        ours = sides["ours, 8 bits"]
+        yield (
+            "attention in 8 bits, 32,768 tokens, causal", f"{ours['tops']:.0f} TOPS",
+            f"cuDNN: {sides['SDPA, cuDNN']['tops']:.0f}",
+            aimed(ours["tops"], ours["must"], f"{ours['must']}"), "Attention with quantised products",
+        )  # fmt: skip
+    if is_measured("linear_cross_entropy"):
+        by = {
+            r["by"]: r
+            for r in load("linear_cross_entropy")["sections"]["gemma"]["results"]
+            if r["row"] == "forward"
+        }
+        ours, plain = by["neuzip"], by["torch"]
+        yield (
+            "loss of a head of 256,000 tokens, forward", f"{ours['ms']:.1f} ms, {ours['mb']:,.0f} MB",
+            f"torch: {plain['ms']:.1f} ms, {plain['mb']:,.0f} MB",
+            aimed(ours["ms"], ours["must_ms"], f"{ours['must_ms']} ms", most=True),
+            "The loss of a linear head without its logits",
+        )  # fmt: skip
+
+
+def training_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+    """Training on compressed weights: its memory, and what that costs where steps are small."""
+    if not is_measured("train_memory"):
+        return
+    rows = {(r["method"], r["tokens"]): r for r in load("train_memory")["sections"]["llama-3-8b"]["rows"]}
+    ours, plain = rows["ours", 1024], rows["lomo", 1024]
+    ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
+    most, least = MEMORY_AIMS["llama-3-8b"][0], SPEED_AIMS[1024][0]
+    assert most is not None
+    aims = aimed(ours["peak_gib"], most, f"{most:g} GiB", most=True), aimed(ratio, least, f"{least:g}x")
+    yield (
+        "train all 8B weights compressed, 1,024 tokens a step",
+        f"{ours['peak_gib']:.1f} GiB, {ours['tokens_per_second']:,.0f} tokens/s ({ratio:.2f}x)",
+        f"LOMO: {plain['peak_gib']:.1f} GiB, {plain['tokens_per_second']:,.0f}", "; ".join(aims),
+        "Training with weights held compressed",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -267,6 +267,15 @@ def bytes_text(count: float) -> str:
     return f"{count:.{digits}f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Write how many of something there are.
+
+    >>> [count_text(n, "file") for n in (0, 1, 1234)]
+    ['0 files', '1 file', '1,234 files']
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def percent_text(part: float, whole: float) -> str:
     """Write a share in percent.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from neuzip.cli.output import Output, bytes_text
+from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,22 +71,26 @@ def run(
     activations: str | None,
     dry_run: bool,
 ) -> None:
-    """Do it, and report. Raises NeuzipError."""
+    """Do it, and report. Ctrl-C ends it at once: a run that was killed goes on. Raises NeuzipError."""
+    from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress.stream import plan_stream
     from neuzip.formats.hub_draft import Draft, parse_target
 
     draft = None if asked.push_to is None else Draft(parse_target(asked.push_to), out.status)
     more: dict[str, Any] = {"jobs": jobs, "overwrite": overwrite, "allow_destructive": allow_destructive}
     more["activations"] = activations
-    if not asked.stream:
-        assert draft is not None
-        _push_as_ready(out, asked, draft, src, dst, rules, report, device, more)
-        return
-    plan = plan_stream(src, dst, rules, note=out.status)
-    if dry_run:
-        _show(out, plan, src, dst, asked)
-        return
-    _stream(out, asked, draft, plan, dst, rules, report, device, more)
+    with leaving_at_once():
+        if not asked.stream:
+            assert draft is not None
+            _push_as_ready(out, asked, draft, src, dst, rules, report, device, more)
+            return
+        if draft is None and not dry_run:
+            refuse_before_download(src, dst, overwrite)
+        plan = plan_stream(src, dst, rules, note=out.status)
+        if dry_run:
+            _show(out, plan, src, dst, asked)
+            return
+        _stream(out, asked, draft, plan, dst, rules, report, device, more)
 
 
 def _stream(
@@ -125,11 +130,11 @@ def _push_as_ready(
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.compress.stream import compress_and_push
-    from neuzip.formats.hub import resolve_source
     from neuzip.formats.hub_connection import require_token
 
     require_token()
-    path = resolve_source(src, note=out.status, progress=out.watched)
+    refuse_before_download(src, dst, more["overwrite"])
+    path = resolved(out, src)
     total = weight_bytes(path)
     with out.progress("compress", total) as advance:
         done, pushed = compress_and_push(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def ask(
     device: Device,
     jobs: int | None,
     overwrite: bool,
+    dry_run: bool,
     drop_layers: DropLayers = 0,
 ) -> Asked:
     """Understand a target, and load the original if it is to be compared with. Raises NeuzipError."""
@@ -115,9 +116,7 @@ def ask(
     from neuzip.compress.pipeline import require_plain
     from neuzip.compress.scheme import rules_of_options
     from neuzip.compress.source import TensorSource, weight_bytes
-    from neuzip.eval.targets import MAX_TOKENS, Request, refuse_strangers
     from neuzip.eval.texts import read_text
-    from neuzip.eval.yardstick import Yardstick
 
     target = _understood(goal, 0)  # a slip of the pen is told before anything is read
     if calibration == "none" and (goal.option != "--target-size" or sensitivity not in ("auto", "weights")):
@@ -125,14 +124,18 @@ def ask(
             "--calibration none: without a text nothing can be measured",
             "give a text, or --target-size with --sensitivity weights",
         )
+    text = None if calibration == "none" else read_text(calibration)
+    from neuzip.eval.targets import MAX_TOKENS, Request, refuse_strangers
+    from neuzip.eval.yardstick import Yardstick
+
     with TensorSource(src) as source:
         require_plain(source, dst)
-        refuse_strangers(dst, overwrite)
+        if not dry_run:
+            refuse_strangers(dst, overwrite)
         target = _understood(goal, sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
     size = rules_of_options(0, block_size)[0].scheme.block_size
-    text = yardstick = None
-    if calibration != "none":
-        text = read_text(calibration)
+    yardstick = None
+    if text is not None:
         yardstick = Yardstick(src, text, max_tokens=MAX_TOKENS, device=device)
     if yardstick is None:
         method: Any = "weights"
@@ -147,11 +150,12 @@ def ask(
 
 
 def _understood(goal: Goal, nbytes: int) -> Target:
-    from neuzip.eval import targets
+    from neuzip.eval import target_values
 
     if goal.option == "--target-size":
-        return targets.target_size(goal.text, nbytes)
-    return (targets.max_kld if goal.option == "--max-kld" else targets.max_ppl_increase)(goal.text)
+        return target_values.target_size(goal.text, nbytes)
+    read = target_values.max_kld if goal.option == "--max-kld" else target_values.max_ppl_increase
+    return read(goal.text)
 
 
 def find(out: Output, asked: Asked) -> Found:
@@ -186,6 +190,8 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
+    from neuzip.eval.estimates import errors_text
+
     target, report, found = asked.request.target, delivered.report, delivered.found
     size = f"{bytes_text(report.stored_weight_bytes)}, {percent_text(report.ratio, 1)}"
     rows = []
@@ -204,8 +210,9 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
     if delivered.run is not None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
+        errors = errors_text(c.blocks, c.kld.mean.standard_error)
         out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, and true of it: "
-                 f"another text may give more; ± standard error over {c.blocks}")  # fmt: skip
+                 f"another text may give more; {errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("an increase is taken to be within the target if it is with its standard error added")
             _warn_of_errors(out, target, delivered)
@@ -215,7 +222,8 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         counts = ", ".join(f"{count} {scheme}" for scheme, count in _in_order(found.schemes))
         out.text(f"plan {delivered.plan}: {counts}")
         if found.estimated:
-            out.status(f"{found.estimated} groups of tensors were estimated from their weights alone")
+            groups = count_text(found.estimated, "group")
+            out.status(f"{groups} of tensors estimated from their weights alone")
     if asked.request.drop_layers:
         _show_layers(out, asked, delivered)
     if not delivered.holds:

@@ -12,7 +12,7 @@ from neuzip.errors import NeuzipError
 
 from .base import Base
 from .device import CPU, Device
-from .pipeline import DEFAULT_RULES, CompressionReport, compress
+from .pipeline import DEFAULT_RULES, CompressionReport, compress, refuse_other_file, refuse_unless_made
 from .restore import decompress
 from .scheme import Rule
 from .source import TensorSource
@@ -58,10 +58,15 @@ def _plain(new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Devi
             yield new
             return
         refuse_nesting(source.checkpoint.path, dst)
-    require_name(dst)
-    recover(dst)
-    if dst.is_file() or (dst.is_dir() and overwrite):
-        refuse_existing(dst, overwrite)
+        require_name(dst)
+        if source.checkpoint.is_file:
+            refuse_other_file(source, dst, overwrite)
+        else:
+            recover(dst)
+            if overwrite:
+                refuse_existing(dst, overwrite)
+            else:
+                refuse_unless_made(dst, overwrite)
     restored = dst.with_name(f"{dst.name}.neuzip-new{new.suffix if new.is_file() else ''}")
     with writing(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)

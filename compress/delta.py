@@ -24,10 +24,21 @@ from neuzip.errors import NeuzipError
 from neuzip.formats.container import Stream, padded_stream
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract, sums
-from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, plane_widths, unpack_fields
+from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, unpack_fields
 from neuzip.kernels.rans.numbers import HEADER_WORDS
 
-from .lossless import LARGEST_TABLE, PIECE, TABLE_HEAD, Map, Read, ReadStream, expect_length, padded, pieces
+from .lossless import (
+    LARGEST_TABLE,
+    PIECE,
+    TABLE_HEAD,
+    Map,
+    Read,
+    ReadStream,
+    expect_length,
+    padded,
+    pieces,
+    plane_starts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -338,11 +349,9 @@ class Decoder:
                 f"are more than {fmt.name} has"
             )
         self._blocks = -(-numel // rans.BLOCK)
-        self._planes, end = {}, 0
-        for width in plane_widths(cut.low) if cut.low else ():
-            self._planes[width] = end
-            end += padded(plane_bytes(width, numel))
+        self._planes: dict[int, int] = {}
         if cut.low:
+            self._planes, end = plane_starts(cut.low, numel)
             expect_length("low", length("low"), end)
         expect_length("index", length("index"), padded(2 * self._blocks * digits))
         if length("table") > padded((2 + LARGEST_TABLE * MOST_TABLES) * digits):

@@ -43,6 +43,7 @@ from .workspace import (
     refuse_existing,
     refuse_folder,
     refuse_nesting,
+    remove,
     require_name,
     sync_folder,
     workspace,
@@ -134,11 +135,11 @@ def export(
         require_name(dst)
         if isinstance(target, Gguf):
             refuse_folder(dst)
-            refuse_existing(dst, overwrite)
-            exported = _write_gguf(model, target, dst)
+            refuse_existing(dst, overwrite, file=True)
+            exported = _write_gguf(model, target, dst, overwrite)
         else:
             recover(dst)
-            refuse_existing(dst, overwrite)
+            refuse_existing(dst, overwrite, known=source.checkpoint.others)
             exported = _write_folder(model, target, dst, overwrite)
         written = files_in(dst)
         return ExportReport(
@@ -380,7 +381,7 @@ def _write_shard(
     os.replace(temporary, path)
 
 
-def _write_gguf(model: _Model, target: Gguf, dst: Path) -> list[ExportedTensor]:
+def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list[ExportedTensor]:
     """One GGUF file; what became of the tensors."""
     kind = gguf.TERNARY[target.kind]
     described = gguf_model.GgufModel.of(model.config)
@@ -417,22 +418,20 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path) -> list[ExportedTensor]:
     extra = (
         [] if factors is None else [gguf.Info("rope_freqs.weight", tuple(factors.shape), gguf.DENSE["F32"])]
     )
-    temporary = partial_name(dst)
-    with writing(dst):
-        dst.parent.mkdir(parents=True, exist_ok=True)
+    with workspace(dst) as work, writing(dst):
+        clear(work, overwrite)
         try:
             everything = [info for _, info in infos] + extra
-            with gguf.GgufWriter(temporary, metadata, everything) as writer:
+            with gguf.GgufWriter(work / dst.name, metadata, everything) as writer:
                 for tensor, info in infos:
                     writer.write(info.name, _gguf_data(model, tensor, info, described.row_order(tensor.name)))
                     model.on_bytes(tensor.info.nbytes)
                 for info in extra:
                     assert factors is not None
                     writer.write(info.name, [_bytes(factors)])
-            os.replace(temporary, dst)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+            os.replace(work / dst.name, dst)
+        finally:
+            remove(work)
         sync_folder(dst.parent)
     return exported
 

@@ -217,11 +217,7 @@ class Decoder:
         if not 0 <= kept <= fmt.mantissa_bits:
             raise NeuzipError(f"{fmt.name} has no {kept} mantissa bits")
         blocks = -(-numel // rans.BLOCK)
-        planes, end = {}, 0
-        for width in plane_widths(1 + kept):
-            planes[width] = end
-            end += padded(plane_bytes(width, numel))
-        self.plane_starts = planes
+        self.plane_starts, end = plane_starts(1 + kept, numel)
         expect_length("sign_mantissa", length("sign_mantissa"), end)
         expect_length("index", length("index"), padded(2 * blocks))
         if length("table") > padded(LARGEST_TABLE):
@@ -311,6 +307,15 @@ def expect_length(stream: str, nbytes: int, expected: int) -> None:
     """Raise NeuzipError unless a stream is as long as its tensor says."""
     if nbytes != expected:
         raise NeuzipError(f"the stream {stream!r} has {nbytes} bytes instead of {expected}")
+
+
+def plane_starts(bits: int, numel: int) -> tuple[dict[int, int], int]:
+    """Where planes of fields of `bits` bits begin in their stream, by width, and where the last one ends."""
+    starts, end = {}, 0
+    for width in plane_widths(bits):
+        starts[width] = end
+        end += padded(plane_bytes(width, numel))
+    return starts, end
 
 
 def padded(nbytes: int) -> int:

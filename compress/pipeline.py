@@ -43,7 +43,7 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.tensor_file import DTYPE_BITS
+from neuzip.formats.tensor_file import DTYPE_BITS, Header
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
@@ -51,7 +51,16 @@ from .base import Base
 from .device import CPU, Device
 from .distributed import ALONE, Ranks, share_out, split
 from .lossless import PIECE, Map, Read
-from .plan import Plan, PlannedTensor, bitnet_converts, coded_streams, make_plan, online_config, try_ternary
+from .plan import (
+    KEEP_ALL,
+    Plan,
+    PlannedTensor,
+    bitnet_converts,
+    coded_streams,
+    make_plan,
+    online_config,
+    try_ternary,
+)
 from .scheme import LOSSLESS, Rule, Scheme
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
@@ -59,9 +68,11 @@ from .workers import Workers, ahead
 from .workspace import (
     PLAN_PATH,
     copy_file,
+    file_workspace,
     files_in,
     partial_name,
     publish,
+    publish_file,
     recover,
     refuse_existing,
     refuse_folder,
@@ -71,7 +82,6 @@ from .workspace import (
     remove_scratch,
     require_name,
     scratch_folder,
-    sync_folder,
     workspace,
     write_file,
     writing,
@@ -180,6 +190,8 @@ def compress(
         require_plain(source, dst)
         if activations is not None and "config.json" not in source.checkpoint.others:
             raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out --activations")
+        asked = plan_file(source, rules, activations, base)
+        ranks.on_first(lambda: _refuse_other(source, dst, overwrite, asked))
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
         job = Compression(
             source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations, on_file, base
@@ -201,6 +213,65 @@ def require_plain(source: TensorSource, dst: Path) -> None:
     require_name(dst)
     if any(f.split("/")[0] == OWN_FOLDER for f in (*source.checkpoint.weights, *source.checkpoint.others)):
         raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
+
+
+def refuse_unless_made(dst: Path, overwrite: bool) -> None:
+    """Raise WouldOverwrite for what no run of `compress` has made of a folder: before SRC is downloaded.
+
+    What one has made may be what is asked for: `compress` finds out.
+    """
+    require_name(dst)
+    if not (dst / PLAN_PATH).is_file():
+        refuse_existing(dst, overwrite)
+
+
+def _refuse_other(source: TensorSource, dst: Path, overwrite: bool, asked: bytes) -> None:
+    """Raise WouldOverwrite unless `dst` is free, or what the same command made: before tensors are read."""
+    if source.checkpoint.is_file:
+        refuse_other_file(source, dst, overwrite)
+        return
+    recover(dst)
+    if overwrite or not _is_made_by(dst, asked):
+        refuse_existing(dst, overwrite)
+
+
+def refuse_other_file(source: TensorSource, dst: Path, overwrite: bool) -> None:
+    """Raise WouldOverwrite unless `dst` is free, or a container of what the one file of `source` restores to.
+
+    Whether the same options have made it takes coding it again: `compress` finds out.
+    """
+    refuse_folder(dst)
+    (file,) = source.checkpoint.weights
+    if overwrite or not _is_container_of(dst, source.header(file)):
+        refuse_existing(dst, overwrite, file=True)
+
+
+def _is_container_of(path: Path, original: Header) -> bool:
+    try:
+        with Container(path, delta=True) as container:
+            return container.original.raw == original.raw
+    except FormatError:
+        return False
+
+
+def _is_made_by(folder: Path, asked: bytes) -> bool:
+    """Whether a folder was made, or begun, by a run with this plan file."""
+    path = folder / PLAN_PATH
+    return path.is_file() and path.read_bytes() == asked
+
+
+def plan_file(
+    source: TensorSource, rules: Sequence[Rule], activations: str | None, base: Base | None
+) -> bytes:
+    """What a workspace or a result is known by: the rules, and the sizes of the files they were used on."""
+    checkpoint = source.checkpoint
+    document = {
+        "version": VERSION,
+        "rules": [rule.to_json() for rule in rules],
+        "source": {f: source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)},
+    } | ({} if activations is None else {"activations": activations})
+    document |= {} if base is None else {"against": base.sizes()}
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 @dataclass(frozen=True)
@@ -265,22 +336,29 @@ class Compression:
 
     def file(self, dst: Path, overwrite: bool) -> None:
         """Compress a single file."""
-        partial = partial_name(dst)
+        ranks, partial = self._ranks, partial_name(dst)
 
-        def begin() -> Path:
-            refuse_folder(dst)
-            refuse_existing(dst, overwrite)
+        def begin() -> Path | None:
             with writing(dst):
-                dst.parent.mkdir(parents=True, exist_ok=True)
                 remove_scratch(partial)
+            if dst.exists() and not overwrite and self._is_made(dst):
+                return None
+            refuse_existing(dst, overwrite, file=True)
+            with writing(dst):
                 return self._scratch(partial)
 
-        scratch = self._ranks.on_first(begin)
-        self._code({self._source.checkpoint.weights[0]: dst}, scratch)
-        with writing(dst):
-            if self._ranks.is_first:
-                remove_scratch(partial)
-                sync_folder(dst.parent)
+        # Rank 0 holds the lock for all.
+        with file_workspace(dst, overwrite) if ranks.is_first else nullcontext(partial) as work:
+            scratch = ranks.on_first(begin)
+            if scratch is None:
+                self._resumed = 1
+                return
+            self._code({self._source.checkpoint.weights[0]: work / dst.name}, scratch)
+            ranks.barrier()
+            if ranks.is_first:
+                publish_file(work, dst)
+                with writing(dst):
+                    remove_scratch(partial)
 
     def folder(self, dst: Path, overwrite: bool) -> None:
         """Compress a folder: weights, then everything else, then the name."""
@@ -329,19 +407,11 @@ class Compression:
         return scratch_folder(path) if self._ranks.world > 1 else path
 
     def _plan_json(self) -> bytes:
-        checkpoint = self._source.checkpoint
-        document = {
-            "version": VERSION,
-            "rules": [rule.to_json() for rule in self._plan.rules],
-            "source": {f: self._source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)},
-        } | ({} if self._activations is None else {"activations": self._activations})
-        document |= {} if self._base is None else {"against": self._base.sizes()}
-        return (json.dumps(document, indent=2) + "\n").encode()
+        return plan_file(self._source, self._plan.rules, self._activations, self._base)
 
     def _is_ours(self, folder: Path) -> bool:
         """Whether a folder was made by the same command from a source with the same files."""
-        path = folder / PLAN_PATH
-        return path.is_file() and path.read_bytes() == self._plan_json()
+        return _is_made_by(folder, self._plan_json())
 
     def _claim(self, work: Path, overwrite: bool) -> tuple[Path, list[str]]:
         """Begin a run in `work`, or go on with one: where its scratch is, and the weight files there."""
@@ -375,6 +445,28 @@ class Compression:
         return self._ranks.on_first(
             lambda: all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
         )
+
+    def _is_made(self, dst: Path) -> bool:
+        """Whether the file `dst` is intact, and has the checksums that this run would write."""
+        (file,) = self._source.checkpoint.weights
+        try:
+            with Container(dst, delta=self._base is not None) as container:
+                records = container.manifest.tensors
+        except FormatError:
+            return False
+        planned = self._plan.of_file(file)
+        for t, (record, _) in self._coded(planned):
+            if records.get(t.tensor.name) != record:
+                return False
+            self._records[file, t.tensor.name] = record
+        for t in planned:
+            if t.alias_of is not None and records.get(t.tensor.name) != self._alias(t.tensor, t.alias_of):
+                return False
+        try:
+            self._check_written(file, dst)
+        except (FormatError, VerificationError):
+            return False
+        return True
 
     def _finished(self, files: Sequence[str], folder: Path) -> set[str]:
         """Those of some files that `_is_finished`; every rank looks at a part of them."""
@@ -775,8 +867,16 @@ class Compression:
             (
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
+                *_unrounded(tensors),
             ),
         )  # fmt: skip
+
+
+def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
+    """A warning if rules round, and nothing has so many mantissa bits that it was."""
+    why = sorted({t.note for t in tensors if t.note.endswith(KEEP_ALL)})
+    rounded = any(t.loss is not None for t in tensors)
+    return [] if rounded or not why else [f"nothing is rounded: {'; '.join(why)}"]
 
 
 def checksums(streams: dict[str, Stream]) -> dict[str, str]:

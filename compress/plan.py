@@ -38,6 +38,9 @@ LARGEST_CONFIG = 1 << 20
 TERNARY_SAMPLE = 4096
 """Weights of a row that a first look for ternary values takes in."""
 
+KEEP_ALL = "keep them all"
+"""How a note ends that says why a tensor is not rounded although a rule rounds it."""
+
 SAMPLED_BLOCKS = 12
 """Blocks of a tensor that a prediction looks at."""
 
@@ -137,7 +140,8 @@ def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
     if scheme.kind == "ternary" and (tensor.info.dtype not in TERNARY_DTYPES or not tensor.info.shape):
         return PlannedTensor(tensor, LOSSLESS, f"{tensor.info.dtype} has no ternary form")
     if scheme.mantissa_bits is not None and scheme.mantissa_bits >= fmt.mantissa_bits:
-        return PlannedTensor(tensor, LOSSLESS, f"{fmt.name} has {fmt.mantissa_bits} mantissa bits")
+        note = f"{fmt.name} has {fmt.mantissa_bits} mantissa bits, and {scheme.mantissa_bits} {KEEP_ALL}"
+        return PlannedTensor(tensor, LOSSLESS, note)
     if scheme.block_size is not None and not truncated.normalisable(fmt):
         return PlannedTensor(tensor, replace(scheme, block_size=None), f"{fmt.name} takes no normaliser")
     return PlannedTensor(tensor, scheme)

@@ -42,7 +42,8 @@ Stage = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 class PullReport:
     """What `pull` wrote. `tensors` are those that were decoded and checked, None if it is not compressed.
 
-    `was_there` says that an earlier run had written it all, and that this one only compared it.
+    `was_there` says that an earlier run had written it all, and that this one only compared it. Of a delta
+    `without_base` tensors are checked as far as that goes without its base.
     """
 
     src: str
@@ -54,6 +55,7 @@ class PullReport:
     tensors: int | None
     seconds: float
     was_there: bool = False
+    without_base: int = 0
 
 
 def pull(
@@ -76,9 +78,9 @@ def pull(
     require_name(dst)
     recover(dst)
     was_there = dst.is_dir() and not overwrite and _is_pulled(listing, dst, stage)
-    tensors = None
+    tensors, without_base = None, 0
     if not was_there:
-        refuse_existing(dst, overwrite)
+        refuse_existing(dst, overwrite, known={file.path for file in listing.files})
         with workspace(dst) as work:
             with writing(work):
                 _claim(work, listing, overwrite)
@@ -86,14 +88,14 @@ def pull(
             fetch(listing, work, note=note, progress=progress)
             _refuse_damaged(listing, work, stage)
             if listing.is_compressed:
-                tensors = _verified(listing, work, stage)
+                tensors, without_base = _verified(listing, work, stage)
             with writing(work):
                 remove(work / ".cache")
                 refuse_strangers(work, {file.path for file in listing.files})
             publish(work, dst)
     return PullReport(
         listing.src, listing.repo_id, listing.commit, dst, len(listing.files), listing.nbytes, tensors,
-        time.monotonic() - began, was_there,
+        time.monotonic() - began, was_there, without_base,
     )  # fmt: skip
 
 
@@ -148,16 +150,17 @@ def _refuse_damaged(listing: Listing, work: Path, stage: Stage) -> None:
         raise not_as_on_the_hub(listing, [file.path for file in damaged])
 
 
-def _verified(listing: Listing, work: Path, stage: Stage) -> int:
-    """Decode all tensors; how many there are."""
+def _verified(listing: Listing, work: Path, stage: Stage) -> tuple[int, int]:
+    """Decode all tensors; how many there are, and how many of them lack the base of a delta."""
     try:
-        with stage("verify", weight_bytes(work)) as advance:
-            return len(verify(work, on_bytes=advance).tensors)
+        with stage("verify", weight_bytes(work, allow_delta=True)) as advance:
+            tensors = verify(work, on_bytes=advance).tensors
     except (FormatError, VerificationError) as error:
         raise VerificationError(
             f"{listing.src}: arrived as it is on the Hub, and does not verify: {error.message}",
             error.hint or f"tell its owner, or pull an older revision; {work} can be removed",
         ) from error
+    return len(tensors), sum(t.base_missing for t in tensors)
 
 
 def _is_pulled(listing: Listing, folder: Path, stage: Stage) -> bool:

@@ -25,9 +25,11 @@ from .verify import OnBytes, check_tensors, ignore, verify_files
 from .workers import Workers, default_jobs
 from .workspace import (
     copy_file,
+    file_workspace,
     files_in,
     partial_name,
     publish,
+    publish_file,
     recover,
     refuse_existing,
     refuse_folder,
@@ -35,7 +37,6 @@ from .workspace import (
     refuse_strangers,
     require_name,
     require_space,
-    sync_folder,
     workspace,
     writing,
 )
@@ -92,17 +93,8 @@ def decompress(
         if of_base is not None:
             refuse_nesting(of_base.checkpoint.path, dst)
             check_base(source, workers)
-        require_space(dst, sum(t.info.nbytes for t in source.tensors()))
-        if checkpoint.is_file:
-            refuse_folder(dst)
-            refuse_existing(dst, overwrite)
-            with writing(dst):
-                dst.parent.mkdir(parents=True, exist_ok=True)
-                _restore(source, checkpoint.weights[0], dst, workers, on_bytes)
-                sync_folder(dst.parent)
-            files, was_there = 1, False
-        else:
-            files, was_there = _restore_folder(source, dst, overwrite, workers, on_bytes)
+        restore = _restore_single if checkpoint.is_file else _restore_folder
+        files, was_there = restore(source, dst, overwrite, workers, on_bytes)
         records = [t.record for t in source.tensors()]
         stored = sum(p.stat().st_size for p in files_in(checkpoint.path))
         restored = sum(p.stat().st_size for p in files_in(dst))
@@ -111,6 +103,23 @@ def decompress(
         return DecompressionReport(
             checkpoint.path, dst, stored, restored, files, lossless_only, seconds, device.name, was_there
         )
+
+
+def _restore_single(
+    source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
+) -> tuple[int, bool]:
+    """How many files there are, one, and whether it was there before."""
+    (file,) = source.checkpoint.weights
+    refuse_folder(dst)
+    with file_workspace(dst, overwrite) as work:
+        if dst.exists() and not overwrite and _is_restored_file(source, file, dst):
+            return 1, True
+        refuse_existing(dst, overwrite, file=True)
+        require_space(dst, sum(t.info.nbytes for t in source.tensors()))
+        with writing(work):
+            _restore(source, file, work / dst.name, workers, on_bytes)
+        publish_file(work, dst)
+    return 1, False
 
 
 def _restore_folder(
@@ -128,7 +137,9 @@ def _restore_folder(
     recover(dst)
     if dst.exists() and not overwrite and _is_restored(source, stored, dst):
         return len(stored), True
-    refuse_existing(dst, overwrite)
+    refuse_existing(dst, overwrite, known=stored)
+    missing = {file for file in checkpoint.weights if not (partial_name(dst) / file).is_file()}
+    require_space(dst, sum(t.info.nbytes for t in source.tensors() if t.file in missing))
     with workspace(dst) as work:
         for name, file in stored.items():
             target = work / name

@@ -55,7 +55,10 @@ class Scheme:
         if (self.kind == "truncated") != (self.mantissa_bits is not None):
             raise UsageError(f"the scheme {self.kind!r} with mantissa bits {self.mantissa_bits}")
         if self.mantissa_bits is not None and not 0 <= self.mantissa_bits <= 51:
-            raise UsageError(f"{self.mantissa_bits} mantissa bits", "give 0 to 6 for bf16; 7 is lossless")
+            raise UsageError(
+                f"{self.mantissa_bits} mantissa bits are not 0 to 51, which formats can be rounded to",
+                "give 0 to 6 for bf16; 7 is lossless",
+            )
         if self.block_size is not None and self.mantissa_bits is None:
             raise UsageError("a block size needs mantissa bits to be dropped", "add --mantissa-bits K")
         if self.block_size is not None and not is_block_size(self.block_size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,12 @@ class TensorSource:
             for info in self.header(name).in_file_order:
                 yield SourceTensor(name, info, records.get(info.name))
 
+    def find(self, file: str, name: str) -> SourceTensor | None:
+        """The tensor of that name in a weight file, or None."""
+        opened, info = self._files[file], self.header(file).tensors.get(name)
+        records = opened.manifest.tensors if isinstance(opened, Container) else {}
+        return None if info is None else SourceTensor(file, info, records.get(name))
+
     def reader(self, tensor: SourceTensor) -> Callable[[int, int], Bytes]:
         """read(start, stop) for a tensor's restored bytes; both at multiples of its element size.
 
@@ -211,12 +218,13 @@ class TensorSource:
             raise NeuzipError(f"{path}: is a delta, and its base is not here", self.base_hint())
         file, of = record.alias_file or "", record.alias_of or ""
         folder = file[: file.rfind("/") + 1]
+        weights = self.base.checkpoint.weights
         # The file that it was in; but a base that was sharded anew has it in another one beside that.
-        beside = [w for w in self.base.checkpoint.weights if w[: w.rfind("/") + 1] == folder]
-        for place in sorted(beside, key=lambda w: w != file):
-            found = self.base.header(place).tensors.get(of)
-            if found is not None and found.same_kind(tensor.info):
-                return next(t for t in self.base.tensors(place) if t.name == of)
+        beside = (w for w in weights if w != file and w[: w.rfind("/") + 1] == folder)
+        for place in chain([file] if file in weights else [], beside):
+            found = self.base.find(place, of)
+            if found is not None and found.info.same_kind(tensor.info):
+                return found
         kind = f"{tensor.info.dtype} {list(tensor.info.shape)}"
         raise NeuzipError(
             f"{self.base.checkpoint.path}: has no tensor {of!r} of {kind}, which {path} was made against",
@@ -285,10 +293,9 @@ class TensorSource:
             raise FormatError(
                 path, f"its data is in {file!r}, which is not here", tensor=tensor.name, field="file"
             )
-        info = other.original.tensors.get(record.alias_of or "")
-        if info is None or not info.same_kind(tensor.info):
+        target = self.find(file, record.alias_of or "")
+        if target is None or not target.info.same_kind(tensor.info):
             raise FormatError(path, f"no tensor of this kind in {file!r}", tensor=tensor.name, field="of")
-        target = SourceTensor(file, info, other.manifest.tensors[info.name])
         if target.record is not None and target.record.scheme == "alias":
             raise FormatError(path, "an alias of an alias", tensor=tensor.name, field="of")
         return target

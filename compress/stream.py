@@ -40,19 +40,20 @@ from neuzip.formats.hub import HubFile, Pushed, plan_push
 from neuzip.formats.hub import ignore as pass_over
 from neuzip.formats.hub_connection import Note, bars
 from neuzip.formats.hub_draft import Draft
-from neuzip.formats.hub_stream import (
-    RemoteCheckpoint,
-    download,
-    find_remote,
-    read_headers,
-    read_range,
-    remove_unfinished,
-)
+from neuzip.formats.hub_pull import remove_unfinished
+from neuzip.formats.hub_stream import RemoteCheckpoint, download, find_remote, read_headers, read_range
 from neuzip.formats.tensor_file import Header, TensorFile
 
 from .device import CPU, Device
 from .distributed import ALONE
-from .pipeline import DEFAULT_RULES, Compression, CompressionReport, compress, require_plain
+from .pipeline import (
+    DEFAULT_RULES,
+    Compression,
+    CompressionReport,
+    compress,
+    refuse_unless_made,
+    require_plain,
+)
 from .plan import ALIAS_MINIMUM, Plan, PlannedTensor, choose_schemes, refuse_destruction
 from .scheme import Rule
 from .source import Bytes, SourceTensor, TensorSource, digest
@@ -558,6 +559,9 @@ def compress_and_push(
     """
     if Path(src).is_file():
         raise NeuzipError(f"{src}: is a file, and repositories hold folders", "give its folder")
+    with TensorSource(src) as source:
+        require_plain(source, Path(dst))
+    refuse_unless_made(Path(dst), overwrite)
     draft.begin(private=private, overwrite=overwrite)
     sent: dict[str, HubFile] = {}
     report = compress(

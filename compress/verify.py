@@ -14,12 +14,14 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
 from neuzip.formats.container import Container
+from neuzip.formats.own_section import own_section, read_config
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
 from .base import check_base
 from .delta import Decoder
 from .device import CPU, Device
 from .lossless import PIECE, pieces
+from .scheme import DROPPED_LAYERS
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
 from .workers import Workers, default_jobs
@@ -123,6 +125,7 @@ def verify(
                     on_bytes(tensor.info.nbytes)
             return VerifyReport(tuple(verdicts), files, device.name)
         with TensorSource(against, device) as original:
+            _require_same_layers(source, original)
             require_same_tensors(source, original)
             others = {(_file(original, t), t.name): t for t in original.tensors()}
 
@@ -213,6 +216,26 @@ def verify_files(source: TensorSource) -> int:
         if name not in listed:
             raise FormatError(root / name, "is not in the folder's manifest")
     return len(stored)
+
+
+def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
+    """Raise VerificationError if layers were dropped from `source` that its original has."""
+    if _dropped(source) != _dropped(original):
+        src, against = source.checkpoint.path, original.checkpoint.path
+        raise VerificationError(
+            f"{src}: was made without some layers of {against}, and the others have new numbers:"
+            " tensors cannot be compared",
+            f"without --against {src} itself is checked;"
+            f" neuzip eval {src} --base {against} --text TEXT measures what is missing",
+        )
+
+
+def _dropped(source: TensorSource) -> object:
+    """Which layers config.json says that a model was made without; None if it says nothing."""
+    path = source.checkpoint.root / "config.json"
+    if source.checkpoint.is_file or not path.is_file():
+        return None
+    return own_section(read_config(path), path).get(DROPPED_LAYERS)
 
 
 def require_same_tensors(a: TensorSource, b: TensorSource) -> None:

@@ -1,7 +1,7 @@
 """Files that appear whole or not at all.
 
 A run works in `DST.neuzip-partial`, a folder beside its destination, and renames it when everything is there.
-A file in it with its final name is complete.
+A file in it with its final name is complete. A DST that is a file is prepared in such a folder, too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from neuzip.errors import NeuzipError, WouldOverwrite
-from neuzip.formats.checkpoint import OWN_FOLDER
+from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint
+
+from .replaceable import why_not
 
 PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 """What tells a later run that a workspace is one of a compression, and of which."""
@@ -44,20 +46,51 @@ def workspace(dst: Path) -> Iterator[Path]:
     """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails."""
     work = partial_name(dst)
     _refuse_link(work)
+    if work.is_file():
+        raise NeuzipError(
+            f"{work}: is a file, and neuzip needs a folder of this name to work in",
+            "remove it if a run that was killed has left it, or choose another DST",
+        )
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise NeuzipError(
-            f"{work}: another run is writing there", "wait for it, or choose another DST"
-        ) from error
+        try:
+            lock = _lock(work)
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise NeuzipError(
+                f"{work}: another run is writing there", "wait for it, or choose another DST"
+            ) from error
     try:
         yield work
     finally:
         os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder. Raises OSError, FileNotFoundError if it is there no more.
+
+    A run that has just ended has renamed or removed its folder: the lock of that one would protect nothing.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+@contextmanager
+def file_workspace(dst: Path, overwrite: bool) -> Iterator[Path]:
+    """The same for a `dst` that is a file; it does not stay."""
+    with workspace(dst) as work:
+        clear(work, overwrite)
+        try:
+            yield work
+        finally:
+            with writing(work):
+                remove(work)
 
 
 def clear(work: Path, overwrite: bool) -> None:
@@ -93,6 +126,13 @@ def recover(dst: Path) -> None:
                 remove(old)
             else:
                 os.replace(old, dst)
+
+
+def publish_file(work: Path, dst: Path) -> None:
+    """The same for a file, which has the name of `dst` in its workspace."""
+    with writing(dst):
+        os.replace(work / dst.name, dst)
+        sync_folder(dst.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -170,21 +210,50 @@ def refuse_strangers(work: Path, expected: set[str]) -> None:
         raise NeuzipError(f"{work / name}: {problem}", f"remove {work} and repeat the command")
 
 
-def refuse_existing(dst: Path, overwrite: bool) -> None:
-    """Raise WouldOverwrite if there is something at `dst`, be it a link, but an empty folder."""
-    empty = dst.is_dir() and not dst.is_symlink() and not any(dst.iterdir())
-    if os.path.lexists(dst) and not overwrite and not empty:
+def refuse_existing(dst: Path, overwrite: bool, *, file: bool = False, known: Collection[str] = ()) -> None:
+    """Raise WouldOverwrite if there is something at `dst`, be it a link, but an empty folder.
+
+    With `overwrite` a link may be replaced, and what it leads to stays; a folder only where it holds a
+    checkpoint and nothing else but `known` files; and a file only by a `file`.
+    """
+    is_folder = dst.is_dir() and not dst.is_symlink()
+    if not os.path.lexists(dst) or (is_folder and not any(dst.iterdir())):
+        return
+    if not overwrite:
         raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
+    if is_folder and (reason := why_not(dst, known)) is not None:
+        raise WouldOverwrite(
+            f"{dst}: {reason}: such a folder is not replaced",
+            "choose another DST, or remove what is there yourself",
+        )
+    if not is_folder and not dst.is_symlink() and not file:
+        raise WouldOverwrite(
+            f"{dst}: is a file, and a folder is to be written there",
+            "choose another DST, or remove the file yourself",
+        )
+
+
+def require_free(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
+    """Raise NeuzipError unless a checkpoint made of `src` can be written to `dst`.
+
+    It is asked before the long work begins. Files beside the weights of `src` are expected in an older one.
+    """
+    checkpoint = find_checkpoint(src)
+    require_name(dst)
+    refuse_nesting(checkpoint.path, dst)
+    refuse_existing(dst, overwrite, known=checkpoint.others)
 
 
 def refuse_nesting(src: Path, dst: Path) -> None:
-    """Neither may contain the other: a run must not read what it writes, nor replace its source."""
-    try:
-        a, b = src.resolve(), dst.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name that a file can have
-        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
-    if a == b or a in b.parents or b in a.parents:
-        raise NeuzipError(f"{dst}: is, holds, or lies within {src}", "choose a DST beside it")
+    """Neither may contain the other: a run must not read what it writes, nor replace or remove its source."""
+    own = [] if dst.name in ("", "..") else [partial_name(dst), _old(dst)]
+    for path in (dst, *own):
+        try:
+            a, b = src.resolve(), path.resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name for a file
+            raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+        if a == b or a in b.parents or b in a.parents:
+            raise NeuzipError(f"{path}: is, holds, or lies within {src}", "choose a DST beside it")
 
 
 def require_space(dst: Path, nbytes: int) -> None:

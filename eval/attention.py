@@ -30,9 +30,7 @@ from neuzip.compress.workspace import (
     copy_file,
     publish,
     recover,
-    refuse_existing,
-    refuse_nesting,
-    require_name,
+    require_free,
     workspace,
     writing,
 )
@@ -527,10 +525,3 @@ def copy_patched(
                 on_bytes((work / file).stat().st_size)
             runtime.record(work, bits)
         publish(work, dst)
-
-
-def require_free(src: Path, dst: Path, overwrite: bool) -> None:
-    """Raise NeuzipError unless a copy of `src` can be written to `dst`: asked before the long work begins."""
-    require_name(dst)
-    refuse_nesting(src, dst)
-    refuse_existing(dst, overwrite)

@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,14 +32,14 @@ import torch
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.load import quiet_transformers
 
+from .convention_names import NAMES as NAMES
+from .convention_names import Name as Name
 from .estimates import Blocks, Values, effective
 from .texts import Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Name = Literal["token", "strided", "llama.cpp", "lm-eval"]
-NAMES: tuple[Name, ...] = ("token", "strided", "llama.cpp", "lm-eval")
 
 WINDOW = 1024
 """Predictions of a window if nothing else is asked for, or as many as the model was made for."""

@@ -93,6 +93,27 @@ def mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
     return Estimate(value, math.sqrt(n / (n - 1) * squares) / tokens)
 
 
+def over(blocks: str, error: float | None) -> str:
+    """What a standard error is over, `blocks` as `Blocks.text` has it; or why there is none.
+
+    >>> over("45 windows of 5 documents", 0.1), over("2 windows", None)
+    ('± over 45 windows of 5 documents', 'no ±: 2 windows count as fewer than 3 equal ones')
+    """
+    if error is not None:
+        return f"± over {blocks}"
+    return f"no ±: {blocks} count{'s' if blocks.startswith('1 ') else ''} as fewer than {FEWEST} equal ones"
+
+
+def errors_text(blocks: str, error: float | None) -> str:
+    """`over`, in full.
+
+    >>> errors_text("45 windows of 5 documents", 0.1)
+    '± standard error over 45 windows of 5 documents, cut where a document ends'
+    """
+    cut = ", cut where a document ends" if error is not None and " of " in blocks else ""
+    return over(blocks, error).replace("±", "± standard error", 1) + cut
+
+
 def exponential(nll: Estimate) -> Estimate:
     """exp of `nll`; its standard error by the delta method."""
     try:

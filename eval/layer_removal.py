@@ -31,16 +31,20 @@ from neuzip.compress.workspace import (
     partial_name,
     publish,
     recover,
-    refuse_existing,
-    refuse_nesting,
-    require_name,
+    require_free,
     require_space,
     workspace,
     write_file,
     writing,
 )
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, Checkpoint, index_files
+from neuzip.formats.checkpoint import (
+    ORIGINAL_FOLDER,
+    OWN_FOLDER,
+    PICKLES,
+    Checkpoint,
+    index_files,
+)
 from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.formats.tensor_file import parse_json
 from neuzip.runtime.decoder import decoder_layers
@@ -76,13 +80,6 @@ class Pruned:
     source_bytes: int
     bytes: int
     warnings: tuple[str, ...]
-
-
-def require_free(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
-    """Raise NeuzipError unless something can be written to `dst`: asked before the long work begins."""
-    require_name(dst)
-    refuse_nesting(Path(src), dst)
-    refuse_existing(dst, overwrite)
 
 
 def kept_ranges(layers: int, dropped: Sequence[int]) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from neuzip.formats.tensor_file import parse_json
 from . import fingerprint
 from .allocation import Option, pareto_front
 from .difference import TensorDifference, compare, match
-from .estimates import Estimate, exponential
+from .estimates import Estimate, exponential, over
 from .histograms import Inspection, TensorFigures, inspect, select
 
 if TYPE_CHECKING:
@@ -323,7 +323,8 @@ def _perplexities(measured: Measured, both: bool) -> Iterator[Row]:
     c, after = measured.convention, measured.scores[-1]
     before = measured.scores[0] if both else None
     special = "; no special tokens" if c.special_tokens == "none" else ""
-    note = f"{c.rule}{special}; {c.tokens:,} tokens; ± over {measured.blocks}"
+    errors = over(measured.blocks, after.token_perplexity.standard_error)
+    note = f"{c.rule}{special}; {c.tokens:,} tokens; {errors}"
     names = {"token_perplexity": f"{'token-level' if c.name == 'token' else c.name} perplexity"}
     if c.name == "token":
         names["nll"] = "NLL a token"
@@ -367,7 +368,12 @@ def _divergences(found: Comparison) -> tuple[Row, ...]:
         Row("same top token", found.top_1.times(100), unit="%", note="both would choose the same token"),
         Row(f"top {found.k} in common", found.top_k.times(100), unit="%", note="whatever their order"),
         Row("perplexity ratio", found.perplexity_ratio, note="this / original, paired"),
-        Row("tokens", Estimate(float(found.tokens), None), note=f"± over {found.blocks}", unit="count"),
+        Row(
+            "tokens",
+            Estimate(float(found.tokens), None),
+            note=over(found.blocks, found.kld.mean.standard_error),
+            unit="count",
+        ),
     )
 
 

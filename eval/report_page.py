@@ -44,7 +44,7 @@ def check_target(path: Path, overwrite: bool) -> None:
             f"choose a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}",
         )
     refuse_folder(path)
-    refuse_existing(path, overwrite)
+    refuse_existing(path, overwrite, file=True)
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

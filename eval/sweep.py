@@ -6,11 +6,9 @@ file, written at once: a sweep that was interrupted goes on with what is missing
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +22,11 @@ import torch
 
 from neuzip.compress import compress
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
-from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
 from neuzip.formats.checkpoint import find_checkpoint
-from neuzip.formats.manifest import is_block_size
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.runtime.generate import choose_device
@@ -44,6 +40,10 @@ from .divergence import Comparison, KLDivergence
 from .estimates import Estimate, exponential
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
+from .sweep_setup import WORK as WORK
+from .sweep_setup import SweepScheme as SweepScheme
+from .sweep_setup import parse_schemes as parse_schemes
+from .sweep_setup import work_folder as work_folder
 from .texts import Text
 from .yardstick import NotFinite, Stage, Yardstick, read_tokens
 
@@ -52,69 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA = 1
-SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
-BLOCKS = "512"
-
-WORK = ".neuzip-sweep"
-"""The folder in --out that holds a compressed checkpoint while it is measured."""
-
 PICTURES = ("sweep.svg", "sweep.png")
-
-
-@dataclass(frozen=True)
-class SweepScheme:
-    """One row: lossless (None), or matrices rounded to `mantissa_bits`, in blocks or not."""
-
-    mantissa_bits: int | None = None
-    block_size: int | None = None
-
-    @property
-    def label(self) -> str:
-        """How it is called, and how it can be asked for.
-
-        >>> SweepScheme().label, SweepScheme(3).label, SweepScheme(3, 512).label
-        ('lossless', 'k3', 'k3b512')
-        """
-        if self.mantissa_bits is None:
-            return "lossless"
-        return f"k{self.mantissa_bits}" + (f"b{self.block_size}" if self.block_size else "")
-
-    @property
-    def rules(self) -> list[Rule]:
-        """What `neuzip compress` does with --mantissa-bits and --block-size."""
-        return rules_of_options(self.mantissa_bits, str(self.block_size) if self.block_size else "none")
-
-
-def parse_schemes(schemes: str, blocks: str) -> list[SweepScheme]:
-    """The rows that --schemes and --blocks ask for, each once. Raises UsageError.
-
-    >>> [s.label for s in parse_schemes("lossless,k3,k0b64", "32,512")]
-    ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64']
-    """
-    sizes = [_block_size("--blocks", size) for size in blocks.split(",") if size]
-    found: list[SweepScheme] = []
-    for name in filter(None, (part.strip() for part in schemes.split(","))):
-        parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
-        if parts is None:
-            raise UsageError(
-                f"--schemes: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
-            )
-        if parts[1] is None:
-            found.append(SweepScheme())
-        elif parts[2] is not None:
-            found.append(SweepScheme(int(parts[1]), _block_size("--schemes", parts[2])))
-        else:
-            found += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
-    if not found:
-        raise UsageError("--schemes: names none", f"for example --schemes {SCHEMES}")
-    return list(dict.fromkeys(found))
-
-
-def _block_size(option: str, text: str) -> int:
-    size = int(text) if text.strip().isdecimal() and len(text) < 10 else 0
-    if not is_block_size(size):
-        raise UsageError(f"{option}: the block size {text!r} is not {BLOCK_SIZES}")
-    return size
 
 
 # What is measured
@@ -299,47 +237,6 @@ def _depends_on(setting: Setting, device: str) -> dict[str, Any]:
 
 
 # The folder of results
-
-
-@contextmanager
-def work_folder(out: Path) -> Iterator[Path]:
-    """A folder in `out` for what is measured, locked against other sweeps, and gone when this one ends.
-
-    What a killed sweep left in it is removed. Raises UsageError and NeuzipError for what is no folder that
-    can be written to, or that another sweep writes to.
-    """
-    work = out / WORK
-    with writing(out):
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out}: is a file", "name a folder, or something new")
-        out.mkdir(parents=True, exist_ok=True)
-        work.mkdir(exist_ok=True)
-        lock = os.open(
-            work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        )  # a link may lead to a user's files
-    try:
-        _lock(out, work, lock)
-        try:
-            with writing(work):
-                for left in work.iterdir():
-                    remove(left)
-            yield work
-        finally:
-            remove(work)
-    finally:
-        os.close(lock)
-
-
-def _lock(out: Path, work: Path, lock: int) -> None:
-    """Raise NeuzipError if another sweep has the folder, or has just removed it."""
-    with writing(work):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(lock), os.stat(work))
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
-    if not is_ours:
-        raise NeuzipError(f"--out {out}: another sweep is writing there", "wait for it, or choose another")
 
 
 @contextmanager

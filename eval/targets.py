@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -26,11 +25,12 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from neuzip.compress import CompressionReport, compress, make_plan
 from neuzip.compress.device import CPU, Device
+from neuzip.compress.pipeline import refuse_unless_made
 from neuzip.compress.scheme import DROPPED_LAYERS, LOSSLESS, Rule, read_plan
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import refuse_existing, write_file, writing
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import config_files, find_checkpoint, index_files
 from neuzip.runtime.load import load_model, versions
 
@@ -54,6 +54,11 @@ from .sensitivity import (
     rules_of,
     weights_only,
 )
+from .target_values import Kind
+from .target_values import Target as Target
+from .target_values import max_kld as max_kld
+from .target_values import max_ppl_increase as max_ppl_increase
+from .target_values import target_size as target_size
 from .texts import Text
 from .yardstick import NotFinite, Run, Stage, Yardstick
 
@@ -88,65 +93,8 @@ LOSS_RECORD = 96
 NARROW, TINY, AMPLE = 0.01, 1e-9, 1e3
 """Where budgets lie so close together, or so far away, that nothing more can come of them."""
 
-Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
-
 DropLayers = int | Literal["auto"]
 """How many layers are dropped: 0 for none, auto for as many as pay."""
-
-UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
-         **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is asked for, in nats a token, or bytes. `text` is how it was said."""
-
-    kind: Kind
-    text: str
-    limit: float
-
-    def __str__(self) -> str:
-        return f"--{self.kind} {self.text}"
-
-
-def max_kld(text: str) -> Target:
-    """The target of --max-kld, in nats a token: `0.01`. Raises UsageError."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not 0 <= limit < math.inf:
-        raise UsageError(f"--max-kld {text}: is no divergence", "give nats a token, for example 0.01")
-    return Target("max-kld", text, limit)
-
-
-def max_ppl_increase(text: str) -> Target:
-    """The target of --max-ppl-increase, as the difference of NLL that it is: `0.5%`. Raises UsageError.
-
-    >>> round(max_ppl_increase("0.5%").limit, 6)
-    0.004988
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text.strip())
-    if found is None:
-        raise UsageError(
-            f"--max-ppl-increase {text}: is no increase", "give it in percent, with the sign: 0.5%"
-        )
-    return Target("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
-
-
-def target_size(text: str, original: int) -> Target:
-    """The target of --target-size, in bytes: `60%` of `original`, `6GiB`, `500 MB`. Raises UsageError.
-
-    >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
-    (600, 1500)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
-    if found is None or (found[2] != "%" and found[2] not in UNITS):
-        raise UsageError(
-            f"--target-size {text}: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
-        )
-    unit = original / 100 if found[2] == "%" else UNITS[found[2]]
-    return Target("target-size", text, math.floor(float(found[1]) * unit))
 
 
 # The search
@@ -660,8 +608,10 @@ def _one_line(text: str) -> str:
 
 def refuse_strangers(dst: Path, overwrite: bool) -> None:
     """Raise WouldOverwrite if there is something at `dst` that no search has to do with."""
-    if not plan_path(dst).exists():
-        refuse_existing(dst, overwrite)
+    if overwrite or not plan_path(dst).exists():
+        refuse_existing(dst, overwrite, file=dst.is_file())
+    else:
+        refuse_unless_made(dst, overwrite)
 
 
 def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...], tuple[int, ...]] | None:
@@ -675,8 +625,8 @@ def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...]
     if path.is_file() and not overwrite and key in path.read_text(encoding="utf-8", errors="replace"):
         rules, dropped = read_plan(path)
         return tuple(rules), dropped
-    for place in (dst, path):
-        refuse_existing(place, overwrite)
+    refuse_existing(dst, overwrite, file=dst.is_file())
+    refuse_existing(path, overwrite, file=True)
     return None
 
 

@@ -25,6 +25,7 @@ from .checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
     PICKLES,
+    base_name,
     find_checkpoint,
     read_stored_files,
     stored_files_to_json,
@@ -70,13 +71,18 @@ def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress
     its bars on a terminal. Raises NeuzipError, for a repository without safetensors before anything is
     downloaded.
     """
-    path = Path(src)
-    match = HUB_ID.fullmatch(os.fspath(src))
-    if match is None or path.suffix == ".safetensors" or os.path.lexists(path):
-        return path
+    match = hub_id(src)
+    if match is None:
+        return Path(src)
     here = "there is no such folder here, and "
     with explaining(str(src), match["repo"], here, note), bars(progress):
         return _download(str(src), match["repo"], match["revision"], note)
+
+
+def hub_id(src: str | os.PathLike[str]) -> re.Match[str] | None:
+    """The parts of what `resolve_source` would download; None for a path."""
+    match = HUB_ID.fullmatch(os.fspath(src))
+    return None if Path(src).suffix == ".safetensors" or os.path.lexists(src) else match
 
 
 def _download(src: str, repo_id: str, revision: str | None, note: Note) -> Path:
@@ -272,13 +278,17 @@ class PushedFile:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What `push` will upload, and the model card, which is one of the files."""
+    """What `push` will upload, and the model card, which is one of the files.
+
+    `base` is what the base of a delta is called; None for other checkpoints.
+    """
 
     folder: Path
     repo_id: str
     revision: str | None
     card: str
     files: tuple[PushedFile, ...]
+    base: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +316,8 @@ def plan_push(
 
     README.md gives way to a model card, and .gitattributes and .gitignore are the Hub's business. Those of
     the original go to neuzip/original, so that what is pulled verifies and restores to the same files.
-    `evaluation` is a JSON report of `neuzip eval` on this folder, whose figures go into the card.
+    `evaluation` is a JSON report of `neuzip eval` on this folder, whose figures go into the card; a delta has
+    none.
     """
     match = HUB_ID.fullmatch(repo_id)
     if match is None or match["revision"] is not None:
@@ -321,7 +332,13 @@ def plan_push(
             f"{folder}: is not a folder that neuzip compressed",
             f"compress it first: neuzip compress {folder} DST",
         )
-    stored = read_stored_files(root)
+    base = base_name(checkpoint)
+    if base is not None and evaluation is not None:
+        raise UsageError(
+            f"--evaluation: {folder} is a delta, and none was evaluated",
+            "leave it out; a report of what the delta restores to is of another folder",
+        )
+    stored = read_stored_files(root, delta=base is not None)
     moved = [name for name in HUB_FILES if name in stored and stored[name].kind == "carried"]
 
     contents: dict[str, Path | bytes] = {}
@@ -332,7 +349,7 @@ def plan_push(
             contents[name] = root / name
     contents |= {f"{ORIGINAL_FOLDER}/{name}": root / name for name in moved}
     contents[MANIFEST_PATH] = stored_files_to_json(
-        stored | {name: replace(stored[name], kind="rewritten") for name in moved}
+        stored | {name: replace(stored[name], kind="rewritten") for name in moved}, base
     )
     source = repo_id if revision is None else f"{repo_id}@{revision}"
     measured = None
@@ -347,6 +364,7 @@ def plan_push(
             PushedFile(name, len(content) if isinstance(content, bytes) else content.stat().st_size, content)
             for name, content in sorted(contents.items())
         ),
+        base,
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import glob
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from neuzip.errors import NeuzipError
@@ -33,28 +35,39 @@ def fetch(listing: Listing, folder: Path, *, note: Note, progress: bool = False)
     """
     from huggingface_hub import snapshot_download
 
+    remove_unfinished(folder)
+    with explaining(listing.src, listing.repo_id, note=note), bars(progress), saving(folder):
+        patiently(
+            lambda: snapshot_download(
+                listing.repo_id,
+                revision=listing.commit,
+                local_dir=folder,
+                allow_patterns=[glob.escape(file.path) for file in listing.files],
+                max_workers=FILES_AT_ONCE,
+            ),
+            note,
+        )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed downloads left below `folder` and no later one can go on with."""
     for path in (folder / RECORDS).rglob("*.incomplete"):
         if LEFT_BY_A_KILL.search(path.name):
-            path.unlink()
-    with explaining(listing.src, listing.repo_id, note=note), bars(progress):
-        try:
-            patiently(
-                lambda: snapshot_download(
-                    listing.repo_id,
-                    revision=listing.commit,
-                    local_dir=folder,
-                    allow_patterns=[glob.escape(file.path) for file in listing.files],
-                    max_workers=FILES_AT_ONCE,
-                ),
-                note,
-            )
-        except OSError as error:
-            if error.errno is None or isinstance(error, ConnectionError):
-                raise
-            full = error.errno in DISK_FULL
-            problem = "no space left on the disk" if full else f"cannot be written: {error.strerror}"
-            raise NeuzipError(
-                f"{folder}: {problem}",
-                f"{'free some space and ' if full else ''}repeat the command: "
-                "files that arrived whole are kept",
-            ) from error
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a download that cannot be written into a NeuzipError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):
+            raise
+        full = error.errno in DISK_FULL
+        problem = "no space left on the disk" if full else f"cannot be written: {error.strerror}"
+        raise NeuzipError(
+            f"{path}: {problem}",
+            f"{'free some space and ' if full else ''}repeat the command: "
+            "files that arrived whole are kept, and it goes on where it stopped",
+        ) from error

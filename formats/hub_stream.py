@@ -6,9 +6,7 @@ Everything is read from the one commit that was current at the beginning.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationErro
 from .checkpoint import SKIPPED_FOLDERS, Checkpoint
 from .hub import HUB_ID, HubFile, list_repository
 from .hub_connection import Note, explaining, patiently
-from .hub_pull import DISK_FULL, LEFT_BY_A_KILL, RECORDS
+from .hub_pull import saving
 from .tensor_file import MAX_HEADER, Header, parse_header
 
 HEADER_GUESS = 1 << 17
@@ -146,7 +144,7 @@ def download(remote: RemoteCheckpoint, file: str, folder: Path) -> None:
     os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")
     path, expected = folder / file, remote.files[file]
     if not (path.is_file() and path.stat().st_size == expected.nbytes):
-        with explaining(f"{remote.src}: {file}", remote.repo_id), _room(path):
+        with explaining(f"{remote.src}: {file}", remote.repo_id), saving(path):
             patiently(
                 lambda: hf_hub_download(remote.repo_id, file, revision=remote.commit, local_dir=folder),
                 remote.note,
@@ -156,24 +154,3 @@ def download(remote: RemoteCheckpoint, file: str, folder: Path) -> None:
         raise VerificationError(
             f"{remote.src}: {file}: what came has not the digest that the Hub names", "repeat the command"
         )
-
-
-@contextmanager
-def _room(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of a full disk into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise NeuzipError(
-            f"{path}: no space left on the disk",
-            "free some space and repeat the command: it goes on where it stopped",
-        ) from error
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete what killed downloads left below `folder` and no later one can go on with."""
-    for path in (folder / RECORDS).rglob("*.incomplete"):
-        if LEFT_BY_A_KILL.search(path.name):
-            path.unlink(missing_ok=True)

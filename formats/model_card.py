@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card_evaluation import Evaluation
-from .checkpoint import ORIGINAL_FOLDER, Checkpoint
+from .checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
 from .container import Container
 from .manifest import Loss, TensorRecord
 
@@ -24,6 +24,7 @@ KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "
 
 _METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_BASE_ID = re.compile(rf"({_REPO_ID.pattern})(?:@[\w./-]+)?", re.ASCII)
 
 Metadata = dict[str, str | list[str]]
 
@@ -51,11 +52,12 @@ def model_card(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     metadata, text = split_card(original)
-    base_model = metadata.get("base_model") or _base_model(checkpoint)
+    base = base_name(checkpoint)
+    base_model = metadata.get("base_model") or _repository(base or "") or _base_model(checkpoint)
     stored: dict[tuple[str, str], _Stored] = {}
     original_bytes = stored_bytes = 0
     for file in checkpoint.weights:
-        with Container(checkpoint.root / file) as container:
+        with Container(checkpoint.root / file, delta=base is not None) as container:
             stored |= {(file, tensor.name): tensor for tensor in _tensors(file, container)}
             original_bytes += len(container.original.raw) + container.original.data_bytes
             stored_bytes += container.path.stat().st_size
@@ -76,7 +78,9 @@ def model_card(
     environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
     environment.filters |= {"norm": _norm, "cell": _cell, "line": _line}
     return environment.get_template("model_card.md.j2").render(
-        metadata=_new_metadata(metadata, base_model, lossless=not rounded),
+        metadata=_new_metadata(metadata, base_model, lossless=not rounded, delta=base is not None),
+        base=base,
+        base_is_on_hub=is_on_hub(base),
         base_models=_listed(base_model),
         repo_id=repo_id,
         source=source,
@@ -126,12 +130,27 @@ def split_card(card: str) -> tuple[Metadata, str]:
     return metadata, card[match.end() :]
 
 
-def _new_metadata(original: Metadata, base_model: str | list[str] | None, lossless: bool) -> Metadata:
+def is_on_hub(base: str | None) -> bool:
+    """Whether the name of a delta's base has the form of a Hub id, with a revision or without."""
+    return base is not None and _repository(base) is not None
+
+
+def _repository(base: str) -> str | None:
+    """The repository that the name of a base is of, if it has the form of a Hub id."""
+    match = _BASE_ID.fullmatch(base)
+    return None if match is None else match[1]
+
+
+def _new_metadata(
+    original: Metadata, base_model: str | list[str] | None, lossless: bool, delta: bool
+) -> Metadata:
     metadata: Metadata = {key: original[key] for key in KEPT if key in original}
     if base_model:
         metadata["base_model"] = base_model
     metadata["library_name"] = "neuzip"
-    tags = ["neuzip", "lossless" if lossless else "lossy", *_listed(original.get("library_name"))]
+    # A delta is nothing that the library of the original loads.
+    tags = ["neuzip", "lossless" if lossless else "lossy"]
+    tags += ["delta"] if delta else _listed(original.get("library_name"))
     metadata["tags"] = list(dict.fromkeys([*tags, *_listed(original.get("tags"))]))
     return metadata
 
@@ -166,7 +185,7 @@ def _tensors(file: str, container: Container) -> Iterator[_Stored]:
     for info in container.original.in_file_order:
         record = container.manifest.tensors[info.name]
         holder = None
-        if record.alias_of is not None:
+        if record.alias_of is not None and not record.needs_base:
             folder = file[: file.rfind("/") + 1]
             holder = (file if record.alias_file is None else folder + record.alias_file, record.alias_of)
         yield _Stored(
@@ -184,7 +203,10 @@ def _scheme(record: TensorRecord) -> str:
         scales = "the tensor" if record.group is None else f"{record.group} weights of a row"
         how = "already" if record.lossless else f"by {record.quantizer}"
         return f"ternary {how}, a scale for {scales}"
-    return {"raw": "stored as it is", "alias": "shared with another tensor"}.get(record.scheme, record.scheme)
+    return {
+        "raw": "stored as it is", "alias": "shared with another tensor", "base": "as in the base",
+        "delta": "difference from the base",
+    }.get(record.scheme, record.scheme)  # fmt: skip
 
 
 def _parts(stored: Iterable[_Stored]) -> list[Part]:

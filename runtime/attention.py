@@ -53,6 +53,9 @@ Policy = Literal["auto", "always"]
 Layers = tuple[int | None, ...]
 Output = tuple[Tensor, Tensor | None]
 
+CARRIED = "_neuzip_attention"
+"""The attribute of modules whose copies are to attend as they do."""
+
 ENTRY = "attention"
 """Of our section of config.json, which is an attribute of a model's config too."""
 
@@ -113,6 +116,29 @@ def _state(owner: object) -> State:
 def _forget(key: int, gone: weakref.ref[Any]) -> None:
     if key in _states and _states[key][0] is gone:
         del _states[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _Carried:
+    """An attribute of the modules of a config, by which their copies and pickles keep its state.
+
+    Only what was asked for: counts begin anew, and warnings too.
+    """
+
+    config: Any
+
+    def __reduce__(self) -> tuple[Callable[..., _Carried], tuple[Any, ...]]:
+        state = _state(self.config)
+        return _carried_to, (self.config, state.layers, state.policy, state.warn, state.before)
+
+
+def _carried_to(
+    config: Any, layers: Layers | None, policy: Policy, warn: bool, before: tuple[str, Any] | None
+) -> _Carried:
+    """The same for the config of a copy, which this makes known."""
+    state = _state(config)
+    state.layers, state.policy, state.warn, state.before = layers, policy, warn, before
+    return _Carried(config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +234,8 @@ def _slower(call: Call) -> str | None:
         keys = min(keys, queries)
     if queries < LEAST_TOKENS or keys < LEAST_TOKENS:
         return f"with fewer than {LEAST_TOKENS:,} queries or keys it is faster"
-    unseen = queries**2 // 2 if call.causal or call.mask is not None else 0
-    few = texts * heads * width * (queries * keys - min(unseen, queries * keys // 2)) < LEAST_PRODUCTS
+    unseen = queries * min(queries, keys) // 2 if call.causal or call.mask is not None else 0
+    few = texts * heads * width * (queries * keys - unseen) < LEAST_PRODUCTS
     return f"with fewer than {LEAST_PRODUCTS:.0e} products it is faster" if few else None
 
 
@@ -335,8 +361,9 @@ def patch_attention(
     policy  "auto" leaves to SDPA what it does faster, "always" quantises wherever the kernel can
     warn    warn once of each reason why a call is not quantised
 
-    Counts of `uses` begin anew. Raises UsageError for other bits, for a list that is not one for each layer,
-    for a config that records nothing, and for a model whose attention cannot be replaced.
+    Counts of `uses` begin anew. Deep copies and pickles of the model are patched as it is. Raises UsageError
+    for other bits, for a list that is not one for each layer, for a config that records nothing, and for a
+    model whose attention cannot be replaced.
     """
     if policy not in ("auto", "always"):
         raise UsageError(f"there is no policy {policy!r} of attention", "give 'auto' or 'always'")
@@ -361,6 +388,10 @@ def patch_attention(
     state.layers, state.policy, state.warn, state.before = chosen, policy, warn, before
     state.calls.clear()
     state.said.clear()
+    carried = _Carried(text)
+    for module in model.modules():
+        if getattr(module, "config", None) is text:
+            setattr(module, CARRIED, carried)
 
 
 def unpatch_attention(model: PreTrainedModel) -> None:
@@ -382,6 +413,8 @@ def unpatch_attention(model: PreTrainedModel) -> None:
         return
     _set_implementation(model, name)
     _states.pop(id(text), None)
+    for module in model.modules():
+        vars(module).pop(CARRIED, None)
 
 
 def uses(model: PreTrainedModel) -> dict[str, int]:

@@ -32,6 +32,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from neuzip.compress import compress
 from neuzip.formats.model_card import split_card
 
 TOKEN = "hf_write0123456789"
@@ -462,6 +463,13 @@ def hub(hub_server: Hub) -> Hub:
     """An empty Hub."""
     hub_server.empty()
     return hub_server
+
+
+@pytest.fixture(scope="module")
+def small(original: Path) -> Path:
+    """The test file's own checkpoint `original`, compressed."""
+    compress(original, original.with_name("small"))
+    return original.with_name("small")
 
 
 @pytest.fixture

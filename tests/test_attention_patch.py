@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -582,6 +584,63 @@ def test_layers_have_bits_of_their_own(llama: PreTrainedModel, ids: Tensor):
     unpatch_attention(llama)
     assert torch.equal(logits(llama, ids), expected)
     assert llama.config._attn_implementation == "sdpa" and not hasattr(llama.config, "neuzip")
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: _saved(model),
+}
+
+
+def _saved(model: object) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_attends_as_the_original(way: str, llama: PreTrainedModel, ids: Tensor):
+    """With all that it was patched with, which is not in its config; what becomes of one leaves the other."""
+    exact = logits(llama, ids)
+    patch_attention(llama, [4, None], policy="always", warn=False)
+    patched = logits(llama, ids)
+    assert not torch.equal(patched, exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin = COPIES[way](llama)
+        assert twin.config is not llama.config
+        again = COPIES[way](twin)
+        assert uses(twin) == {}
+        assert torch.equal(logits(twin, ids), patched)
+        assert torch.equal(logits(twin, ids[:, :12]), logits(llama, ids[:, :12]))  # warns if it may
+    assert uses(twin) == {"4 bits": 2, "sdpa: the layer keeps full precision": 2}
+    unpatch_attention(twin)
+    assert twin.config._attn_implementation == "sdpa" and not hasattr(twin.config, "neuzip")
+    for other in (twin, COPIES[way](twin)):
+        assert torch.equal(logits(other, ids), exact)
+        assert not any(attention.CARRIED in vars(module) for module in other.modules())
+    assert torch.equal(logits(llama, ids), patched)
+    unpatch_attention(llama)
+    assert torch.equal(logits(again, ids), patched)
+
+
+def test_a_copy_of_a_part_attends_as_the_whole(llama: PreTrainedModel, ids: Tensor):
+    patch_attention(llama, 4, policy="always")
+    for part in (llama.model, llama.model.layers):
+        twin = copy.deepcopy(part)
+        config = (twin[1].self_attn if part is not llama.model else twin).config
+        assert config is not llama.config
+        assert attention._state(config).policy == "always"
+
+
+def test_a_copy_warns_as_the_original_would(llama: PreTrainedModel, ids: Tensor):
+    patch_attention(llama, 8)
+    with pytest.warns(UserWarning, match="only simulated"):
+        logits(llama, ids)
+    with pytest.warns(UserWarning, match="only simulated"):
+        logits(copy.deepcopy(llama), ids)
 
 
 def test_a_name_without_a_record_changes_nothing(llama: PreTrainedModel, ids: Tensor):

@@ -66,7 +66,7 @@ def test_rounding_spares_what_is_no_matrix(neuzip: Speak, model: Path, tmp_path:
     assert schemes["norm.weight"] == ("lossless", None)
     said = neuzip("verify", tmp_path / "small", "--against", model)
     assert said.exit_code == 0
-    assert "1 tensors identical, 1 rounded as recorded" in said.stdout
+    assert "1 tensor identical, 1 rounded as recorded" in said.stdout
 
 
 def test_rounded_weights_are_those_of_one_original(neuzip: Speak, model: Path, tmp_path: Path) -> None:

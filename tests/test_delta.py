@@ -17,6 +17,7 @@ from golden import make as recipes
 from golden.bad import make as bad
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback_hub import Hub
 
 from neuzip.compress import Rule, Scheme, compress, decompress, delta, verify
 from neuzip.compress.against import compress_against
@@ -27,10 +28,14 @@ from neuzip.compress.lossless import PIECE
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.container import Container, Stream, padded_stream
+from neuzip.formats.hub import plan_push
+from neuzip.formats.model_card import split_card
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits, lengths, reference, restore, subtract, torch_ops
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans import BLOCK
+
+pytest_plugins = ["loopback_hub"]
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_CARD = torch.cuda.is_available()
@@ -454,6 +459,11 @@ def test_single_files(family: tuple[Path, Path], tmp_path: Path) -> None:
     compress(new, tmp_path / "new.safetensors")
     compress_against(tmp_path / "new.safetensors", old, tmp_path / "again.safetensors", "b")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "packed0.safetensors").read_bytes()
+    for src in (new, tmp_path / "new.safetensors"):  # a run that is repeated
+        assert compress_against(src, old, tmp_path / "again.safetensors", "b").resumed_files == 1
+        with pytest.raises(WouldOverwrite):
+            compress_against(src, base, tmp_path / "again.safetensors", "b")
+    assert decompress(tmp_path / "packed0.safetensors", restored, base=old).was_there
 
 
 def test_a_base_in_other_shards_will_do(family: tuple[Path, Path], tmp_path: Path) -> None:
@@ -489,6 +499,23 @@ def test_of_two_tensors_of_a_name_that_of_the_same_file_counts(tmp_path: Path) -
     assert t.scheme == "as in the base"
     decompress(tmp_path / "delta", tmp_path / "restored", base=base)
     assert contents(tmp_path / "restored") == contents(new)
+
+
+def test_tensors_of_a_base_are_looked_up_and_not_searched_for(
+    family: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search for each of many thousands would take longer than restoring them."""
+    base, tuned = family
+    compress_against(tuned, base, tmp_path / "delta", "b")
+    compress(base, tmp_path / "base.nz")
+    for path in (base, tmp_path / "base.nz"):
+        with TensorSource(path) as source, TensorSource(tmp_path / "delta", base=source) as changed:
+            expected = {t.name: t for t in source.tensors()}
+            needing = [t for t in changed.tensors() if t.record is not None and t.record.needs_base]
+            with monkeypatch.context() as patch:
+                patch.delattr(TensorSource, "tensors")
+                found = [changed.base_tensor(t) for t in needing]
+            assert found == [expected[t.record.alias_of] for t in needing if t.record is not None]
 
 
 def test_the_lesser_of_the_two_is_stored(tmp_path: Path) -> None:
@@ -681,6 +708,8 @@ def test_a_delta_is_always_exact(option: list[str], tmp_path: Path, neuzip: Spea
     said = neuzip("compress", tmp_path, tmp_path / "out", "--against", tmp_path, *option)
     assert said.exit_code == 2
     assert f"--against and {option[0]} exclude each other" in said.stderr
+    hint = {"--push-to": "neuzip push DST", "--dry-run": "when it is made"}.get(option[0], "always exact")
+    assert hint in said.stderr
 
 
 def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -693,6 +722,89 @@ def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> 
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, cwd=tmp_path)
+
+
+# The Hub
+
+
+@pytest.mark.parametrize("name", ["family/base", "family/base@v2", "my base"])
+def test_a_delta_goes_over_the_hub(
+    name: str, family: tuple[Path, Path], tmp_path: Path, here: Hub, neuzip: Speak
+) -> None:
+    """Pushed, it says what it is; pulled or not, it restores the original with its base, which is there."""
+    base, tuned = family
+    (tuned / "README.md").write_text("---\nlicense: mit\n---\nTuned.\n")
+    packed, restored = tmp_path / "delta", tmp_path / "restored"
+    compress_against(tuned, base, packed, name)
+    here.add("family/base", {p.name: p.read_bytes() for p in base.iterdir()})
+    dry = neuzip("push", packed, "me/tuned-delta", "--dry-run", "--json").json
+    said = neuzip("push", packed, "me/tuned-delta")
+    on_hub = "/" in name
+    assert said.exit_code == 0 and ("its base is called 'my base', no Hub id" in said.stderr) != on_hub
+    tree = here.repositories["me/tuned-delta"].tree()
+    card = tree["README.md"].decode()
+    assert card == dry["card"]
+    metadata, text = split_card(card)
+    assert metadata.get("base_model") == ("family/base" if on_hub else None)
+    assert metadata["tags"] == ["neuzip", "lossless", "delta"] and metadata["license"] == "mit"
+    assert f"This is a delta: what it takes to turn `{name}` into another checkpoint" in text
+    assert f"\n    neuzip apply me/tuned-delta DST --base {name if on_hub else 'BASE'}\n" in text
+    assert ("whoever made the delta can tell" in text) != on_hub
+    assert "from_pretrained" not in text and "neuzip decompress" not in text
+    for row in (
+        "BF16, as in the base: 1 tensor",
+        "I64, as in the base: 1",
+        "BF16, difference from the base: 1",
+    ):
+        assert f"\n| {row}" in text
+    assert text.endswith("Tuned.\n")
+
+    for src in ("me/tuned-delta", tmp_path / "pulled"):
+        said = neuzip("apply", src, restored, "--base", "family/base", "--overwrite")
+        assert (said.exit_code, said.stderr) == (0, "")
+        assert contents(restored) == contents(tuned)
+        if src == "me/tuned-delta":
+            assert neuzip("verify", src, "--base", "family/base", "--against", tuned).exit_code == 0
+            said = neuzip("pull", src, tmp_path / "pulled")
+            assert (said.exit_code, said.stderr) == (
+                0, "a delta: 3 tensors checked as far as that goes without its base\n"
+            )  # fmt: skip
+    assert neuzip("push", tmp_path / "pulled", "me/again").exit_code == 0
+    again = here.repositories["me/again"].tree()
+    assert {f for f in tree if tree[f] != again[f]} == {"README.md"}
+    said = neuzip("decompress", "me/tuned-delta", tmp_path / "out")
+    assert said.exit_code == 1 and "neuzip apply DELTA --base BASE DST" in said.stderr
+
+
+def test_what_a_base_is_called_is_only_text_in_a_card(family: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = family
+    name = "org/x`<script>\n    rm -rf ~\n\x1b[2J"
+    compress_against(tuned, base, tmp_path / "delta", name)
+    card = plan_push(tmp_path / "delta", "me/delta").card
+    assert "\x1b" not in card and "\n    rm" not in card
+    assert "``org/x`<script>     rm -rf ~ \\x1b[2J``" in card
+    assert "--base BASE" in card
+
+
+def test_a_delta_that_is_damaged_is_not_pushed(
+    made: tuple[Path, Path, Path], here: Hub, neuzip: Speak
+) -> None:
+    packed, _, _ = made
+    with Container(packed / "model.safetensors", delta=True) as container:
+        at = container.file.data_start + container.file.header.tensors["model.up.weight:words"].start
+    data = bytearray((packed / "model.safetensors").read_bytes())
+    data[at] ^= 1
+    (packed / "model.safetensors").write_bytes(data)
+    said = neuzip("push", packed, "me/delta")
+    assert said.exit_code == 1 and "the file is damaged" in said.stderr
+    assert not here.repositories
+
+
+def test_a_delta_has_no_evaluation(made: tuple[Path, Path, Path], tmp_path: Path, neuzip: Speak) -> None:
+    (tmp_path / "eval.json").write_text("{}")
+    said = neuzip("push", made[0], "me/delta", "--evaluation", tmp_path / "eval.json")
+    assert said.exit_code == 2
+    assert "--evaluation: " in said.stderr and "is a delta" in said.stderr
 
 
 # Real weights

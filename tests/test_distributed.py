@@ -236,6 +236,8 @@ def test_ranks_share_a_single_file(tmp_path: Path, save: Save) -> None:
     compress(file, tmp_path / "one.safetensors")
     on_ranks(3, lambda ranks: compress(file, tmp_path / "out" / "all.safetensors", ranks=ranks))
     assert (tmp_path / "out" / "all.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    again = on_ranks(3, lambda ranks: compress(file, tmp_path / "out" / "all.safetensors", ranks=ranks))
+    assert {report.resumed_files for report in again} == {1}
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["all.safetensors"]
 
 

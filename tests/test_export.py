@@ -808,6 +808,42 @@ def test_shards_stay_shards(models, tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "out")), logits(load(tmp_path / "whole")))
 
 
+def test_a_second_export_to_a_gguf_file_that_is_being_written_is_refused(
+    models, tmp_path: Path, monkeypatch
+) -> None:
+    write, refused = gguf.GgufWriter.write, []
+
+    def write_beside_another(*arguments: Any) -> None:
+        if not refused:
+            with pytest.raises(NeuzipError, match="another run is writing there") as error:
+                export(models(), tmp_path / "m.gguf", Gguf("q2_0"))
+            refused.append(error)
+        write(*arguments)
+
+    monkeypatch.setattr(gguf.GgufWriter, "write", write_beside_another)
+    export(models(), tmp_path / "m.gguf", Gguf("q2_0"))
+    assert refused
+    export(models(), tmp_path / "alone.gguf", Gguf("q2_0"))
+    assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "alone.gguf"}
+
+
+def test_a_gguf_file_that_cannot_be_finished_leaves_nothing(models, tmp_path: Path, monkeypatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GgufWriter, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(models(), tmp_path / "m.gguf", Gguf("q2_0"))
+    assert not list(tmp_path.iterdir())
+    left = tmp_path / "m.gguf.neuzip-partial"
+    left.mkdir()
+    (left / "m.gguf").write_bytes(b"half of an export that was killed")
+    export(models(), tmp_path / "m.gguf", Gguf("q2_0"))
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_nothing_is_overwritten_or_left_half_done(models, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out"
     first = export(models(), out, TransformersBitnet())

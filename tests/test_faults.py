@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from loopback_hub import TOKEN, Handler, Hub, Refusal, hub_environment
 
-from neuzip.compress import compress, decompress
+from neuzip.compress import decompress
 from neuzip.formats.hub import plan_push, push
 
 pytest_plugins = ["loopback_hub"]
@@ -44,12 +44,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Path]
         save(root / name, {f"w{i}": ("BF16", (200, 300), (values.view(np.uint32) >> 16).astype(np.uint16))})
     (root / "config.json").write_text("{}")
     return root
-
-
-@pytest.fixture(scope="module")
-def small(original: Path) -> Path:
-    compress(original, original.with_name("small"))
-    return original.with_name("small")
 
 
 @pytest.fixture
@@ -397,8 +391,20 @@ def test_a_killed_pull_has_no_name_and_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["push", "pull"])
-def test_ctrl_c_does_not_wait_for_what_is_on_its_way(command: str, hub: Hub, small: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["push", "small", "me/model"],
+        ["pull", "me/model"],
+        ["decompress", "me/model", "out"],
+        ["apply", "me/model", "out", "--base", "me/plain"],
+        ["compress", "me/plain", "out", "--stream"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
+    command: list[str], hub: Hub, original: Path, small: Path, tmp_path: Path
+):
     """huggingface_hub's threads would finish their files first, which may take hours."""
     moving, go_on = threading.Event(), threading.Event()
 
@@ -406,12 +412,11 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(command: str, hub: Hub, sma
         moving.set()
         go_on.wait(60)
 
-    if command == "pull":
+    if command[0] != "push":
         store(hub, small)
+        hub.add("me/plain", contents(original))
     hub.on_bytes = on_bytes
-    process = start(
-        hub, tmp_path, *(["push", small, "me/model"] if command == "push" else ["pull", "me/model"])
-    )
+    process = start(hub, tmp_path, *[small if word == "small" else word for word in command])
     try:
         assert moving.wait(60)
         process.send_signal(signal.SIGINT)

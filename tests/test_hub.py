@@ -63,12 +63,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Path]
     return root
 
 
-@pytest.fixture(scope="module")
-def small(original: Path) -> Path:
-    compress(original, original.with_name("small"))
-    return original.with_name("small")
-
-
 @pytest.fixture
 def bare(tmp_path: Path, save: Callable[..., Path]) -> Path:
     """The smallest compressed folder: one file, no card."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from loopback_hub import Handler, Hub, Refusal
 
-from neuzip.compress import compress, decompress
+from neuzip.compress import decompress
 from neuzip.formats.hub import plan_push, push
 
 pytest_plugins = ["loopback_hub"]
@@ -34,12 +34,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Path]
     (root / "config.json").write_text("{}")
     (root / "README.md").write_text("# The original\n")
     return root
-
-
-@pytest.fixture(scope="module")
-def small(original: Path) -> Path:
-    compress(original, original.with_name("small"))
-    return original.with_name("small")
 
 
 @pytest.fixture
@@ -115,7 +109,9 @@ def test_what_is_there_is_replaced_only_when_asked_for(pushed: Hub, tmp_path: Pa
     said = neuzip("pull", "me/model", "copy")
     assert said.exit_code == 1
     assert "error: copy: exists already\nhint: choose another DST, or give --overwrite\n" in said.stderr
+    assert "copy: holds 'mine', and no checkpoint" in neuzip("pull", "me/model", "copy", "--overwrite").stderr
     assert contents(tmp_path / "copy") == {"mine": b"x"}
+    (tmp_path / "copy" / "mine").rename(tmp_path / "copy" / "mine.safetensors")
     assert neuzip("pull", "me/model", "copy", "--overwrite").exit_code == 0
     assert contents(tmp_path / "copy") == pushed.repositories["me/model"].tree()
 

@@ -535,7 +535,7 @@ def test_sigkill_at_any_moment(hub: Hub, files: Files, tmp_path: Path, push_to: 
             if push_to is not None:
                 assert set(hub.repositories["me/nz"].tree()) == {".gitattributes"}
     assert process.returncode == 0, out + err
-    assert "were finished already" in err
+    assert "finished already" in err
     assert not work_of(dst).exists()
     if push_to is not None:
         assert not dst.exists()
@@ -706,6 +706,33 @@ def test_a_dry_run_downloads_headers_and_writes_nothing(
     assert answer["dry_run"] is True
     assert len(answer["tensors"]) == 5
     assert answer["stream"]["most_of_source"] == int(said["quiet"].stdout) == len(few["model.safetensors"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--against", "me/base"], ["--stream"], ["--push-to", "me/nz"]],
+    ids=lambda o: "".join(o[:1]),
+)
+def test_what_exists_is_refused_before_anything_is_downloaded(
+    options: list[str], here: Hub, few: Files, tmp_path: Path, neuzip: Any
+):
+    (tmp_path / "nz").mkdir()
+    (tmp_path / "nz" / "model.safetensors").write_bytes(b"mine")
+    said = neuzip("compress", "some/model", tmp_path / "nz", *options)
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.startswith(f"error: {tmp_path / 'nz'}: exists already\n")
+    assert here.requests == []
+
+
+def test_what_exists_is_refused_before_a_repository_is_made(
+    here: Hub, original: Path, tmp_path: Path, neuzip: Any
+):
+    (tmp_path / "nz").mkdir()
+    (tmp_path / "nz" / "model.safetensors").write_bytes(b"mine")
+    said = neuzip("compress", original, tmp_path / "nz", "--push-to", "me/nz")
+    assert (said.exit_code, "nz: exists already" in said.stderr) == (1, True)
+    assert neuzip("compress", original, original / "nz", "--push-to", "me/nz").exit_code == 1
+    assert here.repositories == {}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -630,9 +632,39 @@ def test_wrong_use(neuzip: Speak, tmp_path: Path, options: list[str], wrong: str
 def test_what_exists_is_not_searched_for(neuzip: Speak, tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "precious").touch()
-    said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--max-kld", "0.1")
-    assert said.exit_code == 1
-    assert "exists already" in said.stderr
+    for plan in (False, True):
+        if plan:
+            (tmp_path / "a.plan.toml").touch()
+        said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--max-kld", "0.1")
+        assert said.exit_code == 1
+        assert "exists already" in said.stderr
+        assert "sensitivity" not in said.stderr, "the model is loaded for nothing"
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS, "--dry-run")
+    assert said.exit_code == 0, "a dry run writes nothing"
+
+
+FROM_WEIGHTS = ("--target-size", "50%", "--calibration", "none")
+
+
+def test_the_time_is_that_of_planning_too(
+    neuzip: Speak, in_all_modes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from neuzip.cli import targets as command
+
+    ask, waited = command.ask, 0.4
+
+    def ask_for_a_while(*arguments: Any, **options: Any) -> Any:
+        time.sleep(waited)
+        return ask(*arguments, **options)
+
+    monkeypatch.setattr(command, "ask", ask_for_a_while)
+    said = in_all_modes("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS, "--overwrite")
+    last = said["human"].stdout.splitlines()[-1]
+    found = re.fullmatch(rf"{tmp_path / 'a'} in ([0-9.]+) s, planning and measuring included", last)
+    assert found is not None and float(found[1]) >= waited, last
+    assert said["json"].json["seconds"] >= waited
+    said = neuzip("compress", CHECKPOINT, tmp_path / "b")
+    assert re.search(r" in [0-9.]+ s \([0-9.]+ [kM]B/s\)$", said.stdout.strip()), "a speed where it means one"
 
 
 def test_excluded_tensors_stay_as_they_are(neuzip: Speak, tmp_path: Path):

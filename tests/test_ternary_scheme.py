@@ -583,7 +583,7 @@ def test_the_option_is_for_the_projections_of_layers(neuzip: Speak, model: Path,
         "lm_head.weight": "k=2",
     }
     said = neuzip("verify", tmp_path / "small", "--against", model)
-    assert "1 tensors identical, 5 rounded as recorded" in said.stdout
+    assert "1 tensor identical, 5 rounded as recorded" in said.stdout
     assert "ternary" in neuzip("inspect", tmp_path / "small").stdout
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -242,3 +244,74 @@ def test_values_get_their_types(tmp_path: Path) -> None:
         configuration.read(tmp_path / "bad.toml")
     with pytest.raises(NeuzipError, match="cannot be read"):
         configuration.read(tmp_path / "none.toml")
+
+
+def test_without_a_length_windows_are_what_the_model_can(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    said = neuzip("train", write(length=None, steps=1, batch=1))
+    assert said.exit_code == 0, said.stderr
+    assert "256 a window" in said.stderr
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["length"] == 256
+    assert neuzip("train", write(length=None, steps=2, batch=1), "--resume").exit_code == 0
+    said = neuzip("train", write(length=16, steps=2, batch=1), "--resume")
+    assert said.exit_code == 2 and "was begun with length = 256, now it is 16" in said.stderr
+    given = configuration.checked(GIVEN, "run.toml")
+    assert [given.window(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
+
+
+def test_steps_are_counted_alike_in_log_and_output(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    said = neuzip("train", write())
+    told = re.findall(r"^step (\d+): loss ([\d.]+)", said.stderr, re.MULTILINE)
+    logged = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert told == [(str(one["step"]), f"{one['loss']:.4f}") for one in logged]
+    assert [one["step"] for one in logged] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_that_is_resumed_says_so(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    neuzip("train", write())
+    model = tmp_path / "out" / "model" / "model.safetensors"
+    before = model.read_bytes()
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 0
+    assert "finished before: 4 of 4 steps were taken, none is left" in said.stderr
+    assert "going on" not in said.stderr and model.read_bytes() == before
+    (tmp_path / "out" / "log.jsonl").write_text("")
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 1 and "log.jsonl: has no steps" in said.stderr
+
+
+def test_overwrite_replaces_a_run_and_nothing_beside_it(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert neuzip("train", write(steps=1)).exit_code == 0
+    assert neuzip("train", write(steps=1), "--overwrite").exit_code == 0
+    (out / "notes.txt").write_text("mine")
+    said = neuzip("train", write(steps=1), "--overwrite")
+    assert said.exit_code == 1 and "holds 'notes.txt', which is not from neuzip train" in said.stderr
+    assert (out / "notes.txt").read_text() == "mine" and (out / "model").is_dir()
+
+
+def test_the_manual_has_every_key_with_its_default(root: Path) -> None:
+    page = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE)
+    fields = {field.name: field for field in dataclasses.fields(configuration.Configuration)}
+    assert sorted(name for name, _ in rows) == sorted(fields)
+    for name, told in rows:
+        default = fields[name].default
+        if default is dataclasses.MISSING:
+            assert told == "", name
+        else:
+            assert told == ("none" if default is None else json.dumps(default)), name
+
+
+def test_help_names_every_key(neuzip: Speak) -> None:
+    said = neuzip("train", "--help").stdout
+    words = set(re.findall(r"\w+", said[said.index("A run.toml:") :]))
+    keys = {field.name for field in dataclasses.fields(configuration.Configuration)}
+    assert keys <= words, keys - words

@@ -130,7 +130,7 @@ def test_every_step_is_a_line_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     found = run(losing, steps=3, schedule=rate, log=log)
     assert read_log(log) == found
-    assert [one["step"] for one in found] == [0, 1, 2]
+    assert [one["step"] for one in found] == [1, 2, 3]
     assert {"loss", "lr", "tokens_per_second", "memory_bytes"} <= found[0].keys()
 
 
@@ -145,10 +145,10 @@ def test_checkpoints_come_after_every_so_many_steps() -> None:
 def test_a_resumed_run_goes_on_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     whole = run(losing, steps=5, schedule=rate, log=log)
-    log.write_text(log.read_text() + '{"step": 5, "lo')  # killed while it wrote
+    log.write_text(log.read_text() + '{"step": 6, "lo')  # killed while it wrote
     assert [one["loss"] for one in read_log(log)] == [one["loss"] for one in whole]
     again = run(losing, steps=5, schedule=rate, log=log, start=3)
-    assert [one["step"] for one in again] == [0, 1, 2, 3, 4]
+    assert [one["step"] for one in again] == [1, 2, 3, 4, 5]
     assert again[:3] == whole[:3] and read_log(log) == again
 
 
@@ -220,7 +220,7 @@ def test_a_loss_that_is_no_number_ends_a_run_without_a_checkpoint() -> None:
     def diverging(step: int, lr: float) -> dict[str, float]:
         return {"loss": 1.0 if step < 2 else float("nan")}
 
-    with pytest.raises(NeuzipError, match="step 2: the loss is nan"):
+    with pytest.raises(NeuzipError, match="step 3: the loss is nan"):
         run(diverging, steps=9, schedule=rate, every=1, checkpoint=saved.append)
     assert saved == [1, 2]
 
@@ -231,7 +231,7 @@ def test_a_norm_that_is_no_number_ends_a_run_without_a_checkpoint() -> None:
     def diverging(step: int, lr: float) -> dict[str, float]:
         return {"loss": 1.0, "norm": 1.0 if step < 2 else float("inf")}
 
-    with pytest.raises(NeuzipError, match="step 2: the norm of the gradients is inf"):
+    with pytest.raises(NeuzipError, match="step 3: the norm of the gradients is inf"):
         run(diverging, steps=9, schedule=rate, every=1, checkpoint=saved.append)
     assert saved == [1, 2]
 

@@ -110,7 +110,7 @@ def test_enough_programs_for_the_escapes():
             parted, portions = triton_linear._escape_programs(escapes, out, columns)
             assert parted in (1, 2, 4)
             one_by_one = escapes / out / (2 * parted * portions)
-            assert one_by_one <= max(4.0, out * columns / 3.5e6)
+            assert one_by_one <= max(4.0, out * columns / triton_linear.WEIGHTS_AN_ESCAPE)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])

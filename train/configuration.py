@@ -1,28 +1,6 @@
 """What `neuzip train` is told: a TOML file of flat keys, checked before anything is loaded.
 
-| key              | default    |                                                                          |
-|------------------|------------|--------------------------------------------------------------------------|
-| model            |            | folder or Hub id of the model to train, or                               |
-| scratch, tokenizer |          | a config.json to begin from random weights, and a folder with a tokenizer |
-| texts            |            | files (.txt, .jsonl, .jsonl.gz), folders, hf://datasets/..., or demo     |
-| out              |            | folder for model, checkpoint, log.jsonl and loss.svg                     |
-| steps            |            | steps to take                                                            |
-| lr               |            | the highest learning rate                                                |
-| length, batch    | 512, 8     | tokens of a window, windows of a step, of all processes together         |
-| micro_batch      | batch      | windows that go through a layer at once                                  |
-| optimizer        | adamw8bit  | or sgd, sgd-stochastic, adamw                                            |
-| weight_decay     | as it is   | of matrices                                                              |
-| schedule         | cosine     | or linear, constant                                                      |
-| warm_up, least   | 0, 0.1     | steps of rising rates; the last rate, of lr                              |
-| clip, clipping   | 1.0, two-pass | largest global norm of gradients, 0 for any; or running               |
-| compressed       | true       | hold weights compressed while training                                   |
-| states           | plain      | or lossless: hold the optimizer's states compressed, with the same bits   |
-| dtype            | bfloat16   | of a model from scratch; others have their own                           |
-| compress         | false      | write the model as a container                                           |
-| checkpoint_every | 0          | steps between checkpoints; 0 for one at the end                          |
-| budget_minutes   | none       | no step begins later                                                     |
-| seed             | 0          | of the order of windows, of chance, of random weights                    |
-| device           | auto       | or cpu, cuda                                                             |
+docs/training.md has a table of the keys, their defaults and what they mean.
 """
 
 from __future__ import annotations
@@ -32,14 +10,15 @@ import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuzip.errors import NeuzipError, UsageError
 
 from .loop import SHAPES, Schedule
-from .optimizers import Optimizer, optimizer_of
-from .states import HOW_KEPT
-from .text import Windows
+
+if TYPE_CHECKING:
+    from .optimizers import Optimizer
+    from .text import Windows
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +27,13 @@ else:
 
 FREE = ("steps", "out", "compress", "checkpoint_every", "budget_minutes", "device", "compressed", "states")
 """Keys that a run may go on with other values of; of `steps` rates depend, though."""
+
+LENGTH = 512
+"""Tokens of a window, if the model has so many positions."""
+
+KEPT = ("plain", "lossless")
+OPTIMIZERS = ("sgd", "sgd-stochastic", "adamw", "adamw8bit")
+"""`states.HOW_KEPT` and the names of `optimizers.OPTIMIZERS`, which would import torch."""
 
 TOKENS = "tokens_xxh3"
 
@@ -63,7 +49,7 @@ class Configuration:
     model: str | None = None
     scratch: str | None = None
     tokenizer: str | None = None
-    length: int = 512
+    length: int | None = None
     batch: int = 8
     micro_batch: int | None = None
     optimizer: str = "adamw8bit"
@@ -88,14 +74,26 @@ class Configuration:
 
     def method(self) -> Optimizer:
         """The optimizer."""
+        from .optimizers import optimizer_of
+
         found = optimizer_of(self.optimizer)
         if self.weight_decay is None:
             return found
         return dataclasses.replace(found, weight_decay=self.weight_decay)  # type: ignore[type-var]
 
+    def window(self, positions: int | None) -> int:
+        """Tokens of a window for a model of so many positions. Raises UsageError for more than it has."""
+        if self.length is None:
+            return min(LENGTH, positions or LENGTH)
+        if positions is not None and self.length > positions:
+            raise UsageError(
+                f"length is {self.length}, the model has {positions} positions", f"give up to {positions}"
+            )
+        return self.length
+
     def to_json(self, windows: Windows) -> dict[str, Any]:
         """What a run that goes on is compared with: what it is told, and the tokens that it reads."""
-        return {**self._values(), TOKENS: windows.checksum()}
+        return {**self._values(), "length": windows.length, TOKENS: windows.checksum()}
 
     def _values(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "out": str(self.out)}
@@ -111,6 +109,8 @@ class Configuration:
     def require_same(self, before: dict[str, Any]) -> None:
         """Raise UsageError where a run that goes on would become another one."""
         for name, value in self._values().items():
+            if name == "length" and value is None:
+                continue  # it depends on the model, which is the same
             if name not in FREE and before.get(name) != value:
                 raise UsageError(
                     f"{self.out}: was begun with {name} = {before.get(name)!r}, now it is {value!r}",
@@ -183,7 +183,7 @@ def _require_sense(file: str, found: Configuration) -> None:
     if (found.scratch is None) != (found.tokenizer is None):
         raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or model alone")
     for name in ("steps", "length", "batch"):
-        if getattr(found, name) < 1:
+        if (value := getattr(found, name)) is not None and value < 1:
             raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 1 and more")
     for name in ("seed", "weight_decay", "checkpoint_every"):
         if (getattr(found, name) or 0) < 0:
@@ -192,10 +192,10 @@ def _require_sense(file: str, found: Configuration) -> None:
         raise UsageError(f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or none")
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
-        ("dtype", ("bfloat16", "float16", "float32")), ("states", HOW_KEPT),
+        ("dtype", ("bfloat16", "float16", "float32")), ("states", KEPT), ("optimizer", OPTIMIZERS),
     ):  # fmt: skip
         if getattr(found, name) not in choices:
             raise UsageError(
                 f"{file}: there is no {name} {getattr(found, name)!r}", f"choose from {', '.join(choices)}"
             )
-    found.rates(), found.method()
+    found.rates()

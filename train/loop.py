@@ -16,16 +16,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
 Figures = dict[str, float]
-"""What is known of a step: step, loss, lr, tokens, seconds, tokens_per_second, memory_bytes, and more."""
+"""What is known of a step: step, loss, lr, tokens, seconds, tokens_per_second, memory_bytes, and more.
+
+Steps are counted from 1 here, as people do, and from 0 where functions are given their number.
+"""
 
 Shape = Literal["cosine", "linear", "constant"]
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
@@ -144,7 +146,7 @@ def _measured(
     began = time.perf_counter()
     own = step(number, lr)
     seconds = time.perf_counter() - began
-    figures: Figures = {"step": number, "loss": own["loss"], "lr": lr, **own, "seconds": seconds}
+    figures: Figures = {"step": number + 1, "loss": own["loss"], "lr": lr, **own, "seconds": seconds}
     if "tokens" in own:
         figures["tokens_per_second"] = own["tokens"] / seconds
     return {**figures, "memory_bytes": peak_memory(device)}
@@ -153,6 +155,8 @@ def _measured(
 def peak_memory(device: torch.device | None) -> int:
     """The most bytes so far: of torch's tensors on a GPU, else of this process."""
     if device is not None and device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -176,7 +180,7 @@ def _earlier(log: Path | None, start: int) -> list[Figures]:
     """What the log has of the steps before `start`."""
     if log is None or not start or not log.exists():
         return []
-    return [figures for figures in read_log(log) if figures["step"] < start]
+    return [figures for figures in read_log(log) if figures["step"] <= start]
 
 
 @contextmanager
@@ -244,7 +248,7 @@ def _draw(figures: Sequence[Figures]) -> Figure:
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    steps = [one["step"] + 1 for one in figures]
+    steps = [one["step"] for one in figures]
     losses = [one["loss"] for one in figures]
     axes.plot(steps, losses, color=ACCENT, alpha=0.35 if len(steps) > 20 else 1, linewidth=0.8)
     if len(steps) > 20:

@@ -41,15 +41,14 @@ from torch import Tensor, nn
 from neuzip.compress.workspace import (
     clear,
     publish,
-    refuse_existing,
     refuse_nesting,
     remove,
+    require_free,
     workspace,
     write_file,
 )
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
 from neuzip.runtime.load import load_config, load_model
@@ -245,7 +244,7 @@ class Recovery:
         for value, words in ((figures["loss"], "the loss"), (norm, "the norm of the gradients")):
             if not math.isfinite(value):
                 raise NeuzipError(
-                    f"step {number}: {words} is {value}, and no weight was changed",
+                    f"step {number + 1}: {words} is {value}, and no weight was changed",
                     "begin anew (--overwrite) with a lower learning rate (--lr)",
                 )
         self.optimizer.step()
@@ -451,7 +450,7 @@ def recover(
 
     Raises NeuzipError, before anything is trained if `dst` exists or `keep_state` cannot be a folder.
     """
-    require_free(src, dst, overwrite, keep_state)
+    require_room(src, dst, overwrite, keep_state)
     undo_half_publish(dst)
     with workspace(dst) as work:
         state, log = work / STATE_FOLDER, work / LOG
@@ -494,12 +493,11 @@ def thinned(figures: list[Figures], count: int) -> list[Figures]:
     return figures[::-1][::every][::-1]
 
 
-def require_free(
+def require_room(
     src: str | os.PathLike[str], dst: Path, overwrite: bool, keep_state: Path | None = None
 ) -> None:
     """Raise NeuzipError where a result, or the state that is kept, cannot be written."""
-    refuse_existing(dst, overwrite)
-    refuse_nesting(find_checkpoint(src).path, dst)
+    require_free(src, dst, overwrite)
     if keep_state is not None:
         refuse_nesting(dst, keep_state)
         there = next(path for path in (keep_state, *keep_state.absolute().parents) if path.exists())
@@ -528,7 +526,7 @@ def _spent(log: Path, taken: int) -> float:
     """Seconds that the first steps took."""
     if not taken or not log.is_file():
         return 0.0
-    return sum(figures["seconds"] for figures in read_log(log) if figures["step"] < taken)
+    return sum(figures["seconds"] for figures in read_log(log) if figures["step"] <= taken)
 
 
 def _seen(windows: Windows, device: torch.device) -> Tensor:

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuzip.compress.workspace import clear, publish, recover, workspace
+from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.runtime.load import load_model
 
 from .plain import storing, write_plain
@@ -38,6 +39,10 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
     chances = _gathered_chances(trainer) if resumable else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         recover(folder)
+        if not (folder / STATE_FILE).is_file():
+            refuse_existing(
+                folder, overwrite=True, known=() if like is None else find_checkpoint(like).others
+            )
         with workspace(folder) as work:
             clear(work, overwrite=True)
             with storing(work):

@@ -23,13 +23,11 @@ from neuzip.compress.workspace import (
     clear,
     publish,
     recover,
-    refuse_existing,
-    refuse_nesting,
+    require_free,
     workspace,
     writing,
 )
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.decoder import decoder_layers
@@ -193,9 +191,7 @@ def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwri
 
     Raises NeuzipError, before anything is written if `dst` exists.
     """
-    checkpoint = find_checkpoint(src)
-    refuse_existing(dst, overwrite)
-    refuse_nesting(checkpoint.path, dst)
+    require_free(src, dst, overwrite)
     recover(dst)
     with workspace(dst) as work:
         clear(work, overwrite)

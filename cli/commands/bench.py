@@ -8,7 +8,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.eval import attention_text
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.models import resolved_model
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -60,13 +61,13 @@ def command(
     out = Output(json=json, quiet=quiet)
     residencies, batches = _names(residency), _numbers(batch)
     let_threads_sleep()
-    from neuzip.formats.hub import resolve_source
+    path = resolved_model(out, src)
     from neuzip.runtime.generate import choose_device
     from neuzip.runtime.speed import make_plan, measure
 
     place = choose_device(device)
     plan = make_plan(
-        resolve_source(src, note=out.status, progress=out.watched),
+        path,
         residencies,
         batches=batches,
         prompt_tokens=prompt_tokens,
@@ -110,9 +111,7 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     attending = [row for row in speeds.rows if row.attention_bits is not None]
     for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
         out.text(f"attends  {text}")
-    out.text(
-        f"medians  of {plan.rounds} run{'' if plan.rounds == 1 else 's'}; in brackets the ratio to dense"
-    )
+    out.text(f"medians  of {count_text(plan.rounds, 'run')}; in brackets the ratio to dense")
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])

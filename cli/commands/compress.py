@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from neuzip.cli import against as deltas
-from neuzip.cli import options, streaming, targets
+from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of, show, stages
-from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
+from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -208,7 +210,6 @@ def command(
     from neuzip.compress import compress, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import resolve_source
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
@@ -283,19 +284,22 @@ def command(
                 allow_destructive=allow_destructive, activations=activations, dry_run=dry_run,
             )  # fmt: skip
             return
-        path = ranks.first_before_others(lambda: resolve_source(src, note=out.status, progress=out.watched))
+        if not dry_run:
+            ranks.on_first(lambda: refuse_before_download(src, dst, overwrite))
+        path = ranks.first_before_others(lambda: resolved(out, src))
+        began = time.monotonic()
         calibrated, more = None, {}
         if attention is not None:
-            replaces = overwrite or dry_run
             calibrated = _calibrate(
-                out, path, dst, attention, calibration, device, replaces, for_target=goal is not None
-            )
+                out, path, dst, attention, calibration, device, overwrite, dry_run,
+                for_target=goal is not None,
+            )  # fmt: skip
             more = {"attention": result_of(calibrated)}
         if goal is not None:
             asked = targets.ask(
                 out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
-                sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite or dry_run,
-                drop_layers=fewer,
+                sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
+                dry_run=dry_run, drop_layers=fewer,
             )  # fmt: skip
             if dry_run:
                 found = targets.find(out, asked)
@@ -305,7 +309,8 @@ def command(
             delivered = targets.deliver(out, asked, verify=verify, overwrite=overwrite)
             _record(out, dst, calibrated)
             said = {"target": targets.result_of(asked, delivered.found, delivered)}
-            _report(out, delivered.report, said | more, dropped=bool(delivered.dropped))
+            report = replace(delivered.report, seconds=time.monotonic() - began)
+            _report(out, report, said | more, dropped=bool(delivered.dropped), measured=True)
             raise typer.Exit(0 if delivered.holds else 1)
         if dry_run:
             if ranks.is_first:
@@ -321,7 +326,9 @@ def command(
         for warning in report.warnings:
             out.warning(warning)
         _record(out, dst, calibrated)
-        _report(out, report, more)
+        if calibrated is not None:
+            report = replace(report, seconds=time.monotonic() - began)
+        _report(out, report, more, measured=calibrated is not None)
 
 
 def _calibrate(
@@ -332,6 +339,7 @@ def _calibrate(
     calibration: str,
     device: Literal["auto", "cpu", "cuda"],
     overwrite: bool,
+    dry_run: bool,
     *,
     for_target: bool,
 ) -> Calibration:
@@ -345,7 +353,8 @@ def _calibrate(
 
     with TensorSource(path) as source:
         require_plain(source, dst)
-    (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
+    if not dry_run:
+        (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
     found = attention.calibrate(path, read_text(calibration), mode, stages(out), device=device)
     show(out, found)
     out.text()
@@ -368,14 +377,23 @@ def _report(
     more: Mapping[str, object] | None = None,
     *,
     dropped: bool = False,
+    measured: bool = False,
     where: str | None = None,
 ) -> None:
-    """Show a report, and give it to machines; `where` is the page of what was pushed."""
+    """Show a report, and give it to machines; `where` is the page of what was pushed.
+
+    With `measured` its seconds are those of trials and comparisons too, which say nothing of a speed.
+    """
     if report.resumed_files:
-        out.status(f"{report.resumed_files} files were finished already and match the source")
-    notes = Counter((t.scheme, t.note) for t in report.tensors if t.note and t.original_bytes >= WORTH_A_WORD)
+        one = report.resumed_files == 1
+        how = "was finished already and matches" if one else "were finished already and match"
+        out.status(f"{count_text(report.resumed_files, 'file')} {how} the source")
+    notes = Counter((t.scheme, t.note) for t in report.tensors if t.note)
+    large = {(t.scheme, t.note) for t in report.tensors if t.original_bytes >= WORTH_A_WORD}
     for (scheme, note), count in notes.items():
-        out.status(f"{count} tensors are stored {scheme}: {note}; --json names them")
+        if (scheme, note) not in large or any(note in warning for warning in report.warnings):
+            continue
+        out.status(f"stored {scheme}: {count_text(count, 'tensor')}, {note}; --json names them")
     lossy = [t.loss for t in report.tensors if t.loss is not None]
     out.table(
         ["", "before", "after", "ratio", "bits/weight"],
@@ -389,7 +407,7 @@ def _report(
     )  # fmt: skip
     if lossy:
         out.text(
-            f"{len(lossy)} of {len(report.tensors)} tensors rounded: "
+            f"{len(lossy)} of {count_text(len(report.tensors), 'tensor')} rounded: "
             f"largest relative error {max(x.max_relative for x in lossy):.3g}, "
             f"largest RMS {max(x.rms_relative for x in lossy):.3g}"
         )
@@ -400,8 +418,12 @@ def _report(
                 f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
             )
     elif not dropped:
-        out.text(f"lossless: all {len(report.tensors)} tensors, bit for bit")
-    speed = "" if report.resumed_files else f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
+        out.text(f"lossless: all {count_text(len(report.tensors), 'tensor')}, bit for bit")
+    speed = f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
+    if measured:
+        speed = ", planning and measuring included"
+    elif report.resumed_files:
+        speed = ""
     on = "" if report.device == "cpu" else f" on {report.device}"
     out.text(f"{where or report.dst} in {seconds_text(report.seconds)}{on}{speed}")
     out.result(

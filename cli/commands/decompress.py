@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.source import resolved
 
 EXAMPLES = [
     "neuzip decompress my-model.nz my-model",
@@ -22,23 +26,46 @@ def command(
 ) -> None:
     """Restore a compressed checkpoint, byte for byte if lossless"""
     out = Output(json=json, quiet=quiet)
+    path = resolved(out, src)
+    restore(out, path, dst, verb="decompress", base=None, device=device, jobs=jobs, overwrite=overwrite)
+
+
+def restore(
+    out: Output,
+    path: Path,
+    dst: Path,
+    *,
+    verb: str,
+    base: Path | None,
+    device: Literal["auto", "cpu", "cuda"],
+    jobs: int | None,
+    overwrite: bool,
+) -> None:
+    """Restore a checkpoint, a delta with its `base`, and report. `verb` is what was typed."""
     from neuzip.compress import decompress
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src, note=out.status, progress=out.watched)
-    total = weight_bytes(path)
+    total = weight_bytes(path, allow_delta=base is not None)
     chosen = choose(device, total)
-    with out.progress("decompress", total) as advance:
-        report = decompress(path, dst, jobs=jobs, overwrite=overwrite, device=chosen, on_bytes=advance)
+    with out.progress(verb, total) as advance:
+        report = decompress(
+            path, dst, jobs=jobs, overwrite=overwrite, device=chosen, on_bytes=advance, base=base
+        )
     kind = "byte for byte the original" if report.lossless else "rounded tensors stay rounded"
+    if base is not None:
+        kind += f", from a delta of {bytes_text(report.stored_bytes)}"
     if report.was_there:
-        out.status("all files were restored already and match the checksums")
+        one = report.files == 1
+        out.status(
+            f"{'the file was' if one else 'all files were'} restored already and "
+            f"{'matches its' if one else 'match the'} checksums"
+        )
     out.text(
-        f"{report.dst}: {report.files} files, {bytes_text(report.restored_bytes)}, {kind}, "
+        f"{report.dst}: {count_text(report.files, 'file')}, {bytes_text(report.restored_bytes)}, {kind}, "
         f"in {seconds_text(report.seconds)}"
         + ("" if report.device == "cpu" else f" on {report.device}")
         + ("" if report.was_there else f" ({bytes_text(report.restored_bytes / report.seconds)}/s)")
     )
-    out.result(vars(report), quiet=[report.dst])
+    more = {} if base is None else {"base": base}
+    out.result({**vars(report), **more}, quiet=[report.dst])

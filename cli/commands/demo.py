@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,9 +82,13 @@ def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
     """Refuse a folder that holds something, or remove from it what an earlier demo left there."""
     if output.exists() and not overwrite and not (output.is_dir() and not any(output.iterdir())):
         raise WouldOverwrite(f"{output}: exists already", "choose another --output, or give --overwrite")
+    from neuzip.compress.workspace import refuse_existing, remove
+
     for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
+        refuse_existing(path, overwrite)
+    for path in paths:
+        if os.path.lexists(path):
+            remove(path)
 
 
 def _inspect(out: Output, checkpoint: Path) -> float:
@@ -159,6 +163,8 @@ def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
 
 
 def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluation) -> None:
+    from neuzip.eval.estimates import errors_text
+
     measured = evaluation.measured[0]
     original, *others = measured.scores
     rows = [
@@ -179,7 +185,8 @@ def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluatio
     c = measured.convention
     out.text(f"Perplexity: token-level; text: {evaluation.text}")
     out.text(f"{c.windows} {c.rule}; no special tokens")
-    out.text(f"± standard error over {measured.blocks}")
+    error = measured.scores[0].token_perplexity.standard_error
+    out.text(errors_text(measured.blocks, error))
     for (name, *_), score in zip(rows[1:], others, strict=True):
         if score.difference is not None:
             out.text(f"{name}: {_difference_text(score.difference)}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.source import resolved
 
 if TYPE_CHECKING:
     from neuzip.eval.difference import TensorDifference
@@ -35,9 +36,8 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.source import TensorSource
     from neuzip.eval.difference import comparable_bytes, compare, match
-    from neuzip.formats.hub import resolve_source
 
-    paths = resolve_source(a), resolve_source(b)
+    paths = resolved(out, a), resolved(out, b)
     with TensorSource(paths[0]) as first, TensorSource(paths[1]) as second:
         pairs = match(first, second)
         compared = comparable_bytes(pairs)
@@ -48,7 +48,7 @@ def command(
         out.table(["tensor", "what", *NUMBERS], [_row(t) for t in different], right=NUMBERS)
         out.text(f"{len(different)} of {len(tensors)} tensors are not the same")
     else:
-        out.text(f"identical: {len(tensors)} tensors, {bytes_text(compared)}")
+        out.text(f"identical: {count_text(len(tensors), 'tensor')}, {bytes_text(compared)}")
     out.result(
         {
             "a": paths[0],

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.models import resolved_model
+from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from neuzip.eval.conventions import Convention, Name
+    from neuzip.eval.convention_names import Name
+    from neuzip.eval.conventions import Convention
     from neuzip.eval.divergence import Comparison
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.harness import TaskEvaluation
@@ -139,31 +141,33 @@ def command(
     refuse_contradictions(text, page, sweep, tasks, limit, kv_bits, attention)
     if sparsity and text is None:
         raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
+    names = chosen_conventions(conventions)
     let_threads_sleep()
     if tasks is not None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
         from neuzip.eval import harness
     if page is not None:
-        from neuzip.eval import report as reports
         from neuzip.eval import report_page
 
         report_page.check_target(page, overwrite)
-        swept = None if sweep is None else reports.read_sweep(sweep)
-    from neuzip.eval.perplexity import evaluate, prepare
     from neuzip.eval.texts import read_text
-    from neuzip.formats.hub import resolve_source
 
-    names = chosen_conventions(conventions)
     evaluation = scores = None
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         sources = [path for path in (base, src) if path is not None]
         paths, document = ranks.first_before_others(
             lambda: (
-                [resolve_source(path) for path in sources],
+                [resolved_model(out, path) for path in sources],
                 None if text is None else read_text(text),
             )
         )
+        from neuzip.eval.perplexity import evaluate, prepare
+
+        if page is not None:
+            from neuzip.eval import report as reports
+
+            swept = None if sweep is None else reports.read_sweep(sweep)
         if document is not None:
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
@@ -288,7 +292,7 @@ def chosen_conventions(option: str | None) -> list[Name] | None:
     """The conventions that an option names, in the order in which there are; None for all."""
     if option is None:
         return None
-    from neuzip.eval.conventions import NAMES
+    from neuzip.eval.convention_names import NAMES
 
     asked = {name.strip() for name in option.split(",")}
     if unknown := asked - set(NAMES):
@@ -341,7 +345,7 @@ def quiet_number(evaluation: Evaluation) -> float:
 def report(out: Output, evaluation: Evaluation) -> None:
     """Say under which conventions, and show each figure with its standard error."""
     e = evaluation
-    out.text(f"text    {e.text}: {e.documents:,} document{'' if e.documents == 1 else 's'}")
+    out.text(f"text    {e.text}: {count_text(e.documents, 'document')}")
     for name, model in zip(_names(e), e.models, strict=True):
         out.text(f"{name:7} {model.path}")
     kept = "" if e.residency == "dense" else f", residency {e.residency}"
@@ -391,18 +395,28 @@ def _names(e: Evaluation) -> list[str]:
     return ["before", "after"] if len(e.models) == 2 else ["model"]
 
 
+def _first_figure(measured: Measured) -> Estimate:
+    """A perplexity of a convention, for its standard error."""
+    score = measured.scores[-1]
+    return score.word_perplexity or score.token_perplexity
+
+
 def _show_perplexities(out: Output, e: Evaluation) -> None:
+    from neuzip.eval.estimates import errors_text, over
+
     names = _names(e)
     changes = ["change, nats a token"] if len(e.models) == 2 else []
     rows = [row for measured in e.measured for row in _perplexity_rows(measured)]
     out.table(["convention", "figure", *names, *changes], rows, right=[*names, *changes])
-    over = {m.blocks for m in e.measured}
+    errors = {m.blocks: _first_figure(m).standard_error for m in e.measured}
     for m in e.measured:
-        own = f"; ± over {m.blocks}" if len(over) > 1 else ""
+        own = f"; {over(m.blocks, errors[m.blocks])}" if len(errors) > 1 else ""
         out.text(f"{m.convention.name:9} {m.convention.rule}; {predicted_text(m.convention)}{own}")
     named = any(m.convention.special_tokens != "none" for m in e.measured)
     special = "no special tokens" + (" but those named" if named else "")
-    out.text(f"± standard error over {over.pop()}; {special}" if len(over) == 1 else special)
+    if len(errors) == 1:
+        special = f"{errors_text(*errors.popitem())}; {special}"
+    out.text(special)
     for name, reason in e.skipped.items():
         out.text(f"{name:9} left out: {reason}")
     for model in e.models:
@@ -429,7 +443,10 @@ def _perplexity_rows(measured: Measured) -> list[list[str]]:
 
 
 def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
-    out.text(f"after compared with before, {c.tokens:,} tokens ({convention}), ± over {c.blocks}:")
+    from neuzip.eval.estimates import over
+
+    errors = over(c.blocks, c.kld.mean.standard_error)
+    out.text(f"after compared with before, {c.tokens:,} tokens ({convention}), {errors}:")
     if c.identical:
         out.text("  the same to the last bit: every loss; every KL divergence is 0")
         return

@@ -9,6 +9,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -69,9 +70,8 @@ def command(
     target = _target(to, gguf_type, gguf_mixed, linear_class, mode, activations)
     from neuzip.compress.export import export
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src, note=out.status, progress=out.watched)
+    path = resolved(out, src)
     with out.progress("export", 2 * weight_bytes(path)) as advance:
         report = export(path, dst, target, overwrite=overwrite, on_bytes=advance)
     for warning in report.warnings:

@@ -9,7 +9,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.eval import attention_text
-from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.models import resolved_model
+from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -56,7 +57,7 @@ def command(
         raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
     text = _read_stdin() if prompt == "-" else prompt
     let_threads_sleep()
-    from neuzip.formats.hub import resolve_source
+    path = resolved_model(out, src)
     from neuzip.runtime.attention import uses
     from neuzip.runtime.attention_choice import choose
     from neuzip.runtime.generate import choose_device, generate, prepare
@@ -64,7 +65,6 @@ def command(
     from neuzip.runtime.speed import peak_bytes, reset_peak
 
     place = choose_device(device)
-    path = resolve_source(src, note=out.status, progress=out.watched)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
     reset_peak(place)
     model = load_model(path, device=place, residency=residency, activations=activations, attention=False)
@@ -120,7 +120,7 @@ def _summary(made: Generation, peak: int | None, residency: str, place: str) -> 
     speed = made.tokens_per_second
     where = "on the CPU" if place == "cpu" else "of the GPU"
     parts = [
-        f"{len(made.tokens)} tokens in {seconds_text(made.seconds)}",
+        f"{count_text(len(made.tokens), 'token')} in {seconds_text(made.seconds)}",
         f"the first after {seconds_text(made.first_token_seconds)}"
         + ("" if speed is None else f", then {speed:,.1f} tokens/s"),
         "" if peak is None else f"peak memory {bytes_text(peak)} {where}",

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.cli import against, options
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli import deltas, options
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.source import resolved
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,16 +45,15 @@ def command(
     from neuzip.compress.device import choose
     from neuzip.compress.source import TensorSource, weight_bytes
     from neuzip.eval import histograms, pictures
-    from neuzip.formats.hub import resolve_source
     from neuzip.formats.own_section import own_section, read_config
 
     if plot is not None:
         pictures.check_target(plot, overwrite)
-    path = resolve_source(src)
-    if against.is_delta(path):
+    path = resolved(out, src)
+    if deltas.is_delta(path):
         if plot is not None:
             raise UsageError(f"{src} is a delta, of which --plot has nothing to draw", "leave out --plot")
-        against.inspect(out, path, tensor or [])
+        deltas.inspect(out, path, tensor or [])
         return
     title = Path(src).resolve().name if Path(src).exists() else src
     chosen = choose(device, weight_bytes(path))
@@ -95,7 +95,7 @@ def _show_table(out: Output, inspection: Inspection) -> None:
             [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.scheme),
              *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
         )  # fmt: skip
-    lines.append([f"{len(lines)} tensors", *[""] * 7, *_sizes(inspection)])
+    lines.append([count_text(len(lines), "tensor"), *[""] * 7, *_sizes(inspection)])
     if inspection.lossy:
         columns.append("max error")
         for line, t in zip(lines, inspection.tensors, strict=False):

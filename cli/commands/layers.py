@@ -9,7 +9,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text
-from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.models import resolved_model
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -92,16 +93,17 @@ def command(
     if output is not None and drop is None:
         raise UsageError(f"--out {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()
-    from neuzip.eval import layer_pictures, layer_removal, layers, pictures
+    from neuzip.compress.workspace import require_free
+    from neuzip.eval import pictures
     from neuzip.eval.texts import read_text
-    from neuzip.formats.hub import resolve_source
 
     if picture is not None:
         pictures.check_target(picture, overwrite, pictures.IMAGES)
     document = read_text(text)
-    path = resolve_source(src, note=out.status, progress=out.watched)
+    path = resolved_model(out, src)
     if output is not None:
-        layer_removal.require_free(path, output, overwrite)
+        require_free(path, output, overwrite)
+    from neuzip.eval import layer_pictures, layer_removal, layers
 
     def stage(label: str, total: int, unit: str) -> Any:
         return out.progress(label, total, unit=unit)
@@ -143,6 +145,8 @@ def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
 
 def show(out: Output, found: Analysis) -> None:
     """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
+    from neuzip.eval.estimates import errors_text, exponential
+
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
     out.table(columns, [_row(layer) for layer in found.layers], right=columns)
     out.text("PPL, KLD and NLL, in nats a token, are of the model without this layer alone; influence is")
@@ -158,14 +162,13 @@ def show(out: Output, found: Analysis) -> None:
     out.table(["predicts the order of KLD", "Spearman"], rows, right=["Spearman"])
     whole = next((layer.without for layer in found.layers if layer.without is not None), None)
     if whole is not None:
-        from neuzip.eval.estimates import exponential
-
         out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
     out.text(f"text    {found.text}: {found.tokens:,} tokens in windows of {found.window:,}")
-    out.text(f"errors  ± standard error over {found.blocks}; of angular and gradient, over windows;")
+    error = None if whole is None else whole.base_nll.standard_error
+    out.text(f"errors  {errors_text(found.blocks, error)}; of angular and gradient, over windows;")
     out.text("        differences and divergences are paired")
     if found.gradient_windows:
-        out.text(f"        gradient is of {found.gradient_windows} of {found.windows} windows")
+        out.text(f"        gradient is of {found.gradient_windows} of {count_text(found.windows, 'window')}")
     out.text(f"in      {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
 
 
@@ -196,7 +199,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
         out.warning(warning)
     out.text()
     sizes = f"{bytes_text(pruned.source_bytes)} of weights became {bytes_text(pruned.bytes)}"
-    out.text(f"{pruned.dst}: {len(pruned.kept)} layers; {sizes}")
+    out.text(f"{pruned.dst}: {count_text(len(pruned.kept), 'layer')}; {sizes}")
 
 
 def _row(layer: Layer) -> list[str]:

@@ -9,7 +9,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
-from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.models import resolved_model
+from neuzip.cli.output import Output, count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
@@ -80,18 +81,21 @@ def command(
     """
     out = Output(json=json, quiet=quiet)
     let_threads_sleep()
-    from neuzip.eval import attention, attention_pictures, pictures, targets
+    from neuzip.compress.workspace import require_free
+    from neuzip.eval import pictures, target_values
     from neuzip.eval.texts import read_text
     from neuzip.formats.checkpoint import find_checkpoint
-    from neuzip.formats.hub import resolve_source
 
     if picture is not None:
         pictures.check_target(picture, overwrite, pictures.IMAGES)
-    limit = None if max_kld is None else targets.max_kld(max_kld).limit
+    limit = None if max_kld is None else target_values.max_kld(max_kld).limit
     document = read_text(text)
-    path = resolve_source(src, note=out.status, progress=out.watched)
+    path = resolved_model(out, src)
     checkpoint = find_checkpoint(path)
-    attention.require_free(checkpoint.path, dst, overwrite or dry_run)
+    if not dry_run:
+        require_free(path, dst, overwrite)
+    from neuzip.eval import attention, attention_pictures
+
     found = attention.calibrate(
         path, document, mode, stages(out), max_kld=limit, window=window, max_tokens=max_tokens,
         device=device,
@@ -133,12 +137,14 @@ def result_of(found: Calibration) -> dict[str, object]:
 def show(out: Output, found: Calibration) -> None:
     """A row for each layer and bits that it was offered, then what all of them do together."""
     from neuzip.eval.attention_pictures import choice_text
+    from neuzip.eval.estimates import errors_text
 
     rows = [row for layer in found.layers for row in _rows(layer, found)]
     columns = ["layer", "bits", "cosine", "rel. L1", "RMSE", "score", "rank", "KLD", ""]
     out.table(columns, rows, right=set(columns) - {""})
     out.text(
-        f"Similarities are means of {found.similarity_windows} windows; score is cosine x (1 - rel. L1),"
+        f"Similarities are means of {count_text(found.similarity_windows, 'window')}; "
+        "score is cosine x (1 - rel. L1),"
     )
     out.text("rank the order that it gives. KLD, in nats a token, is with this layer alone.")
     for layer in found.layers:
@@ -159,8 +165,7 @@ def show(out: Output, found: Calibration) -> None:
         out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
         out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
     out.text(f"text      {found.text}: {c.tokens:,} tokens in windows of {found.window:,}")
-    if c.kld.mean.standard_error is not None:
-        out.text(f"errors    ± standard error over {c.blocks}")
+    out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")
     out.text(f"in        {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.errors import UsageError
 
 EXAMPLES = [
@@ -56,7 +56,7 @@ def command(
     if dry_run:
         files = [[file.path, file.nbytes] for file in listing.files]
         out.table(["file", "bytes"], files, right=["bytes"])
-        out.text(f"{len(files)} files, {bytes_text(listing.nbytes)}, would go to {target}")
+        out.text(f"{count_text(len(files), 'file')}, {bytes_text(listing.nbytes)}, would go to {target}")
     else:
         with leaving_at_once():
             report = pull(
@@ -65,9 +65,14 @@ def command(
             )  # fmt: skip
         if report.was_there:
             out.status("all files were there already and match the checksums of the Hub")
-        checked = "checked" if report.tensors is None else f"checked, {report.tensors} tensors verified"
+        if report.without_base:
+            apart = count_text(report.without_base, "tensor")
+            out.status(f"a delta: {apart} checked as far as that goes without its base")
+        checked = "checked"
+        if report.tensors is not None:
+            checked += f", {count_text(report.tensors, 'tensor')} verified"
         out.text(
-            f"{target}: {report.files} files, {bytes_text(report.nbytes)}, {checked}, "
+            f"{target}: {count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, {checked}, "
             f"in {seconds_text(report.seconds)}"
         )
     out.result(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text
+from neuzip.cli.output import Output, bytes_text, count_text
 
 EXAMPLES = [
     "neuzip push my-model.nz me/my-model-nz --dry-run",
@@ -16,6 +16,7 @@ EXAMPLES = [
     "neuzip eval my-model.nz --base my-model --text demo --report eval.json",
     "neuzip push my-model.nz me/my-model-nz --evaluation eval.json --overwrite",
     "neuzip decompress me/my-model-nz my-model",
+    "neuzip push tuned.delta me/tuned-delta",
 ]
 
 
@@ -59,17 +60,20 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import plan_push, push
     from neuzip.formats.hub_connection import require_token
+    from neuzip.formats.model_card import is_on_hub
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if not dry_run:
         require_token()
-    with out.progress("verify", weight_bytes(folder)) as advance:
+    if plan.base is not None and not is_on_hub(plan.base):
+        out.warning(f"{folder}: its base is called {plan.base!r}, no Hub id: the card cannot say where it is")
+    with out.progress("verify", weight_bytes(folder, allow_delta=True)) as advance:
         verify(folder, on_bytes=advance)
     pushed = None
     if dry_run:
         out.table(["file", "bytes"], [[f.path, f.nbytes] for f in plan.files], right=["bytes"])
         out.text(f"\nREADME.md:\n\n{plan.card}")
-        out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}, would go to {plan.url}")
+        out.text(f"{count_text(len(plan.files), 'file')}, {bytes_text(plan.nbytes)}, would go to {plan.url}")
     else:
         with leaving_at_once():
             pushed = push(
@@ -80,7 +84,7 @@ def command(
             out.status("all files were there already, as they are here")
         if pushed.deleted:
             out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
-        out.text(f"{len(plan.files)} files, {bytes_text(plan.nbytes)}: {plan.url}")
+        out.text(f"{count_text(len(plan.files), 'file')}, {bytes_text(plan.nbytes)}: {plan.url}")
     out.result(
         {
             "dry_run": dry_run,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
@@ -31,6 +33,9 @@ EXAMPLES = [
 
 WINDOW = 512
 """Tokens of a window, if the model has so many positions."""
+
+LAST = 20
+"""Steps, at most, whose mean loss is told."""
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -129,13 +134,23 @@ def command(
         raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
+    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
+    from neuzip.eval.texts import read_text
+
+    for file in text:
+        if not file.exists():
+            raise NeuzipError(f"--text {file}: no such file", "give a UTF-8 text, a .jsonl or a .jsonl.gz")
+    if not overwrite:
+        refuse_existing(output, overwrite)
+    judged = None if eval_text is None else read_text(eval_text)
+    path = resolved_model(out, src)
+    original = path if base is None else resolved_model(out, base)
+    require_free(path, output, overwrite)
+    refuse_nesting(original, output)
     import torch
 
-    from neuzip.compress.workspace import require_name
     from neuzip.eval.head import HeadedModel
-    from neuzip.eval.texts import read_text
     from neuzip.eval.yardstick import Yardstick
-    from neuzip.formats.hub import resolve_source
     from neuzip.runtime.generate import choose_device, positions
     from neuzip.runtime.load import load_config, load_model, load_tokenizer
     from neuzip.train import recovery
@@ -143,10 +158,7 @@ def command(
     from neuzip.train.latent_model import runnable
     from neuzip.train.text import Windows
 
-    require_name(output)
-    path = resolve_source(src, note=out.status, progress=out.watched)
-    original = path if base is None else resolve_source(base, note=out.status, progress=out.watched)
-    recovery.require_free(path, output, overwrite, keep_state)
+    recovery.require_room(path, output, overwrite, keep_state)
     most = positions(load_config(original))
     if length is not None and most is not None and length > most:
         raise UsageError(f"--length {length}: {original} has {most} positions", f"give {most} or less")
@@ -160,8 +172,8 @@ def command(
     tokenizer = load_tokenizer(original)
     windows = Windows.of(tokenizer, text, length=window, batch=batch, seed=seed)
     judge = None
-    if eval_text is not None:
-        judge = Yardstick(original, read_text(eval_text), max_tokens=max_tokens, device=device)
+    if judged is not None:
+        judge = Yardstick(original, judged, max_tokens=max_tokens, device=device)
         teacher = judge.model
     else:
         teacher = load_model(original, torch.float32 if where.type == "cpu" else None, where, attention=False)
@@ -219,8 +231,22 @@ def show(out: Output, when: str, found: Comparison) -> None:
     )
 
 
+def losses_text(losses: list[float]) -> str:
+    """What training began and ended with, each a mean of some steps: single ones differ by their windows.
+
+    >>> losses_text([3.0, 2.0, 1.5, 1.0])
+    'training loss 2.5000 at first, 1.2500 at the end, means of 2 steps'
+    """
+    count = max(1, min(LAST, len(losses) // 2))
+    first, last = fmean(losses[:count]), fmean(losses[-count:])
+    of = "" if count == 1 else f", means of {count} steps"
+    return f"training loss {first:.4f} at first, {last:.4f} at the end{of}"
+
+
 def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str, Any]:
     """Say what was done, and give it as figures."""
+    from neuzip.train.recovery import LOG, PICTURE
+
     figures = result.figures
     if not figures:
         raise NeuzipError("the budget was too short for a single step", "give more time")
@@ -233,7 +259,9 @@ def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str,
         f"{len(figures)} steps, {tokens:,} tokens ({tokens / windows.tokens:.1f} times the text) in"
         f" {seconds_text(seconds)}, {tokens / seconds:,.0f} a second"
     )
+    out.text(losses_text([one["loss"] for one in figures]))
     out.text(f"{dst}: {len(result.ternary)} tensors with {weights:,} weights are ternary")
+    out.text(f"its losses: {dst / PICTURE}, and a line a step in {dst / LOG}")
     out.status(f"smaller: neuzip compress {dst} {dst}.nz --ternary")
     return {
         "steps": len(figures), "planned_steps": result.steps, "resumed_at": result.resumed_at,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, percent_text
 from neuzip.cli.threads import let_threads_sleep
 
@@ -75,17 +76,18 @@ def command(
     let_threads_sleep()
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.eval.sweep import Setting, parse_schemes, sweep, work_folder
+    from neuzip.eval.sweep_setup import parse_schemes, work_folder
     from neuzip.eval.texts import read_text
-    from neuzip.formats.hub import resolve_source
 
-    asked = parse_schemes(schemes, blocks)
+    asked, document = parse_schemes(schemes, blocks), read_text(text)
     if output is not None:
         with work_folder(output):
             pass  # a folder that cannot be used is told before anything is read
-    path = resolve_source(src, note=out.status, progress=out.watched)
+    path = resolved_model(out, src)
+    from neuzip.eval.sweep import Setting, sweep
+
     setting = Setting(
-        path, read_text(text), window, max_tokens, device, dtype, residency,
+        path, document, window, max_tokens, device, dtype, residency,
         choose(device, weight_bytes(path)), jobs,
     )  # fmt: skip
 
@@ -115,6 +117,8 @@ def command(
 
 
 def _show(out: Output, found: Sweep) -> None:
+    from neuzip.eval.estimates import errors_text
+
     first = found.rows[0]
     c = first.comparison
     if found.resumed:
@@ -128,7 +132,8 @@ def _show(out: Output, found: Sweep) -> None:
     )
     out.text()
     out.text(f"text     {found.text}: {c.tokens:,} tokens, {found.rule}")
-    out.text(f"errors   ± standard error over {c.blocks}; differences and divergences are paired")
+    errors = errors_text(c.blocks, c.kld.mean.standard_error)
+    out.text(f"errors   {errors}; differences and divergences are paired")
     out.text(f"model    {first.dtype}, residency {first.depends_on['residency']}, on {found.device}")
     out.text("size     that of the weight files; bits a weight; * no other is both smaller and closer")
     out.text("measured on this machine: " + ", ".join(

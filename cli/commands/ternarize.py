@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
@@ -71,35 +72,36 @@ def command(
     let_threads_sleep()
     import time
 
+    from neuzip.compress.source import TensorSource
+    from neuzip.compress.workspace import refuse_existing, require_free
+    from neuzip.eval.texts import read_text
+
+    if not overwrite:
+        refuse_existing(dst, overwrite)
+    document = None if calibration is None else read_text(calibration)
+    path = resolved_model(out, src)
+    require_free(path, dst, overwrite)
     import torch
     from torch import nn
 
-    from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_name
-    from neuzip.eval.texts import read_text
     from neuzip.eval.yardstick import read_tokens
-    from neuzip.formats.hub import resolve_source
     from neuzip.runtime.decoder import decoder_layers
     from neuzip.runtime.generate import choose_device
     from neuzip.runtime.load import load_config, load_model
     from neuzip.train import ternary
 
     recipe = ternary.Recipe(quantizer, _group(group))
-    refuse_existing(dst, overwrite)
-    require_name(dst)
-    path = resolve_source(src, note=out.status, progress=out.watched)
     with TensorSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "give what neuzip decompress makes of it")
-        refuse_nesting(source.checkpoint.path, dst)
         config = load_config(source.checkpoint)
         if getattr(config, "quantization_config", None) is not None:
             raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
     began = time.monotonic()
     windows = None
     if quantizer == "error-feedback":
-        assert calibration is not None
-        ids = read_tokens(path, read_text(calibration)).ids[:calibration_tokens]
+        assert document is not None
+        ids = read_tokens(path, document).ids[:calibration_tokens]
         most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         window = min(WINDOW, most or WINDOW)
         if len(ids) < window:

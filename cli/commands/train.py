@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
+from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 
@@ -59,26 +61,28 @@ def command(
     let_threads_sleep()
     import time
 
-    from neuzip.eval.distributed import take_a_gpu
-    from neuzip.runtime.generate import choose_device
     from neuzip.train import configuration
-    from neuzip.train.distributed import team
-    from neuzip.train.loop import picture_of_losses
 
     began = time.monotonic()
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         asked = configuration.read(config)
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
+        like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
+        from neuzip.eval.distributed import take_a_gpu
+        from neuzip.runtime.generate import choose_device
+        from neuzip.train.distributed import team
+        from neuzip.train.loop import picture_of_losses
+
         take_a_gpu()
         device = choose_device(asked.device)
         with team(ranks, device, asked.batch) as own:
-            trainer, windows, like = _begin(out, asked, ranks, device)
+            trainer, windows = _begin(asked, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
                 asked.require_same_text(_begun(asked), windows)
                 trainer.load(asked.out / CHECKPOINT)
-                out.status(f"going on after step {trainer.steps}")
+                _say_where(out, asked, trainer)
             else:
                 ranks.on_first(lambda: _make_room(asked, windows))
             figures = _train(out, asked, trainer, windows, own, like, log=ranks.is_first)
@@ -86,6 +90,15 @@ def command(
         if ranks.is_first:
             picture_of_losses(figures, asked.out / PICTURE)
             _report(out, asked, trainer, figures, time.monotonic() - began, ranks.world)
+
+
+def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
+    """Say what is left of a run that goes on."""
+    if trainer.steps < asked.steps:
+        out.status(f"going on after step {trainer.steps}")
+        return
+    out.status(f"finished before: {trainer.steps:,} of {asked.steps:,} steps were taken, none is left")
+    out.hint("to train on, give more steps in the TOML file")
 
 
 def _train(
@@ -96,8 +109,8 @@ def _train(
 
     start = trainer.steps
     out.status(
-        f"{windows.tokens:,} tokens, {asked.length} a window; weights take {bytes_text(trainer.stored_bytes)}"
-        f" of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
+        f"{windows.tokens:,} tokens, {windows.length} a window; weights take"
+        f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
     def step(number: int, lr: float) -> Figures:
@@ -113,9 +126,10 @@ def _train(
 
         def progress(number: int, figures: Figures) -> None:
             advance(1)
-            if (number + 1) % max(1, asked.steps // 10) == 0:
+            taken = number + 1
+            if taken % max(1, asked.steps // 10) == 0:
                 speed = figures["tokens_per_second"]
-                out.status(f"step {number + 1}: loss {figures['loss']:.4f}, {speed:,.0f} tokens/s")
+                out.status(f"step {taken}: loss {figures['loss']:.4f}, {speed:,.0f} tokens/s")
 
         minutes = asked.budget_minutes
         figures = run(
@@ -149,10 +163,20 @@ def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
             raise WouldOverwrite(
                 f"{asked.out}: exists already", "go on there with --resume, or give --overwrite"
             )
-        if not (asked.out / RUN).is_file():
-            raise WouldOverwrite(
-                f"{asked.out}: is not from neuzip train, and is not removed", "choose another out"
-            )
+        _refuse_strangers(asked.out)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise WouldOverwrite for a folder that is not of a run, or that holds more than a run leaves there."""
+    if not (folder / RUN).is_file():
+        raise WouldOverwrite(f"{folder}: is not from neuzip train, and is not removed", "choose another out")
+    left = {CHECKPOINT, MODEL, f"{MODEL}-plain", LOG, PICTURE, RUN}
+    names = {path.name.partition(".neuzip-")[0]: path.name for path in folder.iterdir()}
+    if others := sorted(names[name] for name in names.keys() - left):
+        raise WouldOverwrite(
+            f"{folder}: holds {others[0]!r}, which is not from neuzip train",
+            "move it away, or choose another out",
+        )
 
 
 def _begun(asked: Configuration) -> dict[str, Any]:
@@ -179,32 +203,29 @@ def _make_room(asked: Configuration, windows: Windows) -> None:
         write_file(asked.out / RUN, json_module.dumps(asked.to_json(windows), indent=2).encode())
 
 
+def _source(out: Output, asked: Configuration) -> Path:
+    """The folder of the model, or of the tokenizer of one that begins anew."""
+    source = asked.model if asked.model is not None else asked.tokenizer
+    assert source is not None
+    return resolved_model(out, source) if asked.scratch is None else resolved(out, source)
+
+
 def _begin(
-    out: Output, asked: Configuration, ranks: Ranks, device: torch.device
-) -> tuple[Trainer, Windows, Path]:
-    """The model in training, its text, and the folder whose tokenizer it has."""
+    asked: Configuration, path: Path, documents: list[str], ranks: Ranks, device: torch.device
+) -> tuple[Trainer, Windows]:
+    """The model in training, and its text."""
     import torch
 
-    from neuzip.formats.hub import resolve_source
     from neuzip.runtime.generate import positions
     from neuzip.runtime.load import load_tokenizer
     from neuzip.train.compressed import train_compressed
     from neuzip.train.text import Windows, tokenise
 
-    source = asked.model if asked.model is not None else asked.tokenizer
-    assert source is not None
-    path, documents = ranks.first_before_others(
-        lambda: (
-            resolve_source(source, note=out.status, progress=out.watched), _documents(asked.texts)
-        )
-    )  # fmt: skip
     tokenizer = load_tokenizer(path)
     ids = tokenise(tokenizer, documents)
-    windows = Windows.of(ids, length=asked.length, batch=asked.batch, seed=asked.seed)
     model = _model(asked, path, tokenizer)
-    most = positions(model.config)
-    if most is not None and asked.length > most:
-        raise UsageError(f"length is {asked.length}, the model has {most} positions", f"give up to {most}")
+    length = asked.window(positions(model.config))
+    windows = Windows.of(ids, length=length, batch=asked.batch, seed=asked.seed)
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
@@ -212,7 +233,7 @@ def _begin(
         micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
         seed=asked.seed, device=device,
     )  # fmt: skip
-    return trainer, windows, path
+    return trainer, windows
 
 
 def _model(asked: Configuration, path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -262,6 +283,8 @@ def _report(
 ) -> None:
     import statistics
 
+    if not figures:
+        raise NeuzipError(f"{asked.out / LOG}: has no steps", "it was removed or emptied: begin anew")
     last = [one["loss"] for one in figures[-LAST:]]
     loss = statistics.fmean(last)
     speed = statistics.median(one["tokens_per_second"] for one in figures)

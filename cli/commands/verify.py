@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text
+from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.source import resolved
 
 EXAMPLES = [
     "neuzip verify my-model.nz",
@@ -36,11 +37,10 @@ def command(
     from neuzip.compress import verify
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src, note=out.status, progress=out.watched)
-    original = resolve_source(against, note=out.status, progress=out.watched) if against is not None else None
-    of_base = resolve_source(base, note=out.status, progress=out.watched) if base is not None else None
+    path = resolved(out, src)
+    original = resolved(out, against) if against is not None else None
+    of_base = resolved(out, base) if base is not None else None
     total = weight_bytes(path, allow_delta=True)
     chosen = choose(device, total)
     with out.progress("verify", total) as advance:
@@ -52,15 +52,17 @@ def command(
             right=["largest relative error", "relative L2 error"],
         )
     out.text(
-        f"intact: {len(report.tensors)} tensors ({bytes_text(report.nbytes)}) in {report.files} files, "
+        f"intact: {count_text(len(report.tensors), 'tensor')} ({bytes_text(report.nbytes)}) in "
+        f"{count_text(report.files, 'file')}, "
         "every checksum right, everything decoded"
     )
     if apart := sum(t.base_missing for t in report.tensors):
-        out.text(f"a delta: {apart} tensors need its base, and were checked as far as that goes without")
+        out.text(f"a delta: {count_text(apart, 'tensor')} checked as far as that goes without its base")
         out.hint("--base BASE checks what they restore to")
     if original is not None:
         same = len(report.tensors) - len(report.different)
-        out.text(f"against {against}: {same} tensors identical, {len(report.different)} rounded as recorded")
+        rounded = f"{len(report.different)} rounded as recorded"
+        out.text(f"against {against}: {count_text(same, 'tensor')} identical, {rounded}")
     out.result(
         {
             "src": path,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
 
 def refuse_others(others: Mapping[str, bool]) -> None:
     """Raise UsageError for options that were given and exclude --against."""
+    why = {
+        "--push-to": "push the delta when it is made: neuzip push DST REPO_ID",
+        "--stream": "leave out --stream: a delta needs both checkpoints here",
+        "--dry-run": "leave out --dry-run: how small a delta is shows only when it is made",
+        "torchrun": "run it without torchrun",
+    }
     for option, given in others.items():
         if given:
-            raise UsageError(
-                f"--against and {option} exclude each other", f"leave out {option}: a delta is always exact"
-            )
+            hint = why.get(option, f"leave out {option}: a delta is always exact")
+            raise UsageError(f"--against and {option} exclude each other", hint)
 
 
 def run(
@@ -42,10 +48,10 @@ def run(
     from neuzip.compress.base import name_of
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import resolve_source
 
-    path = resolve_source(src, note=out.status, progress=out.watched)
-    base = resolve_source(against, note=out.status, progress=out.watched)
+    refuse_before_download(src, dst, overwrite)
+    path = resolved(out, src)
+    base = resolved(out, against)
     name, total = name_of(base, against), weight_bytes(path)
     with out.progress("compress", total) as advance:
         report = compress_against(
@@ -56,7 +62,7 @@ def run(
         out.warning(warning)
     count = Counter(_kind(t.scheme) for t in report.tensors)
     out.text(
-        f"against {name}: {count['base']} tensors unchanged, {count['delta']} as differences, "
+        f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} alone"
     )
     report_of(out, report, {"against": base, "base": name}, where=None)
@@ -107,7 +113,7 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     out.table(
         ["tensor", "dtype", "shape", "scheme", "bytes", "stored", "ratio"], rows,
         right=["bytes", "stored", "ratio"],
-        total=[f"{len(rows)} tensors", "", "", "", bytes_text(nbytes), bytes_text(stored),
+        total=[count_text(len(rows), "tensor"), "", "", "", bytes_text(nbytes), bytes_text(stored),
                percent_text(stored, nbytes)],
     )  # fmt: skip
     out.text()

@@ -1,0 +1,121 @@
+"""What a sweep is asked for, and the folder that it works in: known before torch is imported."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
+from neuzip.compress.workspace import remove, writing
+from neuzip.errors import NeuzipError, UsageError
+from neuzip.formats.manifest import is_block_size
+
+SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
+BLOCKS = "512"
+
+WORK = ".neuzip-sweep"
+"""The folder in --out that holds a compressed checkpoint while it is measured."""
+
+
+@dataclass(frozen=True)
+class SweepScheme:
+    """One row: lossless (None), or matrices rounded to `mantissa_bits`, in blocks or not."""
+
+    mantissa_bits: int | None = None
+    block_size: int | None = None
+
+    @property
+    def label(self) -> str:
+        """How it is called, and how it can be asked for.
+
+        >>> SweepScheme().label, SweepScheme(3).label, SweepScheme(3, 512).label
+        ('lossless', 'k3', 'k3b512')
+        """
+        if self.mantissa_bits is None:
+            return "lossless"
+        return f"k{self.mantissa_bits}" + (f"b{self.block_size}" if self.block_size else "")
+
+    @property
+    def rules(self) -> list[Rule]:
+        """What `neuzip compress` does with --mantissa-bits and --block-size."""
+        return rules_of_options(self.mantissa_bits, str(self.block_size) if self.block_size else "none")
+
+
+def parse_schemes(schemes: str, blocks: str) -> list[SweepScheme]:
+    """The rows that --schemes and --blocks ask for, each once. Raises UsageError.
+
+    >>> [s.label for s in parse_schemes("lossless,k3,k0b64", "32,512")]
+    ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64']
+    """
+    sizes = [_block_size("--blocks", size) for size in blocks.split(",") if size]
+    found: list[SweepScheme] = []
+    for name in filter(None, (part.strip() for part in schemes.split(","))):
+        parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
+        if parts is None:
+            raise UsageError(
+                f"--schemes: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
+            )
+        if parts[1] is None:
+            found.append(SweepScheme())
+        elif parts[2] is not None:
+            found.append(SweepScheme(int(parts[1]), _block_size("--schemes", parts[2])))
+        else:
+            found += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
+    if not found:
+        raise UsageError("--schemes: names none", f"for example --schemes {SCHEMES}")
+    for scheme in found:
+        _ = scheme.rules  # which says of a number of bits that there is none
+    return list(dict.fromkeys(found))
+
+
+def _block_size(option: str, text: str) -> int:
+    size = int(text) if text.strip().isdecimal() and len(text) < 10 else 0
+    if not is_block_size(size):
+        raise UsageError(f"{option}: the block size {text!r} is not {BLOCK_SIZES}")
+    return size
+
+
+@contextmanager
+def work_folder(out: Path) -> Iterator[Path]:
+    """A folder in `out` for what is measured, locked against other sweeps, and gone when this one ends.
+
+    What a killed sweep left in it is removed. Raises UsageError and NeuzipError for what is no folder that
+    can be written to, or that another sweep writes to.
+    """
+    work = out / WORK
+    with writing(out):
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out}: is a file", "name a folder, or something new")
+        out.mkdir(parents=True, exist_ok=True)
+        work.mkdir(exist_ok=True)
+        lock = os.open(
+            work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        )  # a link may lead to a user's files
+    try:
+        _lock(out, work, lock)
+        try:
+            with writing(work):
+                for left in work.iterdir():
+                    remove(left)
+            yield work
+        finally:
+            remove(work)
+    finally:
+        os.close(lock)
+
+
+def _lock(out: Path, work: Path, lock: int) -> None:
+    """Raise NeuzipError if another sweep has the folder, or has just removed it."""
+    with writing(work):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(lock), os.stat(work))
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+    if not is_ours:
+        raise NeuzipError(f"--out {out}: another sweep is writing there", "wait for it, or choose another")

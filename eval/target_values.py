@@ -1,0 +1,67 @@
+"""What a target is and how it is said: known before torch is imported. `targets` reaches it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from neuzip.errors import UsageError
+
+Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
+
+UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
+         **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for, in nats a token, or bytes. `text` is how it was said."""
+
+    kind: Kind
+    text: str
+    limit: float
+
+    def __str__(self) -> str:
+        return f"--{self.kind} {self.text}"
+
+
+def max_kld(text: str) -> Target:
+    """The target of --max-kld, in nats a token: `0.01`. Raises UsageError."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 <= limit < math.inf:
+        raise UsageError(f"--max-kld {text}: is no divergence", "give nats a token, for example 0.01")
+    return Target("max-kld", text, limit)
+
+
+def max_ppl_increase(text: str) -> Target:
+    """The target of --max-ppl-increase, as the difference of NLL that it is: `0.5%`. Raises UsageError.
+
+    >>> round(max_ppl_increase("0.5%").limit, 6)
+    0.004988
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text.strip())
+    if found is None:
+        raise UsageError(
+            f"--max-ppl-increase {text}: is no increase", "give it in percent, with the sign: 0.5%"
+        )
+    return Target("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
+
+
+def target_size(text: str, original: int) -> Target:
+    """The target of --target-size, in bytes: `60%` of `original`, `6GiB`, `500 MB`. Raises UsageError.
+
+    >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
+    (600, 1500)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
+    if found is None or (found[2] != "%" and found[2] not in UNITS):
+        raise UsageError(
+            f"--target-size {text}: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
+        )
+    unit = original / 100 if found[2] == "%" else UNITS[found[2]]
+    return Target("target-size", text, math.floor(float(found[1]) * unit))
