@@ -459,6 +459,23 @@ def test_a_layer_that_failed_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) ->
     assert math.isfinite(trainer.step(again, 0.01))
 
 
+@pytest.mark.parametrize("options", [{}, {"ahead": True}, {"triton": True}], ids=["numba", "ahead", "triton"])
+def test_a_loss_in_inference_mode_leaves_nothing_that_cannot_be_trained(
+    options: dict[str, Any], device: torch.device
+) -> None:
+    """Parameters, and what decodes, are made when they are first needed, and kept."""
+
+    def small() -> Any:
+        return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
+
+    trainer = train_compressed(small(), optimizer="sgd", **options)
+    (batch,) = batches(1)
+    with torch.inference_mode():
+        loss = trainer.loss(batch)
+    assert trainer.step(batch, 0.05) == loss
+    assert bits(trainer.release()) == trained(small(), 1, compressed=False)[1]
+
+
 def test_checksums_tell_weights_apart() -> None:
     weight = torch.randn(9000).bfloat16()
     swapped = weight.clone()

@@ -181,8 +181,9 @@ class CodedByTriton:
         """See Held."""
         assert self._coded is not None
         if self._plan is None or self._open is None or self._open.data_ptr() != buffer.data_ptr():
-            self._open = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
-            self._plan = self._plan_for(self._open.view(PATTERNS[self._fmt.bits]))
+            with torch.inference_mode(False):  # what is kept has to do for training too
+                self._open = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
+                self._plan = self._plan_for(self._open.view(PATTERNS[self._fmt.bits]))
         self._plan.launch()
         return self._open
 

@@ -152,9 +152,10 @@ class Layer:
         """With the arrays as its weights. Parameters at a place are made once, and hold its memory until
         `forget`."""
         place = tuple(flat.data_ptr() for flat in flats)
-        if place not in self._parameters:
-            self._parameters[place] = self._made_of(flats)
-        for slot, parameter in zip(self._slots(), self._parameters[place], strict=True):
+        parameters = self._parameters.get(place) or self._made_of(flats)
+        if not torch.is_inference_mode_enabled():  # those that are made there cannot be trained
+            self._parameters[place] = parameters
+        for slot, parameter in zip(self._slots(), parameters, strict=True):
             slot.put(parameter)
         try:
             yield

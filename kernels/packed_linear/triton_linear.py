@@ -42,6 +42,9 @@ TILES = 4
 WEIGHTS_AN_ESCAPE = 2.2e6
 """So many weights are multiplied while a thread takes one escape, 0.7 us on an H200."""
 
+MOST_PORTIONS = 16
+"""Of the escapes of a row. Each has a part to be added up; who has so many escapes should not be packed."""
+
 STEP = 256
 """Elements that a program of `_reorder` takes."""
 
@@ -88,7 +91,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
             )  # fmt: skip
             return y.to(x.dtype)
         shares = _shares(blocks, turns, x.device)
-        parted, portions = _escape_programs(packed.escapes.numel(), out, columns)
+        parted, portions = _escape_programs(_own_escapes(packed), out, columns)
         parts = torch.empty(portions + shares, rows, out, dtype=torch.float32, device=x.device)
         _some_rows[(blocks, parted * portions + shares)](
             y, parts, counters, ordered, transposed, *weights, bias, *numbers, BM=wide, W=TILES,
@@ -120,6 +123,11 @@ def _shares(blocks: int, turns: int, device: torch.device) -> int:
     return int(max(1, min(max(3, wanted), 6, turns // 4)))
 
 
+def _own_escapes(packed: PackedTensor) -> int:
+    """About how many are of its rows: experts share a list of them, and their words are views."""
+    return packed.escapes.numel() * packed.words.nbytes // packed.words.untyped_storage().nbytes()
+
+
 @functools.cache
 def _escape_programs(escapes: int, out: int, columns: int) -> tuple[int, int]:
     """For the escapes of a block: in how many parts its rows are cut, and in how many those of a row.
@@ -129,7 +137,8 @@ def _escape_programs(escapes: int, out: int, columns: int) -> tuple[int, int]:
     one_by_one = escapes / out / 2
     programs = one_by_one / max(4.0, out * columns / WEIGHTS_AN_ESCAPE)
     parted = min(TILES, triton.next_power_of_2(max(1, math.ceil(programs))))
-    return int(parted), max(1, math.ceil(programs / parted))
+    portions = triton.next_power_of_2(max(1, math.ceil(programs / parted)))
+    return int(parted), int(min(MOST_PORTIONS, portions))
 
 
 @functools.cache
