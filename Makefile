@@ -20,6 +20,7 @@ help: ## List the targets
 
 demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoint
 	@$(BIN)/neuzip demo --overwrite
+	@printf '\nTo go on, in this shell:\n  . $(BIN)/activate\n  neuzip compress eval/demo/checkpoint my-model.nz\n'
 
 test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"

@@ -90,6 +90,7 @@ def _dispatch(argv: Sequence[str]) -> int:
             return 2
         context = getattr(wrong, "ctx", None)
         message = wrong.format_message().rstrip(".")
+        message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
         error(
             message[:1].lower() + message[1:],
             f"try `{context.command_path if context else 'neuzip'} --help`",

@@ -23,7 +23,9 @@ DestinationArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print one path or number a line")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the destination")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the destination")
+]
 JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", "-j", metavar="N", min=1, help="Use N threads; all cores if not given"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.errors import UsageError
+from neuzip.errors import NeuzipError, UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
@@ -86,6 +87,26 @@ _HINTS = {
 }
 
 
+class Interrupted(NeuzipError):
+    """Ctrl-C where nothing was written that the same command would go on with."""
+
+    exit_code = 130
+
+
+@contextmanager
+def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Say of Ctrl-C only that it interrupted, `unless` there is something that is kept.
+
+    Raises Interrupted instead of KeyboardInterrupt, to which the command line adds that work is kept.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if unless():
+            raise
+        raise Interrupted("interrupted") from None
+
+
 @dataclass(frozen=True)
 class Asked:
     """A target with everything that is needed to reach it."""
@@ -125,7 +146,7 @@ def ask(
             "give a text, or --target-size with --sensitivity weights",
         )
     text = None if calibration == "none" else read_text(calibration)
-    from neuzip.eval.targets import MAX_TOKENS, Request, refuse_strangers
+    from neuzip.eval.targets import MAX_TOKENS, Request, reach, refuse_strangers
     from neuzip.eval.yardstick import Yardstick
 
     with TensorSource(src) as source:
@@ -134,6 +155,16 @@ def ask(
             refuse_strangers(dst, overwrite)
         target = _understood(goal, sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
     size = rules_of_options(0, block_size)[0].scheme.block_size
+    nothing_to_find = False
+    if goal.option == "--target-size" and drop_layers == 0:
+        within = reach(src, rules, size, jobs)
+        within.require(target)
+        nothing_to_find = within.is_lossless(target)
+        if nothing_to_find:
+            text = None
+            share = percent_text(within.lossless, within.original)
+            out.status(f"{target}: lossless takes about {bytes_text(within.lossless)} ({share}): nothing is "
+                       "rounded, and nothing measured")  # fmt: skip
     yardstick = None
     if text is not None:
         yardstick = Yardstick(src, text, max_tokens=MAX_TOKENS, device=device)
@@ -143,7 +174,8 @@ def ask(
         method = "measured" if yardstick.device.type == "cuda" else "fisher"
     else:
         method = sensitivity
-    out.status(f"sensitivity: {method}, {METHODS[method]}")
+    if not nothing_to_find:
+        out.status(f"sensitivity: {method}, {METHODS[method]}")
     coder = choose(device, weight_bytes(src))
     request = Request(src, dst, target, method, tuple(rules), size, coder, jobs, drop_layers)
     return Asked(request, text, yardstick)
@@ -168,21 +200,28 @@ def find(out: Output, asked: Asked) -> Found:
     found = find_plan(asked.request, asked.yardstick, stage, trials=False)
     if asked.request.method != "weights":
         out.status(f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats a token")
-    out.status("a real run tries plans and corrects them")
+    if any(scheme != "lossless" for scheme, _ in found.schemes):
+        out.status("a real run tries plans and corrects them")
     return found
 
 
 def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Delivered:
     """Find the plan, compress, measure; say what was asked for beside what was delivered."""
-    from neuzip.eval.targets import compress_to_target
+    from neuzip.eval.targets import compress_to_target, is_search_of, key_of
 
     def stage(label: str, total: int, unit: str) -> Any:
         return out.progress(label, total, unit=unit)
 
     command = shlex.join(["neuzip", *sys.argv[1:]])  # also of `python -m neuzip.cli`
-    delivered = compress_to_target(
-        asked.request, asked.text, asked.yardstick, stage, command=command, verify=verify, overwrite=overwrite
-    )
+    request, text, yardstick = asked.request, asked.text, asked.yardstick
+
+    def plan_is_kept() -> bool:
+        return not overwrite and is_search_of(request.dst, key_of(request, text, yardstick))
+
+    with nothing_kept(unless=plan_is_kept):
+        delivered = compress_to_target(
+            request, text, yardstick, stage, command=command, verify=verify, overwrite=overwrite
+        )
     for warning in delivered.report.warnings:
         out.warning(warning)
     _show(out, asked, delivered)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, unknown_key
 from neuzip.formats.manifest import PACKINGS, SCALE_DTYPES, is_block_size
 
 if sys.version_info >= (3, 11):
@@ -20,6 +20,7 @@ else:
 
 _NUMBERS = ("mantissa_bits", "block_size", "min_dimensions")
 _TERNARY = ("quantizer", "group", "packing", "scale_dtype")
+_KEYS = ("match", "scheme", *_NUMBERS, *_TERNARY)
 TERNARY_DTYPES = ("BF16", "F16", "F32")
 QUANTIZERS = ("absmean", "absmean-clamped", "least-squares")
 LINEAR_WEIGHTS = "*layers.*_proj.weight"
@@ -175,7 +176,7 @@ def choose(rules: Iterable[Rule], name: str, dimensions: int) -> Scheme:
 def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
     """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme.
 
-    Raises NeuzipError, also for a plan of a model without some of its layers.
+    Raises NeuzipError (UsageError for an unknown key), also for a plan of a model without some of its layers.
     """
     rules, dropped = read_plan(path)
     if dropped:
@@ -195,21 +196,21 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[list[Rule], tuple[int, ...]
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long, nested too deeply
         raise NeuzipError(f"{path}: not a TOML file: {error}") from error
+    for key in document:
+        if key not in ("rule", DROPPED_LAYERS):
+            raise unknown_key(path, key, ("rule", DROPPED_LAYERS))
     entries, dropped = document.get("rule"), document.pop(DROPPED_LAYERS, [])
     if not isinstance(dropped, list) or not all(type(n) is int and n >= 0 for n in dropped):
         raise NeuzipError(f"{path}: {DROPPED_LAYERS} is no list of numbers of layers")
-    if (
-        set(document) != {"rule"}
-        or not isinstance(entries, list)
-        or not all(isinstance(e, dict) for e in entries)
-    ):
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
     rules = []
     for number, entry in enumerate(entries, 1):
-        unknown = set(entry) - {"match", "scheme", *_NUMBERS, *_TERNARY}
-        if unknown or not isinstance(entry.get("match"), str):
-            problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "match is missing"
-            raise NeuzipError(f"{path}: rule {number}: {problem}")
+        for key in entry:
+            if key not in _KEYS:
+                raise unknown_key(f"{path}: rule {number}", key, _KEYS)
+        if not isinstance(entry.get("match"), str):
+            raise NeuzipError(f"{path}: rule {number}: match is missing")
         if any(type(entry.get(key, 0)) is not int for key in _NUMBERS):
             raise NeuzipError(f"{path}: rule {number}: {', '.join(_NUMBERS)} are whole numbers")
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -172,6 +173,17 @@ class Counts:
         )
 
     @property
+    def zeros(self) -> int | None:
+        """How many are 0, of either sign; None for more than 16 bits, whose last bytes are counted apart."""
+        return int(self.top.reshape(2, -1)[:, 0].sum()) if self.fmt.bits <= TOP_BITS else None
+
+    @property
+    def code_bits(self) -> float:
+        """Bits a weight of ternary codes that are coded perfectly: weights are negative, 0, or positive."""
+        zeros = self.top.reshape(2, -1)[:, 0]
+        return entropy(np.array([zeros.sum(), *(self.signs - zeros)]))
+
+    @property
     def bound_bits(self) -> float:
         """Bits a weight when exponents are coded perfectly, sign and used mantissa bits as they are."""
         return self.entropies.exponent + 1 + self.used_mantissa_bits
@@ -183,8 +195,8 @@ class TensorFigures:
 
     `stored_bytes` is what it takes in a container, predicted for a plain checkpoint. Without entropies: a
     tensor that is empty or no float. `bound_bytes` is the Shannon bound of the exponent split, the whole size
-    of a tensor that is no float, 0 where another tensor holds the bytes, and None behind a block normaliser:
-    there the weights are not what is coded.
+    of a tensor that is no float, 0 where another tensor holds the bytes, that of the codes where they are
+    ternary, and None behind a block normaliser: there the weights are not what is coded.
     """
 
     label: str
@@ -203,6 +215,14 @@ class TensorFigures:
     def to_json(self) -> dict[str, Any]:
         """The fields, the label excepted."""
         return {key: value for key, value in asdict(self).items() if key != "label"}
+
+    @property
+    def short_scheme(self) -> str:
+        """The scheme for a column of a table: of ternary tensors what shares a scale, not its quantizer."""
+        found = re.fullmatch(r"ternary \S+?(?: group=(\d+))?(?:, lossless)?", self.scheme)
+        if found is None:
+            return self.scheme
+        return "ternary, one scale" if found[1] is None else f"ternary, groups of {found[1]}"
 
 
 @dataclass(frozen=True)
@@ -366,8 +386,12 @@ def _figures(
         bound: int | None = 0
     elif record is not None and record.block_size is not None:
         bound = None
+    elif counts is None:
+        bound = info.nbytes
     else:
-        bound = info.nbytes if counts is None else math.ceil(counts.bound_bits * counts.numel / 8)
+        is_ternary = record is not None and record.scheme == "ternary"
+        bits = counts.code_bits if is_ternary else counts.bound_bits
+        bound = math.ceil(bits * counts.numel / 8)
     return TensorFigures(
         label, tensor.file, tensor.name, info.dtype, info.shape, info.nbytes, stored_bytes, scheme,
         record.loss if record is not None else None,

@@ -20,6 +20,7 @@ from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.attention import uses
 from neuzip.runtime.attention_choice import Asked, bits_in_use, choose
+from neuzip.runtime.bitlinear import Activations, in_use
 from neuzip.runtime.generate import choose_device, positions
 from neuzip.runtime.load import load_config, load_model, load_tokenizer, versions
 from neuzip.runtime.residency import memory
@@ -83,7 +84,8 @@ class Model:
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
     to form logits, or None. `kv_bits` are those of its keys and values, None if they are as they were.
     `attention_bits` are those of each layer's attention, None where nothing is quantised, and
-    `attention_calls` how often it was done in which way.
+    `attention_calls` how often it was done in which way. `activations` is how inputs of ternary layers are
+    quantised, None if they are not.
     """
 
     path: str
@@ -94,6 +96,7 @@ class Model:
     kv_bits: int | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -340,6 +343,7 @@ def _described(model: HeadedModel, ranks: Ranks) -> Model:
         kv_bits=model.kv_bits,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
+        activations=in_use(model.model),
     )
 
 

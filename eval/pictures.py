@@ -56,7 +56,7 @@ class Bar:
 def exponent_bars(counts: Counts, most: int) -> list[Bar]:
     """Exponents as powers of two, rising; at most `most` of them, the others in a bar at either end.
 
-    Zeros with subnormals, and infinities with NaNs, have bars of their own where there are any.
+    Zeros with any subnormals, and infinities with NaNs, have bars of their own where there are any.
     """
     fmt, histogram = counts.fmt, counts.exponents
     end = histogram.size if fmt.finite else histogram.size - 1
@@ -64,7 +64,7 @@ def exponent_bars(counts: Counts, most: int) -> list[Bar]:
     first, last = first + 1, last + 1
     lowest, highest = f"2^{first - bias(fmt)}", f"2^{last - 1 - bias(fmt)}"
     bars = [
-        Bar("0, subnormal", int(histogram[0])),
+        Bar("0" if counts.zeros == histogram[0] else "0, subnormal", int(histogram[0])),
         Bar(f"below {lowest}", int(histogram[1:first].sum())),
         *(Bar(f"2^{e - bias(fmt)}", int(histogram[e]), e - bias(fmt)) for e in range(first, last)),
         Bar(f"above {highest}", int(histogram[last:end].sum())),
@@ -259,7 +259,7 @@ def _places(bars: list[Bar]) -> list[float]:
     return places
 
 
-_END = {"0,": "≈ 0", "below": "less", "above": "more", "inf,": "inf,\nNaN"}
+_END = {"0": "0", "0,": "≈ 0", "below": "less", "above": "more", "inf,": "inf,\nNaN"}
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 

@@ -296,6 +296,7 @@ def of_evaluation(
     setting = {
         "text": f"{evaluation.text}, {evaluation.documents:,} documents",
         "computed": f"in {last.dtype} on {evaluation.device}, residency {evaluation.residency}"
+        + ("" if last.activations is None else f", activations {last.activations.text}")
         + _attention_text(last.attention_bits),
         "processes": f"{evaluation.processes:,}",
     }

@@ -79,7 +79,8 @@ class Row:
 
     `bytes`, `original_bytes` and `ratio` are of the weight files. `perplexity` is token-level, `comparison`
     the paired one with the original. `memory_bytes` is what the parameters take in memory; `peak_bytes`,
-    `load_seconds` and `tokens_per_second` are those of `yardstick.Run`. `decode_bytes_per_second` counts the
+    `load_seconds` and `tokens_per_second` are those of `yardstick.Run`, without a peak on a CPU, where one
+    process has one for all schemes. `decode_bytes_per_second` counts the
     bytes of decoded weights, one tensor after the other, the faster of two times. `depends_on` is what the
     figures would change with.
     """
@@ -350,7 +351,7 @@ def _measured(
         comparison=run.comparison,
         dtype=run.dtype,
         memory_bytes=run.weight_bytes,
-        peak_bytes=run.peak_bytes,
+        peak_bytes=None if yardstick.device.type == "cpu" else run.peak_bytes,
         load_seconds=run.load_seconds,
         decode_bytes_per_second=speed,
         tokens_per_second=run.tokens_per_second,

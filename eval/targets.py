@@ -52,6 +52,7 @@ from .sensitivity import (
     measure,
     passes,
     rules_of,
+    schemes_of,
     weights_only,
 )
 from .target_values import Kind
@@ -89,6 +90,9 @@ MAX_TOKENS = 16384
 
 LOSS_RECORD = 96
 """Bytes by which the record of a rounded tensor is longer than that of a lossless one, at most."""
+
+UNCERTAIN = 0.03
+"""The share by which sizes predicted from samples may be wrong, with room to spare."""
 
 NARROW, TINY, AMPLE = 0.01, 1e-9, 1e3
 """Where budgets lie so close together, or so far away, that nothing more can come of them."""
@@ -240,6 +244,67 @@ class Found:
     pays_from: float | None = None
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Bytes of the weight files: as they are, and as samples predict them lossless, and rounded to 0 bits.
+
+    `matrices` counts the tensors that may be rounded.
+    """
+
+    original: int
+    lossless: int
+    least: int
+    matrices: int
+
+    def is_lossless(self, target: Target) -> bool:
+        """Whether a size is one for which nothing has to be rounded, and no prediction so wrong."""
+        return target.limit >= self.lossless * (1 + UNCERTAIN)
+
+    def require(self, target: Target) -> None:
+        """Raise OutOfReach for a size to which no plan comes down, and no prediction is so wrong."""
+        if target.limit < self.least * (1 - UNCERTAIN):
+            raise _out_of_reach(target, self.least, self.original)
+
+
+def reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | None) -> Reach:
+    """Predict what sizes a checkpoint can have, from samples alone. Raises NeuzipError."""
+    with TensorSource(src) as source, Workers(jobs) as workers:
+        groups = find_groups(source, workers, rules)
+        coarsest = rules_of(groups, [schemes_of(group, block_size)[-1] for group in groups])
+        lossless = make_plan(source, rules, workers, predict=True)
+        rounded = make_plan(source, _before_lossless(rules, coarsest), workers, predict=True)
+        original = sum(path.stat().st_size for path in source.checkpoint.weight_paths())
+        whole = (lossless.predicted_bytes or 0) - _bytes_beside(source)
+    pairs = zip(lossless.tensors, rounded.tensors, strict=True)
+    saved = sum(max(0, (a.predicted or 0) - (b.predicted or 0)) for a, b in pairs)
+    return Reach(original, whole, whole - saved, sum(len(group.tensors) for group in groups))
+
+
+def _out_of_reach(target: Target, least: float, original: int) -> OutOfReach:
+    """The floor in the units of the option, rounded up."""
+    megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
+    return OutOfReach(
+        f"{target}: the weight files take about {megabytes:,.2f} MB ({percent:.1f} %) at least",
+        "give a larger size; --exclude and --block-size cost some; --drop-layers auto saves some",
+    )
+
+
+def _before_lossless(rules: Sequence[Rule], more: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules with more of them before the first that says lossless: the first that matches decides."""
+    before = list(takewhile(lambda rule: rule.scheme != LOSSLESS, rules))
+    return (*before, *more, *rules[len(before) :])
+
+
+def _bytes_beside(source: TensorSource) -> int:
+    """What a plan's prediction counts beside the weight files."""
+    checkpoint = source.checkpoint
+    rewritten = {*index_files(checkpoint), *config_files(checkpoint)}  # counted three times in a plan
+    return sum(
+        (checkpoint.root / file).stat().st_size * (3 if file in rewritten else 1)
+        for file in checkpoint.others
+    )
+
+
 def find_plan(request: Request, yardstick: Yardstick | None, stage: Stage, *, trials: bool = True) -> Found:
     """Find the plan for a target, with trials in temporary folders beside DST, or without any.
 
@@ -249,6 +314,12 @@ def find_plan(request: Request, yardstick: Yardstick | None, stage: Stage, *, tr
     if request.drop_layers:
         assert yardstick is not None and trials, "layers are dropped by measurement"
         return _find_without_layers(request, yardstick, stage)
+    if request.target.kind == "target-size":
+        within = reach(request.src, request.rules, request.block_size, request.jobs)
+        within.require(request.target)
+        if within.is_lossless(request.target):
+            counts = ((str(LOSSLESS), within.matrices),)
+            return Found(request.rules, counts, 0.0, within.lossless, trials=(), estimated=0)
     planner = _look(request, yardstick, None if yardstick is None else yardstick.model, stage)
     if not trials:
         return planner.untried()
@@ -368,12 +439,7 @@ class _Fixed:
     ) -> _Fixed:
         """From samples of the tensors that are not among the candidates."""
         plan = make_plan(source, rules, workers, predict=True)
-        checkpoint = source.checkpoint
-        rewritten = {*index_files(checkpoint), *config_files(checkpoint)}  # counted three times in a plan
-        beside = sum(
-            (checkpoint.root / file).stat().st_size * (3 if file in rewritten else 1)
-            for file in checkpoint.others
-        )
+        beside = _bytes_beside(source)
         ours = {t.name for one in candidates for t in one.group.tensors}
         predicted = {t.tensor.name: t.predicted or 0 for t in plan.tensors}
         inside = sum(predicted[name] for name in ours)
@@ -453,10 +519,8 @@ class _Planner:
             return allocate(self.sensitivity.options("bytes"), nbytes - self.fixed.total)
         except OverBudget as failure:
             least = self.fixed.total + failure.least
-            raise OutOfReach(
-                f"{self.request.target}: the weight files take {least:,.0f} bytes at least, as it looks",
-                "give a larger size; --exclude and --block-size cost some; --drop-layers auto saves some",
-            ) from None
+            original = sum(p.stat().st_size for p in find_checkpoint(self.request.src).weight_paths())
+            raise _out_of_reach(self.request.target, least, original) from None
 
     def _value(self, allocation: Allocation) -> tuple[Estimate, Trial]:
         trial = self._try(allocation)
@@ -492,11 +556,10 @@ class _Planner:
         return math.fsum([self._drop.kld, *(values[number] for values, number in pairs)])
 
     def _rules(self, allocation: Allocation) -> tuple[Rule, ...]:
-        """Those of the groups before what the request has lossless: the first that matches decides."""
+        """Those of the groups before what the request has lossless."""
         chosen = self._chosen(allocation)
         rounded = rules_of([c.group for c, _ in chosen], [c.choices[i].scheme for c, i in chosen])
-        before = list(takewhile(lambda rule: rule.scheme != LOSSLESS, self.request.rules))
-        return (*before, *rounded, *self.request.rules[len(before) :])
+        return _before_lossless(self.request.rules, rounded)
 
     def _found(self, allocation: Allocation, *trials: Trial) -> Found:
         chosen = self._chosen(allocation)
@@ -614,6 +677,12 @@ def refuse_strangers(dst: Path, overwrite: bool) -> None:
         refuse_unless_made(dst, overwrite)
 
 
+def is_search_of(dst: Path, key: str) -> bool:
+    """Whether the plan beside `dst` is that of a search with this key."""
+    path = plan_path(dst)
+    return path.is_file() and key in path.read_text(encoding="utf-8", errors="replace")
+
+
 def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...], tuple[int, ...]] | None:
     """The rules of an earlier search with the same key, whose run was interrupted; None if there was none.
 
@@ -622,7 +691,7 @@ def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...]
     Raises WouldOverwrite if the plan or `dst` is something else's.
     """
     path = plan_path(dst)
-    if path.is_file() and not overwrite and key in path.read_text(encoding="utf-8", errors="replace"):
+    if not overwrite and is_search_of(dst, key):
         rules, dropped = read_plan(path)
         return tuple(rules), dropped
     refuse_existing(dst, overwrite, file=dst.is_file())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from os import PathLike
 
 
@@ -23,6 +25,14 @@ class UsageError(NeuzipError):
     """Options that contradict each other or ask for something that does not exist."""
 
     exit_code = 2
+
+
+def unknown_key(place: object, key: str, known: Iterable[str]) -> UsageError:
+    """The error for a key that a file may not have: the hint names the one that was meant, or all."""
+    names = list(known)
+    close = difflib.get_close_matches(key, names, 1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    return UsageError(f"{place}: there is no key {key!r}", hint)
 
 
 class WouldOverwrite(NeuzipError):

@@ -146,6 +146,16 @@ class Activations:
             return str(self.sites[site])
         return MODES[self.mode].get(site or "", "none" if self.mode == "none" else "int8")
 
+    @property
+    def text(self) -> str:
+        """The mode, and which sites have others.
+
+        >>> Activations("a4.8", {"out": "int8"}).text
+        'a4.8, with int8 for out'
+        """
+        others = ", ".join(f"{how} for {site}" for site, how in self.sites.items())
+        return self.mode + (f", with {others}" if others else "")
+
     def to_json(self) -> str | dict[str, Any]:
         """As config.json has it."""
         return {"mode": self.mode, "sites": dict(self.sites)} if self.sites else self.mode
@@ -540,6 +550,11 @@ def note(model: PreTrainedModel, activations: Activations) -> None:
 def noted(model: PreTrainedModel) -> Activations | None:
     """What a model's config says of activations, None if it says nothing. Raises FormatError."""
     return _of_section(own_section(_document(model), "config.json"), "config.json")
+
+
+def in_use(model: PreTrainedModel) -> Activations | None:
+    """How the inputs of a live model's layers are quantised, None if no layer's are. Raises FormatError."""
+    return noted(model) if bit_linears(model) else None
 
 
 def _document(model: PreTrainedModel) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from neuzip.errors import NeuzipError, UsageError
 from . import buffers
 from .attention import recorded, uses
 from .attention_choice import Asked, choose
+from .bitlinear import Activations, in_use
 from .generate import EXPERTS_ASKED_FOR, GreedyDecoder, not_graphable, positions
 from .load import load_config, load_model, versions
 from .residency import has_experts, memory, require_places
@@ -57,7 +58,7 @@ class Speed:
     model. `differing_tokens` of `tokens` are not its tokens; texts part after `same_tokens` at the earliest.
     Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
     are read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how
-    many were done in which way.
+    many were done in which way. `activations` is how inputs of ternary layers are quantised, None if not.
     """
 
     residency: str
@@ -79,6 +80,7 @@ class Speed:
     attention: str | None = None
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
+    activations: Activations | None = None
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,7 @@ def _measure_batch(
             kv_bits=kv_bits,
             cache_bytes=decoder.cache_bytes,
             attention=decoder.attention,
+            activations=in_use(model),
         ),
         runs[-1].tokens,
     )

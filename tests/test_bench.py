@@ -19,6 +19,7 @@ from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.runtime import speed
+from neuzip.runtime.bitlinear import Activations
 from neuzip.runtime.generate import GreedyDecoder
 from neuzip.runtime.load import load_model
 from neuzip.runtime.speed import (
@@ -245,7 +246,26 @@ def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
 def test_ans_is_for_gpus(small: Path, neuzip):
     said = neuzip("bench", small, "--residency", "ans", "--batch", "1", *SHORT)
     assert (said.exit_code, said.stdout) == (2, "")
-    assert "ans" in said.stderr
+    assert said.stderr.startswith("error: --residency ans: is decoded on a GPU, and --device is cpu\n")
+
+
+def test_on_a_cpu_the_dense_model_is_measured_alone(small: Path, neuzip):
+    said = neuzip("bench", small, "--batch", "1", *SHORT)
+    assert said.exit_code == 0, said.stderr
+    assert [line.split()[0] for line in said.stdout.splitlines()[8:]] == ["dense"]
+    assert said.stderr.startswith("on a CPU: dense alone; --residency packed runs through its reference")
+
+
+def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatch):
+    def differing(plan: Plan, **_: Any) -> Speeds:
+        dense = Speed("dense", 1, True, 1.0, 900, 100.0, 40.0, 1000, 4)
+        packed = replace(dense, residency="packed", differing_tokens=1, activations=Activations("b1.58"))
+        return Speeds((dense, packed), "bfloat16", "cpu", {})
+
+    monkeypatch.setattr(speed, "measure", differing)
+    said = neuzip("bench", small, *SHORT).stdout
+    assert "\nQuantised inputs are other numbers: other tokens are no fault.\n" in said
+    assert "nearly tied" not in said
 
 
 # The benchmark

@@ -129,12 +129,10 @@ def test_wrong_options_are_named(
     [
         "rule = 3",
         "[[rule]]\nscheme = 'raw'",
-        "[[rule]]\nmatch = '*'\nk = 3",
         "[[rule]]\nmatch = '*'\nmantissa_bits = 'x'",
         "[[rule]]\nmatch = '*'\nscheme = 'zip'",
         "[[rule",
         "[[rule]]\nmatch = '*'\nscheme = 'raw'\nmantissa_bits = 1",
-        "other = 1\n[[rule]]\nmatch = '*'",
     ],
 )
 def test_a_broken_plan_is_named(neuzip: Speak, model: Path, tmp_path: Path, text: str) -> None:
@@ -143,6 +141,42 @@ def test_a_broken_plan_is_named(neuzip: Speak, model: Path, tmp_path: Path, text
     said = neuzip("compress", model, tmp_path / "small", "--plan", plan)
     assert said.exit_code == 1
     assert str(plan) in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said_of_it"),
+    [
+        (
+            "[[rule]]\nmatch = '*'\nmantisa_bits = 3",
+            "rule 1: there is no key 'mantisa_bits'\nhint: did you mean mantissa_bits?",
+        ),
+        ("[[rule]]\nmatch = '*'\nq = 3", "rule 1: there is no key 'q'\nhint: there are match, scheme, "),
+        ("[[rules]]\nmatch = '*'", "there is no key 'rules'\nhint: did you mean rule?"),
+    ],
+)
+def test_an_unknown_key_of_a_plan_is_wrong_use(
+    neuzip: Speak, model: Path, tmp_path: Path, text: str, said_of_it: str
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(text)
+    said = neuzip("compress", model, tmp_path / "small", "--plan", plan)
+    assert said.exit_code == 2
+    assert said.stderr.startswith(f"error: {plan}: {said_of_it}")
+
+
+def test_a_dry_run_says_below_the_table_why_tensors_stay_raw(
+    neuzip: Speak, tmp_path: Path, save: Any
+) -> None:
+    words = np.zeros(4096, np.uint16)
+    tensors = {"m": ("BF16", (64, 64), words), "a": ("BF16", (5,), words[:5]), "b": ("BF16", (6,), words[:6])}
+    source = save(tmp_path / "a.safetensors", tensors)
+    said = neuzip("compress", source, tmp_path / "b.safetensors", "--dry-run")
+    assert "\nraw: 2 tensors, too small to shrink\n" in said.stdout
+    assert [line.split()[3] for line in said.stdout.splitlines()[2:5]] == ["lossless", "raw", "raw"]
+    notes = [
+        t["note"] for t in neuzip("compress", source, tmp_path / "b", "--dry-run", "--json").json["tensors"]
+    ]
+    assert notes == ["", "too small to shrink", "too small to shrink"]
 
 
 def test_a_damaged_container_is_named_with_tensor_and_stream(

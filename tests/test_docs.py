@@ -1,9 +1,10 @@
 """The pages in docs/ tell the truth: their commands run, their figures and pictures are those of the results.
 
-A page is read from top to bottom. In a ```console block a line that begins with `$` is a command, run in an
-empty folder that has `eval` and `LICENSE` of the clone; what follows it is what it must print. A line `...`
-stands for any lines. ```pycon blocks are doctests and ```python blocks are run, each page in one session. A
-block whose first line names a file (`# run.toml`) becomes that file if it is ```toml.
+A page is read from top to bottom. In a ```console block a line that begins with `$` is a command; what
+follows it is what it must print. A line `...` stands for any lines. Commands run in a folder that has `eval`
+and `LICENSE` of the clone, and from `mkdir -p try/PAGE && cd try/PAGE` on in that one. ```pycon blocks are
+doctests and ```python blocks are run, each page in one session. A block whose first line names a file
+(`# run.toml`) becomes that file if it is ```toml.
 
 After the language a block may say why it is not run: `network`, `gpu` (needs one), `several` (needs several
 processes or machines), `long` (takes minutes), `yours` (needs a model or text of the reader's). Its commands
@@ -16,6 +17,7 @@ import contextlib
 import doctest
 import io
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -26,9 +28,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from neuzip.cli import run
 from neuzip.cli.commands import VERBS
+from neuzip.cli.main import build_app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -98,7 +102,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said_by(command: str) -> tuple[int, str]:
-    """Exit code and output of a command: `neuzip` in this process, all else by a shell."""
+    """Exit code and output of a command: `neuzip` in this process, all else by a shell, but for `cd`."""
+    if moved := re.fullmatch(r"mkdir -p (\S+) && cd \1", command):
+        Path(moved[1]).mkdir(parents=True)
+        os.chdir(moved[1])  # `here` goes back
+        return 0, ""
     command, _, file = command.partition(" > ")
     words = shlex.split(command)
     if words[0] == "neuzip":
@@ -136,6 +144,17 @@ def test_what_a_page_shows_is_what_happens(page: Path):
             check_session(block, where, session)
         elif block.language == "toml" and block.text.startswith("# ") and ".toml" in block.text.split()[1]:
             Path(block.text.split()[1]).write_text(block.text, encoding="utf-8")
+
+
+@pytest.mark.usefixtures("here", "one_thread")
+def test_the_first_command_after_the_demo_works_as_it_stands():
+    command = "neuzip compress eval/demo/checkpoint my-model.nz"
+    for name in ("README.md", "Makefile"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert command in text and "/activate" in text
+    assert said_by(command)[0] == 0
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {"/my-model.nz/", "/try/", "/.venv/", "/neuzip-demo/"} <= set(ignored)
 
 
 def check_session(block: Block, where: str, session: dict[str, Any]) -> None:
@@ -243,6 +262,51 @@ def test_every_command_and_option_exists(page: Path):
             known = options_of(verb)
             used = {a.split("=")[0] for a in arguments if a.startswith("--")}
             assert used <= known, f"{page.name}, line {block.line}: {verb} has no {', '.join(used - known)}"
+
+
+DESTINATIONS = ("dst", "output", "picture", "plot", "page", "keep_state")
+"""Parameters of commands that name what is written."""
+
+
+def written_by(command: str) -> list[str]:
+    """The files and folders that a command of neuzip, or a copy, writes."""
+    command, _, file = command.partition(" > ")
+    words = shlex.split(command, comments=True)
+    found = [file] if file else []
+    if words[0] == "cp":
+        found.append(words[-1])
+    if "neuzip" in words and "--dry-run" not in words:
+        verb, *arguments = words[words.index("neuzip") + 1 :]
+        if verb in VERBS:
+            parser = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
+            given = parser.make_context(verb, arguments, resilient_parsing=True)
+            for name in DESTINATIONS:
+                # A default, such as demo's, is a parameter too.
+                if given.params.get(name) is not None and str(given.params[name]) in command:
+                    found.append(str(given.params[name]))
+    return found
+
+
+def test_what_a_command_writes_is_seen():
+    assert written_by("neuzip compress a b --plan p.toml") == ["b"]
+    assert written_by("neuzip layers a --drop 3 --out b --picture c.svg") == ["b", "c.svg"]
+    assert written_by("neuzip eval a --text t --report r.html --json > e.json") == ["e.json", "r.html"]
+    assert written_by("torchrun --no-python neuzip compress a shared.nz") == ["shared.nz"]
+    assert written_by("cp -r a b") == ["b"]
+    assert written_by("neuzip compress a b --dry-run") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_two_commands_of_a_page_write_the_same(page: Path):
+    """Nobody who tries them in order is told that a destination exists; a refused command writes none."""
+    found: dict[str, int] = {}
+    for block in blocks(page):
+        for command, shown in commands(block) if block.language == "console" else ():
+            if moved := re.match(r"mkdir -p (\S+)", command):
+                assert moved[1] == f"try/{page.stem}", f"{page.name}, line {block.line}: {moved[1]}"
+            for name in () if "error: " in shown else written_by(command):
+                assert name not in found, f"{page.name}: lines {found[name]} and {block.line} write {name}"
+                found[name] = block.line
 
 
 def options_of(verb: str) -> set[str]:

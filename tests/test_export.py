@@ -885,13 +885,24 @@ def test_command_in_all_modes(models, tmp_path: Path, in_all_modes) -> None:
     assert "14 of 21 tensors are ternary" in said["human"].stdout
 
 
+def test_online_takes_the_one_class_that_can(models, tmp_path: Path, neuzip) -> None:
+    said = neuzip("export", models(), tmp_path / "out", "--to", "transformers-bitnet", "--mode", "online")
+    assert said.exit_code == 0, said.stderr
+    how = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (how["linear_class"], how["quantization_mode"]) == ("autobitlinear", "online")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--to", "gguf"], "one file"),
         (["--to", "compressed-tensors", "--gguf-type", "q2_0"], "--gguf-type is for --to gguf"),
         (["--to", "gguf", "--mode", "online"], "--mode is for --to transformers-bitnet"),
-        (["--to", "transformers-bitnet", "--mode", "online"], "--mode online needs autobitlinear"),
+        (
+            ["--to", "transformers-bitnet", "--mode", "online", "--linear-class", "bitlinear"],
+            "--mode online needs autobitlinear",
+        ),
+        (["--to", "onnx"], "invalid value for '--to': 'onnx' is not one of"),
     ],
 )
 def test_options_that_do_not_fit(models, tmp_path: Path, neuzip, options: list[str], message: str) -> None:

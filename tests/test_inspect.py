@@ -247,6 +247,35 @@ def test_a_narrow_terminal_gets_fewer_columns(checkpoint, neuzip, monkeypatch):
     assert said.stderr == "hint: a wider window shows sign, mant too, and a pipe shows everything\n"
 
 
+def test_ternary_tensors_have_the_bound_of_their_codes(neuzip, tmp_path, save, monkeypatch):
+    codes = np.random.default_rng(0).choice([0, 0x3F80, 0xBF80], (256, 512), p=[0.5, 0.25, 0.25])
+    codes += (codes > 0) * (np.arange(256)[:, None] % 4 << 7)  # rows have scales of their own
+    tensors = {"layers.0.q_proj.weight": ("BF16", (256, 512), codes.ravel().astype(np.uint16))}
+    source = save(tmp_path / "a.safetensors", tensors)
+    small = tmp_path / "b.safetensors"
+    assert neuzip("compress", source, small, "--ternary", "--ternary-group", "row").exit_code == 0
+    said = neuzip("inspect", small)
+    (tensor,) = neuzip("inspect", small, "--json").json["tensors"]
+    assert tensor["scheme"] == "ternary exact group=512, lossless"
+    assert tensor["bound_bytes"] == pytest.approx(1.5 / 16 * tensor["nbytes"], rel=0.01)
+    assert tensor["bound_bytes"] < tensor["stored_bytes"]
+    assert "Bound of ternary tensors" in said.stdout
+    assert " 0 █" in said.stdout and "subnormal" not in said.stdout
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    said = neuzip("inspect", small)
+    assert "ternary, groups of 512" in said.stdout
+    assert "joint" in said.stderr and "scheme" not in said.stderr
+
+
+def test_subnormals_are_not_called_zeros(tmp_path, save):
+    words = np.array([0, 1, 0x8000, 0x3F80], np.uint16)
+    counts = Counts.of(words, FORMATS["BF16"])
+    assert counts.zeros == 2
+    assert pictures.exponent_bars(counts, 24)[0].label == "0, subnormal"
+    assert pictures.exponent_bars(Counts.of(words[[0, 2, 3]], FORMATS["BF16"]), 24)[0].label == "0"
+
+
 def test_what_config_json_records_for_us_is_shown(neuzip, checkpoint):
     (checkpoint / "config.json").write_text('{"neuzip": {"attention": {"layers": [8, null]}}}')
     assert "records" not in neuzip("inspect", checkpoint / "a.safetensors").stdout

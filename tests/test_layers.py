@@ -494,6 +494,8 @@ def test_what_a_person_is_told_of_a_drop(neuzip, llama: Path, tmp_path: Path):
     for words in ("drop ", "order ", "on the text they were chosen on", "merge_method: passthrough"):
         assert words in said.stdout
     assert "neuzip eval" in said.stderr
+    said = neuzip("layers", llama, *ASKED, "--drop", 1, "--gradients", 0)
+    assert "--out DST would write that model" in said.stderr
 
 
 def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):

@@ -320,7 +320,7 @@ def test_patch_then_eval(neuzip, in_all_modes, model, tmp_path: Path):
     plain = neuzip("eval", dst, "--base", model, *asked, "--attention", "none", "--device", "cpu", "--json")
     assert plain.json["comparison"]["identical"]
     other = neuzip("eval", model, "--base", model, *asked, "--attention", "8bit", "--device", "cpu")
-    assert "attends after: quantised in 3 of 3 layers, 3 to 8 bits\n" in other.stdout
+    assert "attends after: 3 of 3 layers quantised: 3 in 8 bits\n" in other.stdout
     four = neuzip("eval", dst, "--base", model, *asked, "--attention", "4bit", "--device", "cpu", "-q")
     assert float(four.stdout) > 10 * kld
 
@@ -358,7 +358,7 @@ def test_generate_and_bench_say_what_attention_did(neuzip, model, tmp_path: Path
     asked = ("generate", tmp_path / "p", "--prompt", "The", "--max-new-tokens", 4, "--device", "cpu")
     said = neuzip(*asked)
     assert said.exit_code == 0, said.stderr
-    assert "quantised in 2 of 3 layers, 2 to 8 bits; but no call was: on a CPU" in said.stderr
+    assert "2 of 3 layers quantised: 2 in 8 bits; but no call was: on a CPU" in said.stderr
     plain = neuzip(*asked, "--attention", "none", "--json").json
     assert plain["attention_bits"] is None
     assert plain["text"] == neuzip(*asked, "--json").json["text"]

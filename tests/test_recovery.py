@@ -536,6 +536,7 @@ def test_the_command(neuzip, tmp_path: Path):
     assert len(report["tensors"]) == 42
     divergences = [report[when]["kld"]["mean"]["value"] for when in ("before", "after")]
     assert 0.2 < divergences[1] < divergences[0]
+    assert "farther" not in said.stderr
     said = neuzip("compress", out, tmp_path / "r.nz", "--ternary", "--json")
     assert said.exit_code == 0, said.stderr
     stored = {t["name"]: t["scheme"] for t in json.loads(said.stdout)["tensors"]}
@@ -543,6 +544,37 @@ def test_the_command(neuzip, tmp_path: Path):
     said = neuzip("recover", DEMO, "--text", text, "--steps", 4, "--out", out)
     assert said.exit_code == 1
     assert "exists already" in said.stderr
+
+
+def test_a_result_that_is_farther_from_the_original_is_told(neuzip, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("A text of some words. " * 500)
+    said = neuzip(
+        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--batch", 1, "--length", 32,
+        "--lr", 1, "--out", tmp_path / "r", "--eval-text", "demo", "--max-tokens", 256, "--device", "cpu",
+    )  # fmt: skip
+    assert said.exit_code == 0, said.stderr
+    assert "warning: farther from the original than before\nhint: train for more steps" in said.stderr
+
+
+def test_a_state_that_is_not_there_is_told_at_once(neuzip, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("A text of some words. " * 500)
+    said = neuzip(
+        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--out", tmp_path / "r",
+        "--from-state", tmp_path / "none",
+    )  # fmt: skip
+    assert said.exit_code == 1
+    assert said.stderr == (
+        f"error: {tmp_path / 'none'}: holds no state of a recovery, {STATE_FILE}\n"
+        "hint: give the folder that --keep-state named\n"
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_state_of_another_model_leaves_no_workspace(original: Path, tmp_path: Path):
+    begin(original, scales="absmean").save_state(tmp_path / "state", 3)
+    with pytest.raises(FormatError, match="another model, or of other scales"):
+        recover(begin(original), original, tmp_path / "r", steps=2, from_state=tmp_path / "state")
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
 @pytest.mark.parametrize(

@@ -443,8 +443,47 @@ def test_weights_alone_need_no_text(tmp_path: Path):
 
 def test_a_size_that_cannot_be_reached_is_told(tmp_path: Path):
     request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("20%", 2_630_760), "weights")
-    with pytest.raises(NeuzipError, match=r"--target-size 20%: the weight files take 6\d\d,\d{3} bytes"):
+    with pytest.raises(
+        NeuzipError, match=r"--target-size 20%: the weight files take about 0\.66 MB \(24\.9 %\)"
+    ):
         targets.find_plan(request, None, stage)
+
+
+def test_samples_predict_what_sizes_there_can_be(tmp_path: Path):
+    within = targets.reach(CHECKPOINT, EVERYTHING, None, None)
+    lossless = compress(CHECKPOINT, tmp_path / "lossless", EVERYTHING)
+    rounded = compress(CHECKPOINT, tmp_path / "k0", [Rule("*", Scheme("truncated", 0), 2), *EVERYTHING])
+    assert within.original == lossless.weight_bytes
+    assert within.lossless == pytest.approx(lossless.stored_weight_bytes, rel=targets.UNCERTAIN / 2)
+    assert within.least == pytest.approx(rounded.stored_weight_bytes, rel=targets.UNCERTAIN / 2)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("size", "code", "words"),
+    [
+        ("20%", 1, "take about 0.66 MB (24.9 %) at least"),
+        ("6GiB", 0, "nothing is rounded, and nothing measured"),
+    ],
+)
+def test_sizes_out_of_question_load_no_model(
+    neuzip: Speak,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
+    code: int,
+    words: str,
+    dry_run: bool,
+):
+    monkeypatch.setattr("neuzip.eval.yardstick.Yardstick", None)
+    monkeypatch.setattr(targets, "look_at", None)
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--target-size", size, *["--dry-run"] * dry_run)
+    assert said.exit_code == code, said.stderr
+    assert words in said.stderr
+    assert "sensitivity" not in said.stderr and "tries plans" not in said.stderr
+    if code == 0 and not dry_run:
+        assert "plan.toml: 43 lossless" in said.stdout
+        assert neuzip("verify", tmp_path / "a", "--against", CHECKPOINT).exit_code == 0
 
 
 def test_what_is_larger_than_predicted_is_allocated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -571,6 +610,34 @@ def test_a_plan_that_was_edited_and_misses_its_target_is_told(
     assert "warning: --target-size 40%: what was delivered is beyond it" in said.stderr
     assert "a.plan.toml was an earlier run's and may have been edited" in said.stderr
     assert neuzip(*arguments, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("broken_off", "options", "is_kept"),
+    [
+        ("find_plan", [], False),
+        ("find_plan", ["--dry-run"], False),
+        ("_compress", [], True),
+        ("_compress", ["--overwrite"], False),
+    ],
+)
+def test_an_interrupted_search_says_what_is_kept(
+    neuzip: Speak,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken_off: str,
+    options: list[str],
+    is_kept: bool,
+):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(targets, broken_off, interrupted)
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS, *options)
+    assert said.exit_code == 130
+    assert "error: interrupted\n" in said.stderr
+    assert ("the same command goes on" in said.stderr) is is_kept
+    assert (tmp_path / "a.plan.toml").exists() is (broken_off == "_compress")
 
 
 def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tmp_path: Path):

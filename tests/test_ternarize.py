@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from transformers import MixtralConfig, MixtralForCausalLM
+
+from neuzip.cli import run
+from neuzip.runtime.bitlinear import record
 
 DEMO = Path(__file__).parent.parent / "eval" / "demo" / "checkpoint"
 
@@ -93,7 +99,89 @@ def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     assert losses[0] == losses[1]
     assert len(set(losses)) == 3
     refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
-    assert "residency 'packed'" in refused.stderr
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: --activations a4.8: dense weights do not quantise inputs\n")
+    assert "--residency packed" in refused.stderr
+    asked = ["--residency", "packed", "--activations", "a4.8"]
+    tasks = neuzip("eval", tmp_path / "t.nz", "--tasks", "x", *asked)
+    assert tasks.stderr.startswith("error: --activations a4.8: is for --text; tasks quantise inputs as")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ternary weights, t, and what was made of them, t.nz; both record b1.58."""
+    folder = tmp_path_factory.mktemp("recorded")
+    plain, small = str(folder / "t"), str(folder / "t.nz")
+    assert run(["ternarize", str(DEMO), plain, "--allow-destructive", "--quantizer", "absmean"]) == 0
+    assert run(["compress", plain, small, "--ternary", "--activations", "b1.58"]) == 0
+    record(folder / "t", "b1.58")
+    return folder
+
+
+ON_DENSE = (
+    "config.json records b1.58, and dense weights do not quantise inputs\nhint: --residency packed does\n"
+)
+COMMANDS = {
+    "eval": ("--text", "demo", "--conventions", "token", "--max-tokens", 64, "--device", "cpu"),
+    "generate": ("--prompt", "The", "--max-new-tokens", 2, "--device", "cpu"),
+    "bench": ("--prompt-tokens", 4, "--new-tokens", 2, "--rounds", 1, "--batch", 1, "--device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded: Path, neuzip):
+    """What config.json records is done, and said; or it is not, and that is said."""
+    dense = neuzip(verb, recorded / "t.nz", *COMMANDS[verb])
+    assert dense.exit_code == 0, dense.stderr
+    assert f"warning: {recorded / 't.nz'}/{ON_DENSE}" in dense.stderr
+    assert "b1.58" not in dense.stdout
+    packed = neuzip(verb, recorded / "t.nz", *COMMANDS[verb], "--residency", "packed")
+    assert packed.exit_code == 0, packed.stderr
+    assert "warning" not in packed.stderr
+    told = {
+        "eval": "bfloat16 on cpu, residency packed, activations b1.58; python",
+        "generate": "; residency packed, activations b1.58\n",
+        "bench": "\ninputs   dense as they are, packed b1.58\n",
+    }
+    assert told[verb] in packed.stdout + packed.stderr
+    plain = neuzip(verb, recorded / "t", *COMMANDS[verb], "--residency", "packed")
+    assert "records b1.58, and weights that are not stored ternary do not quantise inputs\n" in plain.stderr
+    if verb != "bench":
+        none = neuzip(verb, recorded / "t.nz", *COMMANDS[verb], "--activations", "none")
+        assert none.exit_code == 0 and "warning" not in none.stderr
+        assert dense.stdout.splitlines()[:3] == none.stdout.splitlines()[:3]
+        asked = neuzip(
+            verb, recorded / "t", *COMMANDS[verb], "--residency", "packed", "--activations", "a4.8"
+        )
+        assert "warning: --activations a4.8, and weights that are not stored ternary" in asked.stderr
+
+
+def test_each_model_of_an_evaluation_has_its_activations(recorded: Path, neuzip, tmp_path: Path):
+    asked = ("eval", recorded / "t.nz", "--base", recorded / "t", *COMMANDS["eval"])
+    assert ", activations none before, b1.58 after; python" in neuzip(*asked, "--residency", "packed").stdout
+    page = tmp_path / "page.md"
+    found = neuzip(*asked, "--residency", "packed", "--json", "--report", page).json
+    assert "residency packed, activations b1.58" in page.read_text(encoding="utf-8")
+    assert found["before"]["activations"] is None
+    assert found["after"]["activations"] == {"mode": "b1.58", "sites": {}}
+
+
+def test_what_options_contradict_is_refused_before_torch_is_loaded():
+    code = """
+        import sys
+        from neuzip.cli import run
+        for line in (
+            "eval m --text demo --activations a4.8", "generate m --prompt x --activations b1.58",
+            "eval m --text demo --residency ans --device cpu",
+            "generate m --prompt x --residency ans --device cpu", "bench m --residency ans --device cpu",
+        ):
+            assert run(line.split()) == 2, line
+            assert "torch" not in sys.modules, line
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: --activations") == 2
+    assert done.stderr.count("error: --residency ans: is decoded on a GPU, and --device is cpu\n") == 3
 
 
 def test_sparsity_is_counted(neuzip, tmp_path: Path):
@@ -106,7 +194,9 @@ def test_sparsity_is_counted(neuzip, tmp_path: Path):
     assert 0.05 < zeros["sites"]["qkv"] < 0.3
     assert zeros["parameters"] == 1_179_648
     assert zeros["active"] == pytest.approx((1 - zeros["overall"]) * zeros["parameters"], abs=1)
-    assert "inputs that are 0" in neuzip("eval", tmp_path / "t.nz", *asked).stdout
+    dense = neuzip("eval", tmp_path / "t.nz", *asked)
+    assert "inputs that are 0" in dense.stdout
+    assert "--sparsity: inputs are counted as they are: dense weights do not quantise them\n" in dense.stderr
     assert "needs --text" in neuzip("eval", tmp_path / "t.nz", "--tasks", "x", "--sparsity").stderr
 
 

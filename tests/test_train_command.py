@@ -78,7 +78,7 @@ def test_a_stopped_run_goes_on_to_the_same_model(
     monkeypatch.setattr(Trainer, "step", interrupted)
     said = neuzip("train", write())
     assert said.exit_code == 130
-    assert "stopped after step 2; --resume goes on" in said.stderr
+    assert said.stderr.endswith("error: interrupted\nhint: stopped after step 2; --resume goes on\n")
     monkeypatch.undo()
     out, whole = tmp_path / "out", tmp_path / "whole"
     said = neuzip("train", write(), "--resume")

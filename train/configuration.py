@@ -6,13 +6,12 @@ docs/training.md has a table of the keys, their defaults and what they mean.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, unknown_key
 
 from .loop import SHAPES, Schedule
 
@@ -134,9 +133,7 @@ def checked(given: dict[str, Any], file: str) -> Configuration:
     fields = {field.name: field for field in dataclasses.fields(Configuration)}
     for key in given:
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(fields)}"
-            raise UsageError(f"{file}: there is no key {key!r}", hint)
+            raise unknown_key(file, key, fields)
     values = {key: _typed(file, key, fields[key].type, value) for key, value in given.items()}
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if missing:

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import (
     clear,
+    partial_name,
     publish,
     refuse_nesting,
     remove,
@@ -362,7 +363,9 @@ class Recovery:
             with safe_open(path, framework="pt") as file:
                 facts = _facts(path, file.metadata())
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, FileNotFoundError) as error:
+        except FileNotFoundError as error:
+            raise _no_state(path) from error
+        except SafetensorError as error:
             raise FormatError(path, f"is no state of a recovery: {error}") from error
         if resume:
             changed = [
@@ -450,8 +453,10 @@ def recover(
 
     Raises NeuzipError, before anything is trained if `dst` exists or `keep_state` cannot be a folder.
     """
-    require_room(src, dst, overwrite, keep_state)
+    require_room(src, dst, overwrite, keep_state, from_state)
     undo_half_publish(dst)
+    if from_state is not None and not _goes_on(dst, overwrite):
+        course.load_state(from_state, resume=False)  # before there is a workspace, which would stay
     with workspace(dst) as work:
         state, log = work / STATE_FOLDER, work / LOG
         taken = 0
@@ -464,8 +469,6 @@ def recover(
                 )
         else:
             clear(work, overwrite)
-            if from_state is not None:
-                course.load_state(from_state, resume=False)
             course.steps = steps if steps is not None else course.fit(_required(seconds))
         on_start(course, taken)
         figures = run(
@@ -494,9 +497,13 @@ def thinned(figures: list[Figures], count: int) -> list[Figures]:
 
 
 def require_room(
-    src: str | os.PathLike[str], dst: Path, overwrite: bool, keep_state: Path | None = None
+    src: str | os.PathLike[str],
+    dst: Path,
+    overwrite: bool,
+    keep_state: Path | None = None,
+    from_state: Path | None = None,
 ) -> None:
-    """Raise NeuzipError where a result, or the state that is kept, cannot be written."""
+    """Raise NeuzipError where a result or the state to keep cannot be written, or `from_state` holds none."""
     require_free(src, dst, overwrite)
     if keep_state is not None:
         refuse_nesting(dst, keep_state)
@@ -505,6 +512,21 @@ def require_room(
             raise NeuzipError(
                 f"{keep_state}: cannot hold a state, as {there} is a file", "choose the name of a folder"
             )
+    if from_state is not None and not _goes_on(dst, overwrite) and not (from_state / STATE_FILE).is_file():
+        raise _no_state(from_state / STATE_FILE)
+
+
+def _goes_on(dst: Path, overwrite: bool) -> bool:
+    """Whether a run that was stopped has left its state beside `dst`."""
+    return not overwrite and (partial_name(dst) / STATE_FOLDER / STATE_FILE).is_file()
+
+
+def _no_state(path: Path) -> FormatError:
+    return FormatError(
+        path.parent,
+        f"holds no state of a recovery, {path.name}",
+        hint="give the folder that --keep-state named",
+    )
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.residency import require_gpu_for
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -28,8 +30,12 @@ EXAMPLES = [
 def command(
     src: options.ModelArgument,
     residency: Annotated[
-        str, typer.Option(metavar="R,...", help="Measure these beside dense: packed, ans")
-    ] = "packed",
+        str | None,
+        typer.Option(
+            metavar="R,...",
+            help="Measure these beside dense: packed, ans; if not given packed on a GPU, none on a CPU",
+        ),
+    ] = None,
     batch: Annotated[str, typer.Option(metavar="N,...", help="Go on with N texts at a time")] = "1,8,32",
     prompt_tokens: Annotated[
         int | None,
@@ -59,8 +65,10 @@ def command(
 ) -> None:
     """Measure tokens a second and memory, against the dense model"""
     out = Output(json=json, quiet=quiet)
-    residencies, batches = _names(residency), _numbers(batch)
+    residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     let_threads_sleep()
+    for name in residencies or ():
+        require_gpu_for(name, device)
     path = resolved_model(out, src)
     from neuzip.runtime.generate import choose_device
     from neuzip.runtime.speed import make_plan, measure
@@ -68,7 +76,7 @@ def command(
     place = choose_device(device)
     plan = make_plan(
         path,
-        residencies,
+        residencies or (["dense"] if place.type == "cpu" else ["packed"]),
         batches=batches,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
@@ -78,6 +86,9 @@ def command(
         kv_bits=options.bits(kv_bits),
         attention=attention,
     )
+    if residencies is None and place.type == "cpu":
+        out.status("on a CPU: dense alone; --residency packed runs through its reference here, slowly")
+    warn_of_plain_inputs(out, path, plan.residencies)
     with out.progress("bench", plan.runs, unit="runs") as advance:
         speeds = measure(plan, on_run=advance)
     report(out, plan, speeds)
@@ -105,6 +116,9 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     out.text(f"model    {speeds.dtype} on {speeds.device}; {packages}")
     out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{steps}")
     out.text(f"weights  {_weights(speeds)}")
+    if any(row.activations for row in speeds.rows):
+        modes = {r.residency: r.activations.text if r.activations else "as they are" for r in speeds.rows}
+        out.text(f"inputs   {', '.join(f'{name} {mode}' for name, mode in modes.items())}")
     if plan.kv_bits is not None:
         out.text(f"cache    {_caches(speeds)}")
         out.text(f"read     {', '.join(sorted({row.attention for row in speeds.rows if row.attention}))}")
@@ -118,10 +132,17 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     if any(row.differing_tokens for row in attending):
         out.text()
         out.text("Quantised attention gives other numbers: other tokens are no fault.")
+    if any(row.differing_tokens for row in speeds.rows if row.activations):
+        out.text()
+        out.text("Quantised inputs are other numbers: other tokens are no fault.")
     if any(row.differing_tokens for row in speeds.rows if row.kv_bits is not None):
         out.text()
         out.text(f"Keys and values in {plan.kv_bits} bits are other numbers: other tokens are no fault.")
-    plain = [row for row in speeds.rows if row.kv_bits is None and row.attention_bits is None]
+    plain = [
+        row
+        for row in speeds.rows
+        if row.kv_bits is None and row.attention_bits is None and row.activations is None
+    ]
     if any(row.differing_tokens for row in plain):
         out.text()
         out.text("Sums in another order are rounded otherwise: of tokens that are nearly tied")

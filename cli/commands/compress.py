@@ -290,19 +290,22 @@ def command(
         began = time.monotonic()
         calibrated, more = None, {}
         if attention is not None:
-            calibrated = _calibrate(
-                out, path, dst, attention, calibration, device, overwrite, dry_run,
-                for_target=goal is not None,
-            )  # fmt: skip
+            with targets.nothing_kept():
+                calibrated = _calibrate(
+                    out, path, dst, attention, calibration, device, overwrite, dry_run,
+                    for_target=goal is not None,
+                )  # fmt: skip
             more = {"attention": result_of(calibrated)}
         if goal is not None:
-            asked = targets.ask(
-                out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
-                sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
-                dry_run=dry_run, drop_layers=fewer,
-            )  # fmt: skip
+            with targets.nothing_kept():
+                asked = targets.ask(
+                    out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
+                    sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
+                    dry_run=dry_run, drop_layers=fewer,
+                )  # fmt: skip
             if dry_run:
-                found = targets.find(out, asked)
+                with targets.nothing_kept():
+                    found = targets.find(out, asked)
                 said = {"target": targets.result_of(asked, found)}
                 _show_plan(out, path, dst, found.rules, jobs, said | more)
                 return
@@ -472,14 +475,15 @@ def _show_plan(
     for t in plan.tensors:
         info = t.tensor.info
         scheme = f"same as {t.alias_of.name}" if t.alias_of is not None else str(t.scheme)
-        note = f" ({t.note})" if t.note else ""
         rows.append(
-            [info.name, "x".join(map(str, info.shape)) or "scalar", info.dtype, scheme + note,
+            [info.name, "x".join(map(str, info.shape)) or "scalar", info.dtype, scheme,
              bytes_text(info.nbytes), percent_text(t.predicted or 0, info.nbytes)]
         )  # fmt: skip
     out.table(
         ["tensor", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=["bytes", "predicted"]
     )
+    for (stored, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
+        out.text(f"{stored}: {count_text(count, 'tensor')}, {note}")
     out.text(
         f"all files: {bytes_text(plan.original_bytes)}, predicted {bytes_text(predicted)} "
         f"({percent_text(predicted, plan.original_bytes)})"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
+from neuzip.cli.residency import require_gpu_for
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -139,10 +141,18 @@ def command(
     """Measure perplexity on a text, before and after compression"""
     out = Output(json=json, quiet=quiet)
     refuse_contradictions(text, page, sweep, tasks, limit, kv_bits, attention)
+    mode = require_quantisable(activations, residency)
+    if mode is not None and tasks is not None:
+        raise UsageError(
+            f"--activations {mode}: is for --text; tasks quantise inputs as config.json says",
+            "leave out --activations or --tasks",
+        )
     if sparsity and text is None:
         raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
     names = chosen_conventions(conventions)
     let_threads_sleep()
+    if device_map is None:
+        require_gpu_for(residency, device)
     if tasks is not None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
         from neuzip.eval import harness
@@ -164,6 +174,10 @@ def command(
         )
         from neuzip.eval.perplexity import evaluate, prepare
 
+        for path, asked in zip(reversed(paths), (activations, None), strict=False):
+            warn_of_plain_inputs(out, path, (residency,), asked)
+        if sparsity and residency == "dense":
+            out.status("--sparsity: inputs are counted as they are: dense weights do not quantise them")
         if page is not None:
             from neuzip.eval import report as reports
 
@@ -172,7 +186,7 @@ def command(
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
                 device=device, device_map=device_map, dtype=dtype, residency=residency,
-                activations=activations, kv_bits=options.bits(kv_bits), attention=attention,
+                activations=mode, kv_bits=options.bits(kv_bits), attention=attention,
             )  # fmt: skip
             with out.progress("eval", task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(
@@ -351,7 +365,7 @@ def report(out: Output, evaluation: Evaluation) -> None:
     kept = "" if e.residency == "dense" else f", residency {e.residency}"
     many = "" if e.processes == 1 else f", {e.processes} processes"
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
-    out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{many}; {versions}")
+    out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_bits is not None:
         out.text(f"cache   {_names(e)[-1]} with keys and values in {_kv_text(e.models[-1].kv_bits)}")
     for name, model in zip(_names(e), e.models, strict=True):
@@ -366,6 +380,16 @@ def report(out: Output, evaluation: Evaluation) -> None:
     _show_cost(out, e)
 
 
+def _inputs(e: Evaluation) -> str:
+    """How inputs of layers are quantised, if any are; of which model, if not of all alike."""
+    modes = ["none" if model.activations is None else model.activations.text for model in e.models]
+    if set(modes) == {"none"}:
+        return ""
+    if len(set(modes)) == 1:
+        return f", activations {modes[0]}"
+    return ", activations " + ", ".join(f"{mode} {name}" for name, mode in zip(_names(e), modes, strict=True))
+
+
 def _kv_text(bits: int) -> str:
     first = ", those of a window's first token in 4" if bits == 3 else ""
     return f"{bits} bits{first}"
@@ -375,12 +399,12 @@ def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:
     """How many layers attend in how many bits, and of the calls that should, how many did not, and why.
 
     >>> attention_text([8, 4, None], {"8 bits": 6, "4 bits": 6, "sdpa: the layer keeps full precision": 6})
-    'quantised in 2 of 3 layers, 1 to 8 bits, 1 to 4 bits'
+    '2 of 3 layers quantised: 1 in 8 bits, 1 in 4 bits'
     >>> attention_text([8, 8], {"8 bits": 1, "sdpa: it drops out weights": 3})
-    'quantised in 2 of 2 layers, 2 to 8 bits; but 3 of 4 calls were not: it drops out weights'
+    '2 of 2 layers quantised: 2 in 8 bits; but 3 of 4 calls were not: it drops out weights'
     """
-    counts = "".join(f", {bits.count(n)} to {n} bits" for n in (8, 4) if n in bits)
-    text = f"quantised in {len(bits) - bits.count(None)} of {len(bits)} layers{counts}"
+    counts = ", ".join(f"{bits.count(n)} in {n} bits" for n in (8, 4) if n in bits)
+    text = f"{len(bits) - bits.count(None)} of {len(bits)} layers quantised" + (counts and f": {counts}")
     asked = {how: count for how, count in calls.items() if not how.endswith("keeps full precision")}
     others = {how: count for how, count in asked.items() if not how.endswith(" bits")}
     if not others:
@@ -505,13 +529,18 @@ def predicted_text(c: Convention) -> str:
 
 
 def estimate_text(estimate: Estimate | None) -> str:
-    """A figure with its standard error, both to the same digit."""
+    """A figure with its standard error, both to the same digit.
+
+    >>> from neuzip.eval.estimates import Estimate
+    >>> [estimate_text(Estimate(value, error)) for value, error in ((984471.78, 428334.34), (9999.0, 1.0))]
+    ['984,472 ± 428,334', '9,999.00 ± 1.00']
+    """
     if estimate is None:
         return "-"
     error = estimate.standard_error
     if estimate.value >= 1e6:
         return f"{estimate.value:.3g}" + ("" if error is None else f" ± {error:.2g}")
-    digits = 2 if estimate.value >= 10 else 4
+    digits = 0 if estimate.value >= 1e4 else 2 if estimate.value >= 10 else 4
     return f"{estimate.value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
 
 

@@ -39,7 +39,7 @@ def command(
     ] = False,
     linear_class: Annotated[
         Literal["bitlinear", "autobitlinear"] | None,
-        typer.Option(help="Write for this class of transformers; bitlinear if not given"),
+        typer.Option(help="Write for this class of transformers; else bitlinear, or autobitlinear if online"),
     ] = None,
     mode: Annotated[
         Literal["offline", "online"] | None,
@@ -117,4 +117,5 @@ def _target(
         return Gguf(gguf_type or "tq2_0", gguf_mixed)
     if to == "compressed-tensors":
         return PackQuantized(activations or "int8")
-    return TransformersBitnet(linear_class or "bitlinear", mode or "offline")
+    only = "autobitlinear" if mode == "online" else "bitlinear"
+    return TransformersBitnet(linear_class or only, mode or "offline")

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.residency import require_gpu_for
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -55,19 +57,23 @@ def command(
         raise UsageError("--top-p and --seed: nothing is drawn at temperature 0", "give a --temperature")
     if top_p == 0:
         raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
-    text = _read_stdin() if prompt == "-" else prompt
+    mode = require_quantisable(activations, residency)
     let_threads_sleep()
+    require_gpu_for(residency, device)
+    text = _read_stdin() if prompt == "-" else prompt
     path = resolved_model(out, src)
     from neuzip.runtime.attention import uses
     from neuzip.runtime.attention_choice import choose
+    from neuzip.runtime.bitlinear import in_use
     from neuzip.runtime.generate import choose_device, generate, prepare
     from neuzip.runtime.load import load_model
     from neuzip.runtime.speed import peak_bytes, reset_peak
 
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
+    warn_of_plain_inputs(out, path, (residency,), activations)
     reset_peak(place)
-    model = load_model(path, device=place, residency=residency, activations=activations, attention=False)
+    model = load_model(path, device=place, residency=residency, activations=mode, attention=False)
     attends = choose(model, attention)
     with out.stream() as write:
         made = generate(
@@ -75,7 +81,9 @@ def command(
             kv_bits=options.bits(kv_bits), on_text=write,
         )  # fmt: skip
     peak = peak_bytes(place)
-    out.status(_summary(made, peak, residency, place.type))
+    inputs = in_use(model)
+    kept = residency if inputs is None else f"{residency}, activations {inputs.text}"
+    out.status(_summary(made, peak, kept, place.type))
     if made.cache_bytes is not None:
         out.status(
             f"keys and values in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}"
@@ -93,6 +101,7 @@ def command(
             "tokens_per_second": made.tokens_per_second,
             "peak_bytes": peak,
             "residency": residency,
+            "activations": inputs,
             "kv_bits": options.bits(kv_bits),
             "kv_bytes": made.cache_bytes,
             "attention": made.attention,

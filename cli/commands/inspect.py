@@ -92,7 +92,7 @@ def _show_table(out: Output, inspection: Inspection) -> None:
         e = t.entropies
         entropies = (e.sign, e.exponent, e.mantissa, e.joint) if e is not None else (None,) * 4
         lines.append(
-            [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.scheme),
+            [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.short_scheme),
              *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
         )  # fmt: skip
     lines.append([count_text(len(lines), "tensor"), *[""] * 7, *_sizes(inspection)])
@@ -109,6 +109,8 @@ def _show_table(out: Output, inspection: Inspection) -> None:
     out.text()
     out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
     out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
+    if any(t.scheme.startswith("ternary") for t in inspection.tensors):
+        out.text("Bound of ternary tensors: their codes -1, 0 and 1, coded; without scales.")
     if any(counts.fmt.bits > 16 for counts in inspection.counts):
         out.text("Mantissa entropies of F32 and F64 are upper bounds.")
     if left_out:
@@ -122,11 +124,12 @@ def _left_out(columns: list[str], lines: list[list[str]]) -> list[str]:
     widths = {name: 2 + max(len(name), *(len(line[at]) for line in lines)) for at, name in enumerate(columns)}
     widths["tensor"] = min(widths["tensor"], 50)
     left_out: list[str] = []
-    for name in ("sign", "mant", columns[9], "scheme", "joint", "dtype"):
+    for name in ("sign", "mant", "joint", columns[9], "dtype", "exp", "shape", "max error", "scheme"):
         if sum(widths.values()) - 2 <= shutil.get_terminal_size().columns:
             break
-        left_out.append(name)
-        del widths[name]
+        if name in widths:
+            left_out.append(name)
+            del widths[name]
     return left_out
 
 

@@ -128,6 +128,8 @@ def command(
             )
         show_pruned(out, pruned)
         out.status(f"on another text: neuzip eval {output} --base {src} --text TEXT")
+    elif found.removal is not None:
+        out.status("nothing was written: --out DST would write that model")
     out.result(
         {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "picture": picture},
         quiet=quiet_lines(found, output),

@@ -158,7 +158,7 @@ def command(
     from neuzip.train.latent_model import runnable
     from neuzip.train.text import Windows
 
-    recovery.require_room(path, output, overwrite, keep_state)
+    recovery.require_room(path, output, overwrite, keep_state, from_state)
     most = positions(load_config(original))
     if length is not None and most is not None and length > most:
         raise UsageError(f"--length {length}: {original} has {most} positions", f"give {most} or less")
@@ -200,6 +200,7 @@ def command(
         )  # fmt: skip
     if judge is not None:
         compare("after", runnable(output, None, where, judge.dtype))
+        warn_if_worse(out, found["before"], found["after"])
     figures = finish(out, output, result, windows)
     out.result(
         {
@@ -229,6 +230,12 @@ def show(out: Output, when: str, found: Comparison) -> None:
         f"{when:6}  perplexity {ratio.value:.4f} times the original's, divergence {kld.value:.4f} nats,"
         f" the same first choice for {found.top_1.value:.1%}"
     )
+
+
+def warn_if_worse(out: Output, before: Comparison, after: Comparison) -> None:
+    """Say so if training has moved a model away from the original."""
+    if after.kld.mean.value > before.kld.mean.value:
+        out.warning("farther from the original than before", "train for more steps, or with a lower --lr")
 
 
 def losses_text(losses: list[float]) -> str:

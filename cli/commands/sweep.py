@@ -125,7 +125,10 @@ def _show(out: Output, found: Sweep) -> None:
         count = len(found.rows) + len(found.failed)
         out.status(f"{found.resumed} of {count} schemes were measured already")
     lines = [_original(first), *(_cells(row, row.scheme in found.front) for row in found.rows)]
-    names = _fitting(lines)
+    known = [
+        name for name in COLUMNS if name != "peak" or any(row.peak_bytes is not None for row in found.rows)
+    ]
+    names = _fitting(known, lines)
     left = {"scheme", ""}
     out.table(
         names, [[line[name] for name in names] for line in lines], right=[n for n in names if n not in left]
@@ -143,8 +146,8 @@ def _show(out: Output, found: Sweep) -> None:
             "tokens/s": "up to the head",
         }.items() if name in names
     ))  # fmt: skip
-    if len(names) < len(COLUMNS):
-        missing = ", ".join(name for name in COLUMNS if name not in names)
+    if len(names) < len(known):
+        missing = ", ".join(name for name in known if name not in names)
         out.hint(f"a wider window shows {missing} too, and a pipe shows everything")
 
 
@@ -182,14 +185,14 @@ def _cells(row: Row, on_front: bool) -> dict[str, str]:
     }
 
 
-def _fitting(lines: list[dict[str, str]]) -> list[str]:
-    """The columns for which a terminal has room, the most useful; a pipe has room for all."""
+def _fitting(known: list[str], lines: list[dict[str, str]]) -> list[str]:
+    """The columns of `known` for which a terminal has room, the most useful; a pipe has room for all."""
     if not sys.stdout.isatty():
-        return list(COLUMNS)
-    widths = {name: 2 + max(len(name), *(len(line[name]) for line in lines)) for name in COLUMNS}
+        return known
+    widths = {name: 2 + max(len(name), *(len(line[name]) for line in lines)) for name in known}
     room = shutil.get_terminal_size().columns
-    kept = set(COLUMNS)
-    for name in sorted(COLUMNS, key=lambda name: COLUMNS[name]):
+    kept = set(known)
+    for name in sorted(known, key=lambda name: COLUMNS[name]):
         if sum(widths[n] for n in kept) - 2 <= room:
             break
         kept.discard(name)

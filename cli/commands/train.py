@@ -9,7 +9,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, seconds_text
+from neuzip.cli.output import Output, bytes_text, error, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
@@ -104,7 +104,7 @@ def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
 def _train(
     out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
 ) -> list[Figures]:  # fmt: skip
-    """Take the steps that are left, with a checkpoint at the end."""
+    """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
     from neuzip.train.loop import run
 
     start = trainer.steps
@@ -119,6 +119,14 @@ def _train(
         figures: Figures = {"loss": loss, "tokens": batch[:, 1:].numel()}
         return figures if trainer.norm is None else {**figures, "norm": trainer.norm}
 
+    told = False
+
+    def stopped(taken: int) -> None:  # before the signal has its effect: SIGTERM leaves no time afterwards
+        nonlocal told
+        told = True
+        if log:
+            error("interrupted", f"stopped after step {taken}; --resume goes on")
+
     def save(number: int) -> None:
         trainer.save(asked.out / CHECKPOINT, like=like)
 
@@ -132,13 +140,17 @@ def _train(
                 out.status(f"step {taken}: loss {figures['loss']:.4f}, {speed:,.0f} tokens/s")
 
         minutes = asked.budget_minutes
-        figures = run(
-            step, steps=asked.steps, schedule=asked.rates(), log=asked.out / LOG if log else None,
-            start=start, every=asked.checkpoint_every or None, checkpoint=save, progress=progress,
-            budget_seconds=None if minutes is None else 60 * minutes, device=trainer.device,
-            agree=own.largest,
-            stopped=lambda taken: out.hint(f"stopped after step {taken}; --resume goes on"),
-        )  # fmt: skip
+        try:
+            figures = run(
+                step, steps=asked.steps, schedule=asked.rates(), log=asked.out / LOG if log else None,
+                start=start, every=asked.checkpoint_every or None, checkpoint=save, progress=progress,
+                budget_seconds=None if minutes is None else 60 * minutes, device=trainer.device,
+                agree=own.largest, stopped=stopped,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not told:
+                raise
+            raise SystemExit(130) from None
     if trainer.steps > start:
         save(trainer.steps)
     return figures

@@ -1,0 +1,47 @@
+"""Whether the inputs of layers are quantised as was asked for, or as config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from neuzip.cli.output import Output
+from neuzip.errors import UsageError
+
+
+def require_quantisable(activations: str | None, residency: str) -> str | None:
+    """The mode to load a model with. Raises UsageError for one that dense weights cannot have."""
+    if residency != "dense":
+        return activations
+    if activations not in (None, "none"):
+        raise UsageError(
+            f"--activations {activations}: dense weights do not quantise inputs",
+            "add --residency packed, which keeps ternary weights in 2 bits",
+        )
+    return None
+
+
+def warn_of_plain_inputs(
+    out: Output, path: Path, residencies: Collection[str], asked: str | None = None
+) -> None:
+    """Say so if activations, those asked for or else those of config.json, have no effect on a checkpoint.
+
+    Raises NeuzipError for what is no checkpoint, FormatError for a config.json that records what is none.
+    """
+    from neuzip.compress.source import TensorSource
+    from neuzip.compress.ternary import is_ternary
+    from neuzip.runtime.bitlinear import Activations, recorded
+
+    says = recorded(path) if asked is None else Activations(asked)
+    if says is None or says.mode == "none":
+        return
+    with TensorSource(path) as source:
+        is_stored_so = any(is_ternary(source.resolve(tensor)) for tensor in source.tensors())
+    told = f"{path / 'config.json'} records {says.mode}" if asked is None else f"--activations {asked}"
+    if not is_stored_so:
+        out.warning(
+            f"{told}, and weights that are not stored ternary do not quantise inputs",
+            "`neuzip compress --ternary` stores them so, and --residency packed runs them so",
+        )
+    elif set(residencies) == {"dense"}:
+        out.warning(f"{told}, and dense weights do not quantise inputs", "--residency packed does")
