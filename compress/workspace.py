@@ -54,7 +54,7 @@ def workspace(dst: Path) -> Iterator[Path]:
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
         try:
-            lock = _lock(work)
+            lock = locked(work)
         except (BlockingIOError, FileNotFoundError) as error:
             raise NeuzipError(
                 f"{work}: another run is writing there", "wait for it, or choose another DST"
@@ -65,12 +65,14 @@ def workspace(dst: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder. Raises OSError, FileNotFoundError if it is there no more.
+def locked(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder, to be closed.
 
-    A run that has just ended has renamed or removed its folder: the lock of that one would protect nothing.
+    Raises BlockingIOError if another run has it, FileNotFoundError if the folder is there no more, and
+    OSError for what is none: a link may lead to a user's files. A run that has just ended has renamed or
+    removed its folder: the lock of that one would protect nothing.
     """
-    lock = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(lock), os.stat(folder)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
-from neuzip.compress.workspace import remove, writing
+from neuzip.compress.workspace import locked, remove, writing
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.manifest import is_block_size
 
@@ -93,11 +92,13 @@ def work_folder(out: Path) -> Iterator[Path]:
             raise UsageError(f"--out {out}: is a file", "name a folder, or something new")
         out.mkdir(parents=True, exist_ok=True)
         work.mkdir(exist_ok=True)
-        lock = os.open(
-            work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        )  # a link may lead to a user's files
+        try:
+            lock = locked(work)
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise NeuzipError(
+                f"--out {out}: another sweep is writing there", "wait for it, or choose another"
+            ) from error
     try:
-        _lock(out, work, lock)
         try:
             with writing(work):
                 for left in work.iterdir():
@@ -107,15 +108,3 @@ def work_folder(out: Path) -> Iterator[Path]:
             remove(work)
     finally:
         os.close(lock)
-
-
-def _lock(out: Path, work: Path, lock: int) -> None:
-    """Raise NeuzipError if another sweep has the folder, or has just removed it."""
-    with writing(work):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(lock), os.stat(work))
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
-    if not is_ours:
-        raise NeuzipError(f"--out {out}: another sweep is writing there", "wait for it, or choose another")

@@ -286,7 +286,7 @@ def test_attend_refuses_what_the_kernel_is_not_made_for():
 
 
 def test_shares_keep_a_card_busy_and_are_not_more_than_there_are_steps(monkeypatch):
-    monkeypatch.setattr(triton_attend, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(triton_attend, "multiprocessors", lambda _: 132)
     cpu = torch.device("cpu")
     assert triton_attend._shares(32_768, 8, cpu) == 64
     assert triton_attend._shares(32_768, 8 * 16, cpu) == 5

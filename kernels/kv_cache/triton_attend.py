@@ -15,13 +15,12 @@ p scale_v are rounded to the query's dtype, the latter after division by the lar
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from neuzip.kernels.gpu import multiprocessors
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -122,13 +121,8 @@ def _multiplied(dtype: torch.dtype, compiled: bool) -> tl.dtype:
 
 def _shares(tokens: int, programs: int, device: torch.device) -> int:
     """Into how many shares the tokens of a head are cut: four programs a multiprocessor."""
-    wanted = -(-4 * _multiprocessors(device) // programs)
+    wanted = -(-4 * multiprocessors(device) // programs)
     return max(1, min(wanted, -(-tokens // STEP), MOST_SHARES))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .form import SLOTS, Layout, Window
@@ -74,7 +75,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
                 y, x, *weights, bias, *numbers, W=warps, EVEN=even, **form, num_warps=warps
             )  # fmt: skip
             return y.to(x.dtype)
-        early = compiled and _early_launches(x.device)
+        early = compiled and early_launches(x.device)
         wide = 8 if rows <= 8 else max(16, triton.next_power_of_2(rows))
         turns, blocks = triton.cdiv(lanes, 4), triton.cdiv(tiles, TILES)
         ordered, transposed = (x.new_empty(turns * 4 * SLOTS * wide) for _ in range(2))
@@ -107,9 +108,9 @@ def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
 
     Where that is not possible, 4; and 16 only if every tile has a multiprocessor to itself.
     """
-    multiprocessors = _multiprocessors(device)
-    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * multiprocessors]
-    most = 16 if tiles <= multiprocessors else fitting[0] if fitting else 4
+    there = multiprocessors(device)
+    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * there]
+    most = 16 if tiles <= there else fitting[0] if fitting else 4
     return int(min(most, triton.next_power_of_2(triton.cdiv(lanes, 4))))
 
 
@@ -119,7 +120,7 @@ def _shares(blocks: int, turns: int, device: torch.device) -> int:
 
     None has less than 4 turns. Fewer than 3 were slower even for many blocks.
     """
-    wanted = triton.cdiv(4 * _multiprocessors(device), blocks)
+    wanted = triton.cdiv(4 * multiprocessors(device), blocks)
     return int(max(1, min(max(3, wanted), 6, turns // 4)))
 
 
@@ -146,17 +147,6 @@ def _stand_in(base: int, parity: int, dtype: torch.dtype) -> float:
     """What stands in the slot of an escape."""
     pattern = Window(base, parity, format_of(dtype)).stand_in
     return float(torch.tensor([pattern]).to(torch.uint16).view(dtype).item())
-
-
-@functools.cache
-def _early_launches(device: torch.device) -> bool:
-    """Whether the card can start a kernel before the one ahead has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 _F16 = Layout(format_of(torch.float16), 8)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from neuzip.kernels.gpu import multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .triton_quantize import quantize
-from .triton_vector import multiprocessors
 from .weight import STEP, TILE, TernaryWeight
 
 CHUNK = 64 << 20

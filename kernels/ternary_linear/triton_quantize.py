@@ -15,13 +15,12 @@ enable_fp_fusion=False.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers.activations import EPSILON, SMALLEST, SQRT_7
 from neuzip.kernels.quantizers.magnitudes import SUM_BITS
 
@@ -60,12 +59,6 @@ def quantize(
         num_warps=min(32, max(1, block // 256)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
-
-
-@functools.cache
-def early_launches(device: torch.device) -> bool:
-    """Whether the card can start a kernel before the one ahead has ended: from compute capability 9.0 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ for the kernel ahead of them (programmatic dependent launch), so that memory is 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +27,13 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .triton_quantize import (
     INT4,
     KINDS,
-    early_launches,
     fixed_point,
     fixed_unit,
     magnitude_bits,
@@ -162,12 +161,6 @@ def few_tokens(
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return y.to(x.dtype)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many the card has; in the interpreter 1."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -1,0 +1,19 @@
+"""What launches are fitted to: facts of a GPU, asked once."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the card has; in the interpreter 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def early_launches(device: torch.device) -> bool:
+    """Whether the card can start a kernel before the one ahead has ended: from compute capability 9.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
