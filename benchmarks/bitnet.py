@@ -6,7 +6,8 @@ Weights are made up, as for speed it does not matter what they say: codes of -1,
 N(0, 0.02) for bf16. What a gate lets through is what such weights give, about half; a4.8's 7B model has 32 %.
 All forms have a squared ReLU but the bf16 Llama, and the same embeddings and head in bf16. All decode one
 text with the same `GreedyDecoder`, whose steps are one CUDA graph; a speed is that of the median step, in
-turns. The result is benchmarks/results/bitnet.json, of a whole run on a GPU.
+turns. Rows called compiled are of steps that torch.compile compiled first, those of bf16 as well, and have no
+target; --no-compile leaves them out. The result is benchmarks/results/bitnet.json, of a whole run on a GPU.
 
 Shapes: BitNet a4.8 (arXiv 2411.04965), tables 6 and 7.
 """
@@ -44,28 +45,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--no-compile", action="store_true", help="leave out the rows of compiled steps")
     arguments = parser.parse_args()
     environment = describe("neuzip-toolkit", "torch", "triton", "transformers")
     if environment["commit"] == UNKNOWN:
         parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
     with torch.inference_mode():
         models = {form: made(form, arguments.layers) for form in FORMS}
-        length = PROMPT + arguments.new_tokens
-        decoders = {form: GreedyDecoder(model, 1, length) for form, model in models.items()}
-        ids = prompts(models["bf16"].config.vocab_size, 1, PROMPT)
-        steps: dict[str, list[float]] = {form: [] for form in FORMS}
-        for _ in range(ROUNDS):
-            for form, decoder in decoders.items():
-                steps[form].append(statistics.median(run(decoder, ids, arguments.new_tokens).step_seconds))
-    rows: list[Row] = []
-    for form in FORMS:
-        rows.append(row("decode, batch 1", form, 1 / statistics.median(steps[form]), "tokens/s", rows))
+        rows: list[Row] = []
+        for compiled in (False,) if arguments.no_compile else (False, True):
+            what = "decode, batch 1" + (", compiled" if compiled else "")
+            for form, seconds in step_seconds(models, arguments.new_tokens, compiled).items():
+                rows.append(row(what, form, 1 / seconds, "tokens/s", rows))
     for form in FORMS:
         rows.append(row("weights outside embeddings", form, layer_bytes(models[form]) / 1e9, "GB", rows))
     if DEVICE == "cuda" and arguments.layers == LAYERS:
         environment["gpu"] = describe_gpu()
         what = __doc__.splitlines()[0]
         print(f"saved {save('bitnet', {'what': what, 'environment': environment, 'rows': rows})}")
+
+
+def step_seconds(models: dict[str, PreTrainedModel], new_tokens: int, compiled: bool) -> dict[str, float]:
+    """The median step of each form after a short prompt, taken in turns."""
+    decoders = {
+        form: GreedyDecoder(model, 1, PROMPT + new_tokens, compiled=compiled)
+        for form, model in models.items()
+    }
+    ids = prompts(models["bf16"].config.vocab_size, 1, PROMPT)
+    steps: dict[str, list[float]] = {form: [] for form in models}
+    for _ in range(ROUNDS):
+        for form, decoder in decoders.items():
+            steps[form].append(statistics.median(run(decoder, ids, new_tokens).step_seconds))
+    return {form: statistics.median(seconds) for form, seconds in steps.items()}
 
 
 def row(what: str, by: str, value: float, unit: str, rows: list[Row]) -> Row:

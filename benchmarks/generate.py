@@ -5,11 +5,13 @@
 `bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others are
 `neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked for. The
 weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one
-CUDA graph; a speed is that of the median step. Peak memory is that of torch's tensors while the model is
-loaded and adds 512 tokens to a text. The error of logits is relative, in the 2-norm, to a forward pass in
-fp64 (norms in fp32, as the model's code has them); packed may have 5 % more of it than bf16, the scatter of
-sums in another order. Where that makes packed take another token, what counts is whether the original,
-reading the same text, takes it too or has it tied with its own: at most TIE roundings of bf16 logits apart.
+CUDA graph; a speed is that of the median step. Rows called compiled are of steps that torch.compile compiled
+first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak memory is
+that of torch's tensors while the model is loaded and adds 512 tokens to a text. The error of logits is
+relative, in the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed may
+have 5 % more of it than bf16, the scatter of sums in another order. Where that makes packed take another
+token, what counts is whether the original, reading the same text, takes it too or has it tied with its own:
+at most TIE roundings of bf16 logits apart.
 
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.
@@ -78,13 +80,14 @@ class Target:
 
 
 DECODE, PEAK = "decode, batch 1", "peak memory, load and tokens"
+COMPILED = ", compiled"
 DFLOAT11, ERROR, SAME = "decode, batch 1, of DFloat11's bound", "error of logits", "logits of the same bits"
 SPREAD = "tokens on two GPUs as on one"
 GENERATED, GRAPHED = "wikilm-26m, generate: original's tokens", "wikilm-26m, graph: original's tokens"
 GENERATED_TIES, GRAPHED_TIES = "wikilm-26m, generate: same or tied", "wikilm-26m, graph: same or tied"
 TARGETS = {
     (DECODE, "dense"): Target(1.0),
-    (DECODE, "packed"): Target(1.15, 1.3),
+    **{(what, "packed"): Target(1.15, 1.3) for what in (DECODE, DECODE + COMPILED)},
     (DECODE, "rounded"): Target(1.6, 2.0),
     (PEAK, "packed"): Target(0.74, most=True),
     (PEAK, "ans"): Target(0.70, most=True),
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[8, 32], help="beside 1")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--no-compile", action="store_true", help="leave out the rows of compiled steps")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has 36 GB free")
     arguments = parser.parse_args()
     names = ("forms", "layers", "hidden", "words", "batches", "new_tokens", "prefill")
@@ -192,6 +196,8 @@ def llama(arguments: argparse.Namespace, folder: Path, results: Results) -> None
         for batch in arguments.batches:
             seconds = decode_seconds(model, batch, BATCH_TOKENS)
             results.against_bf16(f"decode, batch {batch}", form, batch / seconds, "tokens/s")
+        if not arguments.no_compile:
+            decode_compiled(arguments, form, model, results)
         results.against_bf16("prefill", form, prefill_speed(model, arguments.prefill), "tokens/s")
         logits = {rows: logits_of(model, rows) for rows in LOGIT_ROWS}
         if form == "bf16":
@@ -297,9 +303,18 @@ def decode_one(
         results.add(DFLOAT11, form, bound, "tokens/s", (1 / seconds) / bound)
 
 
-def decode_seconds(model: PreTrainedModel, batch: int, new_tokens: int) -> float:
+def decode_compiled(
+    arguments: argparse.Namespace, form: str, model: PreTrainedModel, results: Results
+) -> None:
+    """One text, by compiled steps: torch would compile again, most of a minute, for each other batch."""
+    seconds = decode_seconds(model, 1, arguments.new_tokens, compiled=True)
+    results.against_bf16(DECODE + COMPILED, form, 1 / seconds, "tokens/s")
+
+
+def decode_seconds(model: PreTrainedModel, batch: int, new_tokens: int, compiled: bool = False) -> float:
     """The median step after a short prompt."""
-    decoder = GreedyDecoder(model, batch, PROMPT + new_tokens)
+    with timed(f"batch {batch}, {'compiled and ' if compiled else ''}captured"):
+        decoder = GreedyDecoder(model, batch, PROMPT + new_tokens, compiled=compiled)
     ids = prompts(model.config.vocab_size, batch, PROMPT)
     return statistics.median(run(decoder, ids, new_tokens).step_seconds)
 

@@ -343,15 +343,28 @@ def generate(document: dict[str, Any]) -> str:
     return (
         "**A model of Llama-3-8B's shapes** with made-up weights, and wikilm-26m, a real one: bf16 as "
         "transformers has it, and every residency. The same loop for all, each step a CUDA graph. In "
-        "brackets the ratio to bf16, and what it must be. `python benchmarks/generate.py`\n\n"
-        + by_form(document)
+        f"brackets the ratio to bf16, and what it must be.{compiled_rows(document)} "
+        "`python benchmarks/generate.py`\n\n" + by_form(document)
     )
+
+
+def rows_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of all sections, or of a document without any."""
+    sections = document.get("sections", {"": document}).values()
+    return [row for section in sections for row in section["rows"]]
+
+
+def compiled_rows(document: dict[str, Any]) -> str:
+    """What is meant by rows of compiled steps, if there are any."""
+    if not any(row["what"].endswith(", compiled") for row in rows_of(document)):
+        return ""
+    return " Where a row says compiled, torch.compile made the steps of all forms, bf16's too."
 
 
 def by_form(document: dict[str, Any]) -> str:
     """Figures of sections, or of a document without any: a column for each form of a model."""
     sections = document.get("sections", {"": document}).values()
-    rows = [row for section in sections for row in section["rows"]]
+    rows = rows_of(document)
     forms = list(dict.fromkeys(row["by"] for row in rows))
     lines = []
     for what in dict.fromkeys(row["what"] for row in rows):
@@ -445,8 +458,8 @@ def bitnet(document: dict[str, Any]) -> str:
     return (
         "**A model of BitNet a4.8's 3B shapes** with made-up weights, beside a bf16 Llama of the same "
         "shapes; embeddings and head are bf16 in all. The same loop for all, each step a CUDA graph. In "
-        "brackets the ratio to bf16, and what it must be. `python benchmarks/bitnet.py`\n\n"
-        + by_form(document)
+        f"brackets the ratio to bf16, and what it must be.{compiled_rows(document)} "
+        "`python benchmarks/bitnet.py`\n\n" + by_form(document)
     )
 
 

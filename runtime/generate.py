@@ -1,9 +1,9 @@
-"""Text from a live model, as it comes, and greedy decoding as fast as a GPU allows.
+"""Text from a live model, as it comes, and decoding as fast as a GPU allows.
 
-`generate` is transformers' own `generate` with a prompt, a streamer and few knobs. `GreedyDecoder` is another
-loop: a static key-value cache, and every step after the prompt the same launches on the same memory, which on
-a GPU are captured once in a CUDA graph and replayed. It is the same for all residencies, so that their speeds
-can be compared.
+`GreedyDecoder` has a static key-value cache, and every step after the prompt is the same launches on the same
+memory, which on a GPU are captured once in a CUDA graph and replayed. It is the same for all residencies, so
+that their speeds can be compared. `generate` takes it on one GPU, and transformers' own `generate` elsewhere
+and for what cannot be captured; both with a prompt, a streamer and few knobs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from transformers import StaticCache
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    StaticCache,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
@@ -30,9 +37,15 @@ from .load import load_config, load_tokenizer, quiet_transformers
 from .residency import has_experts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 OnText = Callable[[str], None]
+Loop = Literal["auto", "static", "transformers"]
 
 WARM_UPS = 2
 """Steps before the capture: kernels are compiled, libraries choose theirs and allocate what they keep."""
@@ -45,6 +58,27 @@ TIE = 4
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer gives for bytes that begin a character."""
+
+SETTLED = {
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams",
+    "early_stopping", "length_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
+    "decoder_start_token_id", "cache_implementation", "cache_config", "compile_config",
+    "disable_compile", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+    "max_matching_ngram_size", "return_dict_in_generate", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "transformers_version", "_from_model_config",
+}  # fmt: skip
+"""Of a generation config what `generate` says itself, and what changes no token of one text without beams."""
+
+NEUTRAL = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(("num_return_sequences", "num_beam_groups", "use_cache"), 1),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+}
+"""Values of others that ask for nothing, where that is neither 0 nor False."""
+
+OWN_WAYS = ("generate", "_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods of transformers' loop: a model that has its own is given that loop."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +95,8 @@ class Prompt:
 class Generation:
     """What a model said. `text` is the sum of what was streamed; times are from the start of the call.
 
-    Of a cache in few bits, `cache_bytes` is what it took in the end, `attention` how it was read.
+    Of a cache in few bits, `cache_bytes` is what it took in the end, `attention` how it was read. `graphed`
+    says whether steps were a CUDA graph; if not, `not_graphed` why.
     """
 
     text: str
@@ -70,6 +105,8 @@ class Generation:
     first_token_seconds: float
     cache_bytes: int | None = None
     attention: str | None = None
+    graphed: bool = False
+    not_graphed: str | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -191,6 +228,7 @@ def generate(
     seed: int | None = None,
     kv_bits: int | None = None,
     on_text: OnText = lambda text: None,
+    loop: Loop = "auto",
 ) -> Generation:
     """Go on with a prompt until the model ends its text, or for `max_new_tokens`. `on_text` is told at once.
 
@@ -198,21 +236,175 @@ def generate(
 
     `temperature` 0 takes the likeliest token each time. Otherwise tokens are drawn, from the likeliest that
     together have the probability `top_p`; the same `seed` draws the same ones, and nothing else is seeded.
+
+    `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
+    graph, with room for all tokens from the start. "auto" is the latter on one GPU, but for models that
+    cannot be captured or whose generation config asks for more: `not_static`. On a CPU it is the former. They
+    choose alike, but sums are in another order, and tokens that are nearly tied may come out otherwise.
+
+    Raises NeuzipError for "static" where `not_static` gives a reason, or there is no memory for the room.
     """
     stream = _TextStream(prompt, on_text)
+    began = time.perf_counter()
+    with quiet_transformers():
+        decoder, reason = _decoder(model, prompt, kv_bits, loop)
+        with _seeded(seed, input_device(model)):
+            if decoder is not None:
+                tokens = _decode(decoder, prompt, _warpers(temperature, top_p), stream)
+                kept = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
+            else:
+                tokens, kept = _by_transformers(model, prompt, temperature, top_p, kv_bits, stream)
+    seconds = time.perf_counter() - began
+    text, first = "".join(stream.parts), (stream.first or began + seconds) - began
+    cache_bytes, attention = kept or (None, None)
+    graphed = decoder is not None and decoder.graphed
+    return Generation(text, tuple(tokens), seconds, first, cache_bytes, attention, graphed, reason)
+
+
+def not_static(model: PreTrainedModel) -> str | None:
+    """Why only transformers' loop gives a model's text, in words; None if `GreedyDecoder` does, too."""
+    name = type(model).__name__
+    for method in OWN_WAYS:
+        if getattr(type(model), method, None) is not getattr(GenerationMixin, method):
+            return f"{name} has a {method} of its own"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no cache of keys and values"
+    asked = _asked_for(model.generation_config)
+    return None if asked is None else f"the generation config asks for {asked}"
+
+
+def _asked_for(config: GenerationConfig) -> str | None:
+    """The first thing that a generation config wants of transformers' loop."""
+    for name, value in config.to_dict().items():
+        if name not in SETTLED and value not in (None, [], {}, NEUTRAL.get(name, 0)):
+            return name
+    return None
+
+
+def _decoder(
+    model: PreTrainedModel, prompt: Prompt, kv_bits: int | None, loop: Loop
+) -> tuple[GreedyDecoder | None, str | None]:
+    """The decoder of a prompt, None for transformers' loop; and why its steps are no graph."""
+    if loop not in get_args(Loop):
+        raise UsageError(
+            f"loop={loop!r}: there is no such loop", f"what there is: {', '.join(get_args(Loop))}"
+        )
+    if loop == "transformers":
+        return None, "transformers' loop was asked for"
+    if loop == "auto" and input_device(model).type != "cuda":
+        return None, "it is not on a GPU"
+    reason = not_static(model)
+    if reason is not None and loop == "static":
+        raise NeuzipError(f"the static loop: {reason}", 'leave out loop="static"')
+    if reason is not None:
+        return None, reason
+    room = prompt.ids.shape[1] + prompt.max_new_tokens
+    try:
+        decoder = GreedyDecoder(model, 1, room, kv_bits=kv_bits)
+    except NotGraphable as error:
+        if loop == "static":
+            raise
+        return None, error.reason
+    except torch.cuda.OutOfMemoryError as error:
+        raise NeuzipError(
+            f"{type(model).__name__}: no memory for keys and values of {room:,} tokens at once",
+            "give a smaller --max-new-tokens, or --no-graph, which takes memory as the text grows",
+        ) from error
+    if decoder.graphed:
+        return decoder, None
+    reason = "it is not on one GPU alone, or keeps something else than keys and values"
+    return (decoder if loop == "static" else None), reason
+
+
+def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:
+    """What transformers does to logits before it draws; None where nothing is drawn."""
+    if temperature == 0:
+        return None
+    warpers = LogitsProcessorList()
+    if temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
+
+
+def _decode(
+    decoder: GreedyDecoder, prompt: Prompt, warpers: LogitsProcessorList | None, stream: _TextStream
+) -> list[int]:
+    """The new tokens, told as they come.
+
+    A step is launched before the token it goes on with is read, so that a GPU does not wait for the host: one
+    step is in vain where a text ends early.
+    """
+    ends = _ends(decoder.model.generation_config)
+    tokens: list[int] = []
+    stream.put(prompt.ids)
+    chosen = decoder.prefill(prompt.ids)
+    for left in reversed(range(prompt.max_new_tokens)):
+        if warpers is not None:
+            chosen = _drawn(decoder.logits, warpers)
+            decoder.take(chosen)
+        arriving = _Arriving(chosen)
+        if left:
+            chosen = decoder.step()
+        tokens.append(arriving.token())
+        stream.put(torch.tensor(tokens[-1:]))
+        if tokens[-1] in ends:
+            break
+    stream.end()
+    return tokens
+
+
+def _drawn(logits: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
+    """A token for each row of logits [batch, words], drawn as transformers does."""
+    no_ids: Any = None  # of the text so far, which these warpers do not look at
+    probabilities = torch.softmax(warpers(no_ids, logits.float()), dim=-1)
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+class _Arriving:
+    """A token [1] on its way to the host, as it is now: its memory may be written to by what comes next."""
+
+    def __init__(self, token: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if token.is_cuda else None  # type: ignore[no-untyped-call]
+        self._token = token.to("cpu", non_blocking=True, copy=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(token.device))
+
+    def token(self) -> int:
+        """Wait for it, and for nothing that was launched later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._token)
+
+
+def _ends(config: GenerationConfig) -> Container[int]:
+    """The tokens that end a text."""
+    ends: Any = config.eos_token_id
+    if ends is None:
+        return ()
+    return ends if isinstance(ends, list) else (ends,)
+
+
+def _by_transformers(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    temperature: float,
+    top_p: float,
+    kv_bits: int | None,
+    stream: _TextStream,
+) -> tuple[list[int], tuple[int, str] | None]:
+    """The new tokens, told as they come; of a cache in few bits its bytes, and how it was read."""
     drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    device = input_device(model)
-    ids = prompt.ids.to(device)
+    ids = prompt.ids.to(input_device(model))
     ends = model.generation_config.eos_token_id
     padding = model.generation_config.pad_token_id
     if padding is None and ends is not None:  # or transformers says that it takes this
         padding = ends[0] if isinstance(ends, list) else ends
     cache = None if kv_bits is None else KVCache(model.config, kv_bits)
-    attention = nullcontext() if cache is None else cache.attention(model)
-    began = time.perf_counter()
-    with quiet_transformers(), _seeded(seed, device), attention:
+    with nullcontext() if cache is None else cache.attention(model):
         whole = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
@@ -223,13 +415,11 @@ def generate(
             **drawn,
             **({} if cache is None else {"past_key_values": cache}),
         )
-    tokens = tuple(whole[0, ids.shape[1] :].tolist())
-    seconds = time.perf_counter() - began
-    text, first = "".join(stream.parts), (stream.first or began + seconds) - began
+    tokens: list[int] = whole[0, ids.shape[1] :].tolist()
     if cache is None:
-        return Generation(text, tokens, seconds, first)
+        return tokens, None
     cache.require_use(type(model).__name__)
-    return Generation(text, tokens, seconds, first, cache.nbytes, cache.how)
+    return tokens, (cache.nbytes, cache.how)
 
 
 @torch.no_grad()
@@ -313,12 +503,15 @@ def has_single_experts(model: PreTrainedModel) -> bool:
     return getattr(config, "_experts_implementation", None) == "eager" and has_experts(model)
 
 
-def not_graphable(model: PreTrainedModel, reason: str) -> NeuzipError:
-    """What is said of a model whose steps cannot be replayed."""
-    return NeuzipError(
-        f"{type(model).__name__}: its steps cannot be captured in a CUDA graph: {reason}",
-        "decode without one (--no-graph)",
-    )
+class NotGraphable(NeuzipError):
+    """A model's steps cannot be captured in a CUDA graph, for this `reason`."""
+
+    def __init__(self, model: PreTrainedModel, reason: str) -> None:
+        super().__init__(
+            f"{type(model).__name__}: its steps cannot be captured in a CUDA graph: {reason}",
+            "decode without one (--no-graph)",
+        )
+        self.reason = reason
 
 
 def static_cache(config: PreTrainedConfig, max_length: int) -> StaticCache:
@@ -341,12 +534,38 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def not_compiled_together() -> UsageError:
+    """What is said where steps are to be compiled, and keys and values kept in few bits."""
+    return UsageError(
+        "--compile: steps are not compiled with keys and values in few bits",
+        "leave out --compile or --kv-bits",
+    )
+
+
+def _compiled(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
+    """A model's forward pass to logits, compiled with the first call, for the caller alone."""
+
+    def logits(**options: Any) -> torch.Tensor:
+        found: torch.Tensor = model(**options).logits
+        return found
+
+    # What torch compiles hangs on the code object, of which there would be one for all models: they would
+    # exceed torch's limit together, and none of them would ever be freed.
+    logits.__code__ = logits.__code__.replace()
+    return torch.compile(logits, dynamic=False, fullgraph=True, options={"triton.cudagraphs": False})
+
+
 class GreedyDecoder:
     """Greedy decoding of `batch` prompts of one length, at most `max_length` tokens each with what is added.
 
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
-    than on one GPU, or it keeps something else than keys and values. Raises NeuzipError if it cannot be one.
+    than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `kv_bits` keys and values are kept in as many bits.
+
+    With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
+    products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
+    and nearly tied tokens may come out otherwise; with quantised inputs of ternary layers some others, too.
+    Raises NeuzipError where torch cannot compile a step, and with `kv_bits`.
     """
 
     def __init__(
@@ -357,7 +576,10 @@ class GreedyDecoder:
         *,
         graph: bool = True,
         kv_bits: int | None = None,
+        compiled: bool = False,
     ) -> None:
+        if compiled and kv_bits is not None:
+            raise not_compiled_together()
         self.model, self.batch, self.max_length = model, batch, max_length
         self.device = input_device(model)
         self._cache = (
@@ -369,19 +591,35 @@ class GreedyDecoder:
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)
         self._length = 0
+        self._logits = torch.empty(0)
+        self._compiled: Callable[..., torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_logits = self._logits
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = _stream_of(self.device)
-            if graph and self._steps_are_alike():
-                if has_single_experts(model):
-                    raise not_graphable(model, EXPERTS_ASKED_FOR)
-                self._capture()
+        wants_graph = graph and self.device.type == "cuda" and self._steps_are_alike()
+        if wants_graph and has_single_experts(model):
+            raise NotGraphable(model, EXPERTS_ASKED_FOR)
+        if compiled:
+            self._compile()
+        if wants_graph:
+            self._capture()
 
     @property
     def graphed(self) -> bool:
         """Whether steps replay a CUDA graph."""
         return self._graph is not None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are compiled."""
+        return self._compiled is not None
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Those that the last tokens were chosen by, [batch, words]; of steps the same memory each time."""
+        return self._logits
 
     @property
     def cache_bytes(self) -> int:
@@ -407,10 +645,16 @@ class GreedyDecoder:
         with self._running(), buffers.prefetching(not self.graphed):
             self._reset()
             where = torch.arange(tokens, device=self.device)
-            self._token.copy_(self._next(ids.to(self.device), where))
+            logits = self._read(self._eager, ids.to(self.device), where)
+            self._logits = logits[:, -1].clone()  # a model may give those of the whole prompt
+            self._token.copy_(logits[:, -1:].argmax(dim=-1))
             self._position.fill_(tokens)
         self._length = tokens
         return self._token[:, 0]
+
+    def take(self, tokens: torch.Tensor) -> None:
+        """Go on with other tokens, int64 [batch], than those that were chosen last."""
+        self._token[:, 0].copy_(tokens)
 
     def step(self) -> torch.Tensor:
         """The next token of each text, [batch]: the same memory each time, so keep a clone."""
@@ -420,8 +664,9 @@ class GreedyDecoder:
         with self._running():
             if self._graph is not None:
                 self._graph.replay()
+                self._logits = self._graph_logits
             else:
-                self._advance()
+                self._logits = self._advance()
         return self._token[:, 0]
 
     def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -430,26 +675,35 @@ class GreedyDecoder:
         found += [self.step().clone() for _ in range(new_tokens - 1)]
         return torch.stack(found, dim=1)
 
-    def _advance(self) -> None:
-        """One step. All that changes from step to step lies in tensors: the graph holds nothing else."""
-        self._token.copy_(self._next(self._token, self._position))
-        self._position.add_(1)
+    def _advance(self) -> torch.Tensor:
+        """One step, and its logits [batch, words].
 
-    def _next(self, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        """The likeliest token after `ids` [batch, n], which are at the positions `where` [n]: [batch, 1]."""
+        All that changes from step to step lies in tensors: the graph holds nothing else.
+        """
+        logits = self._read(self._compiled or self._eager, self._token, self._position)
+        self._token.copy_(logits[:, -1:].argmax(dim=-1))
+        self._position.add_(1)
+        return logits[:, -1]
+
+    def _eager(self, **options: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**options).logits
+        return logits
+
+    def _read(
+        self, forward: Callable[..., torch.Tensor], ids: torch.Tensor, where: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [batch, 1 to n, words] after `ids` [batch, n], which are at the positions `where` [n]."""
         options = {
             "position_ids": where.expand(self.batch, -1),
             "cache_position": where,  # version 4.57; a later one asks the cache
             "logits_to_keep": 1,
         }
-        logits = self.model(
+        return forward(
             input_ids=ids,
             past_key_values=self._cache,
             use_cache=True,
             **{name: value for name, value in options.items() if name in self._known},
-        ).logits
-        chosen: torch.Tensor = logits[:, -1:].argmax(dim=-1)
-        return chosen
+        )
 
     def _steps_are_alike(self) -> bool:
         places = {parameter.device for parameter in self.model.parameters()}
@@ -457,12 +711,34 @@ class GreedyDecoder:
             type(layer) in (StaticLayer, StaticKVLayer) for layer in self._cache.layers
         )
 
+    def _compile(self) -> None:
+        with self._running():
+            self._reset()
+            self._advance()  # as it is: layers of the cache take their memory, which is not to be compiled
+            self._reset()
+        self._compiled = _compiled(self.model)
+        try:
+            with self._running(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # advice on torch; the model's own came with the step before
+                self._advance()
+                self._reset()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # of dynamo, of inductor, of a C++ compiler: they share no class
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise NeuzipError(
+                f"{type(self.model).__name__}: torch.compile does not compile its steps: {lines[0]}",
+                "decode without it (leave out --compile)",
+            ) from error
+
     def _capture(self) -> None:
         with self._running():
             for _ in range(WARM_UPS):
                 self._reset()
                 self._advance()
             self._reset()
+        if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
+            raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -472,11 +748,11 @@ class GreedyDecoder:
                 torch.cuda.device(self.device),
                 torch.cuda.graph(graph, stream=self._stream),
             ):
-                self._advance()
+                self._graph_logits = self._advance()
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise not_graphable(self.model, str(error).strip().splitlines()[0]) from error
+            raise NotGraphable(self.model, str(error).strip().splitlines()[0]) from error
         self._graph = graph
 
     def _reset(self) -> None:

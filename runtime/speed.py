@@ -25,7 +25,7 @@ from . import buffers
 from .attention import recorded, uses
 from .attention_choice import Asked, choose
 from .bitlinear import Activations, in_use
-from .generate import EXPERTS_ASKED_FOR, GreedyDecoder, not_graphable, positions
+from .generate import EXPERTS_ASKED_FOR, GreedyDecoder, NotGraphable, not_compiled_together, positions
 from .load import load_config, load_model, versions
 from .residency import has_experts, memory, require_places
 
@@ -59,6 +59,7 @@ class Speed:
     Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
     are read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how
     many were done in which way. `activations` is how inputs of ternary layers are quantised, None if not.
+    Steps, not prompts, were `compiled` by torch.compile, those of the dense model as well.
     """
 
     residency: str
@@ -81,6 +82,7 @@ class Speed:
     attention_bits: tuple[int | None, ...] | None = None
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Plan:
     graph: bool
     kv_bits: int | None = None
     attention: Asked = "none"
+    compiled: bool = False
 
     @property
     def attentions(self) -> tuple[Asked, ...]:
@@ -141,14 +144,17 @@ def make_plan(
     graph: bool = True,
     kv_bits: int | None = None,
     attention: Asked = "recorded",
+    compiled: bool = False,
 ) -> Plan:
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
     the dense one too, is also measured with keys and values in as many, and with attention in few bits if
-    that is asked for, or "recorded" and the folder has a record. Raises UsageError for more tokens, and for
-    residencies that cannot be on the device.
+    that is asked for, or "recorded" and the folder has a record. All steps are `compiled`, or none. Raises
+    UsageError for more tokens, for residencies that cannot be on the device, and for `kv_bits` if `compiled`.
     """
+    if compiled and kv_bits is not None:
+        raise not_compiled_together()
     if attention == "recorded" and recorded(path) is None:
         attention = "none"
     for residency in residencies:
@@ -174,6 +180,7 @@ def make_plan(
         graph,
         kv_bits,
         attention,
+        compiled,
     )
 
 
@@ -210,7 +217,7 @@ def _require_graphs(plan: Plan, model: PreTrainedModel) -> None:
     """Raise NeuzipError, before anything is measured, if steps are wanted as graphs that cannot be such."""
     compressed = set(plan.residencies) - {BASE}
     if plan.graph and plan.device.type == "cuda" and compressed and has_experts(model):
-        raise not_graphable(model, EXPERTS_ASKED_FOR)
+        raise NotGraphable(model, EXPERTS_ASKED_FOR)
 
 
 def run(decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int) -> Run:
@@ -275,8 +282,9 @@ def _measure_batch(
     ids = prompts(model.config.get_text_config().vocab_size, batch, plan.prompt_tokens)
     try:
         decoder = GreedyDecoder(
-            model, batch, plan.prompt_tokens + plan.new_tokens, graph=plan.graph, kv_bits=kv_bits
-        )
+            model, batch, plan.prompt_tokens + plan.new_tokens,
+            graph=plan.graph, kv_bits=kv_bits, compiled=plan.compiled,
+        )  # fmt: skip
         run(decoder, ids, 2)  # kernels for this length of the prompt are compiled and chosen
         runs = []
         for _ in range(plan.rounds):
@@ -303,6 +311,7 @@ def _measure_batch(
             cache_bytes=decoder.cache_bytes,
             attention=decoder.attention,
             activations=in_use(model),
+            compiled=decoder.compiled,
         ),
         runs[-1].tokens,
     )

@@ -254,6 +254,8 @@ class PackedWeight(CompressedWeight):
 
     exact: bool
     words: torch.Tensor
+    far_index: torch.Tensor
+    far_words: torch.Tensor
     row_start: torch.Tensor
     escapes: torch.Tensor
 
@@ -275,7 +277,7 @@ class PackedWeight(CompressedWeight):
     ) -> PackedWeight:
         made = cls._wrapper(stored, flipped, packed.dtype, packed.device)
         made.packed, made.first, made.exact = packed, first, exact
-        for name in _PACKED_ARRAYS:  # for __tensor_flatten__
+        for name in packed_ops.ARRAYS:  # for __tensor_flatten__
             setattr(made, name, getattr(packed, name))
         made.parts = _packed_parts(packed, stored, first) if exact else ()
         return made
@@ -296,8 +298,10 @@ class PackedWeight(CompressedWeight):
         return made
 
     def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in _PACKED_ARRAYS}
-        return self._of(replace(self.packed, **moved), self.stored, self.flipped, self.first, self.exact)
+        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in packed_ops.ARRAYS}
+        packed = replace(self.packed, **moved)
+        packed.wait()
+        return self._of(packed, self.stored, self.flipped, self.first, self.exact)
 
     def _decode_all(self) -> torch.Tensor:
         return packed_ops.decode(self.packed, slice(self.first, self.first + self._rows))
@@ -312,12 +316,14 @@ class PackedWeight(CompressedWeight):
         return F.linear(x, self._decode_all(), bias)
 
     def _own(self) -> PackedTensor:
-        """An expert's own matrix, for kernels. Escapes stay together: its row starts say where they are."""
+        """An expert's own matrix, for kernels. Far words and escapes of all stay together."""
         end = self.first + self._rows
+        tiles = slice(self.first // TILE_ROWS, -(-end // TILE_ROWS))
         return replace(
             self.packed,
             shape=(self._rows, self.stored[-1]),
-            words=self.words[self.first // TILE_ROWS : -(-end // TILE_ROWS)],
+            words=self.words[tiles],
+            far_index=self.far_index[tiles],
             row_start=self.row_start[self.first : end + 1],
         )
 
@@ -328,8 +334,8 @@ class PackedWeight(CompressedWeight):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         p = self.packed
-        numbers = p.shape, p.dtype, p.low_bits, p.base, p.parity
-        return [*_PACKED_ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
+        numbers = p.shape, p.dtype, p.low_bits, p.base, p.shift
+        return [*packed_ops.ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -337,9 +343,6 @@ class PackedWeight(CompressedWeight):
     ) -> PackedWeight:
         numbers, *rest = context
         return PackedWeight._of(PackedTensor(*numbers, **arrays), *rest)
-
-
-_PACKED_ARRAYS = ("words", "row_start", "escapes")
 
 
 class AnsWeight(CompressedWeight):
@@ -489,13 +492,12 @@ def _linear_of(x: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -
 
 
 def _packed_parts(packed: PackedTensor, stored: tuple[int, ...], first: int) -> tuple[Part, ...]:
-    arrays = tuple(getattr(packed, name) for name in _PACKED_ARRAYS)
     size = stored[-1] * packed.dtype.itemsize
     return tuple(
         Part(
             start,
             stop,
-            Unit((stop - start) * size, arrays, partial(_unpack, packed, first + start, first + stop)),
+            Unit((stop - start) * size, packed.arrays, partial(_unpack, packed, first + start, first + stop)),
         )
         for start, stop in _rows_at_a_time(stored, packed.dtype.itemsize)
     )

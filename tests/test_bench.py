@@ -207,12 +207,37 @@ def test_command_in_all_modes(small: Path, in_all_modes):
         ("dense", 1), ("dense", 2), ("packed", 1), ("packed", 2),
     ]  # fmt: skip
     assert (answer["prompt_tokens"], answer["new_tokens"], answer["rounds"]) == (8, 4, 1)
+    assert (answer["compiled"], {row["compiled"] for row in rows}) == (False, {False})
     assert [row["differing_tokens"] for row in rows] == [0, 0, 0, 0]
     assert all(row["decode_ratio"] > 0 for row in rows)
     assert rows[0]["weight_bytes"] == 2_624_768 > 1.02 * rows[2]["weight_bytes"]
     assert {"python", "torch", "transformers"} == set(answer["versions"])
     assert len([float(line) for line in said["quiet"].stdout.splitlines()]) == 4
     assert "nearly tied" not in human
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_told(small: Path, neuzip):
+    said = neuzip("bench", small, "--compile", "--batch", "1", *SHORT)
+    assert said.exit_code == 0, said.stderr
+    assert "run      8 tokens of prompt, 4 new ones, greedy; steps compiled\n" in said.stdout
+    answer = neuzip("bench", small, "--compile", "--batch", "1", *SHORT, "--json").json
+    assert answer["compiled"] is True
+    assert [row["compiled"] for row in answer["rows"]] == [True]
+    assert answer["rows"][0]["decode_ratio"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["packed", "ans"])
+def test_compiled_residencies_on_a_gpu(residency: str, small: Path, device: torch.device):
+    plan = make_plan(
+        small, [residency], batches=[1, 4], prompt_tokens=80, new_tokens=20, device=device, compiled=True
+    )
+    measure(plan)
+    before = torch.cuda.memory_allocated()
+    rows = measure(plan).rows
+    assert all(row.graphed and row.compiled for row in rows)
+    assert torch.cuda.memory_allocated() <= before
 
 
 def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
@@ -234,8 +259,9 @@ def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
         (["--batch", "0"], "--batch 0: is no list of numbers"),
         (["--residency", "packed,tiny"], "--residency packed,tiny: there is no 'tiny'"),
         (["--new-tokens", "300"], "--new-tokens 300: the model was made for 256 tokens"),
+        (["--compile", "--kv-bits", "4"], "--compile: steps are not compiled with keys and values in few"),
     ],
-    ids=["no number", "zero", "residency", "too long"],
+    ids=["no number", "zero", "residency", "too long", "compile and few bits"],
 )
 def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
     said = neuzip("bench", small, *options)
@@ -285,6 +311,8 @@ def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert "logits of the same bits" in done.stdout
+    compiled = [line for line in done.stdout.splitlines() if line.startswith("decode, batch 2, compiled")]
+    assert [line.split()[4] for line in compiled] == ["bf16", "dense", "packed"]
     assert "not saved: this was a small run" in done.stdout
     same = next(line for line in done.stdout.splitlines() if line.startswith("logits of the same bits"))
     assert same.endswith("met")

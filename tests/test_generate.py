@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +32,8 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -36,8 +42,12 @@ from transformers import __version__ as transformers_version
 from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
+from neuzip.kernels.quantizers import Ternary
+from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime import generate as generate_module
+from neuzip.runtime.bitlinear import install
 from neuzip.runtime.generate import (
+    EXPERTS_ASKED_FOR,
     Agreement,
     Generation,
     GreedyDecoder,
@@ -46,6 +56,8 @@ from neuzip.runtime.generate import (
     choose_device,
     generate,
     has_single_experts,
+    input_device,
+    not_static,
     prepare,
 )
 from neuzip.runtime.load import load_model
@@ -227,6 +239,95 @@ def test_residencies_in_a_graph(residency: str, small: Path, device: torch.devic
             assert torch.equal(tokens, expected.generate(part, NEW))
 
 
+def test_a_step_goes_on_with_the_token_that_is_taken(model: PreTrainedModel, ids: torch.Tensor):
+    decoder = GreedyDecoder(model, BATCH, TOKENS + NEW, graph=is_capturable(model))
+    first = decoder.prefill(ids).clone()
+    assert torch.equal(decoder.logits.argmax(dim=-1), first)
+    other = decoder.logits.topk(2).indices[:, 1]
+    decoder.take(other)
+    found = [decoder.step().clone() for _ in range(4)]
+    assert torch.equal(decoder.logits.argmax(dim=-1), found[-1])
+    expected = decoder.generate(torch.cat([ids, other[:, None]], dim=1), 4)
+    assert torch.equal(torch.stack(found, dim=1), expected)
+
+
+# Compiled steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residency", ["dense", "packed"])
+def test_compiled_steps(residency: str, small: Path, device: torch.device):
+    """The original's tokens but for ties; and what was compiled goes with the decoder."""
+    original = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="auto").to(device)
+    decoder = GreedyDecoder(load_model(small, device=device, residency=residency), 2, 40, compiled=True)
+    assert decoder.compiled and decoder.graphed is (device.type == "cuda")
+    prompts = torch.randint(1024, (2, 16), generator=torch.Generator().manual_seed(5)).to(device)
+    for part in (prompts, prompts[:, :7], prompts):
+        assert_tied_at_most(original, part, decoder.generate(part, NEW), 4)
+    left = weakref.ref(decoder.model), weakref.ref(decoder._cache.layers[0].keys)
+    del decoder
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
+
+
+def ternary(device: torch.device) -> PreTrainedModel:
+    """A model of ternary weights made up, whose inputs are as b1.58 quantises them."""
+    torch.manual_seed(3)
+    model = MODELS["llama"]().to(device, torch.bfloat16).eval()
+    codes = {
+        name: torch.randint(-1, 2, layer.weight.shape, dtype=torch.int8, device=device)
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and name.endswith("_proj")
+    }
+    scale = torch.tensor(0.2, device=device)
+    install(model, {name: TernaryWeight.of(Ternary(code, scale)) for name, code in codes.items()}, "b1.58")
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["dense", "packed", "ans", "ternary"])
+def test_compiled_steps_in_a_graph(form: str, small: Path, device: torch.device):
+    """All but ties are what the model chooses uncompiled; quantised inputs may round otherwise."""
+    model = ternary(device) if form == "ternary" else load_model(small, device=device, residency=form)
+    words = model.config.vocab_size
+    prompts = torch.randint(words, (2, 16), generator=torch.Generator().manual_seed(5)).to(device)
+    decoder = GreedyDecoder(model, 2, 40, compiled=True)
+    assert decoder.compiled and decoder.graphed
+    again = GreedyDecoder(model, 2, 40, graph=False, compiled=True)
+    for part in (prompts, prompts[:, :7], prompts):
+        tokens = decoder.generate(part, NEW)
+        assert torch.equal(again.generate(part, NEW), tokens)
+        if form == "ternary":
+            judged = agreement(model, part, tokens)
+            assert judged.chosen + judged.tied >= 0.9 * judged.tokens, judged
+        else:
+            assert_tied_at_most(model, part, tokens, 6)
+
+
+@pytest.mark.skipif(transformers_version < "5", reason="experts are computed in one way only")
+def test_a_step_that_torch_cannot_compile(device: torch.device):
+    with pytest.raises(
+        NeuzipError, match=r"^MixtralForCausalLM: torch\.compile does not compile its steps: "
+    ) as refusal:
+        GreedyDecoder(single_experts().to(device), 1, 8, graph=False, compiled=True)
+    assert refusal.value.hint == "decode without it (leave out --compile)"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton brings its compiler")
+def test_without_a_compiler_for_cpp(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    with (
+        fresh_cache(),
+        pytest.raises(NeuzipError, match=r"torch\.compile does not compile its steps: .*C\+\+"),
+    ):
+        GreedyDecoder(MODELS["llama"]().eval(), 1, 8, compiled=True)
+
+
+def test_steps_are_not_compiled_with_a_cache_in_few_bits():
+    with pytest.raises(UsageError, match="--compile: steps are not compiled with keys and values in few"):
+        GreedyDecoder(MODELS["llama"](), 1, 8, compiled=True, kv_bits=4)
+
+
 def assert_tied_at_most(original: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor, ties: int):
     """All tokens are the original's own choice, or tied with it, as sums in another order may decide."""
     judged = agreement(original, ids, tokens)
@@ -349,6 +450,154 @@ def test_seed_draws_the_same_and_leaves_others_alone(demo_model: PreTrainedModel
     assert generate(demo_model, prompt, temperature=1.5, top_p=1e-6, seed=7).tokens == likeliest
 
 
+# The same text from the fast loop
+
+
+@pytest.fixture(scope="module")
+def exact_model(small: Path) -> PreTrainedModel:
+    """In fp32, in which no two tokens are tied, so that loops that sum otherwise say the same."""
+    return load_model(small).float()
+
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.5, "seed": 7},
+    "drawn as they are": {"temperature": 1.0, "seed": 7},
+    "drawn from the likeliest": {"temperature": 0.8, "top_p": 0.9, "seed": 8},
+    "greedy, 4 bits": {"kv_bits": 4},
+    "drawn, 4 bits": {"temperature": 1.2, "seed": 9, "kv_bits": 4},
+}
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_loops_say_the_same(options: dict[str, Any], exact_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, 'def über(ß):\n    """', max_new_tokens=30)
+    told: dict[str, list[str]] = {"transformers": [], "static": []}
+    expected, found = (
+        generate(exact_model, prompt, loop=loop, on_text=told[loop].append, **options) for loop in told
+    )
+    assert found.tokens == expected.tokens
+    assert (found.text, told["static"]) == (expected.text, told["transformers"])
+    assert 0 < found.first_token_seconds < found.seconds
+    assert (found.cache_bytes is None, expected.cache_bytes is None) == ("kv_bits" not in options,) * 2
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_loops_end_alike(several: bool, exact_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=30)
+    end = generate(exact_model, prompt).tokens[12]
+    monkeypatch.setattr(exact_model.generation_config, "eos_token_id", [1023, end] if several else end)
+    expected, found = (generate(exact_model, prompt, loop=loop) for loop in ("transformers", "static"))
+    assert found.tokens == expected.tokens
+    assert found.tokens[-1] == end and len(found.tokens) <= 13
+    assert found.text == expected.text
+
+
+def test_one_token_is_the_prompts(exact_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=1)
+    expected, found = (generate(exact_model, prompt, loop=loop) for loop in ("transformers", "static"))
+    assert found.tokens == expected.tokens and len(found.tokens) == 1
+
+
+def test_on_a_cpu_transformers_loop_runs(demo_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=2)
+    if input_device(demo_model).type == "cpu":
+        made = generate(demo_model, prompt)
+        assert (made.graphed, made.not_graphed) == (False, "it is not on a GPU")
+    made = generate(demo_model, prompt, loop="transformers")
+    assert (made.graphed, made.not_graphed) == (False, "transformers' loop was asked for")
+
+
+def test_a_loop_that_there_is_not(demo_model: PreTrainedModel):
+    other: Any = "fast"
+    with pytest.raises(UsageError, match="loop='fast': there is no such loop") as refusal:
+        generate(demo_model, prepare(CHECKPOINT, "x", max_new_tokens=2), loop=other)
+    assert refusal.value.hint == "what there is: auto, static, transformers"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("suppress_tokens", [5]),
+        ("forced_bos_token_id", 0),
+        ("forced_eos_token_id", 1),
+        ("min_new_tokens", 1),
+        ("min_p", 0.1),
+        ("stop_strings", ["x"]),
+        ("use_cache", False),
+        ("something_of_tomorrow", "yes"),
+    ],
+)
+def test_what_a_checkpoint_asks_for_is_left_to_transformers(
+    name: str, value: object, demo_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+):
+    assert not_static(demo_model) is None
+    monkeypatch.setattr(demo_model.generation_config, name, value, raising=False)
+    assert not_static(demo_model) == f"the generation config asks for {name}"
+    with pytest.raises(NeuzipError, match=f"the static loop: the generation config asks for {name}"):
+        generate(demo_model, prepare(CHECKPOINT, "x", max_new_tokens=2), loop="static")
+
+
+def test_what_changes_nothing_is_no_reason(demo_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    neutral = {
+        "do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "num_beams": 4, "use_cache": True,
+        "repetition_penalty": 1.0, "typical_p": 1.0, "no_repeat_ngram_size": 0, "min_length": 0,
+        "suppress_tokens": [], "eos_token_id": [1, 2], "pad_token_id": 3, "max_length": 4096,
+        "renormalize_logits": False,
+    }  # fmt: skip
+    for name, value in neutral.items():
+        monkeypatch.setattr(demo_model.generation_config, name, value)
+    assert not_static(demo_model) is None
+
+
+def test_a_model_that_prepares_its_steps_is_left_to_transformers():
+    model = Phi3ForCausalLM(Phi3Config(**GROUPED))
+    assert not_static(model) == "Phi3ForCausalLM has a prepare_inputs_for_generation of its own"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["dense", "packed", "ans"])
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_text_from_a_graph(options: dict[str, Any], residency: str, small: Path, device: torch.device):
+    """What the same loop gives launch by launch; and the same again from the same seed."""
+    model = load_model(small, device=device, residency=residency)
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=40)
+    made, again = (generate(model, prompt, **options) for _ in range(2))
+    assert made.graphed and made.not_graphed is None
+    assert made.tokens == again.tokens
+    everything = prompt.tokenizer.decode(
+        [*prompt.ids[0].tolist(), *made.tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert made.text and everything.endswith(made.text)
+    if "temperature" not in options:
+        decoder = GreedyDecoder(model, 1, prompt.ids.numel() + 40, kv_bits=options.get("kv_bits"))
+        assert decoder.generate(prompt.ids, 40)[0].tolist()[: len(made.tokens)] == list(made.tokens)
+    left = generate(model, prompt, loop="transformers", **options)
+    assert not left.graphed
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_goes_on_in_transformers_loop(device: torch.device):
+    prompt = Prompt("a", torch.tensor([[0, 1, 2]]), words(), 8)
+    made = generate(opt().to(device).eval(), prompt)
+    assert not made.graphed and made.not_graphed
+    assert len(made.tokens) == 8
+    made = generate(single_experts().to(device), prompt)
+    assert (made.graphed, made.not_graphed) == (False, EXPERTS_ASKED_FOR)
+
+
+@pytest.mark.gpu
+def test_command_says_which_loop_ran(small: Path, neuzip):
+    asked = ("generate", small, "--prompt", "import ", "--max-new-tokens", 4)
+    said = neuzip(*asked)
+    assert said.stderr.splitlines()[1] == "steps as a CUDA graph"
+    said = neuzip(*asked, "--no-graph")
+    assert said.stderr.splitlines()[1] == "steps launched one by one: transformers' loop was asked for"
+    assert neuzip(*asked, "--json").json["graphed"] is True
+    assert neuzip(*asked, "--no-graph", "--json").json["graphed"] is False
+
+
 # What is refused
 
 
@@ -456,6 +705,7 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert answer["seconds"] > answer["first_token_seconds"] > 0
     assert answer["peak_bytes"] > 1e7
     assert (answer["residency"], answer["device"]) == ("dense", "cpu")
+    assert (answer["graphed"], answer["not_graphed"]) == (False, "it is not on a GPU")
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:

@@ -199,7 +199,7 @@ def test_no_tile_is_left_out_that_has_an_entry_above_the_threshold(
     kernels: torch.device, eps: float, sort: bool
 ) -> None:
     case = confident(200, 800, 48, kernels, sure=40.0)
-    arguments = case.hidden, case.weight, None, None, [], None, case.target, -100, None
+    arguments = case.hidden, case.weight, [], [], None, case.target, -100, None
     _, _, flags, order = torch.ops.neuzip.linear_cross_entropy(
         *arguments, eps, sort, True, False, 64 << 20
     )  # fmt: skip
@@ -248,7 +248,7 @@ def test_sorting_leaves_fewer_tiles(kernels: torch.device) -> None:
     case = Case(128, 1280, 32, torch.float32, kernels, ignored=1.0)
     bias = torch.full((1280,), -30.0, device=kernels)
     bias[::16] = 0
-    arguments = case.hidden, case.weight, None, None, [], bias, case.target, -100, None
+    arguments = case.hidden, case.weight, [], [], bias, case.target, -100, None
     tiles = [
         int(torch.ops.neuzip.linear_cross_entropy(*arguments, 2.0**-12, sort, True, True, 64 << 20)[2].sum())
         for sort in (False, True)
@@ -263,7 +263,7 @@ def test_any_workspace_and_any_run_give_the_same_bits(
     """In one round or in many: what earlier rounds left is kept to the last bit."""
     monkeypatch.setattr(triton_backward, "LEAST_COLUMNS", 1)
     case = Case(200, 400, 32, dtype, kernels, bias=True)
-    head = case.hidden, case.weight, None, None, [], case.bias, case.target, -100, None
+    head = case.hidden, case.weight, [], [], case.bias, case.target, -100, None
     nll, *kept = torch.ops.neuzip.linear_cross_entropy(*head, None, False, True, False, 64 << 20)
     rounds = []
     plan = triton_backward.plan
@@ -420,7 +420,7 @@ def test_only_what_is_asked_for_is_computed(kernels: torch.device) -> None:
 def test_the_operators_keep_what_operators_promise() -> None:
     case = Case(9, 20, 8, torch.float32, bias=True)
     inputs = case.inputs()
-    arguments = *inputs[:2], None, None, [], inputs[2], case.target, -100, 5.0
+    arguments = *inputs[:2], [], [], inputs[2], case.target, -100, 5.0
     torch.library.opcheck(
         torch.ops.neuzip.linear_cross_entropy.default, (*arguments, 2.0**-12, False, True, True, 1 << 20)
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -14,7 +14,8 @@ from neuzip.compress.source import TensorSource
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.float_fields.values import to_float64
-from neuzip.kernels.packed_linear.reference import AT_A_TIME, matmul_in_parts
+from neuzip.kernels.packed_linear.form import ESCAPE_COST, windows
+from neuzip.kernels.packed_linear.reference import AT_A_TIME, _slots, matmul_in_parts
 
 BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
 COLUMNS = [0, 1, 31, 32, 33, 64, 127, 128, 576]
@@ -43,15 +44,22 @@ def words_of(packed: pl.Packed, row: int, c: int) -> list[int]:
     return packed.words[row // 16, :, c, row % 8, row // 8 % 2].tolist()
 
 
+def far_word(packed: pl.Packed, row: int, c: int) -> int:
+    """The far word of a word, found as the module's docstring says; 0 if there is none."""
+    mask, number = packed.far_index[row // 16, c // 2].tolist()
+    bit = 16 * (c % 2) + 2 * (row % 8) + row // 8 % 2
+    return int(packed.far_words[number + (mask & (1 << bit) - 1).bit_count()]) if mask >> bit & 1 else 0
+
+
 def listed(packed: pl.Packed) -> list[tuple[int, int, int]]:
-    """Row, position and pattern of every escape."""
+    """Row, column and pattern of every escape."""
     rows = np.repeat(np.arange(packed.shape[0]), np.diff(packed.row_start)).tolist()
     return [(row, e & 0xFFFF, e >> 16) for row, e in zip(rows, packed.escapes.tolist(), strict=True)]
 
 
-def slot_fields(packed: pl.Packed, row: int, column: int) -> tuple[int, int, int, int]:
-    """Low byte, middle bits, code and sign of one weight, looked up bit by bit."""
-    slot, c = divmod(column, packed.lane_words)
+def slot_fields(packed: pl.Packed, row: int, column: int) -> tuple[int, int, int, int, int]:
+    """Low byte, middle bits, code, sign and far bit of one weight, looked up bit by bit."""
+    c, slot = divmod(column, 32)
     g, b = divmod(slot, 4)
     words = words_of(packed, row, c)
 
@@ -68,13 +76,10 @@ def slot_fields(packed: pl.Packed, row: int, column: int) -> tuple[int, int, int
     code |= take(1) << 2 if half else 0
     sign = take(1)
     assert not words
-    return low << 8 - packed.low_bits, middle, code, sign
+    return low << 8 - packed.low_bits, middle, code, sign, far_word(packed, row, c) >> 8 * b + g & 1
 
 
-windows_of = {
-    BF16: st.builds(pl.Window, st.integers(3, 127)) | st.builds(pl.Window, st.integers(4, 126), st.just(1)),
-    F16: st.builds(pl.Window, st.integers(7, 30), st.just(0), st.just(F16)),
-}
+windows_of = {fmt: st.sampled_from(windows(fmt)) for fmt in (BF16, F16)}
 
 
 @st.composite
@@ -99,7 +104,7 @@ def test_any_patterns_of_any_shape_come_back(tensor):
 EVERY = np.arange(1 << 16, dtype=np.uint16).reshape(128, 512)
 
 
-@pytest.mark.parametrize("window", [None, *(pl.Window(b, p) for p in (0, 1) for b in (3 + p, 64, 127 - p))])
+@pytest.mark.parametrize("window", [None, *windows(BF16)[::77], windows(BF16)[-1]])
 def test_every_pattern_comes_back(window):
     assert same(pl.pack(EVERY, window), EVERY)
 
@@ -186,14 +191,13 @@ def test_too_long_a_row_is_refused():
 
 
 def test_words_written_out():
-    # Slot q is column 2 q + c: lane_words is 2. Column 3 is slot 1 of word 1.
     bits = np.full((2, 64), 0x3F80, np.uint16)  # 1.0: upper exponent bits 0x3F, low byte 0x80
     bits[0, 0] = 0x3E11  # slot 0, word 0: code 1
-    bits[0, 2] = 0xBD22  # slot 1, word 0: code 2, negative
-    bits[0, 8] = 0x3C33  # slot 4, word 0: code 3
-    bits[0, 62] = 0xBE44  # slot 31, word 0: code 1, negative
-    bits[1, 3] = 0xC055  # slot 1, word 1: an escape, position 33
-    bits[1, 10] = 0x0000  # slot 5, word 0: another, position 5
+    bits[0, 1] = 0xBD22  # slot 1, word 0: code 2, negative
+    bits[0, 4] = 0x3C33  # slot 4, word 0: code 3
+    bits[0, 31] = 0xBE44  # slot 31, word 0: code 1, negative
+    bits[1, 33] = 0xC055  # slot 1, word 1: an escape
+    bits[1, 5] = 0x0000  # slot 5, word 0: another
     packed = pl.pack(bits, pl.Window(0x3F, 0))
     assert packed.shape == (2, 64)
     plain = [0x80808080] * 8 + [0, 0, 0]
@@ -208,6 +212,29 @@ def test_words_written_out():
     assert words_of(packed, 1, 1) == [0x80800080, *plain[1:8], 0x00000300, 0, 0]
     assert packed.row_start.tolist() == [0, 0, 2]
     assert packed.escapes.tolist() == [0x0000_0005, 0xC055_0021]
+    assert packed.far_words.size == 0
+    assert packed.far_index.tolist() == [[[0, 0]]]
+
+
+def test_far_words_written_out():
+    """Exponents 0x7F - 8 - i: upper bits 0x3B - i, which differ from 0x3F - i in bit 2."""
+    bits = np.full((18, 96), 0x3F80, np.uint16)
+    bits[0, 0] = 0x3B11  # row 0, word 0, slot 0
+    bits[0, 31] = 0xB922  # slot 31: upper bits 0x39, code 2, negative
+    bits[9, 37] = 0x3833  # row 9, word 1, slot 5: upper bits 0x38, code 3
+    bits[8, 64] = 0x3A44  # row 8, word 2, slot 0
+    bits[17, 95] = 0x3B55  # row 17, in the next tile, word 2, slot 31
+    packed = pl.pack(bits, pl.Window(0x3F, 0))
+    assert packed.escapes.size == 0
+    assert slot_fields(packed, 0, 0) == (0x11, 0, 0, 0, 1)
+    assert slot_fields(packed, 0, 31) == (0x22, 0, 2, 1, 1)
+    assert slot_fields(packed, 9, 37) == (0x33, 0, 3, 0, 1)
+    assert packed.far_index.tolist() == [
+        [[1 << 0 | 1 << 16 + 2 + 1, 0], [1 << 1, 2]],  # row 9 is the second of the rows 1 and 9
+        [[0, 3], [1 << 2, 3]],
+    ]
+    assert packed.far_words.tolist() == [1 << 0 | 1 << 31, 1 << 8 + 1, 1 << 0, 1 << 31]
+    assert same(packed, bits)
 
 
 def test_rows_of_a_tile():
@@ -227,30 +254,45 @@ def test_rows_of_a_tile():
 
 
 def test_order_of_escapes():
-    """By word, then by slot, which is not by column."""
     bits = np.full((3, 96), 0x3F80, np.uint16)
     for row, column in ((0, 1), (0, 3), (2, 95), (2, 0), (2, 93)):
         bits[row, column] = 0x8000 | column
     packed = pl.pack(bits, pl.Window(0x3F, 0))
     assert packed.row_start.tolist() == [0, 2, 2, 5]
     assert listed(packed) == [
-        (0, 1, 0x8003), (0, 32, 0x8001), (2, 0, 0x8000), (2, 31, 0x805D), (2, 95, 0x805F),
+        (0, 1, 0x8001), (0, 3, 0x8003), (2, 0, 0x8000), (2, 93, 0x805D), (2, 95, 0x805F),
     ]  # fmt: skip
 
 
-def test_words_of_parity_1_hold_halves():
+def test_words_with_a_shift_hold_smaller_numbers():
     bits = np.full((1, 1), 0x3F80, np.uint16)
-    packed = pl.pack(bits, pl.Window(0x3F, 1))
-    assert slot_fields(packed, 0, 0) == (0x00, 0, 0, 0)  # 0x3F00 is 0.5
-    assert packed.escapes.size == 0
+    for shift in range(16):
+        smaller = 0x3F80 - (shift << 7)
+        packed = pl.pack(bits, pl.Window(smaller >> 8, shift))
+        assert slot_fields(packed, 0, 0) == (smaller & 0xFF, 0, 0, 0, 0)
+        assert packed.escapes.size == 0
 
 
-def test_escapes_of_parity_1_are_not_halved():
+def test_escapes_are_not_made_smaller():
     bits = np.full((1, 2), 0x3F80, np.uint16)
     bits[0, 1] = 0x8001
     packed = pl.pack(bits, pl.Window(0x3F, 1))
-    assert slot_fields(packed, 0, 1) == (0, 0, 3, 0)
+    assert slot_fields(packed, 0, 1) == (0, 0, 3, 0, 0)
     assert listed(packed) == [(0, 1, 0x8001)]
+
+
+@pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
+def test_what_is_packed_is_a_power_of_two_times_smaller(fmt):
+    """Where it would not be, as among denormals and infinities, weights are escapes."""
+    values = numbers(EVERY, fmt)
+    for window in windows(fmt)[::19]:
+        packed = pl.pack(EVERY, window, fmt)
+        slots = numbers(_slots(packed, np.arange(EVERY.shape[0])), fmt) * 2.0**window.shift
+        outside = np.zeros(EVERY.shape, bool)
+        for row, column, _ in listed(packed):
+            outside[row, column] = True
+        assert ((slots == values) | outside | np.isnan(values)).all()
+        assert not np.isinf(slots).any() or window.shift == 0
 
 
 def test_words_of_three_mantissa_bits_written_out():
@@ -289,68 +331,88 @@ def test_slots_without_a_weight():
     packed = pl.pack(np.full((1, 33), 0xBF80, np.uint16), pl.Window(0x3F))
     assert packed.lane_words == 2
     fields = [slot_fields(packed, 0, column) for column in (32, 33, 63)]
-    assert fields == [(0x80, 0, 0, 1), (0, 0, 3, 0), (0, 0, 3, 0)]
+    assert fields == [(0x80, 0, 0, 1, 0), (0, 0, 3, 0, 0), (0, 0, 3, 0, 0)]
     packed = pl.pack(np.full((1, 33), 0xBFFF, np.uint16), pl.Window(15, 0, F16), F16)
     fields = [slot_fields(packed, 0, column) for column in (32, 33, 63)]
-    assert fields == [(0xFF, 3, 0, 1), (0, 0, 7, 0), (0, 0, 7, 0)]
+    assert fields == [(0xFF, 3, 0, 1, 0), (0, 0, 7, 0, 0), (0, 0, 7, 0, 0)]
 
 
 @given(tensors(shapes=(3, 41)))
 def test_a_weight_is_where_it_is_said_to_be(tensor):
     fmt, bits, window = tensor
     packed = pl.pack(bits, window, fmt)
-    middle_bits, farthest = (0, 3) if fmt == BF16 else (2, 7)
+    window = packed.window
+    middle_bits, farthest, far_bit = (0, 3, 4) if fmt == BF16 else (2, 7, 8)
     escapes = []
     for (row, column), v in np.ndenumerate(bits):
-        shifted = (int(v) - 0x80 * packed.window.parity) % (1 << 16)
-        low, middle, code, sign = slot_fields(packed, row, column)
+        shifted = (int(v) - (window.shift << fmt.mantissa_bits)) % (1 << 16)
+        exponent = int(v) >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1
         high = shifted >> 8 & 0x7F
-        distance = packed.window.base - (high >> middle_bits)
-        if 0 <= distance <= farthest:
+        low, middle, code, sign, far = slot_fields(packed, row, column)
+        if exponent in window.exponents or exponent in window.far_exponents:
             assert (low, middle, sign) == (shifted & 0xFF, high & (1 << middle_bits) - 1, shifted >> 15)
-            assert code == distance
+            assert high >> middle_bits == window.base - code ^ far * far_bit
+            assert far == (exponent in window.far_exponents)
         else:
-            assert (low, middle, code, sign) == (0, 0, farthest, 0)
-            slot, c = divmod(column, packed.lane_words)
-            escapes.append((row, 32 * c + slot, int(v)))
+            assert (low, middle, code, sign, far) == (0, 0, farthest, 0, 0)
+            escapes.append((row, column, int(v)))
     assert listed(packed) == sorted(escapes)
+    assert packed.far_words.all()
 
 
 # The window
 
 
-@given(hnp.arrays(np.int64, 256, elements=st.integers(0, 3)))
-def test_no_window_has_fewer_escapes(histogram):
-    best = pl.best_window(histogram)
-    bits = np.repeat(np.arange(256, dtype=np.uint16) << 7, histogram)[None]
-    fewest = pl.pack(bits).escapes.size
-    assert fewest == pl.pack(bits, best).escapes.size
-    assert fewest == histogram.sum() - sum(histogram[e] for e in best.exponents)
-    for parity in (0, 1):
-        for base in range(3 + parity, 128 - parity):
-            inside = histogram[list(pl.Window(base, parity).exponents)].sum()
-            assert fewest <= histogram.sum() - inside
+def cost(histogram: np.ndarray, window: pl.Window) -> int:
+    near = sum(int(histogram[e]) for e in window.exponents)
+    far = sum(int(histogram[e]) for e in window.far_exponents)
+    return far + ESCAPE_COST * (int(histogram.sum()) - near - far)
 
 
-@given(hnp.arrays(np.int64, 32, elements=st.integers(0, 3)))
-def test_no_window_of_fp16_has_fewer_escapes(histogram):
-    best = pl.best_window(histogram, F16)
-    bits = np.repeat(np.arange(32, dtype=np.uint16) << 10, histogram)[None]
-    fewest = pl.pack(bits, fmt=F16).escapes.size
-    assert fewest == histogram.sum() - sum(histogram[e] for e in best.exponents)
-    assert all(fewest <= histogram.sum() - histogram[base - 7 : base + 1].sum() for base in range(7, 31))
+@pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
+@settings(max_examples=20)
+@given(st.data())
+def test_no_window_is_better(fmt, data):
+    histogram = data.draw(hnp.arrays(np.int64, 1 << fmt.exponent_bits, elements=st.integers(0, 3)))
+    best = pl.best_window(histogram, fmt)
+    assert cost(histogram, best) == min(cost(histogram, window) for window in windows(fmt))
+    bits = np.repeat(np.arange(histogram.size, dtype=np.uint16) << fmt.mantissa_bits, histogram)[None]
+    packed = pl.pack(bits, fmt=fmt)
+    assert packed.window == best
+    reached = [*best.exponents, *best.far_exponents]
+    assert packed.escapes.size == histogram.sum() - histogram[reached].sum()
 
 
-@pytest.mark.parametrize(("base", "parity"), [(2, 0), (128, 0), (3, 1), (127, 1), (64, 2), (64, -1)])
-def test_windows_that_codes_cannot_say(base, parity):
+@pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
+def test_far_exponents_differ_in_one_bit(fmt):
+    for window in windows(fmt):
+        assert not set(window.exponents) & set(window.far_exponents)
+        assert {e - window.shift ^ 8 for e in window.far_exponents} <= {
+            e - window.shift for e in window.exponents
+        }
+
+
+def test_sixteen_neighbours_of_which_the_window_is_any_eight():
+    for lowest in range(64, 72):
+        found = {
+            (min(w.far_exponents), max(w.far_exponents)) for w in windows(BF16) if w.exponents.start == lowest
+        }
+        for below in (8, 6, 4, 2):
+            assert (lowest - below, lowest + 7 if below == 8 else lowest + 15 - below) in {
+                (a, max(b, lowest + 7)) for a, b in found
+            }
+
+
+@pytest.mark.parametrize(("base", "shift"), [(2, 0), (128, 0), (3, 1), (127, 1), (64, 16), (64, -1)])
+def test_windows_that_codes_cannot_say(base, shift):
     with pytest.raises(ValueError, match="no window"):
-        pl.Window(base, parity)
+        pl.Window(base, shift)
 
 
-@pytest.mark.parametrize(("base", "parity"), [(6, 0), (31, 0), (15, 1)])
-def test_windows_that_codes_of_fp16_cannot_say(base, parity):
+@pytest.mark.parametrize(("base", "shift"), [(6, 0), (31, 0), (15, 1)])
+def test_windows_that_codes_of_fp16_cannot_say(base, shift):
     with pytest.raises(ValueError, match="no window of F16"):
-        pl.Window(base, parity, F16)
+        pl.Window(base, shift, F16)
 
 
 @pytest.mark.parametrize("fmt", [FORMATS["F32"], FORMATS["F8_E5M2"]], ids=lambda fmt: fmt.name)
@@ -361,12 +423,11 @@ def test_other_formats_have_no_layout(fmt):
 
 @pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
 def test_stand_in_is_what_the_slot_of_an_escape_is_worth(fmt):
-    windows = [pl.Window(b, p) for p in (0, 1) for b in range(3 + p, 128 - p)]
-    for window in windows if fmt == BF16 else [pl.Window(b, 0, F16) for b in range(7, 31)]:
+    for window in windows(fmt):
         bits = np.full((1, 1), window.stand_in, np.uint16)
         packed = pl.pack(bits, window, fmt)
         assert packed.escapes.size == 0
-        assert slot_fields(packed, 0, 0) == (0, 0, packed.layout.farthest, 0)
+        assert slot_fields(packed, 0, 0) == (0, 0, packed.layout.farthest, 0, 0)
 
 
 def test_window_of_zeros_and_of_one_exponent():
@@ -381,7 +442,7 @@ def test_window_of_zeros_and_of_one_exponent():
 def test_size_is_what_the_arrays_take():
     packed = pl.pack(np.tile(np.array([0x3F81, 0], np.uint16), (10, 32)), pl.Window(0x3F))
     assert packed.escapes.size == 10 * 32
-    assert packed.nbytes == 16 * 11 * 2 * 4 + 11 * 2 + 4 * 10 * 32
+    assert packed.nbytes == 16 * 11 * 2 * 4 + 8 + 11 * 2 + 4 * 10 * 32
     assert packed.bits_per_weight == 8 * packed.nbytes / 640
     assert pl.pack(np.zeros((0, 5), np.uint16)).bits_per_weight == 0
 
@@ -397,15 +458,14 @@ def test_row_starts_take_as_many_bits_as_they_need(escapes):
     assert (pl.decode(packed, slice(3, 5)) == bits[3:]).all()
 
 
-# 11.5 bits is the limit for 0.02. At the worst deviation of an octave, 0.0241, even the best window leaves
-# 1.62 % of escapes, which take 0.52 bits for each weight.
+# 11.5 bits is the limit for 0.02, and for the worst deviation of an octave, 0.0241, at which 1.62 % are far.
 @pytest.mark.parametrize(
-    ("deviation", "limit"), [(0.02, 11.5), *((2 ** (-6 + i / 8), 11.55) for i in range(8))]
+    ("deviation", "limit"), [(0.02, 11.5), *((2 ** (-6 + i / 8), 11.5) for i in range(8))]
 )
 def test_gaussian_weights_take_about_11_and_a_half_bits(deviation, limit):
     packed = pl.pack(gaussian((256, 4096), deviation))
     assert packed.bits_per_weight <= limit
-    assert packed.escapes.size / (256 * 4096) < 0.017
+    assert packed.escapes.size / (256 * 4096) < 0.0005
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.011])

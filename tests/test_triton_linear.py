@@ -27,9 +27,10 @@ def gaussian(seed: int, *shape: int) -> torch.Tensor:
 
 
 def made(out: int, columns: int, dtype: torch.dtype, drop: int = 0) -> torch.Tensor:
-    """Weights with escapes below the window everywhere, and some far above it in a third of the rows."""
+    """Weights with far ones everywhere, escapes below these, and some far above in a third of the rows."""
     weights = gaussian(0, out, columns) * 0.016
-    weights[:, ::7] *= 2.0**-9
+    weights[:, ::7] *= 2.0**-4
+    weights[:, 3::29] *= 2.0**-16
     weights[::3, ::11] *= 2.0**12
     return (weights.to(dtype).view(torch.int16) >> drop << drop).view(dtype)
 
@@ -55,14 +56,11 @@ def assert_product(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Launch so, whatever the card: warps that share a tile, or shares and the programs for escapes."""
+    """Launch so, whatever the card: warps that share a tile, and turns of a program for more than one row."""
 
-    def force(*numbers: int) -> None:
-        if len(numbers) == 1:
-            monkeypatch.setattr(triton_linear, "_warps", lambda *_: numbers[0])
-        else:
-            monkeypatch.setattr(triton_linear, "_shares", lambda *_: numbers[0])
-            monkeypatch.setattr(triton_linear, "_escape_programs", lambda *_: numbers[1:])
+    def force(warps: int, turns: int) -> None:
+        monkeypatch.setattr(triton_linear, "_warps", lambda *_: warps)
+        monkeypatch.setattr(triton_linear, "_programs", lambda units, *_: (-(-units // turns), turns))
 
     return force
 
@@ -71,11 +69,12 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("out", "columns", "rows", "numbers", "drop"),
     [
-        (16, 128, 1, (1,), 0), (17, 96, 1, (2,), 3), (50, 513, 1, (4,), 1), (33, 640, 1, (8,), 4),
-        (40, 33, 1, (16,), 0), (1, 1, 1, (1,), 0), (16, 128, 2, (1,), 0), (31, 100, 8, (2,), 5),
-        (48, 513, 7, (4,), 0), (40, 576, 8, (16,), 0), (15, 31, 3, (1,), 1),
-        (48, 513, 9, (1, 1, 1), 0), (130, 640, 16, (2, 4, 2), 3), (50, 250, 17, (3, 2, 1), 0),
-        (33, 96, 32, (2, 4, 1), 7), (15, 31, 25, (4, 1, 3), 1), (64, 128, 12, (1, 2, 2), 4),
+        (16, 128, 1, (1, 0), 0), (17, 96, 1, (2, 0), 3), (50, 513, 1, (4, 0), 1), (33, 640, 1, (8, 0), 4),
+        (40, 33, 1, (16, 0), 0), (1, 1, 1, (1, 0), 0), (16, 128, 2, (0, 1), 0), (31, 100, 8, (0, 5), 5),
+        (150, 513, 7, (0, 3), 0), (40, 576, 8, (0, 2), 0), (15, 31, 3, (0, 4), 1),
+        (48, 513, 9, (0, 1), 0), (130, 640, 16, (0, 7), 3), (200, 250, 17, (0, 9), 0),
+        (33, 96, 32, (0, 1), 7), (15, 31, 25, (0, 2), 1), (64, 128, 12, (0, 1), 4), (70, 300, 50, (0, 2), 0),
+        (70, 300, 64, (0, 4), 2),
     ],
 )  # fmt: skip
 def test_any_shape(
@@ -101,23 +100,17 @@ def test_the_same_bits_every_time(rows: int, device: torch.device):
         assert torch.equal(triton_linear.linear(x, packed), first)
 
 
-def test_enough_programs_for_the_escapes():
-    """A thread should not take more of them, one by one, than the products take time."""
-    assert triton_linear._escape_programs(0, 4096, 4096) == (1, 1)
-    for out, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (64, 1 << 16)):
-        for share in (0.001, 0.0075, 0.1):
-            escapes = int(out * columns * share)
-            parted, portions = triton_linear._escape_programs(escapes, out, columns)
-            assert parted in (1, 2, 4)
-            one_by_one = escapes / out / (2 * parted * portions)
-            assert portions == triton_linear.MOST_PORTIONS or one_by_one <= max(
-                4.0, out * columns / triton_linear.WEIGHTS_AN_ESCAPE
-            )
+def test_programs_have_all_turns():
+    for units in (1, 3, 4, 5, 100, 2048, 7168, 64_128):
+        for device in (torch.device("cpu"), torch.device("cuda", 0))[: 1 + torch.cuda.is_available()]:
+            programs, each = triton_linear._programs(units, 4, device)
+            assert (programs - 1) * each < units <= programs * each
+            assert each >= min(4, units)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_rows_of_a_larger_tensor(rows: int, device: torch.device):
-    """Experts: words that are a view, starts that count from the first expert on."""
+    """Experts: words and index that are views, starts that count from the first expert on."""
     weights = made(80, 96, torch.bfloat16)
     packed = torch_ops.pack(weights.to(device))
     for start, stop in ((16, 50), (48, 80), (0, 5)):
@@ -125,30 +118,14 @@ def test_rows_of_a_larger_tensor(rows: int, device: torch.device):
             packed,
             shape=(stop - start, 96),
             words=packed.words[start // 16 : -(-stop // 16)],
+            far_index=packed.far_index[start // 16 : -(-stop // 16)],
             row_start=packed.row_start[start : stop + 1],
         )
         x = gaussian(1, rows, 96).bfloat16().to(device)
         assert_product(triton_linear.linear(x, part), x, weights[start:stop], None)
 
 
-def test_an_expert_has_no_programs_for_the_escapes_of_others(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
-    """The list of escapes is that of all experts; its own share is judged by its words."""
-    weights = made(512, 64, torch.bfloat16)
-    packed = torch_ops.pack(weights.to(device))
-    expert = replace(packed, shape=(16, 64), words=packed.words[3:4], row_start=packed.row_start[48:65])
-    judged = []
-    monkeypatch.setattr(
-        triton_linear, "_escape_programs", lambda escapes, *_: judged.append(escapes) or (2, 1)
-    )
-    x = gaussian(1, 9, 64).bfloat16().to(device)
-    for part, rows in ((packed, weights), (expert, weights[48:64])):
-        assert_product(triton_linear.linear(x, part), x, rows, None)
-    assert judged == [packed.escapes.numel(), packed.escapes.numel() // 32]
-
-
-@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("rows", [1, 3, 65])
 @pytest.mark.parametrize("kind", ["strided", "a column", "expanded"])
 def test_bias_of_any_strides(kind: str, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_ops, "_on_gpu", lambda _: True)  # the interpreter takes CPU tensors
@@ -197,20 +174,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from neuzip.kernels.packed_linear import triton_linear
 
-POINTERS = dict(words="*i32", row_start="*i16", escapes="*i32", fragments="*i32", counters="*i32",
+POINTERS = dict(words="*i32", index="*i32", far="*i32", row_start="*i16", escapes="*i32", pairs_of_x="*i32",
                 parts="*fp32")
-NUMBERS = dict(base="i32", scale="fp32", stand_in="fp32", N="i32", K="i32")
+NUMBERS = dict(base="i32", scale="fp32", stand_in="fp32", units="i32", N="i32", M="i32")
 
 def layouts(kernel, **constants):
     float_pointer = "*fp16" if constants["HALF"] else "*bf16"
-    types = {name: float_pointer for name in ("y", "x", "transposed", "ordered", "bias")} | POINTERS | NUMBERS
-    if kernel is triton_linear._one_row:
-        constants["M"] = 1
-    else:
-        types["M"] = "i32"
+    types = {name: float_pointer for name in ("y", "x", "bias")} | POINTERS | NUMBERS
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
-    source = ASTSource(kernel, signature, constexprs=dict(constants, ASM=True), attrs=aligned)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=constants["W"]))
     if kernel is triton_linear._some_rows:
         print(*re.findall(r"wgmma[.](\\w+)", code.asm["ptx"]))
@@ -221,15 +195,13 @@ def layouts(kernel, **constants):
     found = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+x[a-z0-9]+, (#\\w+)>", line)}
     print(len(lines), *found, sep=" | ")
 
-one, few, some = triton_linear._one_row, triton_linear._few_rows, triton_linear._some_rows
-form = dict(LOW=8, HALF=False, BIAS=True, ASM=True)
+one, some = triton_linear._one_row, triton_linear._some_rows
+form = dict(LOW=8, HALF=False, BIAS=True, ASM=True, EARLY=True)
 layouts(one, C=128, W=4, EVEN=True, **form)
 layouts(one, C=125, W=16, EVEN=False, **form | dict(HALF=True, LOW=3))
-layouts(few, C=128, W=2, EVEN=True, EARLY=True, **form)
-layouts(few, C=61, W=8, EVEN=False, EARLY=False, **form)
-programs = dict(W=4, SHARES=2, PARTED=2, PORTIONS=1, EARLY=True)
+programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)
 layouts(some, C=128, BM=16, EVEN=True, **programs, **form)
-layouts(some, C=61, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
+layouts(some, C=125, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
 """
 
 
@@ -241,7 +213,7 @@ def test_element_i_is_in_thread_i():
     )
     *threads, narrow, wide = said.stdout.splitlines()
     lines = [line.split(" | ") for line in threads]
-    assert [int(count) for count, *_ in lines] == [8, 8, 8, 8]
+    assert [int(count) for count, *_ in lines] == [8, 8]
     for _, *found in lines:
         assert len(found) == 1
         assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]

@@ -23,6 +23,7 @@ EXAMPLES = [
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
     "neuzip bench my-model.nz --kv-bits 3 --prompt-tokens 4096",
     "neuzip bench my-model --attention 8bit --prompt-tokens 16384 --batch 1",
+    "neuzip bench my-model.nz --compile --batch 1",
     "neuzip bench my-model.nz --prompt-tokens 2048 --new-tokens 64 --json",
 ]
 
@@ -46,6 +47,9 @@ def command(
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on a GPU")
     ] = True,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile steps with torch.compile, those of dense as well")
+    ] = False,
     kv_bits: Annotated[
         options.KvBits | None,
         typer.Option(
@@ -85,6 +89,7 @@ def command(
         graph=graph,
         kv_bits=options.bits(kv_bits),
         attention=attention,
+        compiled=compiled,
     )
     if residencies is None and place.type == "cpu":
         out.status("on a CPU: dense alone; --residency packed runs through its reference here, slowly")
@@ -98,6 +103,7 @@ def command(
             "prompt_tokens": plan.prompt_tokens,
             "new_tokens": plan.new_tokens,
             "rounds": plan.rounds,
+            "compiled": plan.compiled,
             **vars(speeds),
         },
         quiet=[row.decode_tokens_per_second for row in speeds.rows],
@@ -109,12 +115,12 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     packages = ", ".join(f"{name} {version}" for name, version in speeds.versions.items())
     graphed = {row.graphed for row in speeds.rows}
     how = {True: "as a CUDA graph", False: "launched one by one"}
-    steps = (
-        f"; steps {' or '.join(how[one] for one in sorted(graphed))}" if plan.device.type == "cuda" else ""
-    )
+    steps = ["compiled"] if plan.compiled else []
+    steps += [" or ".join(how[one] for one in sorted(graphed))] if plan.device.type == "cuda" else []
+    told = f"; steps {', '.join(steps)}" if steps else ""
     out.text(f"path     {plan.path}")
     out.text(f"model    {speeds.dtype} on {speeds.device}; {packages}")
-    out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{steps}")
+    out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{told}")
     out.text(f"weights  {_weights(speeds)}")
     if any(row.activations for row in speeds.rows):
         modes = {r.residency: r.activations.text if r.activations else "as they are" for r in speeds.rows}

@@ -47,6 +47,9 @@ def command(
         typer.Option(metavar="P", min=0.0, max=1.0, help="Draw from the likeliest that reach this together"),
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Draw the same tokens each time")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on one GPU")
+    ] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
@@ -78,12 +81,14 @@ def command(
     with out.stream() as write:
         made = generate(
             model, task, temperature=temperature, top_p=top_p, seed=seed,
-            kv_bits=options.bits(kv_bits), on_text=write,
+            kv_bits=options.bits(kv_bits), on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     peak = peak_bytes(place)
     inputs = in_use(model)
     kept = residency if inputs is None else f"{residency}, activations {inputs.text}"
     out.status(_summary(made, peak, kept, place.type))
+    if place.type == "cuda":
+        out.status(f"steps {_steps(made)}")
     if made.cache_bytes is not None:
         out.status(
             f"keys and values in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}"
@@ -108,6 +113,8 @@ def command(
             "attention_bits": attends,
             "attention_calls": {} if attends is None else uses(model),
             "device": str(place),
+            "graphed": made.graphed,
+            "not_graphed": made.not_graphed,
         },
         quiet=made.text.splitlines(),
     )
@@ -123,6 +130,11 @@ def _read_stdin() -> str:
             f"--prompt -: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
             "convert it first, for example with iconv",
         ) from error
+
+
+def _steps(made: Generation) -> str:
+    """Which loop ran, and if it was not the faster one, why."""
+    return "as a CUDA graph" if made.graphed else f"launched one by one: {made.not_graphed}"
 
 
 def _summary(made: Generation, peak: int | None, residency: str, place: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.packed_linear.torch_ops import ARRAYS, PackedTensor
 
 from .head import Head
 from .torch_ops import WORKSPACE
@@ -140,13 +140,13 @@ def _filter(filter_eps: float | str | None, dtype: torch.dtype) -> float | None:
     raise ValueError(f'filter_eps is {filter_eps!r}; it has to be "auto", None or between 0 and 1')
 
 
-# The operators. A matrix of weights is one argument; packed ones are three arrays and four numbers.
+# The operators. A matrix of weights is one argument; packed ones are that of words, more arrays, and numbers.
 
 _HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? row_start, Tensor? escapes, SymInt[] packed, Tensor? bias, "
+    "Tensor hidden, Tensor weight, Tensor[] others, SymInt[] packed, Tensor? bias, "
     "Tensor target, SymInt ignore_index, float? softcap"
 )
-_N_HEAD = 9
+_N_HEAD = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,12 +161,11 @@ class _Loss:
     softcap: float | None
 
     @classmethod
-    def of(cls, hidden, weight, row_start, escapes, packed, bias, *rest) -> _Loss:  # type: ignore[no-untyped-def]
+    def of(cls, hidden, weight, others, packed, bias, *rest) -> _Loss:  # type: ignore[no-untyped-def]
         """From the arguments of an operator."""
         if packed:
-            weight = PackedTensor.of_arguments(
-                weight, row_start, escapes, packed[0], hidden.dtype, *packed[1:]
-            )
+            columns, *numbers = packed
+            weight = PackedTensor.of_arguments(weight, *others, columns, hidden.dtype, *numbers)
         return cls(hidden, weight, bias, *rest)
 
     @property
@@ -175,12 +174,18 @@ class _Loss:
         return self.target == self.ignore_index
 
 
-def _weight_arguments(weight: Tensor | PackedTensor) -> tuple[Tensor | list[int] | None, ...]:
+def _weight_arguments(weight: Tensor | PackedTensor) -> tuple[Tensor, list[Tensor], list[int]]:
     """Weights as the operators take them."""
     if isinstance(weight, Tensor):
-        return weight, None, None, []
-    words, row_start, escapes, columns, _, *numbers = weight.arguments
-    return words, row_start, escapes, [columns, *numbers]  # type: ignore[list-item, return-value]
+        return weight, [], []
+    words, *others = weight.arrays
+    return words, others, [weight.shape[1], weight.low_bits, weight.base, weight.shift]
+
+
+def _vocabulary(weight: Tensor, others: list[Tensor]) -> int:
+    """How many rows the weights have, from the arguments of an operator."""
+    row_start = dict(zip(ARRAYS, (weight, *others), strict=False)).get("row_start")
+    return weight.shape[0] if row_start is None else row_start.shape[0] - 1
 
 
 @torch.library.custom_op(
@@ -199,10 +204,9 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
 
 
 @_forward.register_fake
-def _(hidden, weight, row_start, *rest):  # type: ignore[no-untyped-def]
+def _(hidden, weight, others, *rest):  # type: ignore[no-untyped-def]
     filter_eps, sort, tracked, _, _ = rest[-5:]
-    n = hidden.shape[0]
-    v = (weight if row_start is None else row_start[1:]).shape[0]
+    n, v = hidden.shape[0], _vocabulary(weight, others)
     flags, order = _nothing_kept(hidden)
     if _on_gpu(hidden) and tracked and filter_eps is not None:
         from .triton_backward import tiles
@@ -245,7 +249,7 @@ def _backward(*arguments):  # type: ignore[no-untyped-def]
 
 @_backward.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
-    hidden, weight, bias = arguments[0], arguments[1], arguments[5]
+    hidden, weight, bias = arguments[0], arguments[1], arguments[4]
     wanted = arguments[-4:-1]
     inputs = zip((hidden, weight, bias), wanted, strict=True)
     return tuple(
@@ -254,25 +258,27 @@ def _(*arguments):  # type: ignore[no-untyped-def]
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    hidden, weight, row_start, escapes, packed, bias, target, ignore_index, softcap = inputs[:_N_HEAD]
+    hidden, weight, others, packed, bias, target, ignore_index, softcap = inputs[:_N_HEAD]
     _, lse, flags, order = output
     ctx.mark_non_differentiable(flags, order)
-    ctx.save_for_backward(hidden, weight, row_start, escapes, bias, target, lse, flags, order)
+    ctx.save_for_backward(hidden, weight, bias, target, lse, flags, order, *others)
     ctx.packed, ctx.ignore_index, ctx.softcap = packed, ignore_index, softcap
     ctx.all_lse, ctx.workspace = inputs[-2:]
 
 
 def _gradients(ctx, grad_nll, grad_lse, *_):  # type: ignore[no-untyped-def]
-    hidden, weight, row_start, escapes, bias, target, lse, flags, order = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[5]
+    hidden, weight, bias, target, lse, flags, order, *others = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]
     found = torch.ops.neuzip.linear_cross_entropy_backward(
-        hidden, weight, row_start, escapes, ctx.packed, bias, target, ctx.ignore_index, ctx.softcap,
+        hidden, weight, others, ctx.packed, bias, target, ctx.ignore_index, ctx.softcap,
         grad_nll, grad_lse if ctx.all_lse else None, lse, flags, order, *wanted, ctx.workspace,
     )  # fmt: skip
     for_hidden, for_weight, for_bias = (
         grad if want else None for grad, want in zip(found, wanted, strict=True)
     )
-    return for_hidden, for_weight, None, None, None, for_bias, *[None] * (_N_HEAD - 6 + 5)
+    # Autograd wants lists in the place of lists of tensors, to which it counts empty ones.
+    lists = [None] * len(others), None if ctx.packed else [None] * 0
+    return for_hidden, for_weight, *lists, for_bias, *[None] * (_N_HEAD - 5 + 5)
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

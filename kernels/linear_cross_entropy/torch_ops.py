@@ -1,7 +1,7 @@
 """The operators `neuzip::token_statistics` and `neuzip::head_divergence`, for torch.compile and CUDA graphs.
 
 A head is told in a schema as its hidden states, the arrays of its weights (the matrix, or what is packed) and
-the numbers of a packed form (none, or its columns, low_bits, base and parity), bias, softcap and scale.
+the numbers of a packed form (none, or its columns, low_bits, base and shift), bias, softcap and scale.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _arguments(head: Head) -> tuple[Any, ...]:
     """A head as the operators take it."""
     hidden, weight, bias = head.hidden.detach(), head.weight, head.bias
     if isinstance(weight, PackedTensor):
-        arrays = [weight.words, weight.row_start, weight.escapes]
-        packed = [weight.shape[1], weight.low_bits, weight.base, weight.parity]
+        arrays = list(weight.arrays)
+        packed = [weight.shape[1], weight.low_bits, weight.base, weight.shift]
     else:
         arrays, packed = [weight.detach()], []
     return hidden, arrays, packed, None if bias is None else bias.detach(), head.softcap, head.scale
@@ -83,9 +83,8 @@ def _head(
     """The inverse of `_arguments`."""
     weight: Tensor | PackedTensor = arrays[0]
     if packed:
-        words, row_start, escapes = arrays
         columns, *numbers = packed
-        weight = PackedTensor.of_arguments(words, row_start, escapes, columns, hidden.dtype, *numbers)
+        weight = PackedTensor.of_arguments(*arrays, columns, hidden.dtype, *numbers)
     return Head(hidden, weight, bias, softcap, scale)
 
 

@@ -1,7 +1,8 @@
-"""The packed form of a tensor: its layout, its window, its words and its escapes."""
+"""The packed form of a tensor: its layout, its window, its words, its far words and its escapes."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ TILE_ROWS = 16  # rows whose words lie together
 MAX_COLUMNS = 1 << 16  # an escape says where it is in 16 bits
 MAX_ESCAPES = (1 << 31) - (1 << 16)  # they are counted in an int32, and kernels count a little further
 FEW_ESCAPES = (1 << 16) - 1  # so many are counted in 16 bits
+ESCAPE_COST = 16  # far weights that are better than one escape
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ class Layout:
         return (1 << self.code_bits) - 1
 
     @property
+    def far(self) -> Planes:
+        """The plane of which only some words are held: whose exponent differs from its code's."""
+        return Planes("far", 0, 1, 0)
+
+    @property
+    def far_bit(self) -> int:
+        """In what: the bit of 8 of an exponent, of the 7 upper bits of which bf16 has a code."""
+        return 4 if self.fmt == BF16 else 8
+
+    @property
     def groups(self) -> tuple[Planes, ...]:
         """The planes of a tile in their order."""
         groups: list[Planes] = []
@@ -106,35 +118,45 @@ def low_bits(mantissas: int) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """The 8 exponents that codes can say: of bf16 from 2 base - 6 + parity on, of fp16 from base - 7 on.
+    """The 8 exponents that codes can say: less `shift`, of bf16 from 2 base - 6 on, of fp16 from base - 7 on.
 
-    Bases end early enough that no code leads below zero. With parity 1 they end earlier still: there the
-    halves of the lowest exponents are not what their patterns say, nor is the pattern below infinity half of
-    it. Of fp16 infinities stay outside, so that a kernel may widen slots by a multiplication.
+    What is packed is the pattern less the shift's exponents: the number, 2**shift times smaller. With a far
+    word's bit codes say 8 exponents more, those that differ in the bit of 8. So 16 exponents that are
+    neighbours can be had if the shift is right, and of these any 8, but for one, need no such bit.
     """
 
     base: int
-    parity: int = 0
+    shift: int = 0
     fmt: FloatFormat = BF16
 
     def __post_init__(self) -> None:
-        if self.parity not in (0, 1) or self.base not in _bases(self.fmt, self.parity):
-            raise ValueError(f"no window of {self.fmt.name} has base {self.base} and parity {self.parity}")
+        if (self.base, self.shift) not in _bases_and_shifts(self.fmt):
+            raise ValueError(f"no window of {self.fmt.name} has base {self.base} and shift {self.shift}")
 
     @property
-    def shift(self) -> int:
+    def shifted(self) -> int:
         """What is taken from a pattern before it is packed, modulo 2**16."""
-        return self.parity << 7
+        return self.shift << self.fmt.mantissa_bits
 
     @property
     def exponents(self) -> range:
         """The exponents inside."""
-        lowest = 2 * (self.base - 3) + self.parity if self.fmt == BF16 else self.base - 7
+        lowest = self.shift + _lowest(self.base, self.fmt)
         return range(lowest, lowest + 8)
 
     @property
+    def far_exponents(self) -> tuple[int, ...]:
+        """Those that a far word's bit adds.
+
+        >>> Window(0x3F).far_exponents, Window(0x3E, 1).far_exponents[::7], Window(10, 0, F16).far_exponents
+        ((112, 113, 114, 115, 116, 117, 118, 119), (113, 128), (0, 1, 2, 11, 12, 13, 14, 15))
+        """
+        others = ((e - self.shift ^ 8) + self.shift for e in self.exponents)
+        return tuple(sorted(e for e in others if e in _packable(self.shift, self.fmt)))
+
+    @property
     def stand_in(self) -> int:
-        """The pattern that the slot of an escape is worth: 16 bits, the parity's shift undone.
+        """The pattern that the slot of an escape is worth: 16 bits, the shift undone.
 
         >>> hex(Window(0x3F).stand_in), hex(Window(0x3F, 1).stand_in), hex(Window(15, 0, F16).stand_in)
         ('0x3c00', '0x3c80', '0x2000')
@@ -142,10 +164,36 @@ class Window:
         return self.exponents.start << self.fmt.mantissa_bits
 
 
-def _bases(fmt: FloatFormat, parity: int) -> range:
-    if fmt == BF16:
-        return range(3 + parity, 128 - parity)
-    return range(7, 31) if parity == 0 else range(0)
+SHIFTS = {BF16: 16, F16: 1}
+"""How many there are. That of fp16 is always 0: it has too few exponents to spare."""
+
+
+def _lowest(base: int, fmt: FloatFormat) -> int:
+    """The lowest exponent that a code can say, less the shift."""
+    return 2 * (base - 3) if fmt == BF16 else base - 7
+
+
+def _packable(shift: int, fmt: FloatFormat) -> range:
+    """Exponents of numbers that are 2**shift times smaller where their patterns are less by the shift's.
+
+    With a shift neither denormals are that, before or after, nor infinities. Those of fp16 are never packed,
+    so that a kernel may widen slots by a multiplication.
+    """
+    infinite = (1 << fmt.exponent_bits) - 1
+    return range(shift + 1 if shift else 0, infinite if shift or fmt == F16 else infinite + 1)
+
+
+@functools.cache
+def _bases_and_shifts(fmt: FloatFormat) -> tuple[tuple[int, int], ...]:
+    """The windows that there are: no code leads below zero, and all 8 exponents can be packed."""
+    return tuple(
+        (base, shift)
+        for shift in range(SHIFTS[fmt])
+        for base in range(128)
+        if _lowest(base, fmt) >= 0
+        and shift + _lowest(base, fmt) in _packable(shift, fmt)
+        and shift + _lowest(base, fmt) + 7 in _packable(shift, fmt)
+    )
 
 
 @dataclass(frozen=True)
@@ -153,6 +201,9 @@ class Packed:
     """A tensor [out, in] in fixed width; the module's docstring says what words and escapes hold.
 
     words     uint32 [tiles, planes, lane_words, 8, 2]
+    far_index uint32 [tiles, pairs, 2]: for two neighbouring words which of their rows have a far word, and
+              the number of the first
+    far_words uint32 [far words]
     row_start uint16 [out + 1], int32 where there are 65,536 escapes or more: those of row r are row_start[r]
               to row_start[r + 1]
     escapes   uint32 [escapes], in each row ascending by their lower 16 bits
@@ -162,12 +213,15 @@ class Packed:
     low_bits: int
     window: Window
     words: npt.NDArray[np.uint32]
+    far_index: npt.NDArray[np.uint32]
+    far_words: npt.NDArray[np.uint32]
     row_start: npt.NDArray[np.uint16] | npt.NDArray[np.int32]
     escapes: npt.NDArray[np.uint32]
 
     def __post_init__(self) -> None:
         out, columns = self.shape
         assert self.words.shape == words_shape(out, columns, self.layout)
+        assert self.far_index.shape == index_shape(out, columns)
         assert self.row_start.shape == (out + 1,)
         assert self.row_start.dtype == (np.uint16 if self.escapes.size <= FEW_ESCAPES else np.int32)
         assert self.escapes.shape == (self.row_start[-1],)
@@ -179,13 +233,14 @@ class Packed:
 
     @property
     def lane_words(self) -> int:
-        """Words of a plane of one row: the columns between two slots of one word."""
+        """Words of a plane of one row."""
         return lane_words(self.shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, escapes and row starts included."""
-        return sum(array.nbytes for array in (self.words, self.row_start, self.escapes))
+        """Bytes in memory, index, escapes and row starts included."""
+        arrays = self.words, self.far_index, self.far_words, self.row_start, self.escapes
+        return sum(array.nbytes for array in arrays)
 
     @property
     def bits_per_weight(self) -> float:
@@ -212,14 +267,42 @@ def words_shape(out: int, columns: int, layout: Layout) -> tuple[int, int, int, 
     return -(-out // TILE_ROWS), layout.planes, lane_words(columns), TILE_ROWS // 2, 2
 
 
-def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Window:
-    """The window with the fewest escapes for `exponents[e]` weights of exponent e.
+def index_shape(out: int, columns: int) -> tuple[int, int, int]:
+    """The shape of the index of far words: tiles, pairs of words of a plane of one row, and 2.
 
-    Of equals, parity 0 comes first, then the lowest base: its stand-ins are the smallest.
+    >>> index_shape(17, 96)
+    (2, 2, 2)
     """
-    inside = np.concatenate([[0], np.cumsum(exponents)])
-    windows = [Window(base, parity, fmt) for parity in (0, 1) for base in _bases(fmt, parity)]
-    return max(windows, key=lambda w: int(inside[w.exponents.stop] - inside[w.exponents.start]))
+    return -(-out // TILE_ROWS), -(-lane_words(columns) // 2), 2
+
+
+def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Window:
+    """The window for `exponents[e]` weights of exponent e: few of them far, much fewer escapes.
+
+    Of equals, the lowest shift comes first, then the lowest base: its stand-ins are the smallest.
+    """
+    inside, far = _exponents_of_windows(fmt)
+    counts = np.append(exponents, 0)  # for far exponents that there are not
+    near, further = counts[inside].sum(1), counts[far].sum(1)
+    return windows(fmt)[int(np.argmin(further + ESCAPE_COST * (counts.sum() - near - further)))]
+
+
+@functools.cache
+def windows(fmt: FloatFormat) -> tuple[Window, ...]:
+    """All that there are, by shift, then by base.
+
+    >>> len(windows(BF16)), len(windows(F16))
+    (1914, 24)
+    """
+    return tuple(Window(base, shift, fmt) for base, shift in _bases_and_shifts(fmt))
+
+
+@functools.cache
+def _exponents_of_windows(fmt: FloatFormat) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Exponents of all windows, and their far ones, filled up with one too many: [windows, 8]."""
+    none = 1 << fmt.exponent_bits
+    far = [(*w.far_exponents, *(8 - len(w.far_exponents)) * (none,)) for w in windows(fmt)]
+    return np.array([w.exponents for w in windows(fmt)]), np.array(far)
 
 
 def check_columns(columns: int) -> None:

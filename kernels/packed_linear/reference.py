@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,12 @@ from .form import (
     TILE_ROWS,
     Layout,
     Packed,
+    Planes,
     Window,
     best_window,
     check_columns,
     check_escapes,
-    lane_words,
+    index_shape,
     low_bits,
     words_shape,
 )
@@ -54,29 +55,22 @@ def pack(
         raise ValueError(f"a window of {window.fmt.name} is not one for {fmt.name}")
     layout = Layout(fmt, low_bits(census.mantissa_union))
     words = np.empty(words_shape(out, columns, layout), np.uint32)
+    far = np.empty((words.shape[0], *words.shape[2:]), np.uint32)
     counts = np.zeros(out + 1, np.int64)
     escapes = [np.empty(0, np.uint32)]
     for rows in _blocks(out, columns):
-        shifted = bits[rows] - np.uint16(window.shift)
-        high = (shifted >> 8).astype(np.uint8)
-        distance = np.uint8(window.base) - ((high & 0x7F) >> layout.middle_bits)  # below 0 it wraps
-        outside = distance > layout.farthest
-        fields = {
-            "low": np.where(outside, 0, shifted.astype(np.uint8)),
-            "middle": np.where(outside, 0, high & ((1 << layout.middle_bits) - 1)),
-            "code": np.where(outside, layout.farthest, distance),
-            "sign": np.where(outside, 0, high >> 7),
-        }
-        words[rows.start // TILE_ROWS : -(-rows.stop // TILE_ROWS)] = _to_words(fields, layout)
-        row, position = np.nonzero(_by_position(outside, False))
-        counts[1:][rows] = np.bincount(row, minlength=len(shifted))
-        pattern = bits[rows][row, _columns(position, lane_words(columns))]
-        escapes.append((position | pattern.astype(np.int64) << 16).astype(np.uint32))
+        outside, fields = _slot_fields(bits[rows], window, layout)
+        tiles = slice(rows.start // TILE_ROWS, -(-rows.stop // TILE_ROWS))
+        words[tiles] = _to_words(fields, layout, layout.groups)
+        far[tiles] = _to_words(fields, layout, (layout.far,))[:, 0]
+        row, column = np.nonzero(outside)
+        counts[1:][rows] = np.bincount(row, minlength=len(outside))
+        escapes.append((column | bits[rows][row, column].astype(np.int64) << 16).astype(np.uint32))
     row_start = np.cumsum(counts)
     check_escapes(int(row_start[-1]))
     few = row_start[-1] <= FEW_ESCAPES
     return Packed(
-        (out, columns), layout.low_bits, window, words,
+        (out, columns), layout.low_bits, window, words, *_gathered(far, columns),
         row_start.astype(np.uint16 if few else np.int32), np.concatenate(escapes),
     )  # fmt: skip
 
@@ -90,7 +84,7 @@ def decode(packed: Packed, rows: Rows | None = None) -> Bits:
     numbers = numbers if rows is None else numbers[rows]
     bits = np.empty((numbers.size, packed.shape[1]), np.uint16)
     for block in _blocks(*bits.shape):
-        bits[block] = _slots(packed, numbers[block]) + np.uint16(packed.window.shift)
+        bits[block] = _slots(packed, numbers[block]) + np.uint16(packed.window.shifted)
         row, column, pattern = _escapes(packed, numbers[block])
         bits[block][row, column] = pattern
     return bits
@@ -105,7 +99,7 @@ def matmul_in_parts(x: npt.ArrayLike, packed: Packed) -> Floats:
     """The same as a kernel does it: the slots as they are, then for every escape what its slot is off by."""
     x = np.asarray(x, np.float64)
     everything = np.arange(packed.shape[0])
-    slots = _numbers(_slots(packed, everything), packed) * 2.0**packed.window.parity
+    slots = _numbers(_slots(packed, everything), packed) * 2.0**packed.window.shift
     y = x @ slots.T
     row, column, pattern = _escapes(packed, everything)
     off = _numbers(pattern, packed) - _numbers(np.array([packed.window.stand_in], np.uint16), packed)
@@ -123,17 +117,25 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 
-def _by_position(array: npt.NDArray[Any], fill: int) -> npt.NDArray[Any]:
-    """Columns [rows, in] in the order of words, and in a word of slots: [rows, 32 lane_words]."""
-    rows, columns = array.shape
-    lane = lane_words(columns)
-    array = np.pad(array, ((0, 0), (0, SLOTS * lane - columns)), constant_values=fill)
-    return np.asarray(array.reshape(rows, SLOTS, lane).swapaxes(1, 2)).reshape(rows, SLOTS * lane)
-
-
-def _columns(position: npt.NDArray[np.integer], lane: int) -> npt.NDArray[np.integer]:
-    """The columns of positions: slot q of word c has column q lane + c."""
-    return position % SLOTS * lane + position // SLOTS
+def _slot_fields(
+    bits: Bits, window: Window, layout: Layout
+) -> tuple[npt.NDArray[np.bool_], dict[str, Bytes]]:
+    """Which of some patterns [rows, in] are escapes, and what the slots of all of them hold."""
+    where = np.zeros(1 << window.fmt.exponent_bits, np.uint8)  # 1: the codes say it, 2: with a far bit
+    where[window.exponents], where[list(window.far_exponents)] = 1, 2
+    found = where[bits >> window.fmt.mantissa_bits & (1 << window.fmt.exponent_bits) - 1]
+    packed, is_far = found != 0, found == 2
+    shifted = np.where(packed, bits - np.uint16(window.shifted), 0)
+    low, high = shifted.astype(np.uint8), (shifted >> 8).astype(np.uint8)
+    top = (high & 0x7F) >> layout.middle_bits ^ np.where(is_far, layout.far_bit, 0).astype(np.uint8)
+    fields = {
+        "low": low,
+        "middle": high & ((1 << layout.middle_bits) - 1),
+        "code": np.where(packed, np.uint8(window.base) - top, layout.farthest),
+        "sign": high >> 7,
+        "far": is_far.astype(np.uint8),
+    }
+    return ~packed, fields
 
 
 def _escapes(
@@ -144,18 +146,19 @@ def _escapes(
     counts = packed.row_start[rows + 1] - start
     row = np.repeat(np.arange(rows.size), counts)
     escapes = packed.escapes[np.arange(row.size) + np.repeat(start - (np.cumsum(counts) - counts), counts)]
-    return row, _columns(escapes & 0xFFFF, packed.lane_words), (escapes >> 16).astype(np.uint16)
+    return row, (escapes & 0xFFFF).astype(np.int64), (escapes >> 16).astype(np.uint16)
 
 
-def _to_words(fields: dict[str, Bytes], layout: Layout) -> npt.NDArray[np.uint32]:
-    """The words of tiles from the fields of their weights, each [rows, columns]."""
+def _to_words(fields: dict[str, Bytes], layout: Layout, groups: tuple[Planes, ...]) -> npt.NDArray[np.uint32]:
+    """The words of tiles from the fields of their weights, each [rows, columns]: of all planes of groups."""
     rows, columns = fields["low"].shape
-    tiles, count, lane, *_ = words_shape(rows, columns, layout)
+    tiles, _, lane, *_ = words_shape(rows, columns, layout)
+    count = sum(group.width for group in groups)
     planes = np.zeros((tiles * TILE_ROWS, count, lane, 4), np.uint8)  # byte b of word c of a plane
-    for group in layout.groups:
+    for group in groups:
         no_weight = layout.farthest if group.field == "code" else 0
-        no_rows = ((0, tiles * TILE_ROWS - rows), (0, 0))
-        field = np.pad(_by_position(fields[group.field], no_weight), no_rows, constant_values=no_weight)
+        filling = ((0, tiles * TILE_ROWS - rows), (0, SLOTS * lane - columns))
+        field = np.pad(fields[group.field], filling, constant_values=no_weight)
         bits = ((field >> group.shift) & ((1 << group.width) - 1)).reshape(len(planes), lane, 8, 4)
         for g in range(8):
             plane, bit = group.place(g)
@@ -165,19 +168,51 @@ def _to_words(fields: dict[str, Bytes], layout: Layout) -> npt.NDArray[np.uint32
     return np.asarray(words.transpose(0, 3, 4, 2, 1))
 
 
+def _gathered(
+    far: npt.NDArray[np.uint32], columns: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Of a plane of far words [tiles, lane_words, 8, 2] the index, and the words that are not zero."""
+    tiles, lane, *_ = far.shape
+    pairs = np.pad(far.reshape(tiles, lane, TILE_ROWS), ((0, 0), (0, lane % 2), (0, 0)))
+    pairs = pairs.reshape(tiles, -(-lane // 2), 2 * TILE_ROWS)
+    there = pairs != 0
+    counts = there.sum(2)
+    index = np.empty(index_shape(tiles * TILE_ROWS, columns), np.uint32)
+    index[..., 0] = (there.astype(np.uint32) << np.arange(2 * TILE_ROWS, dtype=np.uint32)).sum(2)
+    index[..., 1] = np.cumsum(counts).reshape(counts.shape) - counts
+    return index, pairs[there]
+
+
+def _far(packed: Packed, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
+    """The far words of some rows, 0 where there is none: [rows, lane_words]."""
+    index = packed.far_index[rows // TILE_ROWS]
+    there = (index[..., :1] >> np.arange(2 * TILE_ROWS, dtype=np.uint32)) & 1
+    number = index[..., 1:] + np.cumsum(there, 2) - there
+    # A pair has the 16 rows of its first word, then those of the second.
+    own = (rows % 8 * 2 + rows % TILE_ROWS // 8)[:, None, None] + [0, TILE_ROWS]
+    there, number = (
+        np.take_along_axis(a, own, 2).reshape(rows.size, -1)[:, : packed.lane_words] for a in (there, number)
+    )
+    found = np.zeros(there.shape, np.uint32)
+    found[there != 0] = packed.far_words[number[there != 0]]
+    return found
+
+
 def _slots(packed: Packed, rows: npt.NDArray[np.integer]) -> Bits:
     """The shifted patterns that the slots of some rows are worth without escapes, as a kernel finds them."""
     layout, words = packed.layout, packed.words[rows // TILE_ROWS, :, :, rows % 8, rows % TILE_ROWS // 8]
-    slots = np.empty((rows.size, 8, 4, packed.lane_words), np.uint16)
+    words = np.concatenate([words, _far(packed, rows)[:, None]], axis=1)
+    groups = (*layout.groups, replace(layout.far, first=layout.planes))
+    slots = np.empty((rows.size, packed.lane_words, 8, 4), np.uint16)
     for g in range(8):
-        fields = {name: np.zeros_like(words[:, 0]) for name in ("low", "middle", "code", "sign")}
-        for group in layout.groups:
+        fields = {name: np.zeros_like(words[:, 0]) for name in ("low", "middle", "code", "sign", "far")}
+        for group in groups:
             plane, bit = group.place(g)
             bits = (words[:, plane] >> bit) & np.uint32(((1 << group.width) - 1) * 0x01010101)
             fields[group.field] |= bits << group.shift
         # No byte borrows from the next: no code is above the base.
-        top = np.uint32(packed.window.base * 0x01010101) - fields["code"]
+        top = np.uint32(packed.window.base * 0x01010101) - fields["code"] ^ fields["far"] * layout.far_bit
         high = (top << layout.middle_bits) | fields["middle"] | (fields["sign"] << 7)
         for b in range(4):
-            slots[:, g, b] = (((high >> (8 * b)) & 0xFF) << 8) | ((fields["low"] >> (8 * b)) & 0xFF)
+            slots[:, :, g, b] = (((high >> (8 * b)) & 0xFF) << 8) | ((fields["low"] >> (8 * b)) & 0xFF)
     return slots.reshape(rows.size, SLOTS * packed.lane_words)[:, : packed.shape[1]]

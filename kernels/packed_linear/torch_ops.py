@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from . import reference
 from .form import TILE_ROWS, Layout, Packed, Window
 
-FEW_ROWS = 32
+FEW_ROWS = 64
 """Up to so many rows of x, a GPU multiplies from the packed form; with more, decoding first is faster."""
 
 CHUNK = 48 << 20
@@ -26,6 +27,9 @@ LARGEST = 256 << 20
 """Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has.
 
 A gradient decodes all of them at once."""
+
+ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes")
+"""The tensors of a PackedTensor."""
 
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
@@ -41,7 +45,11 @@ def format_of(dtype: torch.dtype) -> FloatFormat:
 class PackedTensor:
     """Weights [out, in] in the packed form, as arrays of one device: `Packed` of the package, in torch.
 
+    Who fills arrays on a GPU calls `wait` before they are multiplied with.
+
     words     int32 [tiles, planes, lane_words, 8, 2]
+    far_index int32 [tiles, pairs, 2]
+    far_words int32 [far words]
     row_start int16 [out + 1], with the bits of uint16; int32 where there are 65,536 escapes or more
     escapes   int32 [escapes], with the bits of uint32
     """
@@ -50,10 +58,17 @@ class PackedTensor:
     dtype: torch.dtype
     low_bits: int
     base: int
-    parity: int
+    shift: int
     words: torch.Tensor
+    far_index: torch.Tensor
+    far_words: torch.Tensor
     row_start: torch.Tensor
     escapes: torch.Tensor
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """What is in memory, in the order of ARRAYS."""
+        return self.words, self.far_index, self.far_words, self.row_start, self.escapes
 
     @property
     def device(self) -> torch.device:
@@ -65,10 +80,15 @@ class PackedTensor:
         """What the words hold."""
         return Layout(format_of(self.dtype), self.low_bits)
 
+    def wait(self) -> None:
+        """Until the arrays are there: products read them before the kernel ahead has ended."""
+        if self.words.is_cuda:
+            torch.cuda.current_stream(self.words.device).synchronize()
+
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, escapes and row starts included."""
-        return sum(array.nbytes for array in (self.words, self.row_start, self.escapes))
+        """Bytes in memory, index, escapes and row starts included."""
+        return sum(array.nbytes for array in self.arrays)
 
     @property
     def bits_per_weight(self) -> float:
@@ -79,34 +99,20 @@ class PackedTensor:
     @property
     def arguments(self) -> tuple[torch.Tensor | torch.dtype | int, ...]:
         """What the operators take in its place."""
-        return (
-            self.words, self.row_start, self.escapes,
-            self.shape[1], self.dtype, self.low_bits, self.base, self.parity,
-        )  # fmt: skip
+        return *self.arrays, self.shape[1], self.dtype, self.low_bits, self.base, self.shift
 
     @classmethod
-    def of_arguments(
-        cls,
-        words: torch.Tensor,
-        row_start: torch.Tensor,
-        escapes: torch.Tensor,
-        columns: int,
-        dtype: torch.dtype,
-        low_bits: int,
-        base: int,
-        parity: int,
-    ) -> PackedTensor:
+    def of_arguments(cls, *arguments: Any) -> PackedTensor:
         """The inverse of `arguments`."""
-        return cls(
-            (row_start.shape[0] - 1, columns), dtype, low_bits, base, parity, words, row_start, escapes
-        )  # fmt: skip
+        *arrays, columns, dtype, low_bits, base, shift = arguments
+        return cls((arrays[3].shape[0] - 1, columns), dtype, low_bits, base, shift, *arrays)
 
 
 def pack(weight: torch.Tensor) -> PackedTensor:
     """Pack bf16 or fp16 weights [out, in], contiguous: with Triton on a GPU, by the reference on a CPU.
 
-    Mantissa bits that no weight uses are not held. On a GPU the host waits for it once. Raises TypeError for
-    other dtypes, and ValueError for other shapes, strides and devices, and for more than 65,536 columns.
+    Mantissa bits that no weight uses are not held. On a GPU the host waits for it. Raises TypeError for other
+    dtypes, and ValueError for other shapes, strides and devices, and for more than 65,536 columns.
     """
     fmt = format_of(weight.dtype)
     if weight.dim() != 2 or not weight.is_contiguous():
@@ -122,8 +128,10 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
     starts = packed.row_start
     return PackedTensor(
-        packed.shape, weight.dtype, packed.low_bits, packed.window.base, packed.window.parity,
+        packed.shape, weight.dtype, packed.low_bits, packed.window.base, packed.window.shift,
         torch.from_numpy(packed.words.view("i4")),
+        torch.from_numpy(packed.far_index.view("i4")),
+        torch.from_numpy(packed.far_words.view("i4")),
         torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts),
         torch.from_numpy(packed.escapes.view("i4")),
     )  # fmt: skip
@@ -187,8 +195,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 # The operators. Their schemas are written out: those of `*weights` cannot be inferred.
 
 _WEIGHTS = (
-    "Tensor words, Tensor row_start, Tensor escapes, "
-    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt parity"
+    "Tensor words, Tensor far_index, Tensor far_words, Tensor row_start, Tensor escapes, "
+    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt shift"
 )
 
 
@@ -203,7 +211,7 @@ def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
 
 
 @_decode.register_fake
-def _(start, stop, words, _a, _b, columns, dtype, *_):  # type: ignore[no-untyped-def]
+def _(start, stop, words, _a, _b, _c, _d, columns, dtype, *_):  # type: ignore[no-untyped-def]
     return words.new_empty((stop - start, columns), dtype=dtype)
 
 
@@ -240,7 +248,7 @@ def _rows(ids, *weights):  # type: ignore[no-untyped-def]
 
 
 @_rows.register_fake
-def _(ids, words, _a, _b, columns, dtype, *_):  # type: ignore[no-untyped-def]
+def _(ids, words, _a, _b, _c, _d, columns, dtype, *_):  # type: ignore[no-untyped-def]
     return words.new_empty((*ids.shape, columns), dtype=dtype)
 
 
@@ -261,25 +269,25 @@ def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
 
 
 @_linear.register_fake
-def _(x, bias, words, row_start, *_):  # type: ignore[no-untyped-def]
+def _(x, bias, words, _a, _b, row_start, *_):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], row_start.shape[0] - 1))
 
 
 def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, bias, *weights = inputs
-    ctx.save_for_backward(*weights[:3])
-    ctx.numbers, ctx.has_bias = weights[3:], bias is not None
+    ctx.save_for_backward(*weights[: len(ARRAYS)])
+    ctx.numbers, ctx.has_bias = weights[len(ARRAYS) :], bias is not None
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     arrays = ctx.saved_tensors
-    out = arrays[1].shape[0] - 1
+    out = arrays[3].shape[0] - 1
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *arrays, *ctx.numbers)
     if ctx.has_bias and ctx.needs_input_grad[1]:
         grad_bias = grad.reshape(-1, out).sum(0)
-    return grad_x, grad_bias, *[None] * 8
+    return grad_x, grad_bias, *[None] * 10
 
 
 _linear.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -296,8 +304,9 @@ def _as_numpy(packed: PackedTensor) -> Packed:
     """The same arrays for the reference."""
     starts = packed.row_start.numpy()
     return Packed(
-        packed.shape, packed.low_bits, Window(packed.base, packed.parity, format_of(packed.dtype)),
-        packed.words.numpy().view("u4"), starts.view("u2") if starts.dtype == "i2" else starts,
+        packed.shape, packed.low_bits, Window(packed.base, packed.shift, format_of(packed.dtype)),
+        packed.words.numpy().view("u4"), packed.far_index.numpy().view("u4"),
+        packed.far_words.numpy().view("u4"), starts.view("u2") if starts.dtype == "i2" else starts,
         packed.escapes.numpy().view("u4"),
     )  # fmt: skip
 

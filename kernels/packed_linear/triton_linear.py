@@ -8,24 +8,24 @@ another. Which weights share an instruction is free, as long as x comes in the s
 
 One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
 only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
-its own sums, column g, what is asked for, and nonsense in the others. Up to 8 rows (`_few_rows`) are put in
-the order of the instructions beforehand (`_reorder`). Several warps share the columns of a tile and add their
-sums in the end. The escapes of a row are corrected meanwhile, by the same threads: their list is in the order
-of the words, so that their x is in the cache.
+its own sums, column g, what is asked for, and nonsense in the others. Up to 8 rows (`_few_rows`) have one of
+the 8 each. Several warps share the columns of a tile and add their sums in the end.
 
 More rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go through
 the same columns together, which lie in shared memory; what they have unpacked stays where the warp group's
-instruction wants it. Several programs share the columns, and others see to the escapes alone: x of an escape
-is a line of its own for each, so it is neighbouring threads that load it. Who comes last adds all up, in an
-order that never changes.
+instruction wants it. Several programs share the columns. Another kernel adds the parts up, in an order that
+never changes; the escapes it has done by then.
+
+Where a far word is, its record in the index says, which is loaded a turn before it. Escapes are so few that a
+thread mostly has none: theirs are loaded first, and added last.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -35,23 +35,17 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .form import SLOTS, Layout, Window
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, side_by_side
+from .triton_slots import as_start, count_below, differ, side_by_side
 
 TILES = 4
-"""Of a program for more than 8 rows of x: a warp for each, as many as a warp group's instruction takes."""
+"""Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
 
-WEIGHTS_AN_ESCAPE = 2.2e6
-"""So many weights are multiplied while a thread takes one escape, 0.7 us on an H200."""
-
-MOST_PORTIONS = 16
-"""Of the escapes of a row. Each has a part to be added up; who has so many escapes should not be packed."""
-
-STEP = 256
-"""Elements that a program of `_reorder` takes."""
+RESIDENT = {16: 4, 32: 4, 64: 3}
+"""So many such programs a multiprocessor has, by the registers that they take: up to 16, 32, 64 rows of x."""
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 32 rows, bias [out], to [rows, out].
+    """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 64 rows, bias [out], to [rows, out].
 
     x, bias and the weights have one dtype and are contiguous.
     """
@@ -61,43 +55,39 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
     y = torch.empty(rows, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
     tiles, lanes = packed.words.shape[0], packed.words.shape[2]
-    weights = packed.words, packed.row_start, packed.escapes
-    stand_in = _stand_in(packed.base, packed.parity, packed.dtype)
-    numbers = packed.base, 2.0**packed.parity, stand_in, out, rows, columns
+    if columns != SLOTS * lanes:
+        x = F.pad(x, (0, SLOTS * lanes - columns))
+    elif x.data_ptr() % 16:
+        x = x.clone()
+    scale, stand_in = 2.0**packed.shift, _stand_in(packed.base, packed.shift, packed.dtype)
     half = packed.dtype == torch.float16
-    form = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "BIAS": bias is not None, "ASM": compiled}
+    early = compiled and early_launches(x.device)
+    shape = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "ASM": compiled}
     with torch.cuda.device_of(x), LAUNCHING:
         if rows == 1:
             # By the registers that it takes, so many warps are on a multiprocessor.
             warps = _warps(tiles, lanes, 28 if packed.low_bits <= 4 else 20, x.device)
-            even = columns == SLOTS * lanes and lanes % (4 * warps) == 0
             _one_row[(tiles,)](
-                y, x, *weights, bias, *numbers, W=warps, EVEN=even, **form, num_warps=warps
+                y, x.view(torch.int32), x, *packed.arrays, bias, packed.base, scale, stand_in, out,
+                W=warps, EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, EARLY=early, **shape,
+                num_warps=warps, launch_pdl=early,
             )  # fmt: skip
             return y.to(x.dtype)
-        early = compiled and early_launches(x.device)
-        wide = 8 if rows <= 8 else max(16, triton.next_power_of_2(rows))
-        turns, blocks = triton.cdiv(lanes, 4), triton.cdiv(tiles, TILES)
-        ordered, transposed = (x.new_empty(turns * 4 * SLOTS * wide) for _ in range(2))
-        counters = torch.empty(blocks, dtype=torch.int32, device=x.device)
-        _reorder[(triton.cdiv(max(ordered.numel(), blocks), STEP),)](
-            ordered, transposed, counters, x, rows, columns, blocks,
-            C=lanes, BM=wide, STEP=STEP, EARLY=early, num_warps=2,
+        wide = max(16, triton.next_power_of_2(rows))
+        blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
+        programs, each = _programs(blocks * turns, RESIDENT[wide], x.device)
+        spread = {"TURNS": turns, "EACH": each, "BLOCKS": 1 + triton.cdiv(each - 1, turns)}
+        parts = torch.empty(
+            programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=x.device
+        )
+        _some_rows[(programs,)](
+            parts, x, *packed.arrays[:3], packed.base, scale, blocks * turns, out, rows, BM=wide, W=TILES,
+            EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape, num_warps=TILES,
         )  # fmt: skip
-        if rows <= 8:
-            warps = _warps(tiles, lanes, 32, x.device)
-            _few_rows[(tiles,)](
-                y, ordered.view(torch.int32), transposed, *weights, bias, *numbers, W=warps,
-                EVEN=lanes % (4 * warps) == 0, EARLY=early, **form, num_warps=warps, launch_pdl=early,
-            )  # fmt: skip
-            return y.to(x.dtype)
-        shares = _shares(blocks, turns, x.device)
-        parted, portions = _escape_programs(_own_escapes(packed), out, columns)
-        parts = torch.empty(portions + shares, rows, out, dtype=torch.float32, device=x.device)
-        _some_rows[(blocks, parted * portions + shares)](
-            y, parts, counters, ordered, transposed, *weights, bias, *numbers, BM=wide, W=TILES,
-            SHARES=shares, PARTED=parted, PORTIONS=portions, EVEN=lanes % 4 == 0, EARLY=early, **form,
-            num_warps=TILES, launch_pdl=early,
+        _add_parts[(blocks, wide // 8)](
+            y, parts, x, packed.row_start, packed.escapes, bias, stand_in, out, rows, C=lanes, HALF=half,
+            BIAS=bias is not None, BM=wide, W=TILES, EARLY=early, **spread, num_warps=TILES,
+            launch_pdl=early,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -115,37 +105,20 @@ def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
 
 
 @functools.cache
-def _shares(blocks: int, turns: int, device: torch.device) -> int:
-    """In how many shares the columns of x are cut: 3 to 6, for four programs on every multiprocessor.
+def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int]:
+    """How many programs share so many units of work evenly, and how many each has: 4 or more if there are.
 
-    None has less than 4 turns. Fewer than 3 were slower even for many blocks.
+    All run at once, `resident` on a multiprocessor.
     """
-    wanted = triton.cdiv(4 * multiprocessors(device), blocks)
-    return int(max(1, min(max(3, wanted), 6, turns // 4)))
-
-
-def _own_escapes(packed: PackedTensor) -> int:
-    """About how many are of its rows: experts share a list of them, and their words are views."""
-    return packed.escapes.numel() * packed.words.nbytes // packed.words.untyped_storage().nbytes()
+    wanted = max(1, min(resident * multiprocessors(device), units // 4))
+    each = triton.cdiv(units, wanted)
+    return triton.cdiv(units, each), each
 
 
 @functools.cache
-def _escape_programs(escapes: int, out: int, columns: int) -> tuple[int, int]:
-    """For the escapes of a block: in how many parts its rows are cut, and in how many those of a row.
-
-    A thread takes one after the other, and should have done when the products are.
-    """
-    one_by_one = escapes / out / 2
-    programs = one_by_one / max(4.0, out * columns / WEIGHTS_AN_ESCAPE)
-    parted = min(TILES, triton.next_power_of_2(max(1, math.ceil(programs))))
-    portions = triton.next_power_of_2(max(1, math.ceil(programs / parted)))
-    return int(parted), int(min(MOST_PORTIONS, portions))
-
-
-@functools.cache
-def _stand_in(base: int, parity: int, dtype: torch.dtype) -> float:
+def _stand_in(base: int, shift: int, dtype: torch.dtype) -> float:
     """What stands in the slot of an escape."""
-    pattern = Window(base, parity, format_of(dtype)).stand_in
+    pattern = Window(base, shift, format_of(dtype)).stand_in
     return float(torch.tensor([pattern]).to(torch.uint16).view(dtype).item())
 
 
@@ -175,6 +148,23 @@ def _load_words(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
+def _record(index, c, inside, EVEN: tl.constexpr):
+    """Of a word which rows of its pair have a far word, and where they begin."""
+    two = (index + c // 2 * 2)[:, None] + tl.arange(0, 2)[None, :]
+    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
+
+
+@triton.jit
+def _load_far(far, record, c, r, ASM: tl.constexpr):
+    """The far words of rows r and r + 8, 0 where there is none."""
+    mask, start = record
+    bit = c % 2 * 16 + 2 * r
+    at = far + start + count_below(mask, bit, ASM)
+    own, next_own = (mask >> bit) & 1, (mask >> (bit + 1)) & 1
+    return tl.load(at, mask=own != 0, other=0), tl.load(at + own, mask=next_own != 0, other=0)
+
+
+@triton.jit
 def _field(words, FIRST: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
     """A field of 4 slots, a byte each, from planes of a width that begin with FIRST."""
     word = words[FIRST + G * WIDTH // 8]
@@ -199,7 +189,7 @@ def _low_bytes(words, LOW: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _high_bytes(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
+def _high_bytes(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
     """The high bytes of 4 slots."""
     if HALF:
         code = _field(words, LOW + 2, 2, G) | (_field(words, LOW + 4, 1, G) << 2)
@@ -208,14 +198,14 @@ def _high_bytes(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.const
     else:
         high = base4 - _field(words, LOW, 2, G)
         sign = words[LOW + 2]
-    return high | ((sign << (7 - G)) & -0x7F7F7F80)
+    return differ(high, far, G, HALF) | ((sign << (7 - G)) & -0x7F7F7F80)
 
 
 @triton.jit
-def _weights(words, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
+def _weights(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
     """Slots 4 G and 4 G + 1, and the next two, of a row."""
     low = _low_bytes(words, LOW, G)
-    high = _high_bytes(words, base4, LOW, HALF, G)
+    high = _high_bytes(words, far, base4, LOW, HALF, G)
     return side_by_side(low, high, ASM)
 
 
@@ -268,38 +258,36 @@ def _escape(escapes, at, stop, stand_in, HALF: tl.constexpr):
 
 
 @triton.jit
-def _bits(x):
-    return x.to(tl.uint16, bitcast=True).to(tl.uint32)
+def _escapes_of_row(row_start, row, own):
+    """Which escapes of a row a thread begins with, and where they end."""
+    return as_start(tl.load(row_start + row)) + own, as_start(tl.load(row_start + row + 1))
 
 
 @triton.jit
-def _load_x(x, at, inside, K: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr):
-    """x for 4 slots of one word, from column `at` on: two pairs."""
-    if EVEN:
-        x0, x1, x2, x3 = (
-            tl.load(x + at),
-            tl.load(x + at + C),
-            tl.load(x + at + 2 * C),
-            tl.load(x + at + 3 * C),
-        )
-    else:
-        x0 = tl.load(x + at, mask=inside & (at < K), other=0.0)
-        x1 = tl.load(x + at + C, mask=inside & (at + C < K), other=0.0)
-        x2 = tl.load(x + at + 2 * C, mask=inside & (at + 2 * C < K), other=0.0)
-        x3 = tl.load(x + at + 3 * C, mask=inside & (at + 3 * C < K), other=0.0)
-    first, second = _bits(x0) | (_bits(x1) << 16), _bits(x2) | (_bits(x3) << 16)
-    return first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
+def _gather(x, column, there, M, C: tl.constexpr, BM: tl.constexpr):
+    """x of the escape of each thread: [T, BM]."""
+    m = tl.arange(0, BM)[None, :]
+    return tl.load(x + (m * (32 * C) + column[:, None]), mask=there[:, None] & (m < M), other=0.0)
+
+
+@triton.jit
+def _load_pairs(x, c, r, inside, EVEN: tl.constexpr):
+    """x for the slots 4 r to 4 r + 3 of one word: two pairs."""
+    two = x + (16 * c + 2 * r)[:, None] + tl.arange(0, 2)[None, :]
+    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
 
 
 @triton.jit
 def _one_row(
-    y, x, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
+    y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, scale, stand_in, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    W: tl.constexpr, EVEN: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """16 values of y for one row of x: W warps share the columns, 4 words each in turn."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     T: tl.constexpr = 32 * W
-    EL: tl.constexpr = 2 * W
+    EL: tl.constexpr = 2 * W  # escapes of a row at a time
     P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
     TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
     t = tl.arange(0, T)
@@ -307,40 +295,43 @@ def _one_row(
     r, q = lane // 4, lane % 4
     tile = tl.program_id(0)
     words += tile.to(tl.int64) * (P * C * 16)
+    index += tile.to(tl.int64) * ((C + 1) // 2 * 2)
     c = warp * 4 + q
     base4 = base * 0x01010101
-    row = tl.minimum(tile * 16 + t // EL, N - 1)
-    first = as_start(tl.load(row_start + row)) + t % EL
-    stop = as_start(tl.load(row_start + row + 1))
+    first, stop = _escapes_of_row(row_start, tl.minimum(tile * 16 + t // EL, N - 1), t % EL)
 
+    record = _record(index, c, c < C, EVEN)
     a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
-    pairs = _load_x(x, 4 * r * C + c, c < C, K, C, EVEN)
-    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
+    ahead = tl.minimum(1, TURNS - 1) * (4 * W) + c
+    next_record = _record(index, ahead, ahead < C, EVEN)
+    if EARLY:
+        cuda.gdc_wait()  # for x
+    pairs = _load_pairs(pairs_of_x, c, r, c < C, EVEN)
+    off, column, there = _escape(escapes, first, stop, stand_in, HALF)
+    far_a, far_b = _load_far(far, record, c, r, ASM)
     zero = tl.zeros([T], tl.float32)
-    fix, x_now, off_now = zero, zero, zero
+    fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
     sums = ()
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
     for turn in range(TURNS):
-        # The next words, x of the escapes at hand, and the next escapes are under way meanwhile.
+        # The next words, the far words among them, and records for those behind are under way meanwhile.
         ahead = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
+        behind = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
         next_a, next_b = _load_words(words, ahead * 16 + r * 2, ahead < C, P, C, EVEN)
-        next_pairs = _load_x(x, 4 * r * C + ahead, ahead < C, K, C, EVEN)
-        fix += off_now * x_now
-        x_now = tl.load(x + (position & 31) * C + (position >> 5), mask=there, other=0.0).to(tl.float32)
-        off_now = off
-        off, position, there = _escape(escapes, first + (turn + 1) * EL, stop, stand_in, HALF)
+        next_pairs = _load_pairs(pairs_of_x, ahead, r, ahead < C, EVEN)
+        next_far_a, next_far_b = _load_far(far, next_record, ahead, r, ASM)
+        next_record = _record(index, behind, behind < C, EVEN)
         added = ()
         for g in tl.static_range(8):
-            a0, a2 = _weights(a, base4, LOW, HALF, g, ASM)
-            a1, a3 = _weights(b, base4, LOW, HALF, g, ASM)
+            a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
+            a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
             added += (_mma((a0, a1, a2, a3), pairs, sums[g], W, HALF, ASM),)
         sums = added
-        a, b, pairs = next_a, next_b, next_pairs
-    fix += off_now * x_now
-    for step in range(TURNS, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
-        off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
-        fix += off * tl.load(x + (position & 31) * C + (position >> 5), mask=there, other=0.0).to(tl.float32)
+        a, b, pairs, far_a, far_b = next_a, next_b, next_pairs, next_far_a, next_far_b
+    for step in range(1, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
+        off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
     # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
     top, bottom = zero, zero
@@ -362,235 +353,134 @@ def _sum_of_row(sums, W: tl.constexpr):
 
 
 @triton.jit
-def _reorder(
-    ordered, transposed, counters, x, M, K, blocks,
-    C: tl.constexpr, BM: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
+def _some_rows(
+    parts, x, words, index, far, base, scale, units, N, M,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] in the order of the instructions, and for escapes as [C, 32 slots, BM].
+    """A share of the products of blocks of W tiles with up to BM rows of x: EACH of all `units`.
 
-    That order is [C, 4, 8, 8 slots] for up to 8 rows, and for more [BM, turns, 128], as tiles have them. Sets
-    the counters of all blocks to 0.
+    A unit is a block and 128 columns. What they add to a block goes to parts [programs, BLOCKS, BM, 16 W].
+    Words and x of the next unit are under way meanwhile. The loop is not left to the compiler to overlap: it
+    would cut the instruction in eight that wait for each other.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
-    e = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    tl.store(counters + e, 0, mask=e < blocks)
-    WIDTH: tl.constexpr = (C + 3) // 4 * 4 * _SLOTS
-    if BM == 8:
-        m, slot, c = e // 8 % BM, e // (8 * BM) % 4 * 8 + e % 8, e // (_SLOTS * BM)
-    else:
-        m, k = e // WIDTH, e % WIDTH
-        slot, c = k // 16 % 8 * 4 + k // 8 % 2 * 2 + k % 2, k // 128 * 4 + k // 2 % 4
-    _copy(ordered, e, x, m, slot, c, M, K, C, WIDTH * BM)
-    _copy(transposed, e, x, e % BM, e // BM % _SLOTS, e // (_SLOTS * BM), M, K, C, WIDTH * BM)
-
-
-@triton.jit
-def _copy(to, e, x, m, slot, c, M, K, C: tl.constexpr, SIZE: tl.constexpr):
-    """Element e of an array of SIZE: x of row m and of a word's slot, or 0 where there is none."""
-    k = slot * C + c
-    value = tl.load(x + m * K + k, mask=(e < SIZE) & (m < M) & (c < C) & (k < K), other=0.0)
-    tl.store(to + e, value, mask=e < SIZE)
-
-
-_SLOTS = tl.constexpr(SLOTS)
-
-
-@triton.jit
-def _load_fragments(
-    fragments, c, r, PAIR: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """x for the instructions 2 PAIR and 2 PAIR + 1, two pairs each."""
-    where = fragments + (((c * 4 + PAIR) * 8 + r) * 4)[:, None] + tl.arange(0, 4)[None, :]
-    four = tl.load(where) if EVEN else tl.load(where, mask=(c < C)[:, None], other=0)
-    even, odd = tl.split(tl.reshape(four, [T, 2, 2]))
-    first0, second0 = tl.split(even)
-    first1, second1 = tl.split(odd)
-    return (first0, first1), (second0, second1)
-
-
-@triton.jit
-def _gather(transposed, position, there, BM: tl.constexpr):
-    """x of the escape of each thread: [T, BM]."""
-    at = (position * BM)[:, None] + tl.arange(0, BM)[None, :]
-    return tl.load(transposed + at, mask=there[:, None], other=0.0)
-
-
-@triton.jit
-def _few_rows(
-    y, fragments, transposed, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
-    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    W: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """16 columns of y for up to 8 rows of x: W warps share the columns of x, 4 words each in turn."""
-    T: tl.constexpr = 32 * W
-    EL: tl.constexpr = 2 * W  # escapes of a row at a time
-    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
-    TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
-    t = tl.arange(0, T)
-    lane, warp = t % 32, t // 32
-    r, q = lane // 4, lane % 4
-    tile = tl.program_id(0)
-    words += tile.to(tl.int64) * (P * C * 16)
-    base4 = base * 0x01010101
-    row = tl.minimum(tile * 16 + t // EL, N - 1)
-    first = as_start(tl.load(row_start + row)) + t % EL
-    stop = as_start(tl.load(row_start + row + 1))
-
-    zero = tl.zeros([T], tl.float32)
-    sums = (zero, zero, zero, zero)
-    fix = tl.zeros([T, 8], tl.float32)
-    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
-    if EARLY:
-        cuda.gdc_wait()
-    for turn in range(TURNS):
-        c = turn * (4 * W) + warp * 4 + q
-        a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
-        found = _gather(transposed, position, there, 8)
-        off_now = off
-        off, position, there = _escape(escapes, first + (turn + 1) * EL, stop, stand_in, HALF)
-        for pair in tl.static_range(4):
-            xs = _load_fragments(fragments, c, r, pair, C, T, EVEN)
-            for h in tl.static_range(2):
-                a0, a2 = _weights(a, base4, LOW, HALF, 2 * pair + h, ASM)
-                a1, a3 = _weights(b, base4, LOW, HALF, 2 * pair + h, ASM)
-                sums = _mma((a0, a1, a2, a3), xs[h], sums, W, HALF, ASM)
-        fix += off_now[:, None] * found.to(tl.float32)
-    for step in range(TURNS, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
-        off, position, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
-        fix += off[:, None] * _gather(transposed, position, there, 8).to(tl.float32)
-
-    n, m = (tile * 16 + tl.arange(0, 16))[:, None], tl.arange(0, 8)[None, :]
-    four = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
-    added = tl.sum(tl.reshape(four, [W, 128]), 0)  # r, q, row r or r + 8, column 2 q or 2 q + 1
-    result = tl.reshape(tl.permute(tl.reshape(added, [8, 4, 2, 2]), (2, 0, 1, 3)), [16, 8])
-    result = result * scale + tl.sum(tl.reshape(fix, [16, EL, 8]), 1)
-    if BIAS:
-        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + m.to(tl.int64) * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
-
-
-@triton.jit
-def _some_rows(
-    y, parts, counters, ordered, transposed, words, row_start, escapes, bias, base, scale, stand_in, N, M, K,
-    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    BM: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr, PARTED: tl.constexpr, PORTIONS: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A part of 16 W columns of y for up to BM rows of x: of the escapes first, then a share of the products.
-
-    parts: fp32 [PORTIONS + SHARES, M, N]
-    """
-    block, number = tl.program_id(0), tl.program_id(1)
-    begin = block * (16 * W)
-    if number < PARTED * PORTIONS:
-        own, portion = begin + number % PARTED * (16 * W // PARTED), number // PARTED
-        fixed = _of_escapes(
-            transposed, row_start, escapes, stand_in, own, portion, N, HALF, BM, W, PARTED, PORTIONS, EARLY
-        )  # fmt: skip
-        _keep(parts, portion, fixed, own, M, N, 16 * W // PARTED, BM)
-    else:
-        share = number - PARTED * PORTIONS
-        sums = _of_share(ordered, words, block, share, base, N, C, LOW, HALF, ASM, BM, W, SHARES, EVEN, EARLY)
-        _keep(parts, PORTIONS + share, sums * scale, begin, M, N, 16 * W, BM)
-    tl.debug_barrier()
-    if tl.atomic_add(counters + block, 1, sem="acq_rel") == PARTED * PORTIONS + SHARES - 1:
-        n, m = (begin + tl.arange(0, 16 * W))[:, None], tl.arange(0, BM)[None, :]
-        at, inside = m.to(tl.int64) * N + n, (n < N) & (m < M)
-        result = tl.zeros([16 * W, BM], tl.float32)
-        for part in tl.static_range(PORTIONS + SHARES):
-            here = parts + part * M.to(tl.int64) * N + at
-            result += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg")
-        if BIAS:
-            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _keep(parts, part, values, begin, M, N, COLUMNS: tl.constexpr, BM: tl.constexpr):
-    """Store what columns of y from `begin` on have of a part: [COLUMNS, BM]."""
-    n, m = (begin + tl.arange(0, COLUMNS))[:, None], tl.arange(0, BM)[None, :]
-    at = parts + (part * M.to(tl.int64) + m) * N + n
-    tl.store(at, values, mask=(n < N) & (m < M))
-
-
-@triton.jit
-def _of_escapes(
-    transposed, row_start, escapes, stand_in, begin, portion, N, HALF: tl.constexpr, BM: tl.constexpr,
-    W: tl.constexpr, PARTED: tl.constexpr, PORTIONS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """What a portion of the escapes of rows from `begin` on adds: [16 W // PARTED, BM]."""
-    EL: tl.constexpr = 2 * PARTED  # escapes of a row at a time
     t = tl.arange(0, 32 * W)
-    row = tl.minimum(begin + t // EL, N - 1)
-    first, stop = as_start(tl.load(row_start + row)), as_start(tl.load(row_start + row + 1))
-    each = (stop - first + PORTIONS - 1) // PORTIONS
-    first = tl.minimum(first + portion * each, stop)
-    stop = tl.minimum(first + each, stop)
-    first += t % EL
-    fix = tl.zeros([32 * W, BM], tl.float32)
-    off, position, there = _escape(escapes, first, stop, stand_in, HALF)
-    if EARLY:
-        cuda.gdc_wait()
-    for step in range(tl.cdiv(tl.max(stop - first, 0) + EL - 1, EL)):
-        next_off, next_position, next_there = _escape(escapes, first + (step + 1) * EL, stop, stand_in, HALF)
-        fix += off[:, None] * _gather(transposed, position, there, BM).to(tl.float32)
-        off, position, there = next_off, next_position, next_there
-    return tl.sum(tl.reshape(fix, [16 * W // PARTED, EL, BM]), 1)
-
-
-@triton.jit
-def _of_share(
-    ordered, words, block, share, base, N, C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr,
-    ASM: tl.constexpr, BM: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """The products of W tiles with a share of the columns of x: [16 W, BM].
-
-    Words and x of the next turn are under way meanwhile. The loop is not left to the compiler to overlap: it
-    would cut the instruction in eight that wait for each other.
-    """
-    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
-    TURNS: tl.constexpr = (C + 3) // 4
-    SHARE: tl.constexpr = (TURNS + SHARES - 1) // SHARES
-    t = tl.arange(0, 32 * W)
-    lane, warp = t % 32, t // 32
+    warp, lane = t // 32, t % 32
     r, q = lane // 4, lane % 4
-    tile = tl.minimum(block * W + warp, (N + 15) // 16 - 1)
-    own = tile.to(tl.int64) * (P * C * 16) + r * 2
     base4 = base * 0x01010101
-    at_x = tl.arange(0, BM)[None, :] * (TURNS * 128) + tl.arange(0, 128)[:, None]
-    turn = tl.minimum(share * SHARE, TURNS)
-    stop = tl.minimum(turn + SHARE, TURNS)
-    c = tl.minimum(turn, TURNS - 1) * 4 + q
-    a, b = _load_words(words, own + c * 16, c < C, P, C, EVEN)
-    if EARLY:
-        cuda.gdc_wait()
-    x = tl.load(ordered + at_x + tl.minimum(turn, TURNS - 1) * 128)
+    program = tl.program_id(0)
+    unit = program * EACH
+    stop = tl.minimum(unit + EACH, units)
+    first, last, tiles = unit // TURNS, units - 1, (N + 15) // 16
+    parts += program.to(tl.int64) * (BLOCKS * BM * 16 * W)
+    tile, c = _tile_and_word(unit, warp, q, tiles, W, TURNS)
+    record = _record(index + tile * ((C + 1) // 2 * 2), c, c < C, EVEN)
+    a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
+    next_tile, behind = _tile_and_word(tl.minimum(unit + 1, last), warp, q, tiles, W, TURNS)
+    next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
+    far_a, far_b = _load_far(far, record, c, r, ASM)
+    at_hand = _columns(x, unit % TURNS, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
-    for following in tl.range(turn + 1, stop + 1, num_stages=1):
-        weights, at_hand = _tile(a, b, base4, LOW, HALF, W, ASM), x
-        following = tl.minimum(following, TURNS - 1)
-        c = following * 4 + q
-        a, b = _load_words(words, own + c * 16, c < C, P, C, EVEN)
-        x = tl.load(ordered + at_x + following * 128)
+    for following in tl.range(unit + 1, stop + 1, num_stages=1):
+        weights, now = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, ASM), _in_order(at_hand, BM)
+        ahead = tl.minimum(following, last)
+        tile, c = next_tile, behind
+        next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
+        a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
+        far_a, far_b = _load_far(far, next_record, c, r, ASM)
+        next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
+        at_hand = _columns(x, ahead % TURNS, M, C, BM, EVEN)
         if ASM:
-            sums = tl.dot(weights, at_hand, sums)
+            sums = tl.dot(weights, now, sums)
         else:
-            sums = tl.dot(weights.to(tl.float32), at_hand.to(tl.float32), sums, input_precision="ieee")
-    return sums
+            sums = tl.dot(weights.to(tl.float32), now.to(tl.float32), sums, input_precision="ieee")
+        if (following == stop) | (following % TURNS == 0):
+            block = (following - 1) // TURNS - first
+            n, m = tl.arange(0, 16 * W)[:, None], tl.arange(0, BM)[None, :]
+            tl.store(parts + ((block * BM + m) * (16 * W) + n), sums * scale)
+            sums = tl.zeros([16 * W, BM], tl.float32)
 
 
 @triton.jit
-def _tile(a, b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _tile_and_word(unit, warp, q, tiles, W: tl.constexpr, TURNS: tl.constexpr):
+    """What a thread has of a unit; beyond the last tile that one again."""
+    return tl.minimum(unit // TURNS * W + warp, tiles - 1).to(tl.int64), unit % TURNS * 4 + q
+
+
+@triton.jit
+def _tile_words(
+    words, tile, c, r, LOW: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
+):
+    """A word of each plane of rows r and r + 8 of a tile."""
+    P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    return _load_words(words, tile * (P * C * 16) + c * 16 + r * 2, c < C, P, C, EVEN)
+
+
+@triton.jit
+def _add_parts(
+    y, parts, x, row_start, escapes, bias, stand_in, N, M,
+    C: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
+    TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs."""
+    EL: tl.constexpr = 2  # escapes of a row at a time
+    MOST: tl.constexpr = (TURNS + EACH - 2) // EACH + 1  # programs of a block
+    t = tl.arange(0, 32 * W)
+    block, octet = tl.program_id(0), tl.program_id(1) * 8
+    begin = block * (16 * W)
+    first, stop = _escapes_of_row(row_start, tl.minimum(begin + t // EL, N - 1), t % EL)
+    x += octet * (32 * C)
+    fix = tl.zeros([32 * W, 8], tl.float32)
+    for step in range(tl.cdiv(tl.max(stop - first, 0) + EL - 1, EL)):
+        off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        fix += off[:, None] * _gather(x, column, there, M - octet, C, 8).to(tl.float32)
+    result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
+    n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
+    inside = (begin + n < N) & (m < M)
+    if BIAS:
+        result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)
+    program = block * TURNS // EACH
+    beyond = ((block + 1) * TURNS - 1) // EACH + 1
+    if EARLY:
+        cuda.gdc_wait()
+    for _ in tl.static_range(MOST):
+        own = (program.to(tl.int64) * BLOCKS + block - program * EACH // TURNS) * (BM * 16 * W)
+        result += tl.load(parts + own + m * (16 * W) + n, mask=inside & (program < beyond), other=0.0)
+        program += 1
+    tl.store(y + m.to(tl.int64) * N + begin + n, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _columns(x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
+    """The 128 columns of x of a turn, as they lie: [BM, 128]."""
+    m, k = tl.arange(0, BM)[:, None], turn * 128 + tl.arange(0, 128)[None, :]
+    inside = (m < M) if EVEN else (m < M) & (k < 32 * C)
+    return tl.load(x + (m * (32 * C) + k), mask=inside, other=0.0)
+
+
+@triton.jit
+def _in_order(columns, BM: tl.constexpr):
+    """The same in the order of the instructions: [128, BM]."""
+    # q, g, half of an instruction, of a pair
+    parts = tl.reshape(columns, [BM, 4, 8, 2, 2])
+    return tl.trans(tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [BM, 128]))
+
+
+@triton.jit
+def _unpacked(
+    a, b, far_a, far_b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):
     """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8.
 
     Each thread has what the instruction wants of it, so nothing moves between threads.
     """
     groups = ()
     for g in tl.static_range(8):
-        a0, a2 = _weights(a, base4, LOW, HALF, g, ASM)
-        a1, a3 = _weights(b, base4, LOW, HALF, g, ASM)
+        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
+        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
         first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
         groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
     # warp, r, q, of a pair, row r or r + 8, half of an instruction, g

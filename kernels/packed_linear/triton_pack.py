@@ -1,14 +1,12 @@
 """Weights to the packed form and back on a GPU, in Triton: the bytes of the reference.
 
-Packing reads the weights three times: the census, which alone the host waits for; the words, with the number
-of escapes of every row; the escapes, when it is known where those of each row begin. How many there are
-follows from the census.
+Packing reads the weights three times: the census; the words, with the number of escapes of every row, and all
+far words, of which those that are not zero are then gathered; the escapes, when it is known where those of
+each row begin. The host waits three times: for the census, for the number of far words, and in the end.
 
-A thread that packs has 8 words of one row, whose 8 columns of a slot are 16 bytes of dense weights. 8 threads
-side by side have 8 rows of a tile, whose words are 32 bytes, a sector of memory. So words and weights both
-come and go in whole sectors, and threads have nothing to exchange. Rows are therefore *numbered* as their
-words lie: 16 t + 2 r + h is the number of row 16 t + r + 8 h. A thread that decodes has 8 words of the rows
-r and r + 8, which lie side by side: it loads 8 bytes at a time.
+A thread has one word of every plane of one row, which are 32 neighbouring weights. 16 threads side by side
+have the rows of a tile, so that words come and go in whole sectors. Rows are therefore *numbered* as their
+words lie: 16 t + 2 r + h is the number of row 16 t + r + 8 h.
 
 Decoding reads every word once. Then, behind a barrier, the same program writes the escapes of its rows and
 columns. Nothing is read or written outside the arrays.
@@ -30,24 +28,26 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 from .form import (
     F16,
     FEW_ESCAPES,
+    SLOTS,
     TILE_ROWS,
     Layout,
+    Window,
     best_window,
     check_columns,
     check_escapes,
+    index_shape,
     lane_words,
     low_bits,
     words_shape,
 )
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, side_by_side
+from .triton_slots import as_start, count_below, differ, side_by_side
 
-THREADS = 128
-OCTETS = 8
-"""Of a program that packs: it has 64 words of each row, 128 bytes of a slot. Decoding, it has 128."""
+WORDS = 8
+"""Words of each row that a program has, if it has the 16 rows of a tile."""
 
-GROUPS = 4
-"""Of 8 that a program decodes of its words, if rows are neighbours: more programs hide each other's waits."""
+WORDS_OF_ONE = 32
+"""If it has one row."""
 
 INVALID = 0x7FFF7FFF  # two NaNs in both formats
 
@@ -55,7 +55,7 @@ INVALID = 0x7FFF7FFF  # two NaNs in both formats
 def pack(weight: torch.Tensor) -> PackedTensor:
     """Pack bf16 or fp16 weights [out, in], contiguous: the arrays that the reference makes.
 
-    Waits for the device once. Raises ValueError for more than 65,536 columns.
+    Waits for the device. Raises ValueError for more than 65,536 columns.
     """
     fmt = format_of(weight.dtype)
     out, columns = weight.shape
@@ -64,29 +64,31 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     exponents, mantissas = _census(bits, fmt)
     window = best_window(exponents, fmt)
     layout = Layout(fmt, low_bits(mantissas))
-    inside = slice(window.exponents.start, window.exponents.stop)
-    escapes = weight.numel() - int(exponents[inside].sum())
+    escapes = weight.numel() - int(exponents[[*window.exponents, *window.far_exponents]].sum())
     check_escapes(escapes)
     device = weight.device
     words = torch.empty(words_shape(out, columns, layout), dtype=torch.int32, device=device)
+    tiles, _, lane, *_ = words.shape
+    far = torch.empty(tiles, lane + lane % 2, TILE_ROWS, dtype=torch.int32, device=device)
     starts = torch.zeros(out + 1, dtype=torch.int32, device=device)
-    row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts
     listed = torch.empty(escapes, dtype=torch.int32, device=device)
+    if weight.numel():
+        form = {"columns": columns, "shift": window.shift, "F16": fmt == F16}
+        with torch.cuda.device_of(bits), LAUNCHING:  # Triton launches on the current device
+            names = _names(window).to(device)
+            _words_kernel[(tiles * triton.cdiv(far.shape[1], WORDS),)](
+                bits, names, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
+                LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32,
+            )  # fmt: skip
+            starts = torch.cumsum(starts, 0, dtype=torch.int32)
+            if escapes:
+                _escapes_kernel[(out,)](bits, names, starts, listed, columns, F16=fmt == F16, TILE=1024)
+    row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts  # in 16 bits, modulo 2**16
     packed = PackedTensor(
-        (out, columns), weight.dtype, layout.low_bits, window.base, window.parity, words, row_start, listed
-    )
-    if weight.numel() == 0:
-        return packed
-    form = {"columns": columns, "base": window.base, "parity": window.parity, "F16": fmt == F16}
-    tile = _tile(columns, THREADS, OCTETS, together=8)
-    with torch.cuda.device_of(bits), LAUNCHING:  # Triton launches on the current device
-        _words_kernel[_grid(words.shape[0] * TILE_ROWS, columns, tile)](
-            bits, words, starts[1:], out=out, **form, LOW_BITS=layout.low_bits, **tile
-        )
-        row_start.copy_(torch.cumsum(starts, 0, dtype=torch.int32))  # in 16 bits, modulo 2**16
-        if escapes:
-            tile_c = min(triton.next_power_of_2(lane_words(columns)), 64)
-            _escapes_kernel[(out,)](bits, row_start, listed, **form, TILE_C=tile_c, num_warps=4)
+        (out, columns), weight.dtype, layout.low_bits, window.base, window.shift, words,
+        *_gathered(far, columns), row_start, listed,
+    )  # fmt: skip
+    packed.wait()
     return packed
 
 
@@ -109,51 +111,23 @@ def _decode(
     out, columns = packed.shape
     if count == 0 or columns == 0:
         return
-    dense = dense.view(torch.int16)
-    skipped = start % TILE_ROWS  # rows of the first tile
-    if ids is None:
-        tile = _tile(columns, THREADS, 2 * OCTETS, together=8, rows=2)
-        groups = GROUPS
-        numbers = -(-(skipped + count) // TILE_ROWS) * TILE_ROWS
-    else:
-        tile = _tile(columns, 32, 32, together=1)
-        groups = 8
-        numbers = count
-    with torch.cuda.device_of(dense), LAUNCHING:
-        _decode_kernel[(_grid(numbers, columns, tile)[0] * 8 // groups,)](
-            packed.words, packed.row_start, packed.escapes, ids, dense, start=start, skipped=skipped,
-            count=count, out=out, columns=columns, base=packed.base, parity=packed.parity,
-            F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits,
-            ONE=lane_words(columns) <= 8 * tile["OCTETS"], GROUPS=groups,
-            ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID, **tile,
-        )  # fmt: skip
-
-
-@functools.cache
-def _tile(columns: int, threads: int, octets: int, together: int, rows: int = 1) -> dict[str, int]:
-    """What a program is compiled for besides the form: what it has, and what columns allow.
-
-    It has OCTETS times 8 words, at most those of `octets`, of ROWS rows; a thread has 8 words of so many
-    `rows`. TOGETHER neighbouring threads have the same words, the next ones the next words.
-    """
     lane = lane_words(columns)
-    vec = min(lane & -lane, 8)
-    octets = min(triton.next_power_of_2(triton.cdiv(lane, 8)), octets)
-    return {
-        "lanes": lane // vec,
-        "VEC": vec,
-        "FULL": columns == 32 * lane,
-        "OCTETS": octets,
-        "ROWS": rows * threads // octets,
-        "TOGETHER": together,
-        "num_warps": threads // 32,
-    }
-
-
-def _grid(numbers: int, columns: int, tile: dict[str, int]) -> tuple[int]:
-    """Programs for so many rows. Those of the same rows follow each other: memory is swept in order."""
-    # Without Triton's own division, which takes the host microseconds.
-    return (-(-numbers // tile["ROWS"]) * -(-lane_words(columns) // (8 * tile["OCTETS"])),)
+    if ids is None:
+        downs, together = -(-(start % TILE_ROWS + count) // TILE_ROWS), TILE_ROWS
+        wide = min(WORDS, triton.next_power_of_2(lane))
+    else:
+        downs, together = count, 1
+        wide = min(WORDS_OF_ONE, triton.next_power_of_2(lane))
+    whole = columns == SLOTS * lane and dense.data_ptr() % 4 == 0
+    with torch.cuda.device_of(dense), LAUNCHING:
+        _decode_kernel[(downs * -(-lane // wide),)](
+            packed.words, packed.far_index, packed.far_words, packed.row_start, packed.escapes, ids,
+            dense.view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
+            columns=columns, lane=lane, base=packed.base, shift=packed.shift,
+            F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, WORDS=wide,
+            ROWS=together, ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID,
+            num_warps=max(1, wide * together // 32),
+        )  # fmt: skip
 
 
 def _census(bits: torch.Tensor, fmt: FloatFormat) -> tuple[npt.NDArray[np.int64], int]:
@@ -175,6 +149,26 @@ def _census(bits: torch.Tensor, fmt: FloatFormat) -> tuple[npt.NDArray[np.int64]
 def _programs(device: torch.device) -> int:
     """How many programs keep a device busy."""
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _names(window: Window) -> torch.Tensor:
+    """For every exponent whether it is an escape, 0, in the window, 1, or far, 2: int32, on the CPU."""
+    names = torch.zeros(1 << window.fmt.exponent_bits, dtype=torch.int32)
+    names[list(window.exponents)], names[list(window.far_exponents)] = 1, 2
+    return names
+
+
+def _gathered(far: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of far words [tiles, an even number, 16] the index, and those that are not zero, for which it waits."""
+    pairs = far.view(far.shape[0], far.shape[1] // 2, 2 * TILE_ROWS)
+    there = pairs != 0
+    bits = torch.arange(2 * TILE_ROWS, device=far.device)
+    masks = (there.to(torch.int64) << bits).sum(2)
+    counts = there.sum(2)
+    starts = counts.flatten().cumsum(0).view_as(counts) - counts
+    index = torch.stack([masks, starts], dim=2).to(torch.int32)  # modulo 2**32
+    return index.view(index_shape(TILE_ROWS * far.shape[0], columns)), pairs[there]
 
 
 # Kernels. Bytes of the four slots of a group are handled together, in one int32.
@@ -201,63 +195,12 @@ def _census_kernel(
 
 
 @triton.jit
-def _row(number):
-    """The row that has a number."""
-    return number // 16 * 16 + number % 16 // 2 + number % 2 * 8
-
-
-@triton.jit
-def _part(program, C, OCTETS: tl.constexpr):
-    """Which rows and which words a program has, in units of what one has."""
-    across = tl.cdiv(C, 8 * OCTETS)
-    return program // across, program % across
-
-
-@triton.jit
-def _number_and_octet(program, C, OCTETS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Of each thread the number of its row and the first of its 8 words."""
-    down, across = _part(program, C, OCTETS)
-    t = tl.arange(0, OCTETS * ROWS)
-    number = t // (OCTETS * TOGETHER) * TOGETHER + t % TOGETHER
-    octet = t // TOGETHER % OCTETS
-    return down * ROWS + number, 8 * (across * OCTETS + octet)
-
-
-@triton.jit
-def _word(row, c, C, PLANES: tl.constexpr):
-    """Where word c of a row, an int64, is in its first plane, if its row r + 8 of a tile: one before that."""
-    return (row // 16 * (PLANES * C) + c) * 16 + row % 8 * 2
-
-
-@triton.jit
-def _store_octet(target, words, left, WHOLE: tl.constexpr):
-    """Write words [threads, 8] from `target` [threads] on. Only `left` are there, WHOLE: none or all."""
-    even, odd = tl.split(tl.reshape(words, [target.shape[0], 2, 2, 2]))
-    w04, w26 = tl.split(even)
-    w15, w37 = tl.split(odd)
-    w0, w4 = tl.split(w04)
-    w1, w5 = tl.split(w15)
-    w2, w6 = tl.split(w26)
-    w3, w7 = tl.split(w37)
-    tl.store(target, w0, mask=left > 0)
-    tl.store(target + 16, w1, mask=left > (0 if WHOLE else 1))
-    tl.store(target + 32, w2, mask=left > (0 if WHOLE else 2))
-    tl.store(target + 48, w3, mask=left > (0 if WHOLE else 3))
-    tl.store(target + 64, w4, mask=left > (0 if WHOLE else 4))
-    tl.store(target + 80, w5, mask=left > (0 if WHOLE else 5))
-    tl.store(target + 96, w6, mask=left > (0 if WHOLE else 6))
-    tl.store(target + 112, w7, mask=left > (0 if WHOLE else 7))
-
-
-@triton.jit
-def _slot(v, there, base, parity, F16: tl.constexpr):
-    """Of patterns in int32: what the slots hold but for the exponent, the codes, and which are escapes."""
-    MIDDLE: tl.constexpr = 2 if F16 else 0
-    FARTHEST: tl.constexpr = 7 if F16 else 3
-    v = (v - (parity << 7)) & 0xFFFF
-    distance = base - ((v & 0x7FFF) >> (8 + MIDDLE))
-    inside = there & (distance >= 0) & (distance <= FARTHEST)
-    return tl.where(inside, v, 0), tl.where(inside, distance, FARTHEST), there & (inside == 0)
+def _row_and_word(program, lane, WORDS: tl.constexpr, ROWS: tl.constexpr):
+    """What a thread has: the number of its row among ROWS, where these begin, its word, the first of all."""
+    across = tl.cdiv(lane, WORDS)
+    t = tl.arange(0, WORDS * ROWS)
+    first = program % across * WORDS
+    return t % ROWS, program // across, first + t // ROWS, first
 
 
 @triton.jit
@@ -272,51 +215,59 @@ def _take(words, g, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     return ((words >> (g * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)) << SHIFT
 
 
-@triton.jit(do_not_specialize=["lanes", "out", "columns", "base", "parity"])
+@triton.jit
+def _name(names_ptr, v, there, F16: tl.constexpr):
+    """Whether patterns in int32 are escapes, in the window, or far."""
+    exponent = (v >> 10) & 0x1F if F16 else (v >> 7) & 0xFF
+    return tl.load(names_ptr + exponent, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=["out", "columns", "lane", "base", "shift"])
 def _words_kernel(
-    bits_ptr, words_ptr, counts_ptr, out, columns, lanes, base, parity,
-    F16: tl.constexpr, LOW_BITS: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, OCTETS: tl.constexpr,
-    ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    bits_ptr, names_ptr, words_ptr, far_ptr, counts_ptr, out, columns, lane, base, shift,
+    F16: tl.constexpr, LOW_BITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write words of whole tiles, and add their escapes to the counts of their rows."""
+    """Write words of a tile, its far words, also those that are 0, and add its escapes to those of rows."""
     PLANES: tl.constexpr = LOW_BITS + (6 if F16 else 3)
     SHIFT4: tl.constexpr = 4
     SHIFT2: tl.constexpr = 4 - (LOW_BITS & 4) + 2
     SHIFT1: tl.constexpr = 8 - LOW_BITS
     MIDDLES: tl.constexpr = LOW_BITS
     CODES: tl.constexpr = LOW_BITS + (2 if F16 else 0)
-    WHOLE: tl.constexpr = VEC == 8
-    C = lanes * VEC
-    plane = C * 16
-    number, c = _number_and_octet(tl.program_id(0), C, OCTETS, ROWS, TOGETHER)
-    row = _row(number.to(tl.int64))
-    left = tl.where(row < (out + 15) // 16 * 16, C - c, 0)
-    target = words_ptr + _word(row, c, C, PLANES) + row % 16 // 8
-    cs = c[:, None] + tl.arange(0, 8)[None, :]
-    source = bits_ptr + row[:, None] * (32 * C if FULL else columns)
-    inside = (row < out)[:, None] & (cs < C)
-    zero = tl.zeros([OCTETS * ROWS, 8], tl.int32)
-    low1, uppers, signs = zero, zero, zero
-    escapes = tl.zeros([OCTETS * ROWS], tl.int32)
-    for half in range(2):
+    FARTHEST: tl.constexpr = 7 if F16 else 3
+    even = lane + lane % 2
+    number, tile, c, _ = _row_and_word(tl.program_id(0), even, WORDS, 16)
+    tile = tile.to(tl.int64)
+    row = tile * 16 + number // 2 + number % 2 * 8
+    here = c < lane
+    target = words_ptr + (tile * PLANES * lane + c) * 16 + number
+    plane = lane * 16
+    source = bits_ptr + row * columns + 32 * c
+    zero = tl.zeros([WORDS * 16], tl.int32)
+    low1, uppers, signs, fars, escapes = zero, zero, zero, zero, zero
+    for half in tl.static_range(2):
         low4, low2, middles, codes = zero, zero, zero, zero
         for j in tl.static_range(4):
-            low, high, code = zero, zero, zero
+            low, high, code, far = zero, zero, zero, zero
             for b in tl.static_range(4):
-                k = (16 * half + 4 * j + b) * C + cs
-                there = inside if FULL else inside & (k < columns)
+                k = 16 * half + 4 * j + b
+                there = here & (row < out) & (32 * c + k < columns)
                 v = tl.load(source + k, mask=there, other=0).to(tl.int32)
-                v, distance, escape = _slot(v, there, base, parity, F16)
+                name = _name(names_ptr, v, there, F16)
+                v = tl.where(name != 0, (v - (shift << (10 if F16 else 7))) & 0xFFFF, 0)
+                top = (v & 0x7FFF) >> (10 if F16 else 8)
+                distance = base - (top ^ tl.where(name == 2, 8 if F16 else 4, 0))
                 low |= (v & 0xFF) << 8 * b
                 high |= (v >> 8) << 8 * b
-                code |= distance << 8 * b
-                escapes += tl.sum(escape.to(tl.int32), 1)
+                code |= tl.where(name != 0, distance, FARTHEST) << 8 * b
+                far |= (name == 2).to(tl.int32) << 8 * b
+                escapes += (there & (name == 0)).to(tl.int32)
             if LOW_BITS == 8:
-                _store_octet(target + (4 * half + j) * plane, low, left, WHOLE)
+                tl.store(target + (4 * half + j) * plane, low, mask=here)
             if LOW_BITS & 4:
                 low4 = _put(low4, low, j, SHIFT4, 4)
                 if j % 2 == 1:
-                    _store_octet(target + (2 * half + j // 2) * plane, low4, left, WHOLE)
+                    tl.store(target + (2 * half + j // 2) * plane, low4, mask=here)
                     low4 = zero
             low2 = _put(low2, low, j, SHIFT2, 2)
             low1 |= _put(zero, low, j, SHIFT1, 1) << 4 * half
@@ -324,245 +275,173 @@ def _words_kernel(
             codes = _put(codes, code, j, 0, 2)
             uppers |= _put(zero, code, j, 2, 1) << 4 * half
             signs |= _put(zero, high, j, 7, 1) << 4 * half
+            fars |= _put(zero, far, j, 0, 1) << 4 * half
         if LOW_BITS & 2:
-            _store_octet(target + ((LOW_BITS & 4) + half) * plane, low2, left, WHOLE)
+            tl.store(target + ((LOW_BITS & 4) + half) * plane, low2, mask=here)
         if F16:
-            _store_octet(target + (MIDDLES + half) * plane, middles, left, WHOLE)
-        _store_octet(target + (CODES + half) * plane, codes, left, WHOLE)
+            tl.store(target + (MIDDLES + half) * plane, middles, mask=here)
+        tl.store(target + (CODES + half) * plane, codes, mask=here)
     if LOW_BITS & 1:
-        _store_octet(target + (LOW_BITS - 1) * plane, low1, left, WHOLE)
+        tl.store(target + (LOW_BITS - 1) * plane, low1, mask=here)
     if F16:
-        _store_octet(target + (PLANES - 2) * plane, uppers, left, WHOLE)
-    _store_octet(target + (PLANES - 1) * plane, signs, left, WHOLE)
+        tl.store(target + (PLANES - 2) * plane, uppers, mask=here)
+    tl.store(target + (PLANES - 1) * plane, signs, mask=here)
+    tl.store(far_ptr + (tile * even + c) * 16 + number, fars, mask=c < even)
 
-    mine = tl.reshape(escapes, [ROWS // TOGETHER, OCTETS, TOGETHER])
-    down, _ = _part(tl.program_id(0), C, OCTETS)
-    row = _row(down * ROWS + tl.arange(0, ROWS))
-    tl.atomic_add(counts_ptr + row, tl.reshape(tl.sum(mine, 1), [ROWS]), mask=row < out, sem="relaxed")
+    number = tl.arange(0, 16)
+    row = tile * 16 + number // 2 + number % 2 * 8
+    of_row = tl.sum(tl.reshape(escapes, [WORDS, 16]), 0)
+    tl.atomic_add(counts_ptr + row, of_row, mask=(row < out) & (of_row != 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["columns", "base", "parity"])
+@triton.jit(do_not_specialize=["columns"])
 def _escapes_kernel(
-    bits_ptr, row_start_ptr, escapes_ptr, columns, base, parity, F16: tl.constexpr, TILE_C: tl.constexpr
+    bits_ptr, names_ptr, row_start_ptr, escapes_ptr, columns, F16: tl.constexpr, TILE: tl.constexpr
 ):
-    """Write the escapes of a row in the order of its words, and in a word of its slots."""
+    """Write the escapes of a row in the order of its columns."""
     row = tl.program_id(0)
-    at = _start_of(row_start_ptr, row, True)
+    at = tl.load(row_start_ptr + row)
     source = bits_ptr + row.to(tl.int64) * columns
-    C = (columns + 31) // 32
-    q = tl.arange(0, 32)[None, :]
-    for first in range(0, C, TILE_C):
-        c = first + tl.arange(0, TILE_C)[:, None]
-        k = q * C + c
-        there = (c < C) & (k < columns)
-        v = tl.load(source + k, mask=there, other=0).to(tl.int32)
-        _, _, escape = _slot(v, there, base, parity, F16)
+    for first in range(0, columns, TILE):
+        k = first + tl.arange(0, TILE)
+        v = tl.load(source + k, mask=k < columns, other=0).to(tl.int32)
+        escape = (k < columns) & (_name(names_ptr, v, k < columns, F16) == 0)
         number = escape.to(tl.int32)
-        of_word = tl.sum(number, 1)
-        offs = at + (tl.cumsum(of_word) - of_word)[:, None] + tl.cumsum(number, 1) - number
-        tl.store(escapes_ptr + offs, (32 * c + q) | v << 16, mask=escape)
-        at += tl.sum(of_word)
+        tl.store(escapes_ptr + at + tl.cumsum(number) - number, k | v << 16, mask=escape)
+        at += tl.sum(number)
 
 
 @triton.jit
-def _load_word(source, there, PAIR: tl.constexpr):
-    """A word of a row and, if PAIR, that of the row 8 further on, which lies beside it."""
-    if PAIR:
-        both = tl.load(source[:, None] + tl.arange(0, 2)[None, :], mask=there[:, None], other=0)
-        word, other = tl.split(both)
-    else:
-        word = tl.load(source, mask=there, other=0)
-        other = word
-    return word, other
-
-
-@triton.jit
-def _load_octet(source, left, WHOLE: tl.constexpr, PAIR: tl.constexpr):
-    """As `_load_word`, the 8 words from `source` [threads] on, each [threads, 8]; see `_store_octet`."""
-    w0, x0 = _load_word(source, left > 0, PAIR)
-    w1, x1 = _load_word(source + 16, left > (0 if WHOLE else 1), PAIR)
-    w2, x2 = _load_word(source + 32, left > (0 if WHOLE else 2), PAIR)
-    w3, x3 = _load_word(source + 48, left > (0 if WHOLE else 3), PAIR)
-    w4, x4 = _load_word(source + 64, left > (0 if WHOLE else 4), PAIR)
-    w5, x5 = _load_word(source + 80, left > (0 if WHOLE else 5), PAIR)
-    w6, x6 = _load_word(source + 96, left > (0 if WHOLE else 6), PAIR)
-    w7, x7 = _load_word(source + 112, left > (0 if WHOLE else 7), PAIR)
-    return _octet(w0, w1, w2, w3, w4, w5, w6, w7), _octet(x0, x1, x2, x3, x4, x5, x6, x7)
-
-
-@triton.jit
-def _octet(w0, w1, w2, w3, w4, w5, w6, w7):
-    """Words [threads] side by side: [threads, 8]."""
-    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
-    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    return tl.reshape(tl.join(even, odd), [w0.shape[0], 8])
-
-
-@triton.jit
-def _patterns(low, middle, code, upper, sign, base4, turn, g, F16: tl.constexpr, ASM: tl.constexpr):
-    """Of group g, from its low bytes and words of other planes: two slots a word, 0 and 1, 2 and 3."""
-    high = base4 - _take(code, g, 0, 2)
-    if F16:
-        high = (high - _take(upper, g, 2, 1)) << 2 | _take(middle, g, 0, 2)
-    high |= (sign << (7 - g)) & -2139062144
-    first, second = side_by_side(low, high, ASM)
-    return first + turn, second + turn
-
-
-@triton.jit
-def _start_of(row_start_ptr, row, valid):
-    """Where the escapes of rows begin."""
-    return as_start(tl.load(row_start_ptr + row, mask=valid, other=0))
-
-
-@triton.jit
-def _source_and_target(number, ids_ptr, start, skipped, count, out):
-    """Of numbers the row of the weights, whether it is there, the dense row, and whether it is wanted."""
+def _source_and_target(number, down, ids_ptr, start, count, out, ROWS: tl.constexpr):
+    """Of the rows of a program: the row of the weights, if it is there, the dense row, if it is wanted."""
     if ids_ptr is None:
-        target = number - skipped
-        wanted = (target >= 0) & (target < count)
-        return start + target.to(tl.int64), wanted, target.to(tl.int64), wanted
+        row = (start // 16 + down).to(tl.int64) * 16 + number // 2 + number % 2 * 8
+        wanted = (row >= start) & (row < start + count)
+        return row, wanted, row - start, wanted
     else:
-        wanted = number < count
-        row = tl.load(ids_ptr + number, mask=wanted, other=0).to(tl.int64)
+        target = down * ROWS + number
+        wanted = target < count
+        row = tl.load(ids_ptr + target, mask=wanted, other=0).to(tl.int64)
         valid = wanted & (row >= 0) & (row < out)
-        return tl.where(valid, row, 0), valid, number.to(tl.int64), wanted
+        return tl.where(valid, row, 0), valid, target.to(tl.int64), wanted
 
 
 @triton.jit
-def _store_group(target, k, C, first, second, inside, columns, FULL: tl.constexpr):
-    """Write the four slots of a group, of words side by side, from column k on."""
-    for b in tl.static_range(4):
-        v = ((first if b < 2 else second) >> (16 * (b % 2))).to(tl.int16)
-        tl.store(target + (k + b * C), v, mask=inside if FULL else inside & (k + b * C < columns))
+def _octet(words):
+    """8 words [threads] side by side: [threads, 8]."""
+    even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+    odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+    return tl.reshape(tl.join(even, odd), [words[0].shape[0], 8])
 
 
-@triton.jit(do_not_specialize=["start", "skipped", "count", "lanes", "out", "columns", "base", "parity"])
+@triton.jit(do_not_specialize=["start", "count", "out", "columns", "base", "shift"])
 def _decode_kernel(
-    words_ptr, row_start_ptr, escapes_ptr, ids_ptr, dense_ptr,
-    start, skipped, count, out, columns, lanes, base, parity,
-    F16: tl.constexpr, LOW_BITS: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, ONE: tl.constexpr,
-    OCTETS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, GROUPS: tl.constexpr,
-    ASM: tl.constexpr, INVALID: tl.constexpr,
+    words_ptr, index_ptr, far_ptr, row_start_ptr, escapes_ptr, ids_ptr, dense_ptr,
+    start, count, out, columns, lane, base, shift,
+    F16: tl.constexpr, LOW_BITS: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr, ASM: tl.constexpr, INVALID: tl.constexpr,
 ):  # fmt: skip
     """Write a part of `count` dense rows: of those from `start` on, or of those that ids name.
 
-    Of the former a thread has two, r and r + 8 of a tile, of the latter one, and of each GROUPS groups.
+    WHOLE: dense_ptr is of words of two weights, and no row ends within a word of a plane.
     """
-    PAIR: tl.constexpr = ids_ptr is None
     PLANES: tl.constexpr = LOW_BITS + (6 if F16 else 3)
-    MIDDLES: tl.constexpr = LOW_BITS
     CODES: tl.constexpr = LOW_BITS + (2 if F16 else 0)
-    WHOLE: tl.constexpr = VEC == 8
-    C = lanes * VEC
-    plane = C * 16
-    width = 32 * C if FULL else columns
-    program, first_group = tl.program_id(0) // (8 // GROUPS), tl.program_id(0) % (8 // GROUPS) * GROUPS
-    number, c = _number_and_octet(program, C, OCTETS, ROWS // 2 if PAIR else ROWS, TOGETHER)
-    if PAIR:
-        number = number // 8 * 16 + number % 8
-    row, valid, dense_row, wanted = _source_and_target(number, ids_ptr, start, skipped, count, out)
-    there = valid
-    cs = c[:, None] + tl.arange(0, 8)[None, :]
-    target = dense_ptr + dense_row[:, None] * width
-    inside = wanted[:, None] & (cs < C)
-    if PAIR:
-        _, _, dense_row8, wanted8 = _source_and_target(number + 8, ids_ptr, start, skipped, count, out)
-        there |= wanted8
-        target8 = dense_ptr + dense_row8[:, None] * width
-        inside8 = wanted8[:, None] & (cs < C)
-    left = tl.where(there, C - c, 0)
-    source = words_ptr + _word(row, c, C, PLANES)
-    if not PAIR:
-        source += row % 16 // 8
+    number, down, c, first = _row_and_word(tl.program_id(0), lane, WORDS, ROWS)
+    row, valid, dense_row, wanted = _source_and_target(number, down, ids_ptr, start, count, out, ROWS)
+    there = valid & (c < lane)
+    tile, own = row // 16, (row % 8 * 2 + row % 16 // 8).to(tl.int32)
+    source = words_ptr + (tile * PLANES * lane + c) * 16 + own
+    plane = lane * 16
+    record = index_ptr + (tile * ((lane + 1) // 2) + c // 2) * 2
+    mask = tl.load(record, mask=there, other=0)
+    bit = c % 2 * 16 + own
+    at = tl.load(record + 1, mask=there, other=0) + count_below(mask, bit, ASM)
+    far = tl.load(far_ptr + at, mask=there & ((mask >> bit) & 1 != 0), other=0)
 
-    # The pattern less 0x0080, plus 0x0080: nothing is carried from one slot to the next, as no window
-    # reaches so far.
-    turn, base4 = parity * 0x00800080, base * 0x01010101
-    none = tl.zeros([source.shape[0], 8], tl.int32)
-    middle, middle8, upper, upper8 = none, none, none, none
-    sign, sign8 = _load_octet(source + (PLANES - 1) * plane, left, WHOLE, PAIR)
+    # The pattern less the shift's exponents, plus these: nothing is carried from one slot to the next, as no
+    # window reaches so far.
+    turn, base4 = shift * (0x04000400 if F16 else 0x00800080), base * 0x01010101
+    sign = tl.load(source + (PLANES - 1) * plane, mask=there, other=0)
+    zero = tl.zeros_like(sign)
+    upper, low1, low2, low4, middle, code = zero, zero, zero, zero, zero, zero
     if F16:
-        upper, upper8 = _load_octet(source + (PLANES - 2) * plane, left, WHOLE, PAIR)
+        upper = tl.load(source + (PLANES - 2) * plane, mask=there, other=0)
     if LOW_BITS & 1:
-        low1, low18 = _load_octet(source + (LOW_BITS - 1) * plane, left, WHOLE, PAIR)
-    for i in tl.static_range(GROUPS):
-        g = first_group + i
+        low1 = tl.load(source + (LOW_BITS - 1) * plane, mask=there, other=0)
+    firsts = ()
+    seconds = ()
+    for g in tl.static_range(8):
         # A plane is loaded with the first group that it has something of.
-        if i % 4 == 0:
-            code, code8 = _load_octet(source + (CODES + g // 4) * plane, left, WHOLE, PAIR)
+        if g % 4 == 0:
+            code = tl.load(source + (CODES + g // 4) * plane, mask=there, other=0)
             if F16:
-                middle, middle8 = _load_octet(source + (MIDDLES + g // 4) * plane, left, WHOLE, PAIR)
+                middle = tl.load(source + (LOW_BITS + g // 4) * plane, mask=there, other=0)
             if LOW_BITS & 2:
-                at = source + ((LOW_BITS & 4) + g // 4) * plane
-                low2, low28 = _load_octet(at, left, WHOLE, PAIR)
-        if (LOW_BITS & 4) and i % 2 == 0:
-            low4, low48 = _load_octet(source + g // 2 * plane, left, WHOLE, PAIR)
-        if LOW_BITS == 8:
-            low, low8 = _load_octet(source + g * plane, left, WHOLE, PAIR)
-        else:
-            low, low8 = none, none
+                low2 = tl.load(source + ((LOW_BITS & 4) + g // 4) * plane, mask=there, other=0)
+        if (LOW_BITS & 4) and g % 2 == 0:
+            low4 = tl.load(source + g // 2 * plane, mask=there, other=0)
+        low = tl.load(source + g * plane, mask=there, other=0) if LOW_BITS == 8 else zero
         if LOW_BITS & 4:
             low |= _take(low4, g, 4, 4)
-            low8 |= _take(low48, g, 4, 4)
         if LOW_BITS & 2:
             low |= _take(low2, g, 4 - (LOW_BITS & 4) + 2, 2)
-            low8 |= _take(low28, g, 4 - (LOW_BITS & 4) + 2, 2)
         if LOW_BITS & 1:
             low |= _take(low1, g, 8 - LOW_BITS, 1)
-            low8 |= _take(low18, g, 8 - LOW_BITS, 1)
-        k = 4 * g * C + cs
-        first, second = _patterns(low, middle, code, upper, sign, base4, turn, g, F16, ASM)
-        if PAIR:
-            _store_group(target, k, C, first, second, inside, columns, FULL)
-            first, second = _patterns(low8, middle8, code8, upper8, sign8, base4, turn, g, F16, ASM)
-            _store_group(target8, k, C, first, second, inside8, columns, FULL)
-        else:
-            first = tl.where(valid[:, None], first, INVALID)
-            second = tl.where(valid[:, None], second, INVALID)
-            _store_group(target, k, C, first, second, inside, columns, FULL)
+        high = base4 - _take(code, g, 0, 2)
+        if F16:
+            high = (high - _take(upper, g, 2, 1)) << 2 | _take(middle, g, 0, 2)
+        high = differ(high, far, g, F16) | ((sign << (7 - g)) & -2139062144)
+        a, b = side_by_side(low, high, ASM)
+        firsts += (tl.where(valid, a + turn, INVALID),)
+        seconds += (tl.where(valid, b + turn, INVALID),)
+
+    both = tl.reshape(tl.join(_octet(firsts), _octet(seconds)), [WORDS * ROWS, 16])
+    i = tl.arange(0, 16)[None, :]
+    inside = (wanted & (c < lane))[:, None]
+    if WHOLE:
+        target = dense_ptr + (dense_row * (columns // 2) + 16 * c)[:, None]
+        tl.store(target + i, both, mask=inside & (i < 16))
+    else:
+        target = dense_ptr + (dense_row * columns + 32 * c)[:, None]
+        k = 32 * c[:, None] + 2 * i
+        tl.store(target + 2 * i, both.to(tl.int16), mask=inside & (k < columns))
+        tl.store(target + 2 * i + 1, (both >> 16).to(tl.int16), mask=inside & (k + 1 < columns))
 
     tl.debug_barrier()  # an escape's slot is another thread's
+    number = tl.arange(0, ROWS)
+    row, valid, dense_row, _ = _source_and_target(number, down, ids_ptr, start, count, out, ROWS)
+    dense = dense_ptr.to(tl.pointer_type(tl.int16), bitcast=True) if WHOLE else dense_ptr
     _patch(
-        row_start_ptr, escapes_ptr, ids_ptr, dense_ptr, program, first_group, start, skipped, count, out,
-        width, C, ONE, OCTETS, ROWS, GROUPS, 4 * OCTETS if PAIR else 8 * OCTETS,
+        row_start_ptr, escapes_ptr, row, valid, dense + dense_row * columns, 32 * first, 32 * WORDS, ROWS
     )  # fmt: skip
 
 
 @triton.jit
-def _patch(
-    row_start_ptr, escapes_ptr, ids_ptr, dense_ptr, program, first_group, start, skipped, count, out,
-    width, C, ONE: tl.constexpr, OCTETS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Write the escapes of the program's rows, words, ONE: of all words, and groups."""
-    down, across = _part(program, C, OCTETS)
-    number = down * ROWS + tl.arange(0, ROWS)
-    row, valid, dense_row, _ = _source_and_target(number, ids_ptr, start, skipped, count, out)
-    target = dense_ptr + dense_row[:, None] * width
-    begin = _start_of(row_start_ptr, row, valid)
-    stop = _start_of(row_start_ptr, row + 1, valid) - begin
-    each = tl.arange(0, AT_ONCE)[None, :]
-    first = tl.zeros([ROWS], tl.int32)
-    if not ONE:
-        lowest = across * (256 * OCTETS)  # positions of the program's words
-        beyond = lowest + 256 * OCTETS
-        if tl.max(stop) > AT_ONCE:
-            # Of a long list, some entries at equal distances say where the program's part is.
-            entry = begin[:, None] + stop[:, None] * each // AT_ONCE
-            position = tl.load(escapes_ptr + entry, mask=(stop > 0)[:, None], other=0) & 0xFFFF
-            before = tl.sum((position < lowest).to(tl.int32), 1)
-            until = tl.sum((position < beyond).to(tl.int32), 1)
-            first = stop * tl.maximum(before - 1, 0) // AT_ONCE
-            stop = stop * until // AT_ONCE
-    for i in range(0, tl.max(stop - first), AT_ONCE):
-        entry = first[:, None] + i + each
-        mine = entry < stop[:, None]
-        escape = tl.load(escapes_ptr + begin[:, None] + entry, mask=mine, other=0)
-        position = escape & 0xFFFF
-        if not ONE:  # the others' are right too, but theirs to write
-            mine &= (position >= lowest) & (position < beyond)
-        if GROUPS != 8:
-            mine &= (position & 31) // (4 * GROUPS) * GROUPS == first_group
-        column = (position & 31) * C + (position >> 5)
-        tl.store(target + column, (escape >> 16).to(tl.int16), mask=mine)
+def _patch(row_start_ptr, escapes_ptr, row, valid, target, first, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Write the escapes of rows, from column `first` on, to the dense rows at `target`."""
+    AT_ONCE: tl.constexpr = 32
+    begin = as_start(tl.load(row_start_ptr + row, mask=valid, other=0))
+    stop = as_start(tl.load(row_start_ptr + row + 1, mask=valid, other=0))
+    if tl.max(stop - begin) > AT_ONCE:
+        begin = _first_at(escapes_ptr, begin, stop, first)
+        stop = _first_at(escapes_ptr, begin, stop, first + COLUMNS)
+    for i in range(0, tl.max(stop - begin), AT_ONCE):
+        entry = begin[:, None] + i + tl.arange(0, AT_ONCE)[None, :]
+        escape = tl.load(escapes_ptr + entry, mask=entry < stop[:, None], other=0)
+        column = escape & 0xFFFF
+        mine = (entry < stop[:, None]) & (column >= first) & (column < first + COLUMNS)
+        tl.store(target[:, None] + column, (escape >> 16).to(tl.int16), mask=mine)
+
+
+@triton.jit
+def _first_at(escapes_ptr, begin, stop, column):
+    """Of the escapes of rows the first that is at a column or behind it."""
+    while tl.max(stop - begin) > 0:
+        middle = (begin + stop) // 2
+        before = (tl.load(escapes_ptr + middle, mask=begin < stop, other=0) & 0xFFFF) < column
+        begin, stop = (
+            tl.where((begin < stop) & before, middle + 1, begin),
+            tl.where((begin < stop) & ~before, middle, stop),
+        )
+    return begin

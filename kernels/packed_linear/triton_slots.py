@@ -30,3 +30,26 @@ def side_by_side(low, high, ASM: tl.constexpr):
 def as_start(loaded):
     """Where the escapes of a row begin, as row_start has it: in 16 bits if that is enough."""
     return loaded.to(tl.int32) & 0xFFFF if loaded.dtype == tl.int16 else loaded
+
+
+@triton.jit
+def count_below(mask, bit, ASM: tl.constexpr):
+    """How many bits of an int32 are set below one."""
+    below = mask & ~((tl.zeros_like(mask) - 1) << bit)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [below], dtype=tl.int32, is_pure=True, pack=1
+        )
+    pairs = below - ((below >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    sixteens = eights + (eights >> 8)
+    return (sixteens + (sixteens >> 16)) & 0x3F
+
+
+@triton.jit
+def differ(high, far, G: tl.constexpr, HALF: tl.constexpr):
+    """High bytes of group G with the bit of 8 of their exponents turned where a far word says so."""
+    BIT: tl.constexpr = 5 if HALF else 2
+    moved = far << (BIT - G) if G <= BIT else far >> (G - BIT)
+    return high ^ (moved & (0x01010101 << BIT))
