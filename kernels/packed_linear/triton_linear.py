@@ -320,15 +320,16 @@ def _one_row(
         behind = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
         next_a, next_b = _load_words(words, ahead * 16 + r * 2, ahead < C, P, C, EVEN)
         next_pairs = _load_pairs(pairs_of_x, ahead, r, ahead < C, EVEN)
-        next_far_a, next_far_b = _load_far(far, next_record, ahead, r, ASM)
-        next_record = _record(index, behind, behind < C, EVEN)
         added = ()
         for g in tl.static_range(8):
             a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
             a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
             added += (_mma((a0, a1, a2, a3), pairs, sums[g], W, HALF, ASM),)
         sums = added
-        a, b, pairs, far_a, far_b = next_a, next_b, next_pairs, next_far_a, next_far_b
+        # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
+        far_a, far_b = _load_far(far, next_record, ahead, r, ASM)
+        next_record = _record(index, behind, behind < C, EVEN)
+        a, b, pairs = next_a, next_b, next_pairs
     for step in range(1, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
