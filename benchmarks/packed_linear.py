@@ -2,7 +2,7 @@
 
     python benchmarks/packed_linear.py [--sections products bits] [--rounds 30]
 
-Each side is what a user calls: `packed_linear.torch_ops.linear`, escapes and reordering of x included, and
+Each side is what a user calls: `packed_linear.torch_ops.linear`, escapes included, and
 torch's `linear`. The calls of a case lie in one CUDA graph, each with weights of its own, so many that
 nothing is found in the L2. Both sides take turns; times are medians of CUDA events. Weights are N(0, 0.02).
 

@@ -325,8 +325,8 @@ def packed_linear(document: dict[str, Any]) -> str:
     )
     return (
         "**Products with packed weights**, lossless where not said otherwise: how many times as fast as "
-        "cuBLAS with the same weights in bf16, by the number of rows of x. Escapes, reordering of x and any "
-        "decoding are included; both sides in CUDA graphs, weights not in the L2. An error against fp64 "
+        "cuBLAS with the same weights in bf16, by the number of rows of x. Escapes and any decoding are "
+        "included; both sides in CUDA graphs, weights not in the L2. An error against fp64 "
         f"beyond that of cuBLAS ends the run. Bits a weight, all included: {sizes}; at most "
         f"{bits['results'][0]['must']}. "
         "`python benchmarks/packed_linear.py`\n\n"
@@ -641,9 +641,10 @@ def gpu_machine(environment: dict[str, Any]) -> str:
         for name, v in environment["packages"].items()
         if name in ("torch", "triton", "safetensors", "transformers")
     )
+    note = f" ({environment['note']})" if "note" in environment else ""
     return (
         f"{gpu['name']}, driver {gpu['driver']}, Python {environment['python']}, {packages}, "
-        f"commit {environment['commit']}"
+        f"commit {environment['commit']}{note}"
     )
 
 
