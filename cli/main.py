@@ -1,18 +1,23 @@
-"""The Typer application: the options of `neuzip` itself, and every command in `neuzip.cli.commands`."""
+"""The Typer application: the options of `neuzip` itself, and every command in `neuzip.cli.commands`.
+
+A command with many options has GROUPS, by title the names of those that stand together on its help page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from neuzip.cli import commands
 
 
 def build_app() -> typer.Typer:
-    """Make the application. `commands/<verb>.py` holds a function `command` and a list `EXAMPLES`."""
+    """Make the application. `commands/<verb>.py` holds a function `command`, EXAMPLES, and perhaps GROUPS."""
     app = typer.Typer(
         name="neuzip",
         rich_markup_mode=None,  # plain help, the same in a pipe and on a terminal
@@ -25,8 +30,29 @@ def build_app() -> typer.Typer:
     for verb in commands.VERBS:
         module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
         whole = str(module.command.__doc__).partition("\n")[0]  # typer's own short help is cut off
-        app.command(verb, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
+        page = _page(getattr(module, "GROUPS", {}))
+        app.command(verb, cls=page, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
     return app
+
+
+def _page(groups: Mapping[str, Sequence[str]]) -> type[TyperCommand]:
+    """A command whose help page has its options in groups; those of none come last."""
+    titles = {name: title for title, names in groups.items() for name in names}
+
+    class Page(TyperCommand):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            for parameter in self.get_params(ctx):
+                is_argument = parameter.param_type_name == "argument"
+                title = "Arguments" if is_argument else titles.get(str(parameter.name), "Options")
+                if (record := parameter.get_help_record(ctx)) is not None:
+                    found[title].append(record)
+            for title in ("Arguments", *groups, "Options"):
+                if title in found:
+                    with formatter.section(title):
+                        formatter.write_dl(found[title])
+
+    return Page
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.layer_drops import Drop
-    from neuzip.eval.targets import Delivered, DropLayers, Found, Request, Target, Trial
+    from neuzip.eval.target_values import Target
+    from neuzip.eval.targets import Delivered, DropLayers, Found, Request, Trial
     from neuzip.eval.texts import Text
     from neuzip.eval.yardstick import Yardstick
 

@@ -32,8 +32,7 @@ import torch
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.load import quiet_transformers
 
-from .convention_names import NAMES as NAMES
-from .convention_names import Name as Name
+from .convention_names import Name
 from .estimates import Blocks, Values, effective
 from .texts import Text
 

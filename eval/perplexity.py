@@ -26,7 +26,8 @@ from neuzip.runtime.load import load_config, load_model, load_tokenizer, version
 from neuzip.runtime.residency import memory
 from neuzip.runtime.speed import device_name, peak_bytes, reset_peak
 
-from .conventions import NAMES, Convention, Name, Reading, Tokenised, TooShort, Window
+from .convention_names import NAMES, Name
+from .conventions import Convention, Reading, Tokenised, TooShort, Window
 from .distributed import ROWS, Batch, OnTokens, over_windows, take_a_gpu
 from .divergence import Comparison, Paired, compare, require_finite
 from .estimates import Blocks, Estimate, Values, exponential

@@ -40,10 +40,7 @@ from .divergence import Comparison, KLDivergence
 from .estimates import Estimate, exponential
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
-from .sweep_setup import WORK as WORK
-from .sweep_setup import SweepScheme as SweepScheme
-from .sweep_setup import parse_schemes as parse_schemes
-from .sweep_setup import work_folder as work_folder
+from .sweep_setup import SweepScheme, work_folder
 from .texts import Text
 from .yardstick import NotFinite, Stage, Yardstick, read_tokens
 

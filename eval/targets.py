@@ -55,11 +55,7 @@ from .sensitivity import (
     schemes_of,
     weights_only,
 )
-from .target_values import Kind
-from .target_values import Target as Target
-from .target_values import max_kld as max_kld
-from .target_values import max_ppl_increase as max_ppl_increase
-from .target_values import target_size as target_size
+from .target_values import Kind, Target
 from .texts import Text
 from .yardstick import NotFinite, Run, Stage, Yardstick
 

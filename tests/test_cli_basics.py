@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +121,21 @@ def test_help_page_fits_80_columns_and_has_no_escapes(verb: str, neuzip):
     said = neuzip(*([verb] if verb else []), "--help")
     assert "\x1b" not in said.stdout
     assert max(map(len, said.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", commands.VERBS)
+def test_groups_of_a_help_page_name_options_that_there_are(verb: str):
+    module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+    grouped = [name for names in getattr(module, "GROUPS", {}).values() for name in names]
+    assert set(grouped) <= set(inspect.signature(module.command).parameters)
+    assert len(set(grouped)) == len(grouped)
+
+
+def test_options_of_no_group_come_last(neuzip):
+    lines = neuzip("compress", "--help").stdout.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles[0] == "Arguments:" and titles[1].startswith("What is kept") and titles[-1] == "Options:"
+    assert any(line.startswith("  --json") for line in lines[lines.index("Options:") :])
 
 
 def test_help_shows_the_examples_line_by_line(probe, neuzip):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from neuzip.compress.scheme import choose, read_plan, read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval import layer_drops, layers, targets
+from neuzip.eval import layer_drops, layers, target_values, targets
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.estimates import Estimate
 from neuzip.eval.layer_drops import Drop, weigh
@@ -65,7 +65,7 @@ def delivered(src: Path, dst: Path, yardstick: Yardstick, target: Any, **options
 def dropped(idle: Path, yardstick: Yardstick, tmp_path_factory: pytest.TempPathFactory) -> Delivered:
     """With auto, at a divergence that rounding could reach too."""
     dst = tmp_path_factory.mktemp("dropped") / "small"
-    return delivered(idle, dst, yardstick, targets.max_kld("0.03"), drop_layers="auto")
+    return delivered(idle, dst, yardstick, target_values.max_kld("0.03"), drop_layers="auto")
 
 
 # Fewer bits
@@ -73,7 +73,7 @@ def dropped(idle: Path, yardstick: Yardstick, tmp_path_factory: pytest.TempPathF
 
 def test_a_layer_that_is_worth_little_gets_fewer_bits(idle: Path, yardstick: Yardstick, tmp_path: Path):
     """What single tensors bear tells of their layer: nothing else has to."""
-    request = Request(idle, tmp_path / "x", targets.max_kld("0.003"), "fisher")
+    request = Request(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
     rules = targets.find_plan(request, yardstick, stage, trials=False).rules
     bits = defaultdict(list)
     with TensorSource(idle) as source:
@@ -140,7 +140,7 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     """At a target below what the layer costs, and so with no layer that could go."""
     alone = layers.measure_without(yardstick, layers.ModelWithout(yardstick.model), [IDLE])
     assert alone is not None
-    target = targets.max_kld(f"{alone.kld.mean.value / 2}")
+    target = target_values.max_kld(f"{alone.kld.mean.value / 2}")
     found = [
         targets.find_plan(Request(idle, tmp_path / "x", target, "fisher", drop_layers=n), yardstick, stage)
         for n in ("auto", 0)
@@ -154,7 +154,7 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
 
 
 def test_a_size_that_rounding_cannot_reach(yardstick: Yardstick, idle: Path, tmp_path: Path):
-    target = targets.target_size("21%", (idle / "model.safetensors").stat().st_size)
+    target = target_values.target_size("21%", (idle / "model.safetensors").stat().st_size)
     made = delivered(idle, tmp_path / "small", yardstick, target, drop_layers="auto")
     assert made.holds and IDLE in made.dropped
     assert made.report.stored_weight_bytes <= target.limit
@@ -163,7 +163,7 @@ def test_a_size_that_rounding_cannot_reach(yardstick: Yardstick, idle: Path, tmp
 
 
 def test_of_two_plans_of_a_size_the_closer_is_taken(yardstick: Yardstick, idle: Path, tmp_path: Path):
-    target = targets.target_size("27%", (idle / "model.safetensors").stat().st_size)
+    target = target_values.target_size("27%", (idle / "model.safetensors").stat().st_size)
     request = Request(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
     found = targets.find_plan(request, yardstick, stage)
     assert found.dropped == (IDLE,) and found.passed_over is not None
@@ -173,12 +173,12 @@ def test_of_two_plans_of_a_size_the_closer_is_taken(yardstick: Yardstick, idle: 
 
 
 def test_as_many_layers_as_are_asked_for_go(yardstick: Yardstick, idle: Path, tmp_path: Path):
-    made = delivered(idle, tmp_path / "a", yardstick, targets.max_kld("8"), drop_layers=2)
+    made = delivered(idle, tmp_path / "a", yardstick, target_values.max_kld("8"), drop_layers=2)
     assert made.holds and len(made.dropped) == 2 and IDLE in made.dropped
     with pytest.raises(NeuzipError, match=r"--max-kld 0\.01: without layers \d, \d.* before anything"):
-        delivered(idle, tmp_path / "b", yardstick, targets.max_kld("0.01"), drop_layers=2)
+        delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=2)
     with pytest.raises(UsageError, match="--drop-layers 3: the model has 3 layers, one has to stay"):
-        delivered(idle, tmp_path / "b", yardstick, targets.max_kld("0.01"), drop_layers=LAYERS)
+        delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=LAYERS)
     assert not list(tmp_path.glob("b*"))
 
 
@@ -188,7 +188,7 @@ def test_an_interrupted_run_takes_its_plan_and_its_layers_again(
     dst = tmp_path / dropped.report.dst.name
     shutil.copy(dropped.plan, targets.plan_path(dst))
     monkeypatch.setattr(targets, "find_plan", None)
-    again = delivered(idle, dst, yardstick, targets.max_kld("0.03"), drop_layers="auto")
+    again = delivered(idle, dst, yardstick, target_values.max_kld("0.03"), drop_layers="auto")
     assert again.found is None and again.dropped == (IDLE,)
     assert again.report.tensors == dropped.report.tensors and again.run is not None
 
@@ -213,7 +213,7 @@ def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
     """There every tensor is measured, in the model without the layer too."""
     text = read_text("demo")
     on_gpu = Yardstick(idle, text, max_tokens=TOKENS, device="cuda")
-    request = Request(idle, tmp_path / "a", targets.max_kld("0.03"), "measured", drop_layers="auto")
+    request = Request(idle, tmp_path / "a", target_values.max_kld("0.03"), "measured", drop_layers="auto")
     made = targets.compress_to_target(request, text, on_gpu, stage)
     assert made.dropped == (IDLE,) and made.holds
     assert made.found is not None and made.found.passed_over is not None

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from neuzip.errors import UsageError
 from neuzip.eval import conventions
+from neuzip.eval.convention_names import NAMES
 from neuzip.eval.conventions import (
-    NAMES,
     Tokenised,
     TooShort,
     Window,

@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from neuzip.compress import Rule, Scheme, compress
 from neuzip.compress.distributed import ALONE
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.conventions import NAMES, Reading, Window, cut, strided
+from neuzip.eval.convention_names import NAMES
+from neuzip.eval.conventions import Reading, Window, cut, strided
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.estimates import Estimate, Values
 from neuzip.eval.head import HeadedModel

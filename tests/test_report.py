@@ -450,7 +450,7 @@ def test_target_is_checked_before_the_work(tmp_path: Path) -> None:
 def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -> None:
     from contextlib import contextmanager
 
-    from neuzip.eval import sweep
+    from neuzip.eval import sweep, sweep_setup
     from neuzip.eval.texts import read_text
 
     @contextmanager
@@ -458,7 +458,7 @@ def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -
         yield lambda count: None
 
     setting = sweep.Setting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
-    done = sweep.sweep(setting, sweep.parse_schemes("k1,lossless", ""), tmp_path, stage)
+    done = sweep.sweep(setting, sweep_setup.parse_schemes("k1,lossless", ""), tmp_path, stage)
     points = reports.read_sweep(tmp_path).points
     assert [p.scheme for p in points] == ["lossless", "k1"]
     by_name = {row.scheme: row for row in done.rows}

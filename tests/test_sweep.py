@@ -26,7 +26,8 @@ from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import fingerprint, yardstick
 from neuzip.eval import sweep as sweeps
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.sweep import Row, Setting, SweepScheme, draw, parse_schemes, sweep
+from neuzip.eval.sweep import Row, Setting, draw, sweep
+from neuzip.eval.sweep_setup import WORK, SweepScheme, parse_schemes, work_folder
 from neuzip.eval.texts import Document, Text, read_text
 from neuzip.runtime.load import load_model
 
@@ -269,8 +270,8 @@ def test_files_of_others_stay(tmp_path: Path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path):
-    (tmp_path / sweeps.WORK / "k3").mkdir(parents=True)
-    with sweeps.work_folder(tmp_path) as work:
+    (tmp_path / WORK / "k3").mkdir(parents=True)
+    with work_folder(tmp_path) as work:
         assert list(work.iterdir()) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -279,8 +280,8 @@ def test_a_link_is_not_taken_for_the_work_folder(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / sweeps.WORK).symlink_to(tmp_path / "mine")
-    with pytest.raises(NeuzipError, match="cannot be written"), sweeps.work_folder(tmp_path / "out"):
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "mine")
+    with pytest.raises(NeuzipError, match="cannot be written"), work_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "mine" / "precious").exists()
 
@@ -297,7 +298,7 @@ def test_a_picture_of_someone_else_is_not_overwritten(made, tmp_path: Path, name
 
 
 def test_two_sweeps_do_not_share_a_folder(neuzip: Speak, tmp_path: Path):
-    with sweeps.work_folder(tmp_path) as work:
+    with work_folder(tmp_path) as work:
         (work / "k3").mkdir()
         said = neuzip("sweep", CHECKPOINT, "--text", "demo", "--schemes", "k0", "--out", tmp_path)
         assert said.exit_code == 1

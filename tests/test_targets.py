@@ -27,7 +27,7 @@ from neuzip.compress.scheme import LOSSLESS, RAW, choose, read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
-from neuzip.eval import sensitivity, targets
+from neuzip.eval import sensitivity, target_values, targets
 from neuzip.eval.allocation import Allocation, Option, OverBudget, allocate, pareto_front
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.estimates import Estimate
@@ -210,25 +210,25 @@ def test_search_keeps_the_cheapest_that_held():
     [("60%", 600.0), ("6 GiB", 6 * 2**30), ("6GB", 6e9), ("1.5kB", 1500), ("12B", 12), (".5 MiB", 2**19)],
 )
 def test_sizes(text, limit):
-    assert targets.target_size(text, 1000).limit == limit
+    assert target_values.target_size(text, 1000).limit == limit
 
 
 @pytest.mark.parametrize("text", ["60", "", "6 gib", "-5%", "6G", "nan%", "1e3B", "6GiB2"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError, match="is no size"):
-        targets.target_size(text, 1000)
+        target_values.target_size(text, 1000)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-0.1", "inf", "nan"])
 def test_what_is_no_divergence_is_refused(text):
     with pytest.raises(UsageError, match="--max-kld"):
-        targets.max_kld(text)
+        target_values.max_kld(text)
 
 
 @pytest.mark.parametrize("text", ["0.5", "", "-1%", "half%"])
 def test_what_is_no_increase_is_refused(text):
     with pytest.raises(UsageError, match="--max-ppl-increase"):
-        targets.max_ppl_increase(text)
+        target_values.max_ppl_increase(text)
 
 
 # What a tensor bears
@@ -411,7 +411,7 @@ def uniform(yardstick: Yardstick, tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, yardstick, tmp_path: Path):
     nbytes, divergence = uniform[k]
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size(f"{nbytes}B", 0), "fisher")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size(f"{nbytes}B", 0), "fisher")
     made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
     assert made.holds
     assert 0.99 * nbytes < made.report.stored_weight_bytes <= nbytes
@@ -424,7 +424,7 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
     k, uniform, yardstick, tmp_path: Path
 ):
     nbytes, divergence = uniform[k]
-    request = Request(CHECKPOINT, tmp_path / "close", targets.max_kld(f"{divergence}"), "fisher")
+    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld(f"{divergence}"), "fisher")
     made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
     assert made.holds and made.found is not None and made.run is not None
     assert 0.8 * divergence < made.run.comparison.kld.mean.value <= divergence
@@ -435,14 +435,14 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
 
 
 def test_weights_alone_need_no_text(tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("40%", 2_630_760), "weights")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
     made = targets.compress_to_target(request, None, None, stage)
     assert made.holds and made.run is None
     assert 0.39 < made.report.ratio <= 0.4
 
 
 def test_a_size_that_cannot_be_reached_is_told(tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("20%", 2_630_760), "weights")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("20%", 2_630_760), "weights")
     with pytest.raises(
         NeuzipError, match=r"--target-size 20%: the weight files take about 0\.66 MB \(24\.9 %\)"
     ):
@@ -492,20 +492,20 @@ def test_what_is_larger_than_predicted_is_allocated_anew(tmp_path: Path, monkeyp
         return replace(report, stored_weight_bytes=report.stored_weight_bytes + 20_000)
 
     monkeypatch.setattr(targets, "compress", heavier)
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("40%", 2_630_760), "weights")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
     found = targets.find_plan(request, None, stage)
     assert 0.98 * request.target.limit < found.trials[-1].bytes <= request.target.limit
 
 
 def test_what_is_delivered_beyond_the_target_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("40%", 2_630_760), "weights")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
     found = replace(targets.find_plan(request, None, stage, trials=False), rules=EVERYTHING)
     monkeypatch.setattr(targets, "find_plan", lambda *_, **__: found)
     assert not targets.compress_to_target(request, None, None, stage).holds
 
 
 def test_an_increase_is_delivered_with_its_standard_error(yardstick, tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "close", targets.max_ppl_increase("1%"), "fisher")
+    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
     made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
     assert made.holds and made.run is not None
     difference = made.run.comparison.nll_difference
@@ -523,7 +523,7 @@ def test_a_plan_that_breaks_the_model_does_not_hold(yardstick, tmp_path: Path, m
         return run(*arguments)
 
     monkeypatch.setattr(yardstick, "run", breaks_at_first)
-    request = Request(CHECKPOINT, tmp_path / "close", targets.max_kld("0.02"), "fisher")
+    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     found = targets.find_plan(request, yardstick, stage)
     first, *_, last = found.trials
     assert first.comparison is None and last.comparison is not None
@@ -531,20 +531,20 @@ def test_a_plan_that_breaks_the_model_does_not_hold(yardstick, tmp_path: Path, m
 
 
 def test_a_search_depends_on_its_text(yardstick, tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "close", targets.max_kld("0.02"), "fisher")
+    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     texts = [None, *(Text("text", (Document("", content),)) for content in ("one", "two"))]
     assert len({targets.key_of(request, text, yardstick) for text in texts}) == 3
 
 
 def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    request = Request(CHECKPOINT, tmp_path / "small", targets.target_size("40%", 2_630_760), "weights")
+    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
     first = targets.compress_to_target(request, None, None, stage)
     shutil.rmtree(tmp_path / "small")
     monkeypatch.setattr(targets, "find_plan", None)
     again = targets.compress_to_target(request, None, None, stage)
     assert again.found is None
     assert again.report.tensors == first.report.tensors
-    other = Request(CHECKPOINT, tmp_path / "small", targets.target_size("45%", 2_630_760), "weights")
+    other = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("45%", 2_630_760), "weights")
     with pytest.raises(WouldOverwrite):
         targets.compress_to_target(other, None, None, stage)
 
@@ -557,7 +557,7 @@ def test_on_a_gpu_each_tensor_is_measured(uniform, tmp_path: Path):
         folder = tmp_path / f"uniform-{k}"
         compress(CHECKPOINT, folder, [Rule("*", Scheme("truncated", k), 2), *EVERYTHING])
         divergence = yardstick.run(folder).comparison.kld.mean.value
-        target = targets.target_size(f"{uniform[k][0]}B", 0)
+        target = target_values.target_size(f"{uniform[k][0]}B", 0)
         made = targets.compress_to_target(
             Request(CHECKPOINT, tmp_path / f"measured-{k}", target, "measured"), text, yardstick, stage
         )

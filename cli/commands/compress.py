@@ -47,6 +47,21 @@ EXAMPLES = [
     "A target makes such a plan and writes it to DST.plan.toml.",
 ]
 
+GROUPS = {
+    "What is kept of weights (all, if nothing is said)": (
+        "mantissa_bits", "block_size", "plan", "include", "exclude",
+    ),
+    "A target, which a plan is made for": (
+        "max_kld", "max_ppl_increase", "target_size", "calibration", "sensitivity", "drop_layers",
+        "attention",
+    ),
+    "Ternary weights": (
+        "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
+        "allow_destructive",
+    ),
+    "From and to the Hub, and differences": ("stream", "push_to", "private", "against"),
+}  # fmt: skip
+
 WORTH_A_WORD = 1 << 16
 """Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
 
