@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
@@ -242,7 +243,8 @@ def generate(
     cannot be captured or whose generation config asks for more: `not_static`. On a CPU it is the former. They
     choose alike, but sums are in another order, and tokens that are nearly tied may come out otherwise.
 
-    Raises NeuzipError for "static" where `not_static` gives a reason, or there is no memory for the room.
+    Raises NeuzipError for "static" where `not_static` gives a reason or a GPU cannot capture, and for both if
+    there is no memory for the room.
     """
     stream = _TextStream(prompt, on_text)
     began = time.perf_counter()
@@ -269,8 +271,20 @@ def not_static(model: PreTrainedModel) -> str | None:
             return f"{name} has a {method} of its own"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no cache of keys and values"
+    if (reason := not_fixed(model)) is not None:
+        return reason
     asked = _asked_for(model.generation_config)
     return None if asked is None else f"the generation config asks for {asked}"
+
+
+def not_fixed(model: PreTrainedModel) -> str | None:
+    """Why a model is not run with a cache of fixed size, in words; None if it is.
+
+    Windows of some are not in their masks, but in how long the cache is. transformers knows which it runs so.
+    """
+    if getattr(type(model), "_can_compile_fullgraph", False):
+        return None
+    return f"{type(model).__name__} wants a cache that grows"
 
 
 def _asked_for(config: GenerationConfig) -> str | None:
@@ -518,7 +532,7 @@ def static_cache(config: PreTrainedConfig, max_length: int) -> StaticCache:
     """A cache whose keys and values stay where they are, all layers as long as the text.
 
     One with a sliding window would count its tokens in Python, which a CUDA graph does not repeat. The window
-    is in the mask as well, so that the result is the same.
+    is in the mask as well, so that the result is the same: see `not_fixed`.
     """
     cache = StaticCache(config=config, max_cache_len=max_length)
     cache.layers = [
@@ -528,10 +542,24 @@ def static_cache(config: PreTrainedConfig, max_length: int) -> StaticCache:
     return cache
 
 
+_TURNS = threading.RLock()
+"""Held by who launches or captures: what others put on the stream of a capture would be part of it."""
+
+
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """The stream of all decoders on a GPU: for each stream that decodes, `ans` has buffers of its own."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _set_generator(device: torch.device, state: torch.Tensor) -> None:
+    """Give torch's generator of a GPU a state of its own.
+
+    Before torch 2.12, after a capture that failed, that which it has refuses to draw outside of a capture.
+    """
+    other = torch.Generator(device)
+    other.set_state(state)
+    torch.cuda.default_generators[device.index].graphsafe_set_state(other.graphsafe_get_state())
 
 
 def not_compiled_together() -> UsageError:
@@ -565,7 +593,7 @@ class GreedyDecoder:
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
     and nearly tied tokens may come out otherwise; with quantised inputs of ternary layers some others, too.
-    Raises NeuzipError where torch cannot compile a step, and with `kv_bits`.
+    Raises NeuzipError where torch cannot compile a step, with `kv_bits`, and for models of `not_fixed`.
     """
 
     def __init__(
@@ -580,6 +608,11 @@ class GreedyDecoder:
     ) -> None:
         if compiled and kv_bits is not None:
             raise not_compiled_together()
+        if kv_bits is None and (reason := not_fixed(model)) is not None:
+            raise NeuzipError(
+                f"{reason}: with one of fixed size its tokens would be others",
+                "neuzip generate reads and writes text with it",
+            )
         self.model, self.batch, self.max_length = model, batch, max_length
         self.device = input_device(model)
         self._cache = (
@@ -740,18 +773,21 @@ class GreedyDecoder:
         if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
             raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, drawn = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.device)
         try:
             with (
+                _TURNS,
                 torch.no_grad(),
                 self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext(),
                 torch.cuda.device(self.device),
-                torch.cuda.graph(graph, stream=self._stream),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 self._graph_logits = self._advance()
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            _set_generator(self.device, drawn)
             raise NotGraphable(self.model, str(error).strip().splitlines()[0]) from error
         self._graph = graph
 
@@ -763,7 +799,7 @@ class GreedyDecoder:
     def _running(self) -> Iterator[None]:
         """On the stream of the graph, between what was asked for before and what is asked for next."""
         packed = self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext()
-        with torch.no_grad(), packed:
+        with _TURNS, torch.no_grad(), packed:
             if self._stream is None:
                 yield
                 return

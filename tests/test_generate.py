@@ -24,6 +24,8 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -588,6 +590,18 @@ def test_what_cannot_be_captured_goes_on_in_transformers_loop(device: torch.devi
 
 
 @pytest.mark.gpu
+def test_a_model_that_cannot_be_captured_leaves_no_trace(device: torch.device):
+    """Its tokens are drawn, and torch's streams, generators and allocator are as they were."""
+    model, prompt = opt().to(device).eval(), Prompt("a", torch.tensor([[0, 1, 2]]), words(), 8)
+    stream = torch.cuda.current_stream(device)
+    made = generate(model, prompt, temperature=1.0, seed=1)
+    assert (len(made.tokens), made.graphed) == (8, False)
+    assert torch.cuda.current_stream(device) == stream
+    torch.randn(1, device=device)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
 def test_command_says_which_loop_ran(small: Path, neuzip):
     asked = ("generate", small, "--prompt", "import ", "--max-new-tokens", 4)
     said = neuzip(*asked)
@@ -596,6 +610,22 @@ def test_command_says_which_loop_ran(small: Path, neuzip):
     assert said.stderr.splitlines()[1] == "steps launched one by one: transformers' loop was asked for"
     assert neuzip(*asked, "--json").json["graphed"] is True
     assert neuzip(*asked, "--no-graph", "--json").json["graphed"] is False
+
+
+def test_a_window_that_no_mask_shows_is_left_to_transformers():
+    """GPT-Neo takes it from the length of the cache: with one of fixed size the first token is another."""
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=6, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]], bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = GPTNeoForCausalLM(config).eval()
+    prompt = Prompt("a", torch.arange(3, 12)[None], words(), 8)
+    assert not_static(model) == "GPTNeoForCausalLM wants a cache that grows"
+    assert len(generate(model, prompt).tokens) == 8
+    with pytest.raises(NeuzipError, match="wants a cache that grows"):
+        generate(model, prompt, loop="static")
+    with pytest.raises(NeuzipError, match="wants a cache that grows: with one of fixed size"):
+        GreedyDecoder(model, 1, 20)
 
 
 # What is refused

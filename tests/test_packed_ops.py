@@ -335,6 +335,14 @@ def test_decode_operator() -> None:
     assert untouched()
 
 
+def test_one_row_is_decoded_into_a_part_of_a_wider_one() -> None:
+    """It is contiguous for torch, whatever the distance to a next row would be."""
+    weights = gaussian((1, 128), torch.bfloat16)
+    out = torch.empty(8, 129, dtype=torch.bfloat16, device=DEVICE)[0:1, :128]
+    triton_pack.decode(by_reference(weights), 0, 1, out)
+    assert same_bits(out, weights)
+
+
 def test_decode_operator_refuses_what_does_not_fit() -> None:
     packed = by_reference(gaussian((11, 70), torch.bfloat16))
     with pytest.raises(ValueError, match="not every 2th"):

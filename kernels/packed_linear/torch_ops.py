@@ -192,7 +192,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
 
 
-# The operators. Their schemas are written out: those of `*weights` cannot be inferred.
+# The operators. Their schemas are written out: those of `*weights` cannot be inferred. On a GPU the arrays of
+# weights have to be complete when an operator is called, not made by a kernel just launched: see `wait`.
 
 _WEIGHTS = (
     "Tensor words, Tensor far_index, Tensor far_words, Tensor row_start, Tensor escapes, "

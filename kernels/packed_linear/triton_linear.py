@@ -8,13 +8,13 @@ another. Which weights share an instruction is free, as long as x comes in the s
 
 One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
 only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
-its own sums, column g, what is asked for, and nonsense in the others. Up to 8 rows (`_few_rows`) have one of
-the 8 each. Several warps share the columns of a tile and add their sums in the end.
+its own sums, column g, what is asked for, and nonsense in the others. Several warps share the columns of a
+tile and add their sums in the end. Words are read before the kernel ahead has ended, x is not.
 
-More rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go through
-the same columns together, which lie in shared memory; what they have unpacked stays where the warp group's
-instruction wants it. Several programs share the columns. Another kernel adds the parts up, in an order that
-never changes; the escapes it has done by then.
+2 to 64 rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go
+through the same columns together, which lie in shared memory; what they have unpacked stays where the warp
+group's instruction wants it. Several programs share the columns. Another kernel adds the parts up, in an
+order that never changes; the escapes it has done by then.
 
 Where a far word is, its record in the index says, which is loaded a turn before it. Escapes are so few that a
 thread mostly has none: theirs are loaded first, and added last.

@@ -122,7 +122,7 @@ def _decode(
     with torch.cuda.device_of(dense), LAUNCHING:
         _decode_kernel[(downs * -(-lane // wide),)](
             packed.words, packed.far_index, packed.far_words, packed.row_start, packed.escapes, ids,
-            dense.view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
+            dense.view(-1).view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
             columns=columns, lane=lane, base=packed.base, shift=packed.shift,
             F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, WORDS=wide,
             ROWS=together, ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID,
