@@ -306,7 +306,7 @@ class _Model:
         if not any(t.kind == "ternary" for t in exported):
             raise NeuzipError(
                 f"{self.source.checkpoint.path}: has no ternary weights",
-                "export takes models with ternary weights: neuzip compress --ternary makes them",
+                "export takes models with ternary weights: neuzip ternarize and neuzip recover make them",
             )
 
 

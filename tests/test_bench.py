@@ -255,8 +255,8 @@ def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "1,x"], "--batch 1,x: is no list of numbers"),
-        (["--batch", "0"], "--batch 0: is no list of numbers"),
+        (["--batch", "1,x"], "--batch 1,x: is no list of numbers from 1 on"),
+        (["--batch", "0"], "--batch 0: is no list of numbers from 1 on"),
         (["--residency", "packed,tiny"], "--residency packed,tiny: there is no 'tiny'"),
         (["--new-tokens", "300"], "--new-tokens 300: the model was made for 256 tokens"),
         (["--compile", "--kv-bits", "4"], "--compile: steps are not compiled with keys and values in few"),

@@ -757,7 +757,7 @@ def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypat
     [
         (["--prompt", ""], "--prompt: is empty"),
         (["--prompt", "x", "--max-new-tokens", "300"], "--max-new-tokens 300: behind 1 of prompt"),
-        (["--prompt", "x", "--seed", "1"], "--top-p and --seed: nothing is drawn at temperature 0"),
+        (["--prompt", "x", "--seed", "1"], "--seed: nothing is drawn at temperature 0"),
         (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "--top-p 0: leaves no token to draw"),
         (["--prompt", "x", "--residency", "ans", "--device", "cpu"], ""),
     ],

@@ -358,7 +358,7 @@ def test_generate_and_bench_say_what_attention_did(neuzip, model, tmp_path: Path
     asked = ("generate", tmp_path / "p", "--prompt", "The", "--max-new-tokens", 4, "--device", "cpu")
     said = neuzip(*asked)
     assert said.exit_code == 0, said.stderr
-    assert "2 of 3 layers quantised: 2 in 8 bits; but no call was: on a CPU" in said.stderr
+    assert "2 of 3 layers quantised: 2 in 8 bits; but none of their calls was: on a CPU" in said.stderr
     plain = neuzip(*asked, "--attention", "none", "--json").json
     assert plain["attention_bits"] is None
     assert plain["text"] == neuzip(*asked, "--json").json["text"]

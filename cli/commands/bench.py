@@ -219,5 +219,5 @@ def _numbers(text: str) -> list[int]:
     """The batches of `1,8,32`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--batch {text}: is no list of numbers", "give them as 1,8,32")
+        raise UsageError(f"--batch {text}: is no list of numbers from 1 on", "give them as 1,8,32")
     return [int(part) for part in parts]

@@ -411,7 +411,7 @@ def attention_text(bits: Sequence[int | None], calls: Mapping[str, int]) -> str:
         return text
     reasons = ", ".join(how.partition(": ")[2] or how for how in others)
     left, all_calls = sum(others.values()), sum(asked.values())
-    which = "no call was" if left == all_calls else f"{left:,} of {all_calls:,} calls were not"
+    which = "none of their calls was" if left == all_calls else f"{left:,} of {all_calls:,} calls were not"
     return f"{text}; but {which}: {reasons}"
 
 

@@ -56,8 +56,9 @@ def command(
 ) -> None:
     """Let a model go on with a text"""
     out = Output(json=json, quiet=quiet)
-    if temperature == 0 and (top_p < 1 or seed is not None):
-        raise UsageError("--top-p and --seed: nothing is drawn at temperature 0", "give a --temperature")
+    for option, given in (("--top-p", top_p < 1), ("--seed", seed is not None)):
+        if temperature == 0 and given:
+            raise UsageError(f"{option}: nothing is drawn at temperature 0", "give a --temperature")
     if top_p == 0:
         raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
     mode = require_quantisable(activations, residency)

@@ -139,13 +139,15 @@ def _show(out: Output, found: Sweep) -> None:
     out.text(f"errors   {errors}; differences and divergences are paired")
     out.text(f"model    {first.dtype}, residency {first.depends_on['residency']}, on {found.device}")
     out.text("size     that of the weight files; bits a weight; * no other is both smaller and closer")
-    out.text("measured on this machine: " + ", ".join(
+    measured = [
         f"{name} ({what})" for name, what in {
             "memory": "parameters", "peak": "of loading and running, beside the original",
             "load": "files to live model", "decode": "plain bytes, tensor by tensor",
             "tokens/s": "up to the head",
         }.items() if name in names
-    ))  # fmt: skip
+    ]  # fmt: skip
+    if measured:
+        out.text(f"measured on this machine: {', '.join(measured)}")
     if len(names) < len(known):
         missing = ", ".join(name for name in known if name not in names)
         out.hint(f"a wider window shows {missing} too, and a pipe shows everything")

@@ -26,7 +26,7 @@ READ THIS FIRST. Six things surprise:
    *far words*. With the right shift window and far exponents are 16 neighbours, of which the window is any 8,
    but for one: for N(0, 0.02) it is the six below and two above the window that are far.
 
-4. What is neither in the window nor far is an *escape*, one of some 5,000 weights. Its slot holds the
+4. What is neither in the window nor far is an *escape*, one of some 6,000 weights. Its slot holds the
    largest code, 3 or 7, and zeros, so that all slots of escapes are worth one number, the tensor's
    *stand-in*. Its own 16 bits stand in a list, row after row, with its column. What a product must add is
 

@@ -315,7 +315,7 @@ def _one_row(
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
     for turn in range(TURNS):
-        # The next words, the far words among them, and records for those behind are under way meanwhile.
+        # The next words and their x are under way meanwhile.
         ahead = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
         behind = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
         next_a, next_b = _load_words(words, ahead * 16 + r * 2, ahead < C, P, C, EVEN)
