@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.packed_linear.torch_ops import ARRAYS, PackedTensor
+from neuzip.kernels.packed_linear.torch_ops import PackedTensor
 
 from .head import Head
 from .torch_ops import WORKSPACE
@@ -182,12 +182,6 @@ def _weight_arguments(weight: Tensor | PackedTensor) -> tuple[Tensor, list[Tenso
     return words, others, [weight.shape[1], weight.low_bits, weight.base, weight.shift]
 
 
-def _vocabulary(weight: Tensor, others: list[Tensor]) -> int:
-    """How many rows the weights have, from the arguments of an operator."""
-    row_start = dict(zip(ARRAYS, (weight, *others), strict=False)).get("row_start")
-    return weight.shape[0] if row_start is None else row_start.shape[0] - 1
-
-
 @torch.library.custom_op(
     "neuzip::linear_cross_entropy",
     mutates_args=(),
@@ -204,9 +198,10 @@ def _forward(*arguments):  # type: ignore[no-untyped-def]
 
 
 @_forward.register_fake
-def _(hidden, weight, others, *rest):  # type: ignore[no-untyped-def]
-    filter_eps, sort, tracked, _, _ = rest[-5:]
-    n, v = hidden.shape[0], _vocabulary(weight, others)
+def _(*arguments):  # type: ignore[no-untyped-def]
+    loss = _Loss.of(*arguments[:_N_HEAD])
+    filter_eps, sort, tracked, _, _ = arguments[_N_HEAD:]
+    hidden, n, v = loss.hidden, loss.hidden.shape[0], loss.weight.shape[0]
     flags, order = _nothing_kept(hidden)
     if _on_gpu(hidden) and tracked and filter_eps is not None:
         from .triton_backward import tiles

@@ -155,6 +155,17 @@ class Window:
         return tuple(sorted(e for e in others if e in _packable(self.shift, self.fmt)))
 
     @property
+    def kinds(self) -> npt.NDArray[np.uint8]:
+        """For every exponent 0 if its weights are escapes, 1 if it is inside, 2 if it is far.
+
+        >>> Window(10, 0, F16).kinds.tolist()[:17]
+        [2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0]
+        """
+        kinds = np.zeros(1 << self.fmt.exponent_bits, np.uint8)
+        kinds[self.exponents], kinds[list(self.far_exponents)] = 1, 2
+        return kinds
+
+    @property
     def stand_in(self) -> int:
         """The pattern that the slot of an escape is worth: 16 bits, the shift undone.
 

@@ -121,10 +121,8 @@ def _slot_fields(
     bits: Bits, window: Window, layout: Layout
 ) -> tuple[npt.NDArray[np.bool_], dict[str, Bytes]]:
     """Which of some patterns [rows, in] are escapes, and what the slots of all of them hold."""
-    where = np.zeros(1 << window.fmt.exponent_bits, np.uint8)  # 1: the codes say it, 2: with a far bit
-    where[window.exponents], where[list(window.far_exponents)] = 1, 2
-    found = where[bits >> window.fmt.mantissa_bits & (1 << window.fmt.exponent_bits) - 1]
-    packed, is_far = found != 0, found == 2
+    kinds = window.kinds[bits >> window.fmt.mantissa_bits & (1 << window.fmt.exponent_bits) - 1]
+    packed, is_far = kinds != 0, kinds == 2
     shifted = np.where(packed, bits - np.uint16(window.shifted), 0)
     low, high = shifted.astype(np.uint8), (shifted >> 8).astype(np.uint8)
     top = (high & 0x7F) >> layout.middle_bits ^ np.where(is_far, layout.far_bit, 0).astype(np.uint8)

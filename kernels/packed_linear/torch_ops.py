@@ -105,7 +105,8 @@ class PackedTensor:
     def of_arguments(cls, *arguments: Any) -> PackedTensor:
         """The inverse of `arguments`."""
         *arrays, columns, dtype, low_bits, base, shift = arguments
-        return cls((arrays[3].shape[0] - 1, columns), dtype, low_bits, base, shift, *arrays)
+        row_start = arrays[ARRAYS.index("row_start")]
+        return cls((row_start.shape[0] - 1, columns), dtype, low_bits, base, shift, *arrays)
 
 
 def pack(weight: torch.Tensor) -> PackedTensor:
@@ -212,8 +213,9 @@ def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
 
 
 @_decode.register_fake
-def _(start, stop, words, _a, _b, _c, _d, columns, dtype, *_):  # type: ignore[no-untyped-def]
-    return words.new_empty((stop - start, columns), dtype=dtype)
+def _(start, stop, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    return packed.words.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
 
 
 @torch.library.custom_op(
@@ -249,8 +251,9 @@ def _rows(ids, *weights):  # type: ignore[no-untyped-def]
 
 
 @_rows.register_fake
-def _(ids, words, _a, _b, _c, _d, columns, dtype, *_):  # type: ignore[no-untyped-def]
-    return words.new_empty((*ids.shape, columns), dtype=dtype)
+def _(ids, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    return packed.words.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
 
 
 @torch.library.custom_op(
@@ -270,8 +273,8 @@ def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
 
 
 @_linear.register_fake
-def _(x, bias, words, _a, _b, row_start, *_):  # type: ignore[no-untyped-def]
-    return x.new_empty((*x.shape[:-1], row_start.shape[0] - 1))
+def _(x, bias, *weights):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], PackedTensor.of_arguments(*weights).shape[0]))
 
 
 def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -281,11 +284,11 @@ def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    arrays = ctx.saved_tensors
-    out = arrays[3].shape[0] - 1
+    packed = PackedTensor.of_arguments(*ctx.saved_tensors, *ctx.numbers)
+    out = packed.shape[0]
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *arrays, *ctx.numbers)
+        grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *packed.arguments)
     if ctx.has_bias and ctx.needs_input_grad[1]:
         grad_bias = grad.reshape(-1, out).sum(0)
     return grad_x, grad_bias, *[None] * 10

@@ -14,8 +14,6 @@ columns. Nothing is read or written outside the arrays.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,7 +29,6 @@ from .form import (
     SLOTS,
     TILE_ROWS,
     Layout,
-    Window,
     best_window,
     check_columns,
     check_escapes,
@@ -64,7 +61,7 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     exponents, mantissas = _census(bits, fmt)
     window = best_window(exponents, fmt)
     layout = Layout(fmt, low_bits(mantissas))
-    escapes = weight.numel() - int(exponents[[*window.exponents, *window.far_exponents]].sum())
+    escapes = int(exponents[window.kinds == 0].sum())
     check_escapes(escapes)
     device = weight.device
     words = torch.empty(words_shape(out, columns, layout), dtype=torch.int32, device=device)
@@ -75,14 +72,14 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     if weight.numel():
         form = {"columns": columns, "shift": window.shift, "F16": fmt == F16}
         with torch.cuda.device_of(bits), LAUNCHING:  # Triton launches on the current device
-            names = _names(window).to(device)
+            kinds = torch.from_numpy(window.kinds).to(device)
             _words_kernel[(tiles * triton.cdiv(far.shape[1], WORDS),)](
-                bits, names, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
+                bits, kinds, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
                 LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32,
             )  # fmt: skip
             starts = torch.cumsum(starts, 0, dtype=torch.int32)
             if escapes:
-                _escapes_kernel[(out,)](bits, names, starts, listed, columns, F16=fmt == F16, TILE=1024)
+                _escapes_kernel[(out,)](bits, kinds, starts, listed, columns, F16=fmt == F16, TILE=1024)
     row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts  # in 16 bits, modulo 2**16
     packed = PackedTensor(
         (out, columns), weight.dtype, layout.low_bits, window.base, window.shift, words,
@@ -151,14 +148,6 @@ def _programs(device: torch.device) -> int:
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@functools.cache
-def _names(window: Window) -> torch.Tensor:
-    """For every exponent whether it is an escape, 0, in the window, 1, or far, 2: int32, on the CPU."""
-    names = torch.zeros(1 << window.fmt.exponent_bits, dtype=torch.int32)
-    names[list(window.exponents)], names[list(window.far_exponents)] = 1, 2
-    return names
-
-
 def _gathered(far: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of far words [tiles, an even number, 16] the index, and those that are not zero, for which it waits."""
     pairs = far.view(far.shape[0], far.shape[1] // 2, 2 * TILE_ROWS)
@@ -216,15 +205,15 @@ def _take(words, g, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _name(names_ptr, v, there, F16: tl.constexpr):
-    """Whether patterns in int32 are escapes, in the window, or far."""
+def _kind(kinds_ptr, v, there, F16: tl.constexpr):
+    """Whether patterns in int32 are escapes, in the window, or far: see `Window.kinds`."""
     exponent = (v >> 10) & 0x1F if F16 else (v >> 7) & 0xFF
-    return tl.load(names_ptr + exponent, mask=there, other=0)
+    return tl.load(kinds_ptr + exponent, mask=there, other=0)
 
 
 @triton.jit(do_not_specialize=["out", "columns", "lane", "base", "shift"])
 def _words_kernel(
-    bits_ptr, names_ptr, words_ptr, far_ptr, counts_ptr, out, columns, lane, base, shift,
+    bits_ptr, kinds_ptr, words_ptr, far_ptr, counts_ptr, out, columns, lane, base, shift,
     F16: tl.constexpr, LOW_BITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write words of a tile, its far words, also those that are 0, and add its escapes to those of rows."""
@@ -253,15 +242,15 @@ def _words_kernel(
                 k = 16 * half + 4 * j + b
                 there = here & (row < out) & (32 * c + k < columns)
                 v = tl.load(source + k, mask=there, other=0).to(tl.int32)
-                name = _name(names_ptr, v, there, F16)
-                v = tl.where(name != 0, (v - (shift << (10 if F16 else 7))) & 0xFFFF, 0)
+                kind = _kind(kinds_ptr, v, there, F16)
+                v = tl.where(kind != 0, (v - (shift << (10 if F16 else 7))) & 0xFFFF, 0)
                 top = (v & 0x7FFF) >> (10 if F16 else 8)
-                distance = base - (top ^ tl.where(name == 2, 8 if F16 else 4, 0))
+                distance = base - (top ^ tl.where(kind == 2, 8 if F16 else 4, 0))
                 low |= (v & 0xFF) << 8 * b
                 high |= (v >> 8) << 8 * b
-                code |= tl.where(name != 0, distance, FARTHEST) << 8 * b
-                far |= (name == 2).to(tl.int32) << 8 * b
-                escapes += (there & (name == 0)).to(tl.int32)
+                code |= tl.where(kind != 0, distance, FARTHEST) << 8 * b
+                far |= (kind == 2).to(tl.int32) << 8 * b
+                escapes += (there & (kind == 0)).to(tl.int32)
             if LOW_BITS == 8:
                 tl.store(target + (4 * half + j) * plane, low, mask=here)
             if LOW_BITS & 4:
@@ -296,7 +285,7 @@ def _words_kernel(
 
 @triton.jit(do_not_specialize=["columns"])
 def _escapes_kernel(
-    bits_ptr, names_ptr, row_start_ptr, escapes_ptr, columns, F16: tl.constexpr, TILE: tl.constexpr
+    bits_ptr, kinds_ptr, row_start_ptr, escapes_ptr, columns, F16: tl.constexpr, TILE: tl.constexpr
 ):
     """Write the escapes of a row in the order of its columns."""
     row = tl.program_id(0)
@@ -305,7 +294,7 @@ def _escapes_kernel(
     for first in range(0, columns, TILE):
         k = first + tl.arange(0, TILE)
         v = tl.load(source + k, mask=k < columns, other=0).to(tl.int32)
-        escape = (k < columns) & (_name(names_ptr, v, k < columns, F16) == 0)
+        escape = (k < columns) & (_kind(kinds_ptr, v, k < columns, F16) == 0)
         number = escape.to(tl.int32)
         tl.store(escapes_ptr + at + tl.cumsum(number) - number, k | v << 16, mask=escape)
         at += tl.sum(number)
@@ -401,7 +390,7 @@ def _decode_kernel(
     inside = (wanted & (c < lane))[:, None]
     if WHOLE:
         target = dense_ptr + (dense_row * (columns // 2) + 16 * c)[:, None]
-        tl.store(target + i, both, mask=inside & (i < 16))
+        tl.store(target + i, both, mask=inside)
     else:
         target = dense_ptr + (dense_row * columns + 32 * c)[:, None]
         k = 32 * c[:, None] + 2 * i
