@@ -1,17 +1,19 @@
-"""Dense weights for one product at a time: two buffers of a device, and the next weight decoded ahead.
+"""Dense weights for one product at a time: a ring of memory on a device, and the next weights decoded ahead.
 
-    caller's stream   | product 1 |            | product 2 |            | product 3 |
-    side stream       | decode 2          |    | decode 3          |    | decode 4 ...
-    buffer            0 read, 1 written        1 read, 0 written        0 read, 1 written
+    caller's stream   | product 1 | | product 2 | ...            | product 3 | | product 4 |
+    side streams      | decode 2     |    | decode 4          |
+                      | decode 3        |           | decode 5          |
+    ring              1 read, 2 and 3 written       3 read, 4 and 5 written, as far as there is room
 
-Which weight comes next is learnt: each remembers its successor. After a wrong guess, which costs the time of
-a decode, the same one has to follow twice before it is believed again.
+A decoder of one weight leaves much of a GPU idle, so several run side by side. Which weights come next is
+learnt: each remembers its successor. After a wrong guess, which costs the time of a decode, the same one has
+to follow twice before it is believed again.
 
-Streams of a device share its two buffers, and events keep them apart; threads take turns.
+Streams of a device share its ring, and events keep them apart; threads take turns.
 
-A CUDA graph gets two buffers of its own, in its own memory: it is replayed when nobody here looks, so neither
-may what it holds be believed outside, nor the other way round. There the side stream is joined before a call
-returns, so that a capture may end anywhere.
+A CUDA graph gets a ring of its own, in its own memory: it is replayed when nobody here looks, so neither may
+what it holds be believed outside, nor the other way round. There the side streams are joined before a call
+returns, so that a capture may end anywhere; `joined_at_the_end` puts that off.
 
 The same code runs on a CPU, where nothing overlaps, for tests with Triton's interpreter.
 """
@@ -23,13 +25,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+SIDES = 3
+"""Side streams: so many decoders run side by side, which is enough to fill a GPU."""
+
+ROOM = 2
+"""A ring is as long as so many of the largest weights: one is read while the next is written."""
+
+AHEAD = 8
+"""Weights that are decoded ahead at most."""
+
+ALIGNMENT = 512
+"""Bytes: where weights begin in a ring."""
 
 
 @dataclass(eq=False)
@@ -45,7 +59,7 @@ class Unit:
     decode: Callable[[torch.Tensor | None], torch.Tensor]
     _successor: weakref.ref[Unit] | None = None
     _sure: bool = True
-    _known_on: Any = None
+    _known_on: set[Any] = field(default_factory=set)
 
     def followed_by(self, unit: Unit) -> None:
         """Learn what was used after this one."""
@@ -60,21 +74,21 @@ class Unit:
 
     def stay_for(self, stream: Any) -> None:
         """Keep the memory that is read from being used again before `stream` has done with it."""
-        if self._known_on != stream:
+        if stream not in self._known_on:
             for source in self.sources:
                 keep(source, stream)
-            self._known_on = stream
+            self._known_on.add(stream)
 
 
 def use(unit: Unit, product: Callable[[torch.Tensor], T]) -> T:
     """What `product` makes of a unit's dense weights. They are another's as soon as it returns."""
-    buffers = _buffers_of(unit.sources[0].device)
-    with buffers.lock:
-        return buffers.use(unit, product)
+    ring = _ring_of(unit.sources[0].device)
+    with ring.lock:
+        return ring.use(unit, product)
 
 
 def release() -> None:
-    """Give the buffers of all devices back. They come again when they are needed."""
+    """Give the rings of all devices back. They come again when they are needed."""
     with _changing:
         _eager.clear()
         _captured.clear()
@@ -82,7 +96,7 @@ def release() -> None:
 
 @contextmanager
 def prefetching(on: bool) -> Iterator[None]:
-    """Whether weights are decoded ahead, for all threads. If not, one buffer is enough, and one is taken."""
+    """Whether weights are decoded ahead, for all threads. If not, a ring has room for one only."""
     global _ahead
     before, _ahead = _ahead, on
     try:
@@ -91,26 +105,43 @@ def prefetching(on: bool) -> Iterator[None]:
         _ahead = before
 
 
+@contextmanager
+def joined_at_the_end(device: torch.device) -> Iterator[None]:
+    """Within a capture on the current stream of a GPU: decode ahead of everything until this ends.
+
+    The capture has to go on until then. If it fails, nothing is joined.
+    """
+    graph = _graph_of(device)
+    _joined_late.add(graph)
+    try:
+        yield
+        if device in _captured and _captured[device][0] == graph:
+            _captured[device][1].join()
+    finally:
+        _joined_late.discard(graph)
+
+
 _ahead = True
+_joined_late: set[int] = set()
 _changing = threading.Lock()
-_eager: dict[torch.device, _Buffers] = {}
-_captured: dict[torch.device, tuple[int, _Buffers]] = {}
+_eager: dict[torch.device, _Ring] = {}
+_captured: dict[torch.device, tuple[int, _Ring]] = {}
 
 
-def _buffers_of(device: torch.device) -> _Buffers:
-    """The buffers of a device, or those of the CUDA graph that its current stream is captured for."""
+def _ring_of(device: torch.device) -> _Ring:
+    """The ring of a device, or that of the CUDA graph that its current stream is captured for."""
     graph = _graph_of(device)
     with _changing:
         if not graph:
             if device not in _eager:
-                _eager[device] = _Buffers(device)
+                _eager[device] = _Ring(device)
             return _eager[device]
         if device not in _captured or _captured[device][0] != graph:
-            # Other buffers make room for those of the graph. Kernels still at work there keep their memory.
+            # Others make room for that of the graph. Kernels still at work there keep their memory.
             _, last = _captured.pop(device, (0, None))
-            size = max(b.size if b is not None else 0 for b in (last, _eager.pop(device, None)))
+            size = max(ring.size if ring is not None else 0 for ring in (last, _eager.pop(device, None)))
             last = None
-            _captured[device] = graph, _Buffers(device, size, captured=True)
+            _captured[device] = graph, _Ring(device, size, graph)
         return _captured[device][1]
 
 
@@ -141,112 +172,175 @@ def _nothing() -> None:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """A buffer, what it holds, and when it was last read and written."""
+class _Span:
+    """Bytes `start` to `stop` of a ring.
 
-    read: Any
-    written: Any
-    memory: torch.Tensor
-    dense: torch.Tensor
+    `done` is when they were last written or read. `wanted` says that what they hold is still to be used.
+    """
+
+    start: int
+    stop: int
+    done: Any
+    dense: torch.Tensor | None = None
     unit: Callable[[], Unit | None] = _nothing
-    known_on: Any = None
+    wanted: bool = False
 
 
-class _Buffers:
-    """Two slots in turn. `captured`: for a CUDA graph, with memory of its own."""
+class _Ring:
+    """Memory that weights are decoded to, one behind the other, and from its beginning again.
 
-    def __init__(self, device: torch.device, size: int = 0, *, captured: bool = False) -> None:
+    `graph`, if not 0, is the CUDA graph that it belongs to, which has the memory.
+    """
+
+    def __init__(self, device: torch.device, size: int = 0, graph: int = 0) -> None:
         self.lock = threading.Lock()
-        self._device, self._captured = device, captured
+        self._device, self._graph = device, graph
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        self._side: Any = self._backend.Stream(*[device] if device.type == "cuda" else [])
-        self._slots = [self._new_slot(size) for _ in range(2)]
-        self._latest = 0
+        on = [device] if device.type == "cuda" else []
+        self._sides: list[Any] = [self._backend.Stream(*on) for _ in range(SIDES)]
+        self._turn = 0
+        self._to_join: set[Any] = set()
+        self._memory: torch.Tensor
+        self._known_on: set[Any]
+        self._spans: list[_Span]
+        self._end: int  # where the next one begins
+        self._first: Callable[[], Unit | None] = _nothing
         self._last: Callable[[], Unit | None] = _nothing
+        self._take(size, self._stream)
 
     @property
     def size(self) -> int:
-        """Bytes of the larger one."""
-        return max(slot.memory.numel() for slot in self._slots)
+        """Bytes."""
+        return self._memory.numel()
+
+    @property
+    def _stream(self) -> Any:
+        return self._backend.current_stream(self._device)
 
     def use(self, unit: Unit, product: Callable[[torch.Tensor], T]) -> T:
         """See the function."""
-        stream = self._backend.current_stream(self._device)
-        number = next((i for i in range(2) if self._slots[i].unit() is unit), None)
-        if number is None:
-            number = 1 - self._latest if _ahead else self._latest
-            self._make_room(self._slots[number], unit.room, stream)
-            self._fill(self._slots[number], unit, stream)
-        else:  # of several streams that read a slot, each waits for the one before: the last event counts
-            self._slots[number].written.wait(stream)
-            self._slots[number].read.wait(stream)
-        self._latest, slot = number, self._slots[number]
+        stream = self._stream
+        span = self._holding(unit)
+        if span is None:
+            for guess in self._spans:
+                guess.wanted = False  # it came otherwise
+            span = self._decode(unit, stream, stream)
+        else:  # of several streams that read a span, each waits for the one before: the last event counts
+            span.done.wait(stream)
+        assert span is not None and span.dense is not None
+        span.wanted = False
         self._learn(unit)
-        self._keep(slot, stream)
+        self._keep(stream)
         try:
-            result = product(slot.dense)
+            result = product(span.dense)
         finally:
-            slot.read.record(stream)
-        following = unit.next() if _ahead else None
-        if following is not None and following.sources[0].device == self._device:
-            self._prefetch(self._slots[1 - number], following, stream)
+            span.done.record(stream)
+        if _ahead:
+            self._prefetch(unit, stream)
         return result
+
+    def join(self) -> None:
+        """Let the current stream wait for all that is decoded on the side."""
+        stream = self._stream
+        for side in self._to_join:
+            stream.wait_stream(side)
+        self._to_join.clear()
+
+    def _holding(self, unit: Unit) -> _Span | None:
+        return next((span for span in self._spans if span.unit() is unit), None)
 
     def _learn(self, unit: Unit) -> None:
         last = self._last()
-        if last is not None and last is not unit:
+        if last is None:
+            self._first = weakref.ref(unit)
+        elif last is not unit:
             last.followed_by(unit)
         self._last = weakref.ref(unit)
 
-    def _prefetch(self, slot: _Slot, unit: Unit, stream: Any) -> None:
-        """Decode on the side, unless that is done."""
-        if slot.unit() is unit:
-            return
-        self._make_room(slot, unit.room, stream)
-        if not self._captured:
-            unit.stay_for(self._side)
-        with self._backend.stream(self._side):
-            self._fill(slot, unit, self._side)
-        if self._captured:
-            slot.written.wait(stream)
+    def _prefetch(self, unit: Unit, stream: Any) -> None:
+        """Decode on the side what will follow, as far as there is room."""
+        following = unit.next()
+        for _ in range(AHEAD):
+            if following is None or following is unit or following.sources[0].device != self._device:
+                break
+            if self._graph and following is self._first():
+                break  # a replay begins with it, and believes nothing
+            span = self._holding(following)
+            if span is None:
+                side = self._sides[self._turn]
+                span = self._decode(following, side, stream)
+                if span is None:
+                    break
+                self._turn = (self._turn + 1) % SIDES
+            span.wanted = True
+            following = following.next()
+        if self._graph and self._graph not in _joined_late:
+            self.join()
 
-    def _fill(self, slot: _Slot, unit: Unit, stream: Any) -> None:
-        """Decode on the current stream, when nobody reads or writes the slot any more."""
-        slot.read.wait(stream)
-        slot.written.wait(stream)
-        slot.unit = _nothing
-        slot.dense = unit.decode(slot.memory[: unit.room])
-        slot.written.record(stream)
-        slot.unit = weakref.ref(unit)
+    def _decode(self, unit: Unit, where: Any, stream: Any) -> _Span | None:
+        """Decode on the stream `where`, when nobody writes or reads any more what lies there.
 
-    def _make_room(self, slot: _Slot, room: int, stream: Any) -> None:
-        if slot.memory.numel() < room:
-            slot.unit = _nothing
-            slot.memory = slot.dense = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
-            slot.memory, slot.known_on = self._empty(room), stream
-            # Kernels of this stream may still be at work with what was freed just now.
-            slot.read.record(stream)
+        On the side, None if what lies there is still to be used. `stream` is the current one.
+        """
+        self._make_room(unit.room, stream)
+        start = self._end if self._end + unit.room <= self.size else 0
+        stop = start + _aligned(unit.room)
+        before = [span for span in self._spans if span.start < stop and start < span.stop]
+        if where is not stream and any(span.wanted for span in before):
+            return None
+        for span in before:
+            span.done.wait(where)
+            # What is left of it holds nothing, but may still be read or written.
+            span.start, span.unit, span.dense = stop, _nothing, None
+        self._spans = [span for span in self._spans if span.start < span.stop]
+        if where is not stream and self._graph:
+            self._to_join.add(where)
+        elif where is not stream:
+            unit.stay_for(where)
+        with self._backend.stream(where):
+            dense = unit.decode(self._memory[start : start + unit.room])
+        made = _Span(start, stop, self._event(where), dense, weakref.ref(unit))
+        self._spans.append(made)
+        self._end = stop
+        return made
 
-    def _keep(self, slot: _Slot, stream: Any) -> None:
-        """Keep memory that was taken on one stream until another has done with it."""
-        if stream != slot.known_on and not self._captured:
-            keep(slot.memory, stream)
-            slot.known_on = stream
+    def _make_room(self, room: int, stream: Any) -> None:
+        """Take more memory if a unit finds too little."""
+        needed = (ROOM if _ahead else 1) * _aligned(room)
+        if self.size < needed:
+            self.join()
+            self._spans.clear()
+            self._memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
+            self._take(needed, stream)
 
-    def _new_slot(self, size: int) -> _Slot:
-        read, written, memory = self._backend.Event(), self._backend.Event(), self._empty(size)
-        stream = self._backend.current_stream(self._device)
-        read.record(stream)
-        written.record(stream)
-        return _Slot(read, written, memory, memory)
-
-    def _empty(self, size: int) -> torch.Tensor:
+    def _take(self, size: int, stream: Any) -> None:
         with torch.inference_mode(False):  # it may be written to later, outside that mode
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if not self._captured:  # there all that is done on the side is joined at once
-            keep(memory, self._side)
-        return memory
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._known_on = {stream}
+        for side in self._sides:
+            self._keep(side)
+        # Kernels of this stream may still be at work with what was freed just now.
+        self._spans = [_Span(0, size, self._event(stream))]
+        self._end = 0
+
+    def _keep(self, stream: Any) -> None:
+        """Keep memory that was taken on one stream until another has done with it.
+
+        In a graph streams wait for each other.
+        """
+        if stream not in self._known_on and not self._graph:
+            keep(self._memory, stream)
+            self._known_on.add(stream)
+
+    def _event(self, stream: Any) -> Any:
+        event = self._backend.Event()
+        event.record(stream)
+        return event
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def keep(memory: torch.Tensor, stream: Any) -> None:

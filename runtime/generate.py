@@ -782,6 +782,7 @@ class GreedyDecoder:
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+                buffers.joined_at_the_end(self.device),
             ):
                 self._graph_logits = self._advance()
         except torch.cuda.OutOfMemoryError:

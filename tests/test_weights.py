@@ -447,17 +447,18 @@ def test_what_cannot_be_compressed_is_refused() -> None:
 
 
 class Units:
-    """Made-up units, each full of its number, that keep a list of decodes."""
+    """Made-up units, each full of its number, that keep lists of decodes, and of those waited for."""
 
     def __init__(self, rooms: list[int]) -> None:
         self.decoded: list[int] = []
+        self.missed: list[int] = []
         self.all = [self._unit(number, room) for number, room in enumerate(rooms)]
 
     def _unit(self, number: int, room: int) -> buffers.Unit:
         def decode(memory: torch.Tensor | None) -> torch.Tensor:
             self.decoded.append(number)
             memory = torch.empty(room, dtype=torch.uint8, device=DEVICE) if memory is None else memory
-            pause()
+            pause(1)
             return memory.fill_(number)
 
         return buffers.Unit(room, (torch.zeros(1, device=DEVICE),), decode)
@@ -465,11 +466,17 @@ class Units:
     def use(self, *numbers: int) -> list[torch.Tensor]:
         """Copies of what products of some units see, in this order."""
 
-        def product(dense: torch.Tensor) -> torch.Tensor:
-            pause()
-            return dense.clone()
+        def copy(number: int) -> torch.Tensor:
+            before = len(self.decoded)
 
-        return [buffers.use(self.all[number], product) for number in numbers]
+            def product(dense: torch.Tensor) -> torch.Tensor:
+                self.missed += [number] * (len(self.decoded) > before)
+                pause(4)  # longer than what may begin meanwhile
+                return dense.clone()
+
+            return buffers.use(self.all[number], product)
+
+        return [copy(number) for number in numbers]
 
     def check(self, seen: list[torch.Tensor], numbers: list[int]) -> None:
         for dense, number in zip(seen, numbers, strict=True):
@@ -477,10 +484,10 @@ class Units:
             assert (dense == number).all(), number
 
 
-def pause() -> None:
-    """Give another stream the time to do what it must not do yet."""
+def pause(times: int) -> None:
+    """Give other streams the time to do what they must not do yet."""
     if DEVICE.type == "cuda":
-        torch.cuda._sleep(200_000)
+        torch.cuda._sleep(times * 100_000)
 
 
 @pytest.fixture(autouse=True)
@@ -489,35 +496,68 @@ def fresh_buffers() -> None:
 
 
 def test_the_order_of_use_is_learnt() -> None:
-    units = Units([100, 300, 50, 200])
+    units = Units([100, 300, 50, 200])  # a ring has room for two
     order = [0, 1, 2, 3]
     units.check(units.use(*order), order)
     assert units.decoded == order  # nothing to know
     units.check(units.use(*order), order)
-    assert units.decoded == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # each one ahead, but for the first
+    assert units.decoded == [*order, *order, 0, 1]  # ahead, as far as there is room
     units.decoded.clear()
     units.check(units.use(*order * 3), order * 3)
-    assert units.decoded == [1, 2, 3, 0] * 3
+    assert units.decoded == [2, 3, 0, 1] * 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_known_order_all_are_decoded_ahead(seed: int) -> None:
+    """Whatever the sizes: what is ahead is not written over before it was used."""
+    generator = torch.Generator().manual_seed(seed)
+    units = Units((torch.randint(1, 9, (7,), generator=generator) * 700).tolist())
+    order = list(range(7))
+    units.use(*order * 2)
+    units.missed.clear()
+    units.check(units.use(*order * 5), order * 5)
+    assert not units.missed
+
+
+def test_as_many_are_decoded_ahead_as_have_room() -> None:
+    units = Units([4000, *[500] * 12])
+    order = list(range(13))
+    units.use(*order)
+    units.decoded.clear()
+    units.use(0)
+    assert units.decoded == [0, *range(1, 1 + buffers.AHEAD)]
+    units.use(1)
+    assert units.decoded == [0, *range(1, 2 + buffers.AHEAD)]
 
 
 def test_a_wrong_guess_is_not_repeated() -> None:
     units = Units([64] * 5)
     units.use(0, 1, 2, 0)
-    assert units.decoded == [0, 1, 2, 0, 1]
+    assert units.decoded == [0, 1, 2, 0, 1, 2]
     units.decoded.clear()
     units.check(units.use(3, 4, 0), [3, 4, 0])  # after 0 came 1, then 3: no guess
     assert units.decoded == [3, 4, 0]
     units.check(units.use(3, 4, 0), [3, 4, 0])  # 3 came again
-    assert units.decoded == [3, 4, 0, 3, 4, 0, 3]
+    assert units.decoded == [3, 4, 0, 3, 4, 0, 3, 4]
+
+
+def test_a_wrong_guess_makes_room_again() -> None:
+    """What was decoded ahead for nothing does not keep others from being decoded ahead."""
+    units = Units([500] * 6)
+    units.use(0, 1, 2, 3, 0)
+    units.use(4, 5, 4, 5)
+    units.decoded.clear()
+    units.check(units.use(*[4, 5] * 3), [4, 5] * 3)
+    assert units.decoded == []  # both are held
 
 
 def test_prefetching_can_be_switched_off() -> None:
-    units = Units([64] * 4)
+    units = Units([600] * 4)
     with buffers.prefetching(False):
         units.check(units.use(*[0, 1, 2] * 3), [0, 1, 2] * 3)
     assert units.decoded == [0, 1, 2] * 3
     (taken,) = buffers._eager.values()
-    assert sorted(slot.memory.numel() for slot in taken._slots) == [0, 64]
+    assert taken.size == 2 * buffers.ALIGNMENT  # room for one
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -586,25 +626,30 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
 
 def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """AnsWeights and exact PackedWeights, experts among them, in a real order of use."""
-    order: list[torch.Tensor] = []
+    used: list[torch.Tensor] = []
+    on_the_side: list[bool] = []
     matrices = [random(24, 40, seed=seed) for seed in range(3)]
     experts = random(2, 24, 40, seed=4)
     live = [AnsWeight.of(matrices[0]), PackedWeight.of(matrices[1], exact=True), AnsWeight.of(matrices[2])]
     all_experts = AnsWeight.of(experts)
     x = random(5, 40, seed=5)
-    original = buffers._Buffers._prefetch
+    original = buffers._Ring._decode
 
-    def spy(self: buffers._Buffers, slot: object, unit: buffers.Unit, stream: object) -> None:
-        order.append(unit.sources[0])
-        original(self, slot, unit, stream)  # type: ignore[arg-type]
+    def spy(self: buffers._Ring, unit: buffers.Unit, where: object, stream: object) -> object:
+        span = original(self, unit, where, stream)
+        if span is not None:
+            used.append(unit.sources[0])
+            on_the_side.append(where is not stream)
+        return span
 
-    monkeypatch.setattr(buffers._Buffers, "_prefetch", spy)
+    monkeypatch.setattr(buffers._Ring, "_decode", spy)
     for _ in range(3):
         got = [F.linear(x, w) for w in (live[0], all_experts[1], live[1], live[2])]
         for y, w in zip(got, (matrices[0], experts[1], matrices[1], matrices[2]), strict=True):
             assert same_bits(y, F.linear(x, w))
-    expected = [all_experts.memory0, live[1].words, live[2].memory0, live[0].memory0]  # type: ignore[attr-defined]
-    assert [id(t) for t in order] == [id(t) for t in expected * 2]
+    order = [live[0].memory0, all_experts.memory0, live[1].words, live[2].memory0]  # type: ignore[attr-defined]
+    assert [id(t) for t in used[:12]] == [id(t) for t in order * 3]
+    assert on_the_side == [False] * 5 + [True] * (len(used) - 5)
 
 
 # On a GPU: graphs, streams, memory.
@@ -660,6 +705,42 @@ def test_graphs_overlap_on_streams() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("first", [1, 4])
+def test_side_streams_are_joined_at_the_end_of_a_capture(first: int) -> None:
+    """With the first weights larger and smaller than others, so that a ring grows in the capture or not."""
+    units = Units([50_000, 700, 1000, 70_000, 300, 20_000, 600, 600, 600])
+    order = [*range(first, 9), *range(first)]
+    units.use(*order * 2)
+    buffers.release()
+    graphs = []
+    for _ in range(2):
+        graph, after = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
+        with torch.cuda.graph(graph), buffers.joined_at_the_end(torch.device("cuda", 0)):
+            seen = units.use(*order)
+            after += 1
+        graphs.append((graph, seen))
+    for _ in range(3):
+        for graph, seen in graphs:
+            for tensor in seen:
+                tensor.fill_(0xEE)
+            graph.replay()
+            torch.cuda.synchronize()
+            units.check(seen, order)
+    units.check(units.use(*order), order)
+
+
+@pytest.mark.gpu
+def test_a_capture_without_weights_joins_nothing() -> None:
+    x, graph = torch.zeros(4, device=DEVICE), torch.cuda.CUDAGraph()
+    Units([100]).use(0)
+    with torch.cuda.graph(graph), buffers.joined_at_the_end(torch.device("cuda", 0)):
+        x += 1
+    graph.replay()
+    assert x.tolist() == [1] * 4
+    assert not buffers._captured and not buffers._joined_late
+
+
+@pytest.mark.gpu
 def test_graphs_may_share_a_pool() -> None:
     units = Units([50_000, 70_000, 30_000])
     order = [0, 1, 2, 1]
@@ -682,8 +763,8 @@ def test_graphs_may_share_a_pool() -> None:
 @pytest.mark.gpu
 def test_what_was_in_the_buffers_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin full of NaNs, in eager calls and in a graph."""
-    original = buffers._Buffers._empty
-    monkeypatch.setattr(buffers._Buffers, "_empty", lambda self, size: original(self, size).fill_(0xFF))
+    original = buffers._Ring._empty
+    monkeypatch.setattr(buffers._Ring, "_empty", lambda self, size: original(self, size).fill_(0xFF))
     matrices = [random(rows, 1024, seed=rows) for rows in (1000, 256, 1024, 3001, 17)]
     live = [OF["ans" if i % 3 else "exact"](m) for i, m in enumerate(matrices)]
     x = random(4, 1024, seed=1)
