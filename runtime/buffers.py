@@ -202,6 +202,7 @@ class _Ring:
         self._turn = 0
         self._to_join: set[Any] = set()
         self._memory: torch.Tensor
+        self._outgrown: list[torch.Tensor] = []
         self._known_on: set[Any]
         self._spans: list[_Span]
         self._end: int  # where the next one begins
@@ -223,8 +224,6 @@ class _Ring:
         stream = self._stream
         span = self._holding(unit)
         if span is None:
-            for guess in self._spans:
-                guess.wanted = False  # it came otherwise
             span = self._decode(unit, stream, stream)
         else:  # of several streams that read a span, each waits for the one before: the last event counts
             span.done.wait(stream)
@@ -284,45 +283,55 @@ class _Ring:
         On the side, None if what lies there is still to be used. `stream` is the current one.
         """
         self._make_room(unit.room, stream)
+        aside = where is not stream
         start = self._end if self._end + unit.room <= self.size else 0
         stop = start + _aligned(unit.room)
         before = [span for span in self._spans if span.start < stop and start < span.stop]
-        if where is not stream and any(span.wanted for span in before):
+        if aside and any(span.wanted for span in before):
             return None
         for span in before:
             span.done.wait(where)
             # What is left of it holds nothing, but may still be read or written.
-            span.start, span.unit, span.dense = stop, _nothing, None
+            span.start, span.unit, span.dense, span.wanted = stop, _nothing, None, False
         self._spans = [span for span in self._spans if span.start < span.stop]
-        if where is not stream and self._graph:
+        if aside and self._graph:
             self._to_join.add(where)
-        elif where is not stream:
+        elif aside:
             unit.stay_for(where)
-        with self._backend.stream(where):
-            dense = unit.decode(self._memory[start : start + unit.room])
-        made = _Span(start, stop, self._event(where), dense, weakref.ref(unit))
+        made = _Span(start, stop, self._backend.Event())
         self._spans.append(made)
         self._end = stop
+        try:
+            with self._backend.stream(where):
+                made.dense = unit.decode(self._memory[start : start + unit.room])
+            made.unit = weakref.ref(unit)
+        finally:
+            made.done.record(where)
         return made
 
     def _make_room(self, room: int, stream: Any) -> None:
         """Take more memory if a unit finds too little."""
         needed = (ROOM if _ahead else 1) * _aligned(room)
         if self.size < needed:
-            self.join()
+            if self._graph:  # where nobody says which streams still read there
+                self._outgrown.append(self._memory)
             self._spans.clear()
             self._memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
             self._take(needed, stream)
 
     def _take(self, size: int, stream: Any) -> None:
-        with torch.inference_mode(False):  # it may be written to later, outside that mode
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._memory = self._empty(size)
         self._known_on = {stream}
         for side in self._sides:
             self._keep(side)
         # Kernels of this stream may still be at work with what was freed just now.
-        self._spans = [_Span(0, size, self._event(stream))]
-        self._end = 0
+        span = _Span(0, size, self._backend.Event())
+        span.done.record(stream)
+        self._spans, self._end = [span], 0
+
+    def _empty(self, size: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # it may be written to later, outside that mode
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _keep(self, stream: Any) -> None:
         """Keep memory that was taken on one stream until another has done with it.
@@ -332,11 +341,6 @@ class _Ring:
         if stream not in self._known_on and not self._graph:
             keep(self._memory, stream)
             self._known_on.add(stream)
-
-    def _event(self, stream: Any) -> Any:
-        event = self._backend.Event()
-        event.record(stream)
-        return event
 
 
 def _aligned(nbytes: int) -> int:

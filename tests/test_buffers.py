@@ -1,0 +1,495 @@
+"""The ring of dense weights: what is decoded when, that nobody reads what another writes, graphs."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from neuzip.runtime import buffers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Units:
+    """Made-up units, each full of its number, that keep lists of decodes, and of those waited for."""
+
+    def __init__(self, rooms: list[int]) -> None:
+        self.decoded: list[int] = []
+        self.missed: list[int] = []
+        self.all = [self._unit(number, room) for number, room in enumerate(rooms)]
+
+    def _unit(self, number: int, room: int) -> buffers.Unit:
+        def decode(memory: torch.Tensor | None) -> torch.Tensor:
+            self.decoded.append(number)
+            memory = torch.empty(room, dtype=torch.uint8, device=DEVICE) if memory is None else memory
+            pause(1)
+            return memory.fill_(number)
+
+        return buffers.Unit(room, (torch.zeros(1, device=DEVICE),), decode)
+
+    def use(self, *numbers: int) -> list[torch.Tensor]:
+        """Copies of what products of some units see, in this order."""
+
+        def copy(number: int) -> torch.Tensor:
+            before = len(self.decoded)
+
+            def product(dense: torch.Tensor) -> torch.Tensor:
+                self.missed += [number] * (len(self.decoded) > before)
+                pause(4)  # longer than what may begin meanwhile
+                return dense.clone()
+
+            return buffers.use(self.all[number], product)
+
+        return [copy(number) for number in numbers]
+
+    def check(self, seen: list[torch.Tensor], numbers: list[int]) -> None:
+        for dense, number in zip(seen, numbers, strict=True):
+            assert dense.numel() == self.all[number].room
+            assert (dense == number).all(), number
+
+
+def pause(times: int) -> None:
+    """Give other streams the time to do what they must not do yet."""
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(times * 100_000)
+
+
+@pytest.fixture(autouse=True)
+def fresh_buffers() -> None:
+    buffers.release()
+
+
+def test_the_order_of_use_is_learnt() -> None:
+    units = Units([100, 300, 50, 200])  # a ring has room for two
+    order = [0, 1, 2, 3]
+    units.check(units.use(*order), order)
+    assert units.decoded == order  # nothing to know
+    units.check(units.use(*order), order)
+    assert units.decoded == [*order, *order, 0, 1]  # ahead, as far as there is room
+    units.decoded.clear()
+    units.check(units.use(*order * 3), order * 3)
+    assert units.decoded == [2, 3, 0, 1] * 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_known_order_all_are_decoded_ahead(seed: int) -> None:
+    """Whatever the sizes: what is ahead is not written over before it was used."""
+    generator = torch.Generator().manual_seed(seed)
+    units = Units((torch.randint(1, 9, (7,), generator=generator) * 700).tolist())
+    order = list(range(7))
+    units.use(*order * 2)
+    units.missed.clear()
+    units.check(units.use(*order * 5), order * 5)
+    assert not units.missed
+
+
+def test_as_many_are_decoded_ahead_as_have_room() -> None:
+    units = Units([4000, *[500] * 12])
+    order = list(range(13))
+    units.use(*order)
+    units.decoded.clear()
+    units.use(0)
+    assert units.decoded == [0, *range(1, 1 + buffers.AHEAD)]
+    units.use(1)
+    assert units.decoded == [0, *range(1, 2 + buffers.AHEAD)]
+
+
+def test_a_wrong_guess_is_not_repeated() -> None:
+    units = Units([64] * 5)
+    units.use(0, 1, 2, 0)
+    assert units.decoded == [0, 1, 2, 0, 1, 2]
+    units.decoded.clear()
+    units.check(units.use(3, 4, 0), [3, 4, 0])  # after 0 came 1, then 3: no guess
+    assert units.decoded == [3, 4, 0]
+    units.check(units.use(3, 4, 0), [3, 4, 0])  # 3 came again
+    assert units.decoded == [3, 4, 0, 3, 4, 0, 3, 4]
+
+
+def test_a_wrong_guess_makes_room_again() -> None:
+    """What was decoded ahead for nothing does not keep others from being decoded ahead."""
+    units = Units([500] * 6)
+    units.use(0, 1, 2, 3, 0)
+    units.use(4, 5, 4, 5)
+    units.decoded.clear()
+    units.check(units.use(*[4, 5] * 3), [4, 5] * 3)
+    assert units.decoded == []  # both are held
+
+
+def test_prefetching_can_be_switched_off() -> None:
+    units = Units([600] * 4)
+    with buffers.prefetching(False):
+        units.check(units.use(*[0, 1, 2] * 3), [0, 1, 2] * 3)
+    assert units.decoded == [0, 1, 2] * 3
+    (taken,) = buffers._eager.values()
+    assert taken.size == 2 * buffers.ALIGNMENT  # room for one
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_is_right(seed: int) -> None:
+    """Whatever was guessed, whatever the sizes, and on whichever stream."""
+    generator = torch.Generator().manual_seed(seed)
+    rooms = torch.randint(1, 5000, (6,), generator=generator).tolist()
+    units = Units(rooms)
+    cycle = torch.randint(0, 6, (9,), generator=generator).tolist()
+    numbers = cycle * 4 + torch.randint(0, 6, (40,), generator=generator).tolist() + cycle * 2
+    streams = [torch.cuda.Stream() for _ in range(2)] if DEVICE.type == "cuda" else []
+    seen = []
+    for at, number in enumerate(numbers):
+        if streams and at % 3 == 0:
+            torch.cuda.set_stream(streams[at // 3 % 2])
+        seen += units.use(number)
+    if streams:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        torch.cuda.synchronize()
+    units.check(seen, numbers)
+
+
+def test_threads_take_turns() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    units = Units([1000, 2000, 3000, 500])
+
+    def run(shift: int) -> tuple[list[torch.Tensor], list[int]]:
+        numbers = [(i * shift) % 4 for i in range(50)]
+        if DEVICE.type == "cuda" and shift % 2:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return units.use(*numbers), numbers
+        return units.use(*numbers), numbers
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(run, [1, 2, 3, 5]))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    for seen, numbers in results:
+        units.check(seen, numbers)
+
+
+def test_a_decode_that_fails_spoils_nothing() -> None:
+    units = Units([600] * 3)
+    units.use(0, 1, 2, 0, 1, 2)
+    buffers.release()
+    right = units.all[1].decode
+
+    def fails(memory: torch.Tensor | None) -> torch.Tensor:
+        right(memory)
+        raise ZeroDivisionError
+
+    units.all[1].decode = fails
+    with pytest.raises(ZeroDivisionError):
+        units.use(0)  # 1 follows
+    units.all[1].decode = right
+    units.check(units.use(1, 2, 0, 1), [1, 2, 0, 1])
+
+
+def test_a_product_that_fails_spoils_nothing() -> None:
+    units = Units([64] * 3)
+    units.use(0, 1, 2, 0)
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        buffers.use(units.all[1], fails)
+    units.check(units.use(1, 2, 0), [1, 2, 0])
+
+
+# What may happen at the same time, whatever a GPU makes of it: streams and events on paper.
+
+
+@dataclass(frozen=True)
+class Access:
+    """Something that reads or writes bytes of memory, and all that has ended before it begins."""
+
+    number: int
+    writes: bool
+    start: int
+    stop: int
+    after: frozenset[int]
+
+
+@dataclass(eq=False)
+class Stream:
+    """Knows what has to end before what it is given next."""
+
+    after: set[int] = field(default_factory=set)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.after |= other.after
+
+
+class Event:
+    def __init__(self) -> None:
+        self.after: frozenset[int] | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.after = frozenset(stream.after)
+
+    def wait(self, stream: Stream) -> None:
+        assert self.after is not None
+        stream.after |= self.after
+
+
+class Paper:
+    """In place of `torch.cpu`, and of an allocator that gives the same memory out again at once.
+
+    That waits for the stream that had asked for it, and for those that it is kept for.
+    """
+
+    Stream, Event = Stream, Event
+
+    def __init__(self) -> None:
+        self.current = Stream()
+        self.accesses: list[Access] = []
+        self.kept: set[Stream] = set()
+        self.memory: weakref.ref[torch.Tensor] | None = None
+        self.base = 0
+
+    def current_stream(self, _: object) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def access(self, memory: torch.Tensor, writes: bool) -> None:
+        """By what is given to the current stream. Whatever it could disturb has to have ended."""
+        start = self.base + memory.storage_offset()
+        self._access(start, start + memory.numel(), writes, set())
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Memory of the caching allocator, where what was there before begins."""
+        if self.memory is not None and self.memory() is not None:
+            self.base += 1 << 20  # it was not freed
+        freed: set[int] = set().union(*(stream.after for stream in self.kept))
+        self.kept = {self.current}
+        self._access(self.base, self.base + size, True, freed)
+        made = torch.empty(size, dtype=torch.uint8)
+        self.memory = weakref.ref(made)
+        return made
+
+    def keep(self, memory: torch.Tensor, stream: Stream) -> None:
+        if self.memory is not None and memory is self.memory():
+            self.kept.add(stream)
+
+    def _access(self, start: int, stop: int, writes: bool, others: set[int]) -> None:
+        new = Access(len(self.accesses), writes, start, stop, frozenset(self.current.after | others))
+        for old in self.accesses:
+            if (old.writes or writes) and old.start < stop and start < old.stop:
+                assert old.number in new.after, (old, new)
+        self.accesses.append(new)
+        self.current.after |= {*new.after, new.number}
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
+    made = Paper()
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cpu, name, getattr(made, name))
+    monkeypatch.setattr(buffers._Ring, "_empty", lambda _, size: made.empty(size))
+    monkeypatch.setattr(buffers, "keep", made.keep)
+    return made
+
+
+def paper_unit(paper: Paper, number: int, room: int) -> buffers.Unit:
+    def decode(memory: torch.Tensor | None) -> torch.Tensor:
+        assert memory is not None
+        paper.access(memory, writes=True)
+        return memory.fill_(number)
+
+    return buffers.Unit(room, (torch.zeros(1),), decode)
+
+
+def use_on_paper(paper: Paper, units: list[buffers.Unit], number: int) -> None:
+    def product(dense: torch.Tensor) -> None:
+        assert dense.numel() == units[number].room and (dense == number).all()
+        paper.access(dense, writes=False)
+
+    buffers.use(units[number], product)
+
+
+def order_of(choose: random.Random, units: int) -> list[int]:
+    """Rounds of the same order, disturbed now and then, and others of more units after them."""
+    order: list[int] = []
+    for known in sorted({choose.randint(1, units), units}):
+        cycle = [choose.randrange(known) for _ in range(choose.randint(1, 12))]
+        order += cycle * 4 + [choose.randrange(known) for _ in range(5)] + cycle * 3
+    for _ in range(choose.randint(0, 3)):
+        order.insert(choose.randrange(len(order)), choose.randrange(units))
+    return order
+
+
+CPU_ONLY = pytest.mark.skipif(DEVICE.type != "cpu", reason="streams on paper stand in for those of a CPU")
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("seed", range(60))
+def test_no_stream_disturbs_another(seed: int, paper: Paper) -> None:
+    """Of several streams with the same ring, in any order of use, with and without decoding ahead."""
+    choose = random.Random(seed)
+    units = [paper_unit(paper, n, choose.randint(1, 4000)) for n in range(choose.randint(1, 9))]
+    streams = [Stream() for _ in range(choose.randint(1, 3))]
+    for number in order_of(choose, len(units)):
+        with paper.stream(choose.choice(streams)), buffers.prefetching(choose.random() < 0.9):
+            use_on_paper(paper, units, number)
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_stream_of_a_graph_disturbs_another(
+    seed: int, late: bool, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a capture may end: the stream that it began on has waited for all that is done on the side."""
+    choose = random.Random(seed)
+    units = [paper_unit(paper, n, choose.randint(1, 4000)) for n in range(choose.randint(1, 9))]
+    order = order_of(choose, len(units))
+    if choose.random() < 0.5:  # else the ring grows in the capture
+        for number in order:
+            use_on_paper(paper, units, number)
+    paper.accesses.clear()
+    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    main, other = paper.current, Stream()
+    streams = [main, other] if choose.random() < 0.5 else [main]
+
+    def everything_is_joined() -> None:
+        assert {access.number for access in paper.accesses} <= main.after | other.after
+
+    with buffers.joined_at_the_end(torch.device("cpu")) if late else nullcontext():
+        for number in order:
+            with paper.stream(choose.choice(streams)):
+                use_on_paper(paper, units, number)
+            if not late:
+                everything_is_joined()
+    everything_is_joined()
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("seed", range(6))
+def test_a_graph_decodes_each_weight_once(seed: int, paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next replay begins anew: nothing is decoded for it."""
+    choose = random.Random(seed)
+    units = [paper_unit(paper, n, choose.randint(1, 4000)) for n in range(9)]
+    for number in [*range(9)] * 2:
+        use_on_paper(paper, units, number)
+    paper.accesses.clear()
+    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    with buffers.joined_at_the_end(torch.device("cpu")):
+        for number in range(9):
+            use_on_paper(paper, units, number)
+    assert sum(access.writes for access in paper.accesses) == 1 + 9  # the memory itself counts as one
+
+
+# On a GPU: graphs and streams.
+
+
+@pytest.mark.gpu
+def test_graphs_and_eager_calls_do_not_disturb_each_other() -> None:
+    """Nor graphs each other: one begins with the weight that the one before has guessed."""
+    units = Units([5000, 70_000, 300, 4000])
+    orders = [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2], [3, 3, 0, 1, 0]]
+    for _ in range(2):
+        units.use(*orders[0])
+    torch.cuda.synchronize()
+    graphs = []
+    for order in orders:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            seen = units.use(*order)
+        graphs.append((graph, seen, order))
+    for _ in range(3):
+        for graph, seen, order in graphs:
+            eager = units.use(*orders[0])
+            for tensor in seen:
+                tensor.fill_(0xEE)
+            graph.replay()
+            eager += units.use(2, 3)
+            torch.cuda.synchronize()
+            units.check(seen, order)
+            units.check(eager, [*orders[0], 2, 3])
+
+
+@pytest.mark.gpu
+def test_graphs_overlap_on_streams() -> None:
+    units = Units([50_000, 70_000, 30_000])
+    order = [0, 1, 2] * 4
+    units.use(*order)
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            seen = units.use(*order)
+        graphs.append((graph, seen, torch.cuda.Stream()))
+    for _ in range(5):
+        for graph, _, stream in graphs:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, seen, _ in graphs:
+            units.check(seen, order)
+            for tensor in seen:
+                tensor.fill_(0xEE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [1, 4])
+def test_side_streams_are_joined_at_the_end_of_a_capture(first: int) -> None:
+    """With the first weights larger and smaller than others, so that a ring grows in the capture or not."""
+    units = Units([50_000, 700, 1000, 70_000, 300, 20_000, 600, 600, 600])
+    order = [*range(first, 9), *range(first)]
+    units.use(*order * 2)
+    buffers.release()
+    graphs = []
+    for _ in range(2):
+        graph, after = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
+        with torch.cuda.graph(graph), buffers.joined_at_the_end(torch.device("cuda", 0)):
+            seen = units.use(*order)
+            after += 1
+        graphs.append((graph, seen))
+    for _ in range(3):
+        for graph, seen in graphs:
+            for tensor in seen:
+                tensor.fill_(0xEE)
+            graph.replay()
+            torch.cuda.synchronize()
+            units.check(seen, order)
+    units.check(units.use(*order), order)
+
+
+@pytest.mark.gpu
+def test_a_capture_without_weights_joins_nothing() -> None:
+    x, graph = torch.zeros(4, device=DEVICE), torch.cuda.CUDAGraph()
+    Units([100]).use(0)
+    with torch.cuda.graph(graph), buffers.joined_at_the_end(torch.device("cuda", 0)):
+        x += 1
+    graph.replay()
+    assert x.tolist() == [1] * 4
+    assert not buffers._captured and not buffers._joined_late
+
+
+@pytest.mark.gpu
+def test_graphs_may_share_a_pool() -> None:
+    units = Units([50_000, 70_000, 30_000])
+    order = [0, 1, 2, 1]
+    units.use(*order)
+    first = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        a = units.use(*order)
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second, pool=first.pool()):
+        b = units.use(*order)
+    for _ in range(3):
+        first.replay()
+        torch.cuda.synchronize()
+        units.check(a, order)
+        second.replay()
+        torch.cuda.synchronize()
+        units.check(b, order)
