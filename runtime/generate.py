@@ -23,11 +23,9 @@ import torch
 from transformers import (
     GenerationMixin,
     LogitsProcessorList,
-    StaticCache,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
 from neuzip.errors import NeuzipError, UsageError
@@ -36,6 +34,7 @@ from . import buffers
 from .kv_cache import KVCache, StaticKVLayer
 from .load import load_config, load_tokenizer, quiet_transformers
 from .residency import has_experts
+from .static_cache import FixedLayer, Places, static_cache
 
 if TYPE_CHECKING:
     from transformers import (
@@ -528,20 +527,6 @@ class NotGraphable(NeuzipError):
         self.reason = reason
 
 
-def static_cache(config: PreTrainedConfig, max_length: int) -> StaticCache:
-    """A cache whose keys and values stay where they are, all layers as long as the text.
-
-    One with a sliding window would count its tokens in Python, which a CUDA graph does not repeat. The window
-    is in the mask as well, so that the result is the same: see `not_fixed`.
-    """
-    cache = StaticCache(config=config, max_cache_len=max_length)
-    cache.layers = [
-        StaticLayer(max_length) if isinstance(layer, StaticSlidingWindowLayer) else layer
-        for layer in cache.layers
-    ]
-    return cache
-
-
 _TURNS = threading.RLock()
 """Held by who launches or captures: what others put on the stream of a capture would be part of it."""
 
@@ -615,13 +600,14 @@ class GreedyDecoder:
             )
         self.model, self.batch, self.max_length = model, batch, max_length
         self.device = input_device(model)
+        self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._places = Places(self._position)
         self._cache = (
-            static_cache(model.config, max_length)
+            static_cache(model.config, max_length, self._places)
             if kv_bits is None
             else KVCache(model.config, kv_bits, max_length=max_length)
         )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)
         self._length = 0
         self._logits = torch.empty(0)
@@ -726,6 +712,7 @@ class GreedyDecoder:
         self, forward: Callable[..., torch.Tensor], ids: torch.Tensor, where: torch.Tensor
     ) -> torch.Tensor:
         """Logits [batch, 1 to n, words] after `ids` [batch, n], which are at the positions `where` [n]."""
+        self._places.tokens = where
         options = {
             "position_ids": where.expand(self.batch, -1),
             "cache_position": where,  # version 4.57; a later one asks the cache
@@ -741,7 +728,7 @@ class GreedyDecoder:
     def _steps_are_alike(self) -> bool:
         places = {parameter.device for parameter in self.model.parameters()}
         return len(places) == 1 and all(
-            type(layer) in (StaticLayer, StaticKVLayer) for layer in self._cache.layers
+            type(layer) in (FixedLayer, StaticKVLayer) for layer in self._cache.layers
         )
 
     def _compile(self) -> None:
