@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from neuzip.errors import NeuzipError, UsageError
 
 from . import buffers
+from .fused_step import FusedStep, same_bits
 from .kv_cache import KVCache, StaticKVLayer
 from .load import load_config, load_tokenizer, quiet_transformers
 from .residency import has_experts
@@ -752,11 +753,7 @@ class GreedyDecoder:
             ) from error
 
     def _capture(self) -> None:
-        with self._running():
-            for _ in range(WARM_UPS):
-                self._reset()
-                self._advance()
-            self._reset()
+        fused = self._fused_step()
         if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
             raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
         torch.cuda.synchronize(self.device)
@@ -770,6 +767,7 @@ class GreedyDecoder:
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
                 buffers.joined_at_the_end(self.device),
+                fused.in_place(),
             ):
                 self._graph_logits = self._advance()
         except torch.cuda.OutOfMemoryError:
@@ -779,9 +777,25 @@ class GreedyDecoder:
             raise NotGraphable(self.model, str(error).strip().splitlines()[0]) from error
         self._graph = graph
 
+    def _fused_step(self) -> FusedStep:
+        """What is captured in place of a model's small operations, after WARM_UPS. The bits are the same."""
+        fused = FusedStep(self.model.modules() if self._compiled is None else ())
+        with self._running():
+            self._reset()
+            with fused.listening():
+                expected = self._advance().clone()
+            fused.choose()
+            for _ in range(WARM_UPS - 1):
+                self._reset()
+                with fused.in_place():
+                    found = self._advance()
+            self._reset()
+            return fused if same_bits(found, expected) else FusedStep(())
+
     def _reset(self) -> None:
         self._cache.reset()  # type: ignore[no-untyped-call]
         self._position.zero_()
+        self._token.zero_()
 
     @contextmanager
     def _running(self) -> Iterator[None]:

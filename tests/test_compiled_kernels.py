@@ -86,10 +86,29 @@ for queries, keys, heads, width, dtype, more in (
 print(json.dumps(shared))
 """
 
+STEP = """
+from neuzip.kernels.step import NORMS, triton_step
+
+for early in (False, True):
+    triton_step.early_launches = lambda device: early
+    for rows, columns, dtype in (
+        (1, 128, torch.bfloat16), (1, 3200, torch.float16), (8, 4096, torch.float32)
+    ):
+        for norm in NORMS:
+            triton_step.rms_norm(torch.zeros(rows, columns, dtype=dtype), torch.zeros(columns), 1e-5, norm)
+    for batch, heads, tokens, width, dtype in ((1, 1, 1, 64, torch.bfloat16), (2, 8, 3, 80, torch.float32)):
+        q = torch.zeros(batch, heads, tokens, width, dtype=dtype)
+        cos = torch.zeros(1, tokens, width, dtype=dtype)
+        triton_step.rotated(q, q[:, :1], cos, cos)
+print(json.dumps(shared))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launches", "kernels"), [(HEADS, 9), (ATTENTION, 4)], ids=["linear heads", "attention"]
+    ("launches", "kernels"),
+    [(HEADS, 9), (ATTENTION, 4), (STEP, 2)],
+    ids=["linear heads", "attention", "steps"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -38,6 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from neuzip.kernels.packed_linear import torch_ops as packed_linear
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
 from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_floats import rounded
 
 from .triton_forward import aligned, has_accelerator, multiprocessors
 
@@ -513,18 +514,6 @@ def _add_product(a, b, sums, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """fp32 in another dtype, to nearest even: the interpreter would cut off what bf16 cannot hold."""
-    if COMPILED or tl.bfloat16 != DTYPE:
-        y = x.to(DTYPE)
-    else:
-        bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return y
-
-
-@triton.jit
 def _find_candidates(
     flags, maxima, lse, position, ignored, bound, N, parts, down,
     HAS_IGNORED: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
@@ -591,7 +580,7 @@ def _logit_gradients(
         dz = tl.where(((a != 0) | (b != 0))[:, None] & inside[None, :], dz, 0.0)
         slot = (e - start).to(tl.int64)
         at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(slots + slot * (ROWS * COLUMNS) + at, _rounded(dz, slots.dtype.element_ty, COMPILED))
+        tl.store(slots + slot * (ROWS * COLUMNS) + at, rounded(dz, slots.dtype.element_ty, COMPILED))
         if SUMS:
             tl.store(column_sums + slot * COLUMNS + tl.arange(0, COLUMNS), tl.sum(dz, 0))
 
@@ -627,7 +616,7 @@ def _weight_gradients(
         v = tl.load(order + v, mask=v < V, other=0) if ORDERED else v.to(tl.int64)
         tl.store(
             grad + v[:, None] * D + j[None, :],
-            _rounded(sums * factor, grad.dtype.element_ty, COMPILED),
+            rounded(sums * factor, grad.dtype.element_ty, COMPILED),
             mask=inside,
         )
 
@@ -647,7 +636,7 @@ def _bias_gradients(
         v = column * COLUMNS + tl.arange(0, COLUMNS)
         inside = v < V
         v = tl.load(order + v, mask=inside, other=0) if ORDERED else v.to(tl.int64)
-        tl.store(grad + v, _rounded(sums * factor, grad.dtype.element_ty, COMPILED), mask=inside)
+        tl.store(grad + v, rounded(sums * factor, grad.dtype.element_ty, COMPILED), mask=inside)
 
 
 @triton.jit(do_not_specialize=["number", "first", "is_first", "is_last"])
@@ -687,7 +676,7 @@ def _hidden_gradients(
                 w = _block(weight, column * COLUMNS + k, d, rows, weight_stride, D, STEP, WIDTH, DESCRIBED)
                 sums = _add_product(dz, w, sums, COMPILED)
             if is_last != 0:
-                result = _rounded(sums * tl.load(unit), grad.dtype.element_ty, COMPILED)
+                result = rounded(sums * tl.load(unit), grad.dtype.element_ty, COMPILED)
                 tl.store(grad + corner + at, result, mask=inside)
             elif HALVES:
                 bits = sums.to(tl.int32, bitcast=True)

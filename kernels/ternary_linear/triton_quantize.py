@@ -23,6 +23,7 @@ from triton.language.extra import cuda
 from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers.activations import EPSILON, SMALLEST, SQRT_7
 from neuzip.kernels.quantizers.magnitudes import SUM_BITS
+from neuzip.kernels.triton_floats import widened
 
 from .weight import STEP, steps_of
 
@@ -59,16 +60,6 @@ def quantize(
         num_warps=min(32, max(1, block // 256)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
-
-
-@triton.jit
-def widened(x):
-    """bf16, fp16 or fp32 as fp32. (The interpreter's own conversion gets denormals of bf16 wrong.)"""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from triton.language.extra import cuda
 from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_floats import rounded, widened
 
 from .triton_quantize import (
     INT4,
@@ -40,7 +41,6 @@ from .triton_quantize import (
     numbers,
     quantize,
     rounded_codes,
-    widened,
 )
 from .weight import STEP, TernaryWeight
 
@@ -279,21 +279,11 @@ def _load_x(x, k, columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _rounded(value, like, ASM: tl.constexpr):
-    """fp32 rounded to the dtype that `like` points to. The interpreter cuts off what bf16 cannot hold."""
-    if not ASM and like.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        value = tl.where(value == value, (bits & -0x10000).to(tl.float32, bitcast=True), value)
-    return value.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def _squared(gate, rows, valid, ASM: tl.constexpr):
     """The squared ReLU of a gate's outputs, rounded as they are: fp32."""
     value = widened(tl.load(gate + rows, mask=valid, other=0.0))
     value = tl.where(value <= 0, 0.0, value)  # NaN stays
-    return _rounded(value * value, gate, ASM)
+    return widened(rounded(value * value, gate.dtype.element_ty, ASM))
 
 
 @triton.jit
@@ -437,7 +427,8 @@ def _one_token(
         value = _scaled(result, own_scale, of_rows[i], bias)
         if gate is not None:
             squared = _squared(gate, n, n < N, ASM)
-            value = tl.where(squared == 0, 0.0, squared * _rounded(value, x, ASM))
+            linear = widened(rounded(value, x.dtype.element_ty, ASM))
+            value = tl.where(squared == 0, 0.0, squared * linear)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
         if i + 1 < TILES:
             there, there8 = next_there, next_there8

@@ -1,0 +1,20 @@
+"""What models of transformers do between products in many small kernels, in one kernel each, bit for bit.
+
+A step of decoding lasts some milliseconds and consists of a thousand kernels, most of which do nothing but
+begin and end. An RMS norm is 8 of them, rotary embeddings are 10; here they are one.
+
+    rms_norm     x [..., N] by its root mean square, times a weight [N], in one of the ways of NORMS
+    rotated      queries and keys [B, H, T, width], turned by cos and sin [B, T, width]
+
+Every rounding that torch makes is made here. What is left is the order in which a GPU of torch adds the
+squares up: `reference` says what it is, and `rms_norm` follows it. It is torch's to change; whoever wants the
+same bits asks whether they are the same, as `runtime.fused_step` does.
+
+Sources: RMS norm, arXiv 1910.07467, equation (4); rotary embeddings, arXiv 2104.09864, equation (34).
+"""
+
+from __future__ import annotations
+
+from .reference import NORMS, Norm, can_norm, can_rotate
+
+__all__ = ["NORMS", "Norm", "can_norm", "can_rotate"]

@@ -1,0 +1,115 @@
+"""RMS norms and rotary embeddings in torch: as models write them, and in the order of additions of a GPU."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Norm = Literal["llama", "gemma", "olmo"]
+"""How an RMS norm rounds: before it multiplies by the weight, or after; by the weight, or by 1 more."""
+
+NORMS: tuple[Norm, ...] = get_args(Norm)
+
+VECTOR = 4
+"""Neighbours that a thread of torch's reductions loads at once, and adds up apart from each other."""
+
+MOST_THREADS = 512
+"""Of a block of torch's reductions."""
+
+MOST_COLUMNS = 1 << 14
+MOST_WIDTH = 512
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm, mean: Tensor | None = None) -> Tensor:
+    """An RMS norm of x [..., N]. `mean` of the squares [..., 1], fp32, if it is not to be torch's own."""
+    wide = x.to(torch.float32)
+    if mean is None:
+        mean = wide.pow(2).mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(mean + eps)
+    if norm == "llama":
+        return weight * normed.to(x.dtype)
+    if norm == "gemma":
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return (weight * normed).to(x.dtype)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, H, T, width], turned by cos and sin [B, T, width]."""
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return turned(q), turned(k)
+
+
+def threads(rows: int, columns: int) -> int:
+    """Threads that share a row in torch's sum over the last dimension of fp32 [rows, columns] on a GPU.
+
+    That is `ReduceConfig::set_block_dimension` of torch 2.13 for rows that lie one behind the other.
+    """
+    along = min(MOST_THREADS, _power_of_two(columns // VECTOR))
+    beside = min(_power_of_two(rows), MOST_THREADS // min(along, 32))
+    return min(along, MOST_THREADS // beside)
+
+
+def mean_of_squares(x: Tensor) -> Tensor:
+    """Of x fp32 [rows, columns], [rows, 1]: the order of additions is that of torch on a GPU.
+
+    A thread adds up every `threads`-th vector, the four places apart, then these from left to right. Then the
+    threads' sums are folded: the second half on the first, until one is left.
+    """
+    rows, columns = x.shape
+    count = threads(rows, columns)
+    padded = torch.zeros(rows, -(-columns // (VECTOR * count)) * VECTOR * count)
+    padded[:, :columns] = x * x
+    apart = torch.zeros(rows, count, VECTOR)
+    for turn in padded.view(rows, -1, count, VECTOR).unbind(1):
+        apart = apart + turn
+    sums = apart[..., 0]
+    for place in range(1, VECTOR):
+        sums = sums + apart[..., place]
+    while sums.shape[1] > 1:
+        first, second = sums.chunk(2, dim=1)
+        sums = first + second
+    return sums * (1 / torch.tensor(float(columns)))
+
+
+def can_norm(rows: int, columns: int) -> bool:
+    """Whether the fast form has rows of such a length, and adds up as torch does.
+
+    Shorter rows torch does not load as vectors, and many long ones it shares out among more threads.
+    """
+    if columns < 128 or columns % VECTOR or columns > MOST_COLUMNS or rows < 1:
+        return False
+    count = threads(rows, columns)
+    beside = min(_power_of_two(rows), MOST_THREADS // count)
+    return beside == 1 or -(-columns // count) < min(16 * beside, 256)
+
+
+def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the fast form takes such tensors: [B, H, T, width] and [B or 1, T, width] of one dtype."""
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    batch, _, tokens, width = q.shape
+    return (
+        k.shape == (batch, k.shape[1], tokens, width)
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1:] == (tokens, width)
+        and width % 2 == 0
+        and 0 < width <= MOST_WIDTH
+        and q.numel() > 0
+        and k.numel() > 0
+        and len({tensor.dtype for tensor in (q, k, cos, sin)}) == 1
+        and len({tensor.device for tensor in (q, k, cos, sin)}) == 1
+        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and all(tensor.stride(-1) == 1 for tensor in (q, k, cos, sin))
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not greater."""
+    return 1 << (max(1, number).bit_length() - 1)

@@ -1,0 +1,134 @@
+"""RMS norms and rotary embeddings in Triton: one launch each, and the bits of `reference`.
+
+Nothing may be fused to more exact arithmetic: launch with enable_fp_fusion=False.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from neuzip.kernels.gpu import early_launches
+from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_floats import rounded, widened
+
+from .reference import NORMS, VECTOR, Norm, threads
+
+_LLAMA, _GEMMA = tl.constexpr(NORMS.index("llama")), tl.constexpr(NORMS.index("gemma"))
+_VECTOR = tl.constexpr(VECTOR)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
+    """An RMS norm of x [..., N], contiguous, where `can_norm` says so; weight [N], contiguous.
+
+    x and weight are bf16, fp16 or fp32.
+    """
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    dtype = torch.promote_types(x.dtype, weight.dtype) if norm == "llama" else x.dtype
+    y = torch.empty_like(x, dtype=dtype)
+    width = threads(rows, columns)
+    compiled = isinstance(_rms_norm, triton.JITFunction)
+    early = compiled and early_launches(x.device)
+    with torch.cuda.device_of(x), LAUNCHING:
+        _rms_norm[(rows,)](
+            y, x, weight, columns, eps, 1 / columns, W=width, TURNS=-(-columns // (VECTOR * width)),
+            NORM=NORMS.index(norm), EARLY=early, COMPILED=compiled,
+            num_warps=max(1, width // 64), launch_pdl=early, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned, where `can_rotate` says so."""
+    batch, heads, tokens, width = q.shape
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    compiled = isinstance(_rotate, triton.JITFunction)
+    early = compiled and early_launches(q.device)
+    with torch.cuda.device_of(q), LAUNCHING:
+        _rotate[(heads + k.shape[1], tokens, batch)](
+            q_out, k_out, q, k, cos, sin, heads, *q_out.stride()[:3], *k_out.stride()[:3], *q.stride()[:3],
+            *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+            sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), EARLY=early, COMPILED=compiled,
+            num_warps=1, launch_pdl=early, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+@triton.jit(do_not_specialize=["eps", "share"])
+def _rms_norm(
+    y, x, weight, columns, eps, share,
+    W: tl.constexpr, TURNS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """A row. Thread t has the vectors t, t + W and so on."""
+    at = tl.arange(0, W)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
+    x += tl.program_id(0).to(tl.int64) * columns
+    y += tl.program_id(0).to(tl.int64) * columns
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    wide, weights = (), ()
+    apart = tl.zeros([W, _VECTOR], tl.float32)
+    for turn in tl.static_range(TURNS):
+        here = at + turn * (W * _VECTOR)
+        wide += (widened(tl.load(x + here, mask=here < columns, other=0.0)),)
+        weights += (widened(tl.load(weight + here, mask=here < columns, other=0.0)),)
+        apart += wide[turn] * wide[turn]
+    even, odd = tl.split(tl.reshape(apart, [W, 2, 2]))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    factor = tl.rsqrt(_folded(s0 + s1 + s2 + s3, W) * share + eps)
+    for turn in tl.static_range(TURNS):
+        here = at + turn * (W * _VECTOR)
+        normed = wide[turn] * factor
+        if NORM == _LLAMA:
+            result = weights[turn] * widened(rounded(normed, x.dtype.element_ty, COMPILED))
+        elif NORM == _GEMMA:
+            result = normed * (1.0 + weights[turn])
+        else:
+            result = weights[turn] * normed
+        tl.store(y + here, rounded(result, y.dtype.element_ty, COMPILED), mask=here < columns)
+
+
+@triton.jit
+def _folded(sums, W: tl.constexpr):
+    """The sum of W numbers, each time the second half added to the first."""
+    for level in tl.static_range(10):
+        if W >> level > 1:
+            sums = tl.sum(tl.reshape(sums, [2, W >> (level + 1)]), 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _rotate(
+    q_out, k_out, q, k, cos, sin, heads, q_ob, q_oh, q_ot, k_ob, k_oh, k_ot, q_b, q_h, q_t, k_b, k_h, k_t,
+    cos_b, cos_t, sin_b, sin_t,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One head of queries or of keys, of one token."""
+    head, token, text = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if head < heads:
+        x, y = q + text * q_b + head * q_h + token * q_t, q_out + text * q_ob + head * q_oh + token * q_ot
+    else:
+        head -= heads
+        x, y = k + text * k_b + head * k_h + token * k_t, k_out + text * k_ob + head * k_oh + token * k_ot
+    at = tl.arange(0, BLOCK)
+    there = at < WIDTH
+    first = at < WIDTH // 2
+    c = widened(tl.load(cos + text * cos_b + token * cos_t + at, mask=there, other=0.0))
+    s = widened(tl.load(sin + text * sin_b + token * sin_t + at, mask=there, other=0.0))
+    own = widened(tl.load(x + at, mask=there, other=0.0))
+    across = tl.where(first, at + WIDTH // 2, at - WIDTH // 2)
+    other = widened(tl.load(x + across, mask=there, other=0.0))
+    other = tl.where(first, -other, other)
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    a = widened(rounded(own * c, DTYPE, COMPILED))
+    b = widened(rounded(other * s, DTYPE, COMPILED))
+    tl.store(y + at, rounded(a + b, DTYPE, COMPILED), mask=there)

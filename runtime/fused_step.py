@@ -1,0 +1,234 @@
+"""A step of decoding with fewer kernels: RMS norms and rotary embeddings are one each, with the same bits.
+
+    fused = FusedStep(model.modules())
+    with fused.listening():     one step, to see what is asked for
+        ...
+    fused.choose()              compares kernels with the model's own code, on made-up numbers
+    with fused.in_place():      steps
+        ...
+
+What is a norm, and of which kind, is not known by names of models: modules with one vector and an epsilon are
+tried, and functions `apply_rotary_pos_emb` beside the modules of a model. What gives other bits for the
+shapes of a step, as torch may add up in another order one day, stays as it is.
+
+A mask of yes and no becomes numbers once in a step; torch does so in every layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from neuzip.kernels.step import NORMS, Norm, can_norm, can_rotate, triton_step
+
+PROBES = 6
+"""Made-up inputs that have to give the same bits, in the dtype of a step and in fp32."""
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the function that turns queries and keys."""
+
+EPSILONS = ("variance_epsilon", "eps")
+
+ATTENTION = "neuzip_step"
+"""How transformers calls its own attention with a mask of numbers."""
+
+
+@dataclass
+class _NormSite:
+    """An RMS norm of a model, as far as one can see from outside."""
+
+    module: nn.Module
+    weight: Tensor
+    eps: float
+    asked: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
+    chosen: dict[tuple[torch.Size, torch.dtype], Norm] = field(default_factory=dict)
+
+    def listen(self, x: Any, *more: Any, **options: Any) -> Any:
+        if isinstance(x, Tensor) and not more and not options:
+            self.asked.add((x.shape, x.dtype))
+        return type(self.module).forward(self.module, x, *more, **options)
+
+    def forward(self, x: Any, *more: Any, **options: Any) -> Any:
+        usual = not more and not options and type(x) is Tensor and not torch.is_grad_enabled()
+        norm = self.chosen.get((x.shape, x.dtype)) if usual else None
+        if norm is None or not x.is_contiguous():
+            return type(self.module).forward(self.module, x, *more, **options)
+        return triton_step.rms_norm(x, self.weight, self.eps, norm)
+
+
+@dataclass
+class _RotarySite:
+    """The function of a Python module that turns queries and keys."""
+
+    module: ModuleType
+    original: Callable[..., Any]
+    asked: set[tuple[Any, ...]] = field(default_factory=set)
+    chosen: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def listen(self, *given: Any, **options: Any) -> Any:
+        if (key := _rotary_key(given, options)) is not None:
+            self.asked.add(key)
+        return self.original(*given, **options)
+
+    def call(self, *given: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled() and _rotary_key(given, options) in self.chosen:
+            return triton_step.rotated(*given)
+        return self.original(*given, **options)
+
+
+class FusedStep:
+    """What can be fused in a step of modules on one GPU, whose weights stay where they are: see above."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self._norms = [site for module in modules if (site := _norm_site(module)) is not None]
+        beside = {sys.modules.get(type(module).__module__) for module in modules}
+        self._rotary = [
+            _RotarySite(place, vars(place)[ROTARY])
+            for place in beside
+            if place is not None and callable(vars(place).get(ROTARY))
+        ]
+        configs: Iterable[Any] = (getattr(module, "config", None) for module in modules)
+        self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
+
+    @property
+    def norms(self) -> int:
+        """How many norms are one kernel."""
+        return sum(bool(site.chosen) for site in self._norms)
+
+    @property
+    def rotary(self) -> bool:
+        """Whether rotary embeddings are."""
+        return any(site.chosen for site in self._rotary)
+
+    def listening(self) -> Any:
+        """While steps run as ever: what they ask for is kept in mind."""
+        return self._with("listen", "listen")
+
+    def in_place(self) -> Any:
+        """While steps run: with what was chosen."""
+        return self._with("forward", "call", ATTENTION)
+
+    def choose(self) -> None:
+        """Compare, for all that was asked for."""
+        known: dict[Any, Norm | None] = {}
+        with torch.no_grad():
+            for site in self._norms:
+                for shape, dtype in site.asked:
+                    key = type(site.module), site.eps, site.weight.dtype, shape, dtype
+                    if key not in known:
+                        known[key] = _norm_like(site, shape, dtype)
+                    if (norm := known[key]) is not None:
+                        site.chosen[shape, dtype] = norm
+            for rotary in self._rotary:
+                rotary.chosen = {key for key in rotary.asked if _same_rotation(rotary.original, *key)}
+
+    @contextmanager
+    def _with(self, of_norms: str, of_rotary: str, attention: str = "sdpa") -> Iterator[None]:
+        with ExitStack() as stack:
+            for site in self._norms:
+                vars(site.module)["forward"] = getattr(site, of_norms)
+                stack.callback(vars(site.module).pop, "forward")
+            for rotary in self._rotary:
+                setattr(rotary.module, ROTARY, getattr(rotary, of_rotary))
+                stack.callback(setattr, rotary.module, ROTARY, rotary.original)
+            for config in self._configs:
+                if config._attn_implementation == "sdpa":
+                    config._attn_implementation = attention
+                    stack.callback(setattr, config, "_attn_implementation", "sdpa")
+            yield
+
+
+def _norm_site(module: nn.Module) -> _NormSite | None:
+    """A module that may be an RMS norm: one vector, an epsilon, and a forward method of its class."""
+    named = dict(module.named_parameters())
+    weight = named.get("weight")
+    eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
+    others = (
+        any(True for _ in module.children())
+        or any(True for _ in module.buffers())
+        or "forward" in vars(module)
+    )
+    if others or len(named) != 1 or weight is None or type(weight.data) is not Tensor:
+        return None
+    if weight.dim() != 1 or not weight.is_contiguous() or not isinstance(eps, float):
+        return None
+    return _NormSite(module, weight, eps)
+
+
+def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm | None:
+    """The kind of norm that gives the bits of a module, with weights that tell the kinds apart."""
+    rows, columns = shape[:-1].numel(), shape[-1]
+    if site.weight.shape != (columns,) or not can_norm(rows, columns):
+        return None
+    generator = torch.Generator(site.weight.device).manual_seed(0)
+    weight = _random(generator, site.weight.shape, site.weight.dtype)
+    inputs = [_random(generator, shape, d) for d in (dtype, torch.float32) for _ in range(PROBES)]
+
+    def alike(x: Tensor, norm: Norm) -> bool:
+        w = weight.to(x.dtype) if x.dtype != dtype else weight
+        expected = functional_call(site.module, {"weight": w}, (x,))
+        return same_bits(triton_step.rms_norm(x, w, site.eps, norm), expected)
+
+    return next((norm for norm in NORMS if all(alike(x, norm) for x in inputs)), None)
+
+
+def _rotary_key(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What a rotation depends on, for queries, keys, cos and sin without more; None for other calls."""
+    if options or len(given) != 4 or any(type(tensor) is not Tensor for tensor in given):
+        return None
+    q, k, cos, _ = given
+    return (q.shape, k.shape, cos.shape, q.dtype, q.device) if can_rotate(*given) else None
+
+
+def _same_rotation(
+    original: Callable[..., Any],
+    of_q: torch.Size,
+    of_k: torch.Size,
+    of_cos: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    for _ in range(PROBES):
+        given = [_random(generator, shape, dtype) for shape in (of_q, of_k, of_cos, of_cos)]
+        if not all(
+            same_bits(*pair) for pair in zip(triton_step.rotated(*given), original(*given), strict=True)
+        ):
+            return False
+    return True
+
+
+def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+
+
+def same_bits(x: Tensor, y: Any) -> bool:
+    """Whether two tensors of floats have the same bits."""
+    if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    pattern = torch.int16 if x.element_size() == 2 else torch.int32
+    return torch.equal(x.contiguous().view(pattern), y.contiguous().view(pattern))
+
+
+def _additive_mask(*given: Any, **options: Any) -> Any:
+    """What torch makes of a mask of yes and no: 0 and minus infinity, in the dtype of what is attended to."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*given, **options)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or "dtype" not in options:
+        return mask
+    return torch.zeros_like(mask, dtype=options["dtype"]).masked_fill_(~mask, float("-inf"))
+
+
+AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+AttentionMaskInterface.register(ATTENTION, _additive_mask)

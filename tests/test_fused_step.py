@@ -1,0 +1,344 @@
+"""Norms and rotary embeddings in one kernel: torch's bits, or nothing is fused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedModel,
+    Qwen3Config,
+)
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from neuzip.kernels import step
+from neuzip.kernels.step import reference, triton_step
+from neuzip.runtime import fused_step
+from neuzip.runtime.fused_step import FusedStep
+from neuzip.runtime.generate import GreedyDecoder
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(1, 128), (1, 132), (3, 3200), (1, 4096), (40, 128), (2, 2048), (1, 8192), (1, 14336), (8, 4096)]
+
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(num_key_value_heads=2),
+    "qwen3": Qwen3Config(num_key_value_heads=2, head_dim=128),
+    "gemma3": Gemma3TextConfig(num_key_value_heads=1, head_dim=128),
+    "olmo2": Olmo2Config(num_key_value_heads=2),
+    "gpt2": GPT2Config(n_embd=256, n_head=2, n_layer=2, n_positions=64),
+}
+for config in CONFIGS.values():
+    config.hidden_size, config.num_hidden_layers, config.num_attention_heads = 256, 2, 2
+    config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id = 300, 0, None, 0
+    if not isinstance(config, GPT2Config):
+        config.intermediate_size, config.max_position_embeddings = 320, 64
+EVERY_MODEL = pytest.mark.parametrize("name", CONFIGS)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(DEVICE).eval()
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def special(x: Tensor) -> Tensor:
+    """With numbers that are rounded in every way: tiny, huge, zeros of both signs."""
+    values = torch.tensor([0.0, -0.0, 1e-40, -3e-39, 60_000.0, 1e-7, -1.0, 1.0078125])
+    flat = x.view(-1)
+    flat[: values.numel()] = values.to(x)[: flat.numel()]
+    return x
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+# The kernels.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", step.NORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_norm_has_the_bits_of_the_reference(
+    shape: tuple[int, int], norm: step.Norm, dtype: torch.dtype
+) -> None:
+    """Of the order of additions that torch has on a GPU: there the reference is torch itself."""
+    assert step.can_norm(*shape)
+    x, weight = special(random(*shape, dtype=dtype)), random(shape[1], dtype=dtype, seed=1)
+    mean = reference.mean_of_squares(x.float()) if DEVICE.type == "cpu" else None
+    expected = reference.rms_norm(x, weight, 1e-5, norm, mean)
+    found = triton_step.rms_norm(x, weight, 1e-5, norm)
+    assert found.dtype == expected.dtype and found.shape == x.shape
+    assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_order_of_additions_is_one_of_the_right_sum(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    exact = x.double().pow(2).mean(-1, keepdim=True)
+    torch.testing.assert_close(reference.mean_of_squares(x).double(), exact, rtol=3e-7, atol=0)
+
+
+def test_weights_may_have_another_dtype() -> None:
+    x, weight = random(2, 256, dtype=torch.bfloat16), random(256, dtype=torch.float32)
+    for norm, dtype in (("llama", torch.float32), ("gemma", torch.bfloat16), ("olmo", torch.bfloat16)):
+        found = triton_step.rms_norm(x, weight, 1e-6, norm)  # type: ignore[arg-type]
+        mean = reference.mean_of_squares(x.float().cpu()).to(DEVICE)
+        expected = reference.rms_norm(x, weight, 1e-6, norm, mean)  # type: ignore[arg-type]
+        assert found.dtype == expected.dtype == dtype
+        assert torch.equal(bits(found), bits(expected))
+
+
+def test_norms_of_other_lengths_are_left_alone() -> None:
+    assert not any(step.can_norm(1, n) for n in (0, 64, 127, 130, (1 << 14) + 4))
+    assert not step.can_norm(0, 256)
+    assert step.can_norm(1, 1 << 14) and not step.can_norm(16, 1 << 14)  # shared out among warps as well
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [2, 64, 80, 128, 512])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "tokens"), [(1, 4, 2, 1), (3, 2, 2, 5), (2, 1, 1, 1)])
+def test_a_rotation_has_the_bits_of_torch(
+    batch: int, heads: int, kv_heads: int, tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    """Of queries and keys as projections leave them, and of one row of cos for all texts."""
+    q = special(random(batch, tokens, heads, width, dtype=dtype)).transpose(1, 2)
+    k = random(batch, tokens, kv_heads * width + 6, dtype=dtype, seed=1)[..., 6:]  # a part of a wider row
+    k = k.view(batch, tokens, kv_heads, width).transpose(1, 2)
+    for texts in {1, batch}:
+        cos, sin = (random(texts, tokens, width, dtype=dtype, seed=s) for s in (2, 3))
+        assert step.can_rotate(q, k, cos, sin)
+        found = triton_step.rotated(q, k, cos, sin)
+        for given in (apply_rotary_pos_emb(q, k, cos, sin), reference.rotated(q, k, cos, sin)):
+            for y, z in zip(found, given, strict=True):
+                assert y.shape == z.shape and torch.equal(bits(y), bits(z))
+
+
+def test_other_rotations_are_left_alone() -> None:
+    q, cos = torch.zeros(1, 2, 1, 64), torch.zeros(1, 1, 64)
+    assert step.can_rotate(q, q, cos, cos)
+    for other in (
+        (q, q, cos[..., :32], cos[..., :32]),  # a part of each head
+        (q, q[:, :1, :, :32], cos, cos),
+        (q, q, cos.half(), cos.half()),
+        (q, q, cos.expand(2, 1, 64), cos.expand(2, 1, 64)),
+        (q[..., ::2], q[..., ::2], cos[..., :32], cos[..., :32]),
+        (q[0], q[0], cos, cos),
+        (q[:, :, :0], q[:, :, :0], cos[:, :0], cos[:, :0]),
+        (q.long(), q.long(), cos.long(), cos.long()),
+    ):
+        assert not step.can_rotate(*other)
+
+
+# What is chosen.
+
+
+@pytest.mark.parametrize(
+    ("module", "norm"),
+    [
+        (LlamaRMSNorm(256, eps=1e-5), "llama"),
+        (Gemma3RMSNorm(256, eps=1e-6), "gemma"),
+        (Olmo2RMSNorm(256, eps=1e-6), "olmo"),
+        (nn.LayerNorm(256, bias=False), None),
+        (nn.RMSNorm(256, eps=1e-6), None),  # torch's own is one kernel, with roundings of its own
+    ],
+)
+def test_the_kind_of_a_norm_is_found_by_its_bits(
+    module: nn.Module, norm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE.type == "cpu":  # a CPU adds up in another order
+        monkeypatch.setattr(Tensor, "mean", in_the_order_of_a_gpu)
+    module = module.to(DEVICE, torch.bfloat16)
+    fused, x = FusedStep([module]), random(3, 1, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(x)
+        with fused.listening():
+            assert torch.equal(module(x), expected)
+        fused.choose()
+        assert fused.norms == (norm is not None)
+        with fused.in_place():
+            assert torch.equal(bits(module(x)), bits(expected))
+    assert [list(site.chosen.values()) for site in fused._norms] == [[norm] if norm else []]
+
+
+def in_the_order_of_a_gpu(x: Tensor, dim: int, keepdim: bool) -> Tensor:
+    """In place of Tensor.mean, of squares: their roots are not exact, so they are added up as they are."""
+    assert dim == -1 and keepdim and x.dtype == torch.float32
+    rows = x.reshape(-1, x.shape[-1])
+    return sum_of(rows).view(*x.shape[:-1], 1)
+
+
+def sum_of(squares: Tensor) -> Tensor:
+    """`mean_of_squares` of what is squared already."""
+
+    class Squared:
+        shape = squares.shape
+
+        def __mul__(self, _: object) -> Tensor:
+            return squares
+
+    return reference.mean_of_squares(Squared())  # type: ignore[arg-type]
+
+
+def test_a_norm_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that differs: here the order of additions."""
+    exact = Tensor.mean
+    monkeypatch.setattr(Tensor, "mean", lambda x, dim, keepdim: exact(x.double(), dim, keepdim).float())
+    module, x = LlamaRMSNorm(256).to(DEVICE), random(1, 1, 256, dtype=torch.float32)
+    fused = FusedStep([module])
+    with torch.no_grad(), fused.listening():
+        module(x)
+    fused.choose()
+    assert fused.norms == 0
+
+
+def test_a_rotation_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model_of("llama")
+    place = sys.modules[type(module).__module__]
+
+    def other(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.rotated(q, k, sin, cos)
+
+    monkeypatch.setattr(place, fused_step.ROTARY, other)
+    fused = FusedStep(module.modules())
+    with torch.no_grad(), fused.listening():
+        module(torch.zeros(1, 3, dtype=torch.int64, device=DEVICE))
+    fused.choose()
+    assert not fused.rotary
+
+
+@EVERY_MODEL
+def test_a_step_has_the_same_bits(name: str) -> None:
+    """And modules and functions are what they were, afterwards and after an error."""
+    model, ids = model_of(name), torch.randint(0, 300, (2, 1), device=DEVICE)
+    place = sys.modules[type(model).__module__]
+    before = vars(place).get(fused_step.ROTARY)
+    fused = FusedStep(model.modules())
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fused.listening():
+            assert torch.equal(model(ids).logits, expected)
+        fused.choose()
+        assert fused.rotary == (name in ("llama", "qwen3", "gemma3"))  # OLMo has cos in fp32
+        if DEVICE.type == "cuda":
+            asked = sum("RMSNorm" in type(module).__name__ for module in model.modules())
+            assert fused.norms == asked
+        with fused.in_place():
+            assert torch.equal(bits(model(ids).logits), bits(expected))
+        with pytest.raises(ZeroDivisionError), fused.in_place():
+            raise ZeroDivisionError
+    assert vars(place).get(fused_step.ROTARY) is before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@EVERY_MODEL
+def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step gives is what it gave before, with masks of numbers; else it stays as it was."""
+    masks: list[torch.dtype] = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(*given: Any, attn_mask: Tensor, **options: Any) -> Tensor:
+        masks.append(attn_mask.dtype)
+        return attend(*given, attn_mask=attn_mask, **options)
+
+    model = model_of(name)
+    decoder = GreedyDecoder(model, 2, 16, graph=False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    fused = decoder._fused_step()
+    assert fused.rotary == (name in ("llama", "qwen3", "gemma3"))
+    assert masks == [torch.bool] * 2 + [torch.bfloat16] * 2  # two layers, two steps
+    assert model.config._attn_implementation == "sdpa"
+
+    @contextmanager
+    def otherwise(_: FusedStep) -> Iterator[None]:
+        model.get_input_embeddings().weight.data.neg_()
+        yield
+        model.get_input_embeddings().weight.data.neg_()
+
+    monkeypatch.setattr(FusedStep, "in_place", otherwise)
+    fused = decoder._fused_step()
+    assert fused.norms == 0 and not fused.rotary and not fused._configs
+
+
+def test_gradients_flow_through_the_models_own_code() -> None:
+    model, ids = model_of("llama", torch.float32), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    fused = FusedStep(model.modules())
+    with torch.no_grad(), fused.listening():
+        model(ids)
+    fused.choose()
+    with fused.in_place():
+        model(ids).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_nothing_is_fused_of_no_modules() -> None:
+    fused = FusedStep(())
+    with fused.listening(), fused.in_place():
+        fused.choose()
+    assert fused.norms == 0 and not fused.rotary
+
+
+@pytest.fixture
+def counted() -> Iterator[dict[str, int]]:
+    """How often the kernels are launched."""
+    calls = {"rms_norm": 0, "rotated": 0}
+    original = {name: getattr(triton_step, name) for name in calls}
+
+    def counting(name: str) -> Any:
+        def call(*given: Any) -> Any:
+            calls[name] += 1
+            return original[name](*given)
+
+        return call
+
+    for name in calls:
+        setattr(triton_step, name, counting(name))
+    yield calls
+    for name, function in original.items():
+        setattr(triton_step, name, function)
+
+
+@pytest.mark.gpu
+@EVERY_MODEL
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_graph_has_them_and_gives_the_same_tokens(name: str, batch: int, counted: dict[str, int]) -> None:
+    model = model_of(name)
+    ids = torch.randint(0, 300, (batch, 5), device=DEVICE)
+    expected = GreedyDecoder(model, batch, 40, graph=False).generate(ids, 30)
+    assert counted == {"rms_norm": 0, "rotated": 0}
+    decoder = GreedyDecoder(model, batch, 40)
+    assert decoder.graphed and (name == "gpt2" or min(counted.values()) > 0)
+    assert torch.equal(decoder.generate(ids, 30), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 32, 64])
+@pytest.mark.parametrize("columns", [128, 2048, 2560, 3200, 3584, 4096, 5120, 8192])
+def test_rows_are_added_up_as_torch_does(rows: int, columns: int) -> None:
+    if not step.can_norm(rows, columns):
+        pytest.skip("left alone")
+    weight = torch.ones(columns, device=DEVICE)
+    for seed in range(10):
+        x = random(rows, columns, dtype=torch.float32, seed=seed)
+        found = triton_step.rms_norm(x, weight, 1e-6, "llama")
+        assert torch.equal(bits(found), bits(reference.rms_norm(x, weight, 1e-6, "llama")))
