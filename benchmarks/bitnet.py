@@ -71,6 +71,8 @@ def step_seconds(models: dict[str, PreTrainedModel], new_tokens: int, compiled: 
         form: GreedyDecoder(model, 1, PROMPT + new_tokens, compiled=compiled)
         for form, model in models.items()
     }
+    for form, decoder in decoders.items():
+        print(f"  {form}: fused: {decoder.fused}", flush=True)
     ids = prompts(models["bf16"].config.vocab_size, 1, PROMPT)
     steps: dict[str, list[float]] = {form: [] for form in models}
     for _ in range(ROUNDS):

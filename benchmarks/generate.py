@@ -5,13 +5,13 @@
 `bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others are
 `neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked for. The
 weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one
-CUDA graph; a speed is that of the median step. Rows called compiled are of steps that torch.compile compiled
-first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak memory is
-that of torch's tensors while the model is loaded and adds 512 tokens to a text. The error of logits is
-relative, in the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed may
-have 5 % more of it than bf16, the scatter of sums in another order. Where that makes packed take another
-token, what counts is whether the original, reading the same text, takes it too or has it tied with its own:
-at most TIE roundings of bf16 logits apart.
+CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median step. Rows
+called compiled are of steps that torch.compile compiled first, those of bf16 as well, whose ratios are to
+each other; --no-compile leaves them out. Peak memory is that of torch's tensors while the model is loaded and
+adds 512 tokens to a text. The error of logits is relative, in the 2-norm, to a forward pass in fp64 (norms in
+fp32, as the model's code has them); packed may have 5 % more of it than bf16, the scatter of sums in another
+order. Where that makes packed take another token, what counts is whether the original, reading the same text,
+takes it too or has it tied with its own: at most TIE roundings of bf16 logits apart.
 
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.
@@ -315,6 +315,7 @@ def decode_seconds(model: PreTrainedModel, batch: int, new_tokens: int, compiled
     """The median step after a short prompt."""
     with timed(f"batch {batch}, {'compiled and ' if compiled else ''}captured"):
         decoder = GreedyDecoder(model, batch, PROMPT + new_tokens, compiled=compiled)
+    print(f"  fused: {decoder.fused}", flush=True)
     ids = prompts(model.config.vocab_size, batch, PROMPT)
     return statistics.median(run(decoder, ids, new_tokens).step_seconds)
 

@@ -112,6 +112,10 @@ class FusedStep:
         """Whether rotary embeddings are."""
         return any(site.chosen for site in self._rotary)
 
+    def __str__(self) -> str:
+        parts = [f"{self.norms} norms"] * bool(self.norms) + ["rotary embeddings"] * self.rotary
+        return " and ".join(parts) or "nothing"
+
     def listening(self) -> Any:
         """While steps run as ever: what they ask for is kept in mind."""
         return self._with("listen", "listen")

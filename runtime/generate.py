@@ -615,6 +615,9 @@ class GreedyDecoder:
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits = self._logits
+        self.fused = FusedStep(())
+        """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
+
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = _stream_of(self.device)
@@ -753,7 +756,7 @@ class GreedyDecoder:
             ) from error
 
     def _capture(self) -> None:
-        fused = self._fused_step()
+        self.fused = fused = self._fused_step()
         if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
             raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
         torch.cuda.synchronize(self.device)

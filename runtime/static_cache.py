@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from neuzip.kernels.step import triton_step
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -50,8 +52,12 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         places = self.places.tokens.to(self.keys.device)
-        self.keys.index_copy_(2, places, key_states)
-        self.values.index_copy_(2, places, value_states)
+        alike = key_states.shape[:3] == value_states.shape[:3]
+        if self.keys.is_cuda and alike and not torch.compiler.is_compiling():
+            triton_step.store((self.keys, self.values), (key_states, value_states), places)
+        else:
+            self.keys.index_copy_(2, places, key_states)
+            self.values.index_copy_(2, places, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -100,6 +100,8 @@ for early in (False, True):
         q = torch.zeros(batch, heads, tokens, width, dtype=dtype)
         cos = torch.zeros(1, tokens, width, dtype=dtype)
         triton_step.rotated(q, q[:, :1], cos, cos)
+        room = torch.zeros(batch, heads, 7, width, dtype=dtype)
+        triton_step.store((room, room), (q, q), torch.zeros(tokens, dtype=torch.int64))
 print(json.dumps(shared))
 """
 
@@ -107,7 +109,7 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (STEP, 2)],
+    [(HEADS, 9), (ATTENTION, 4), (STEP, 3)],
     ids=["linear heads", "attention", "steps"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):

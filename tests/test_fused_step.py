@@ -150,6 +150,26 @@ def test_other_rotations_are_left_alone() -> None:
         assert not step.can_rotate(*other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "heads", "tokens", "widths"), [(1, 1, 1, (64, 64)), (2, 3, 5, (24, 80))])
+def test_keys_and_values_are_stored_where_they_belong(
+    batch: int, heads: int, tokens: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Every bit of them, and no bit elsewhere; what is beyond the room is dropped."""
+    states = [special(random(batch, tokens, heads, w, dtype=dtype, seed=w)).transpose(1, 2) for w in widths]
+    states[1][0, 0, 0, 0] = float("nan")
+    rooms = [random(batch, heads, 9, w, dtype=dtype, seed=1) for w in widths]
+    places = torch.tensor([3, 8, 0, 1, 5], device=DEVICE)[:tokens]
+    expected = [room.index_copy(2, places, state) for room, state in zip(rooms, states, strict=True)]
+    triton_step.store(tuple(rooms), tuple(states), places)  # type: ignore[arg-type]
+    for room, right in zip(rooms, expected, strict=True):
+        assert torch.equal(bits(room), bits(right))
+    for beyond in (9, -1):
+        triton_step.store(tuple(rooms), tuple(states), torch.full_like(places, beyond))  # type: ignore[arg-type]
+    for room, right in zip(rooms, expected, strict=True):
+        assert torch.equal(bits(room), bits(right))
+
+
 # What is chosen.
 
 

@@ -5,6 +5,7 @@ begin and end. An RMS norm is 8 of them, rotary embeddings are 10; here they are
 
     rms_norm     x [..., N] by its root mean square, times a weight [N], in one of the ways of NORMS
     rotated      queries and keys [B, H, T, width], turned by cos and sin [B, T, width]
+    store        keys and values [B, H, T, width] to some places of rooms [B, H, N, width]
 
 Every rounding that torch makes is made here. What is left is the order in which a GPU of torch adds the
 squares up: `reference` says what it is, and `rms_norm` follows it. It is torch's to change; whoever wants the

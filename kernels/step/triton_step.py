@@ -1,4 +1,4 @@
-"""RMS norms and rotary embeddings in Triton: one launch each, and the bits of `reference`.
+"""RMS norms, rotary embeddings and the store of keys and values in Triton: one launch each, bits as in torch.
 
 Nothing may be fused to more exact arithmetic: launch with enable_fp_fusion=False.
 """
@@ -57,6 +57,23 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
             num_warps=1, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out
+
+
+def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: Tensor) -> None:
+    """Write keys and values [B, H, T, width] to rows `places`, int64 [T], of rooms [B, H, N, width].
+
+    Widths of keys and of values may differ; what is to go beyond a room is dropped.
+    """
+    batch, heads, tokens, _ = states[0].shape
+    compiled = isinstance(_store, triton.JITFunction)
+    early = compiled and early_launches(places.device)
+    widths = [state.shape[3] for state in states]
+    with torch.cuda.device_of(places), LAUNCHING:
+        _store[(heads, tokens, batch)](
+            *rooms, *states, places, rooms[0].shape[2], *rooms[0].stride()[:3], *rooms[1].stride()[:3],
+            *states[0].stride(), *states[1].stride(), K_WIDTH=widths[0], V_WIDTH=widths[1],
+            BLOCK=triton.next_power_of_2(max(widths)), EARLY=early, num_warps=1, launch_pdl=early,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["eps", "share"])
@@ -132,3 +149,23 @@ def _rotate(
     a = widened(rounded(own * c, DTYPE, COMPILED))
     b = widened(rounded(other * s, DTYPE, COMPILED))
     tl.store(y + at, rounded(a + b, DTYPE, COMPILED), mask=there)
+
+
+@triton.jit
+def _store(
+    k_room, v_room, k, v, places, length, kr_b, kr_h, kr_n, vr_b, vr_h, vr_n,
+    k_b, k_h, k_t, k_w, v_b, v_h, v_t, v_w,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A key and a value."""
+    head, token, text = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    place = tl.load(places + token)
+    inside = (place >= 0) & (place < length)
+    key = tl.load(k + text * k_b + head * k_h + token * k_t + at * k_w, mask=inside & (at < K_WIDTH))
+    value = tl.load(v + text * v_b + head * v_h + token * v_t + at * v_w, mask=inside & (at < V_WIDTH))
+    tl.store(k_room + text * kr_b + head * kr_h + place * kr_n + at, key, mask=inside & (at < K_WIDTH))
+    tl.store(v_room + text * vr_b + head * vr_h + place * vr_n + at, value, mask=inside & (at < V_WIDTH))
