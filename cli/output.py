@@ -14,9 +14,11 @@ import json as json_module
 import math
 import os
 import sys
+import threading
+import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from io import StringIO, TextIOWrapper
 from os import PathLike
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 LONGEST_MESSAGE = 1000
 
+EVERY = 30.0
+"""Seconds between two lines of progress where no bar can move: in a pipe, or a log."""
+
 Mode = Literal["human", "json", "quiet", "silent"]
 Advance = Callable[[int], None]
 
@@ -44,6 +49,7 @@ class Output:
         self.mode: Mode = "silent" if silent else "json" if json else "quiet" if quiet else "human"
         self._finished = False
         self._live: Console | None = None
+        self._told = False
 
     @property
     def watched(self) -> bool:
@@ -121,10 +127,19 @@ class Output:
     def progress(self, label: str, total: int | None, *, unit: str = "bytes") -> Iterator[Advance]:
         """Show a bar while the block runs and give it a function that adds to it; any thread may call that.
 
-        Nothing moves unless a person is watching. `total` is None when it is not known.
+        Nothing moves unless a person is watching; in a pipe or a log a line says every now and then how far
+        it is. `total` is None when it is not known.
         """
-        if not (self.watched and self._live is None):
+        if self._live is not None or self._told or self.mode != "human" or _silenced():
             yield lambda amount: None
+            return
+        if not self.watched:
+            self._told = True
+            try:
+                with _lines(label, total, unit) as advance:
+                    yield advance
+            finally:
+                self._told = False
             return
 
         from rich.console import Console
@@ -302,11 +317,46 @@ def seconds_text(seconds: float) -> str:
 
 
 def _person_watches() -> bool:
-    return (
-        sys.stderr.isatty()
-        and os.environ.get("NEUZIP_NO_PROGRESS", "") in ("", "0")
-        and os.environ.get("TERM") != "dumb"
-    )
+    return sys.stderr.isatty() and not _silenced() and os.environ.get("TERM") != "dumb"
+
+
+def _silenced() -> bool:
+    return os.environ.get("NEUZIP_NO_PROGRESS", "") not in ("", "0")
+
+
+@contextmanager
+def _lines(label: str, total: int | None, unit: str) -> Iterator[Advance]:
+    """Say on stderr how far something is, EVERY so many seconds, from a thread of its own."""
+    done, lock, ended = 0, threading.Lock(), threading.Event()
+    began = time.monotonic()
+
+    def advance(amount: int) -> None:
+        nonlocal done
+        with lock:
+            done += amount
+
+    def tell() -> None:
+        with suppress(OSError, ValueError):  # stderr was closed
+            while not ended.wait(EVERY):
+                far, after = _far(done, total, unit), seconds_text(time.monotonic() - began)
+                print(f"{printable(label)}: {far} after {after}", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, name="neuzip-progress", daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        teller.join()
+
+
+def _far(done: int, total: int | None, unit: str) -> str:
+    """How far something is, in words."""
+    if not done:
+        return "at work"
+    if unit == "bytes":
+        return bytes_text(done) if total is None else f"{bytes_text(done)} of {bytes_text(total)}"
+    return f"{done:,} {unit}" if total is None else f"{done:,} of {total:,} {unit}"
 
 
 def _progress_columns(unit: str) -> list[ProgressColumn | str]:

@@ -6,10 +6,12 @@ import inspect
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from neuzip.cli import commands
+from neuzip.cli import commands, output
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
 from neuzip.errors import FormatError, NeuzipError, UsageError
@@ -456,6 +458,39 @@ def test_no_bar_where_it_is_not_wanted(setting: str):
 def test_no_bar_where_nobody_watches(flags: dict[str, bool], capsys):
     with Output(**flags).progress("compress", None) as advance:
         advance(5)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
+    """Also of what does not say how far it is; and nothing is left running."""
+    monkeypatch.setattr(output, "EVERY", 0.05)
+    out = Output()
+    with out.progress("compress", 4_000_000) as advance:
+        time.sleep(0.12)
+        advance(1_000_000)
+        with out.progress("verify", 10) as inner:  # one speaks at a time
+            inner(3)
+        time.sleep(0.12)
+    with out.progress("eval", None, unit="tokens") as advance:
+        advance(1234)
+        time.sleep(0.12)
+    said = capsys.readouterr()
+    lines = [re.sub(r"0\.\d\d s$", "#", line) for line in said.err.splitlines()]
+    assert said.out == ""
+    assert list(dict.fromkeys(lines)) == [
+        "compress: at work after #",
+        "compress: 1.00 MB of 4.00 MB after #",
+        "eval: 1,234 tokens after #",
+    ]
+    assert not any(thread.name == "neuzip-progress" for thread in threading.enumerate())
+
+
+def test_a_log_can_be_kept_free_of_it(capsys, monkeypatch):
+    monkeypatch.setattr(output, "EVERY", 0.01)
+    monkeypatch.setenv("NEUZIP_NO_PROGRESS", "1")
+    with Output().progress("compress", 4) as advance:
+        advance(1)
+        time.sleep(0.1)
     assert capsys.readouterr() == ("", "")
 
 

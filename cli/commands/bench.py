@@ -94,6 +94,10 @@ def command(
     if residencies is None and place.type == "cpu":
         out.status("on a CPU: dense alone; --residency packed runs through its reference here, slowly")
     warn_of_plain_inputs(out, path, plan.residencies)
+    if compiled:
+        out.status(
+            "--compile: torch compiles the steps of each residency and batch first, a minute or so each"
+        )
     with out.progress("bench", plan.runs, unit="runs") as advance:
         speeds = measure(plan, on_run=advance)
     report(out, plan, speeds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,7 +78,10 @@ def command(
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
     warn_of_plain_inputs(out, path, (residency,), activations)
     reset_peak(place)
-    model = load_model(path, device=place, residency=residency, activations=mode, attention=False)
+    began = time.monotonic()
+    with out.progress("load", None):
+        model = load_model(path, device=place, residency=residency, activations=mode, attention=False)
+    load_seconds = time.monotonic() - began
     attends = choose(model, attention)
     with out.stream() as write:
         made = generate(
@@ -87,7 +91,7 @@ def command(
     peak = peak_bytes(place)
     inputs = in_use(model)
     kept = residency if inputs is None else f"{residency}, activations {inputs.text}"
-    out.status(_summary(made, peak, kept, place.type))
+    out.status(f"loaded in {seconds_text(load_seconds)}; {_summary(made, peak, kept, place.type)}")
     if place.type == "cuda":
         out.status(f"steps {_steps(made)}")
     if made.cache_bytes is not None:
@@ -102,6 +106,7 @@ def command(
             "text": made.text,
             "tokens": made.tokens,
             "prompt_tokens": task.ids.numel(),
+            "load_seconds": load_seconds,
             "seconds": made.seconds,
             "first_token_seconds": made.first_token_seconds,
             "tokens_per_second": made.tokens_per_second,
