@@ -59,7 +59,8 @@ class Speed:
     Keys and values are kept in `kv_bits`, None as they are, and take `cache_bytes`; `attention` says how they
     are read. Layers attend in `attention_bits`, None as they would; of the calls `attention_calls` says how
     many were done in which way. `activations` is how inputs of ternary layers are quantised, None if not.
-    Steps, not prompts, were `compiled` by torch.compile, those of the dense model as well.
+    Steps, not prompts, were `compiled` by torch.compile, those of the dense model as well. `decode_spread` is
+    how far apart the medians of single runs are, as a share.
     """
 
     residency: str
@@ -83,6 +84,7 @@ class Speed:
     attention_calls: Mapping[str, int] = field(default_factory=dict)
     activations: Activations | None = None
     compiled: bool = False
+    decode_spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,7 @@ def _measure_batch(
             "choose a smaller one, fewer --prompt-tokens, or --residency packed",
         ) from error
     steps = [seconds for one in runs for seconds in one.step_seconds]
+    medians = [statistics.median(one.step_seconds) for one in runs]
     return (
         Speed(
             residency,
@@ -312,6 +315,7 @@ def _measure_batch(
             attention=decoder.attention,
             activations=in_use(model),
             compiled=decoder.compiled,
+            decode_spread=(max(medians) - min(medians)) / statistics.median(steps),
         ),
         runs[-1].tokens,
     )

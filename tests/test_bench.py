@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -214,6 +215,22 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert {"python", "torch", "transformers"} == set(answer["versions"])
     assert len([float(line) for line in said["quiet"].stdout.splitlines()]) == 4
     assert "nearly tied" not in human
+
+
+def test_how_far_runs_are_apart_is_told(small: Path, neuzip, monkeypatch: pytest.MonkeyPatch):
+    seconds = itertools.cycle([1.0, 0.010, 0.012])  # the first run warms up
+    original = speed.run
+
+    def run(*given):
+        made = original(*given)
+        return replace(made, step_seconds=(next(seconds),) * len(made.step_seconds))
+
+    monkeypatch.setattr(speed, "run", run)
+    command = ("bench", small, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "4", "--rounds", "2")
+    human = neuzip(*command).stdout
+    assert "medians  of 2 runs, up to 18.2 % apart at decode; in brackets the ratio to dense\n" in human
+    rows = neuzip(*command, "--json").json["rows"]
+    assert [row["decode_spread"] for row in rows] == pytest.approx([2 / 11] * 2)
 
 
 @pytest.mark.slow

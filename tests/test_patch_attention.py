@@ -367,7 +367,7 @@ def test_generate_and_bench_say_what_attention_did(neuzip, model, tmp_path: Path
     assert said.exit_code == 0, said.stderr
     assert [row["attention_bits"] for row in said.json["rows"]] == [None, [8, None, 8]]
     assert len(neuzip("bench", model, "--residency", "dense", *asked, "--json").json["rows"]) == 1
-    assert "dense, QK 8" in neuzip("bench", tmp_path / "p", "--residency", "dense", *asked).stdout
+    assert "dense, QK 8, unused" in neuzip("bench", tmp_path / "p", "--residency", "dense", *asked).stdout
 
 
 def test_what_is_refused(neuzip, model, tmp_path: Path):

@@ -135,7 +135,9 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     attending = [row for row in speeds.rows if row.attention_bits is not None]
     for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
         out.text(f"attends  {text}")
-    out.text(f"medians  of {count_text(plan.rounds, 'run')}; in brackets the ratio to dense")
+    apart = max(row.decode_spread for row in speeds.rows)
+    told = f", up to {100 * apart:.1f} % apart at decode" if plan.rounds > 1 else ""
+    out.text(f"medians  of {count_text(plan.rounds, 'run')}{told}; in brackets the ratio to dense")
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])
@@ -195,6 +197,7 @@ def _name(row: Speed) -> str:
         row.residency,
         "" if row.kv_bits is None else f"KV {row.kv_bits}",
         "" if row.attention_bits is None else f"QK {'/'.join(map(str, few)) or 'full'}",
+        "unused" if few and not any(how.endswith(" bits") for how in row.attention_calls) else "",
     ]
     return ", ".join(filter(None, parts))
 
