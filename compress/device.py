@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import UsageError
 
 from .lossless import PIECE
 
@@ -61,7 +61,7 @@ CPU = Device("cpu")
 def choose(option: Option, nbytes: int) -> Device:
     """The device for `nbytes` of weights. Under torchrun every process of a machine gets a card of its own.
 
-    "auto" is a GPU if there is one, and enough to do for it. Raises NeuzipError when "cuda" cannot be had.
+    "auto" is a GPU if there is one, and enough to do for it. Raises UsageError when "cuda" cannot be had.
     """
     if option == "cpu" or (option == "auto" and (nbytes < WORTH_STARTING or _missing() is not None)):
         return CPU
@@ -83,17 +83,17 @@ def choose(option: Option, nbytes: int) -> Device:
             problem = str(error).splitlines()[0]
     if option == "auto":
         return CPU
-    raise NeuzipError(f"--device cuda: {problem}", "give --device cpu, or let --device auto choose")
+    raise UsageError(f"--device cuda: {problem}", "give --device cpu, or let --device auto choose")
 
 
 def _missing() -> str | None:
     """What there must be for a GPU and is not, as far as that shows without torch."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    return None if _driver_devices() else "NVIDIA's driver finds no device"
+    return None if driver_devices() else "NVIDIA's driver finds no device"
 
 
-def _driver_devices() -> int:
+def driver_devices() -> int:
     """How many devices NVIDIA's driver has; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -62,7 +62,8 @@ def safe_open(
 
     A plain file is safetensors' own object. `verify` compares whole tensors of a compressed one with their
     checksums; slices are not compared. `backend` is for plain files. Raises what safetensors raises,
-    FormatError for a damaged compressed file, and UsageError for one with another framework than torch.
+    FormatError for a damaged compressed file, and UsageError for one with another framework than torch, or on
+    a GPU that is not there.
     """
     # A container is a safetensors file: safetensors judges the arguments, and says which kind of file it is.
     device = "cpu" if device is None else device
@@ -72,6 +73,9 @@ def safe_open(
     plain.__exit__(None, None, None)
     if framework not in TORCH:
         raise UsageError(f"{filename}: is compressed, and can only be opened with the framework 'pt'")
+    on_gpu = isinstance(device, int) or torch.device(device).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise UsageError(f"device={device!r}: torch finds no CUDA device", "give device='cpu'")
     return CompressedFile(Path(filename), device, verify)
 
 

@@ -102,13 +102,13 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_few_weights_never_ask_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "_driver_devices", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(devices, "driver_devices", lambda: pytest.fail("asked"))
     assert choose("cpu", 1 << 40) is CPU
     assert choose("auto", WORTH_STARTING - 1) is CPU
 
 
 def test_auto_without_a_driver_is_the_cpu_and_cuda_is_refused(monkeypatch):
-    monkeypatch.setattr(devices, "_driver_devices", lambda: 0)
+    monkeypatch.setattr(devices, "driver_devices", lambda: 0)
     assert choose("auto", WORTH_STARTING) is CPU
     with pytest.raises(NeuzipError, match="--device cuda: NVIDIA's driver finds no device"):
         choose("cuda", 0)
@@ -122,7 +122,7 @@ def test_without_triton_there_is_no_gpu(monkeypatch):
 
 
 def test_a_gpu_that_torch_cannot_use_is_none(monkeypatch):
-    monkeypatch.setattr(devices, "_driver_devices", lambda: 1)
+    monkeypatch.setattr(devices, "driver_devices", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert choose("auto", WORTH_STARTING) is CPU
     with pytest.raises(NeuzipError, match=r"torch .* finds no CUDA device"):
@@ -133,7 +133,7 @@ def test_a_gpu_that_torch_cannot_use_is_none(monkeypatch):
 def two_cards(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with two cards, as torch sees them, and how capable they are."""
     cards = SimpleNamespace(capability=(9, 0))
-    monkeypatch.setattr(devices, "_driver_devices", lambda: 2)
+    monkeypatch.setattr(devices, "driver_devices", lambda: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: cards.capability)
@@ -185,7 +185,7 @@ def test_the_choice_loads_no_torch():
 def test_a_command_refuses_a_gpu_that_is_not_there(verb, model, tmp_path, neuzip):
     target = [tmp_path / "out"] if verb in ("compress", "decompress") else []
     said = neuzip(verb, model, *target, "--device", "cuda")
-    assert said.exit_code == 1
+    assert said.exit_code == 2
     assert said.stderr.startswith("error: --device cuda: ")
     assert "hint: give --device cpu, or let --device auto choose" in said.stderr
     assert not (tmp_path / "out").exists()

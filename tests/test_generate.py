@@ -717,6 +717,23 @@ def test_device_that_is_not_there(monkeypatch):
         choose_device("cuda")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "{0}", "--prompt", "x"), ("bench", "{0}"), ("eval", "{0}", "--text", "demo"),
+        ("layers", "{0}", "--text", "demo"), ("sweep", "{0}", "--text", "demo"),
+        ("ternarize", "{0}", "{0}.t"), ("recover", "{0}", "--text", "demo", "--out", "{0}.r", "--steps", "1"),
+    ],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_a_gpu_that_is_not_there_is_wrong_use_of_every_command(command, folder: Path, neuzip, monkeypatch):
+    """Said before the model is read: here nothing else could fail either."""
+    monkeypatch.setattr("neuzip.cli.residency.driver_devices", lambda: 0)
+    said = neuzip(*(part.format(folder) for part in command), "--device", "cuda")
+    assert said.exit_code == 2
+    assert said.stderr.startswith("error: --device cuda: NVIDIA's driver finds no device\nhint: ")
+
+
 # The command
 
 

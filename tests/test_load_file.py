@@ -265,6 +265,13 @@ def test_names_that_are_not_there_and_files_that_are_closed(small: Path):
     file.__exit__()
 
 
+def test_a_gpu_that_is_not_there(small: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", 0):
+        with pytest.raises(UsageError, match="torch finds no CUDA device"):
+            neuzip.load_file(small, device=device)
+
+
 def test_only_torch_has_compressed_tensors(small: Path):
     with pytest.raises(UsageError, match=r"small.safetensors: is compressed, .* framework 'pt'"):
         neuzip.safe_open(small, framework="np")

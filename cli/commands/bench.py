@@ -11,7 +11,7 @@ from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.cli.residency import require_gpu_for
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -71,8 +71,8 @@ def command(
     out = Output(json=json, quiet=quiet)
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     let_threads_sleep()
-    for name in residencies or ():
-        require_gpu_for(name, device)
+    for name in residencies or ("dense",):
+        require_device(device, name)
     path = resolved_model(out, src)
     from neuzip.runtime.generate import choose_device
     from neuzip.runtime.speed import make_plan, measure

@@ -16,7 +16,7 @@ from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
-from neuzip.cli.residency import require_gpu_for
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -152,7 +152,7 @@ def command(
     names = chosen_conventions(conventions)
     let_threads_sleep()
     if device_map is None:
-        require_gpu_for(residency, device)
+        require_device(device, residency)
     if tasks is not None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
         from neuzip.eval import harness

@@ -13,7 +13,7 @@ from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
-from neuzip.cli.residency import require_gpu_for
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -64,7 +64,7 @@ def command(
         raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
     mode = require_quantisable(activations, residency)
     let_threads_sleep()
-    require_gpu_for(residency, device)
+    require_device(device, residency)
     text = _read_stdin() if prompt == "-" else prompt
     path = resolved_model(out, src)
     from neuzip.runtime.attention import uses

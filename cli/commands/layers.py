@@ -11,6 +11,7 @@ from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
@@ -90,6 +91,7 @@ def command(
     layers, block influence, gradient norm; and how well each of them predicts the order.
     """
     out = Output(json=json, quiet=quiet)
+    require_device(device)
     if output is not None and drop is None:
         raise UsageError(f"--out {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()

@@ -11,6 +11,7 @@ from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def command(
     it alone is quantised. The choice is written to config.json of DST; weights stay as they are.
     """
     out = Output(json=json, quiet=quiet)
+    require_device(device)
     let_threads_sleep()
     from neuzip.compress.workspace import require_free
     from neuzip.eval import pictures, target_values

@@ -12,6 +12,7 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
 
@@ -130,6 +131,7 @@ def command(
     recovery.svg. A run that was stopped goes on when the same command is given again.
     """
     out = Output(json=json, quiet=quiet)
+    require_device(device)
     if (budget is None) == (steps is None):
         raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
     seconds = None if budget is None else seconds_of(budget)

@@ -13,6 +13,7 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def command(
 ) -> None:
     """Measure size and quality of many schemes on one checkpoint"""
     out = Output(json=json, quiet=quiet)
+    require_device(device)
     let_threads_sleep()
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes

@@ -9,6 +9,7 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
 
@@ -57,6 +58,7 @@ def command(
 ) -> None:
     """Make the weights of a model -1, 0 and 1 times a scale, without training it"""
     out = Output(json=json, quiet=quiet)
+    require_device(device)
     if not allow_destructive:
         raise UsageError(
             "a model that was not trained with ternary weights is harmed by them: blindly rounded, some lose"

@@ -11,6 +11,7 @@ from neuzip.cli import options
 from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, error, seconds_text
 from neuzip.cli.ranks import joined_ranks
+from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
@@ -67,6 +68,7 @@ def command(
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         asked = configuration.read(config)
+        require_device(asked.device)
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
         from neuzip.eval.distributed import take_a_gpu
