@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 SCHEMA = 1
 LONGEST_MESSAGE = 1000
 
+SEPARATED = 2
+"""Spaces between two columns of a table."""
+
+FOLDED = 50
+"""Characters of a name for which spare columns give way."""
+
+NARROW = 10
+"""Characters to which text is folded before figures are."""
+
 EVERY = 30.0
 """Seconds between two lines of progress where no bar can move: in a pipe, or a log."""
 
@@ -86,13 +95,25 @@ class Output:
         right: Collection[str] = (),
         total: Sequence[object] | None = None,
         title: str = "",
-    ) -> None:
-        """Show a table (human only). `right` names columns to align right; `total` is a last row."""
+        spare: Sequence[str] = (),
+    ) -> list[str]:
+        """Show a table (human only). `right` names columns to align right; `total` is a last row.
+
+        `spare` names columns that a narrow window does without, the least useful first; these are returned,
+        for `wider`.
+        """
         if self.mode != "human":
-            return
+            return []
         if title:
             print(printable(title))
-        print(render_table(columns, rows, right=right, total=total), end="")
+        text, left_out = render_table(columns, rows, right=right, total=total, spare=spare)
+        print(text, end="")
+        return left_out
+
+    def wider(self, left_out: Sequence[str]) -> None:
+        """Say which columns a wider window would show, if a table had no room for them."""
+        if left_out:
+            self.hint(f"a wider window shows {', '.join(left_out)} too, and a pipe shows everything")
 
     def result(self, data: Mapping[str, object], quiet: Iterable[object] = ()) -> None:
         """Give what a machine reads, once a command: `data` as the JSON object, or the lines of `quiet`."""
@@ -226,27 +247,24 @@ def render_table(
     *,
     right: Collection[str] = (),
     total: Sequence[object] | None = None,
-) -> str:
-    """Lay out a table. On a terminal it fits the window; in a pipe every line is as long as it must be."""
+    spare: Sequence[str] = (),
+) -> tuple[str, list[str]]:
+    """Lay out a table: its text, and which of `spare` it leaves out.
+
+    On a terminal it fits the window: columns are left out, then text is folded, figures only if nothing else
+    helps. In a pipe every line is as long as it must be.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    unknown = set(right) - set(columns)
+    unknown = {*right, *spare} - set(columns)
     if unknown:
         raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
-    table = Table(
-        box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=total is not None
-    )
-    for position, name in enumerate(columns):
-        footer = "" if total is None else printable(str(total[position]))
-        justify: Literal["left", "right"] = "right" if name in right else "left"
-        table.add_column(printable(name), footer, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*(printable(str(cell), one_line=True) for cell in row))
-
-    page = _Page()
     terminal = sys.stdout.isatty()
+    lines = [[printable(str(cell), one_line=True) for cell in row] for row in rows]
+    last = None if total is None else [printable(str(cell)) for cell in total]
+    page = _Page()
     console = Console(
         file=page,
         force_terminal=terminal,
@@ -255,9 +273,37 @@ def render_table(
         highlight=False,
         width=None if terminal else 1_000_000,
     )
+    every = [*lines, *([last] if last is not None else [])]
+    widths = {
+        name: max([len(name), *(len(line[at]) for line in every)]) + SEPARATED
+        for at, name in enumerate(columns)
+    }
+    for name in set(columns) - set(right):
+        widths[name] = min(widths[name], FOLDED + SEPARATED)
+    left_out: list[str] = []
+    for name in spare if terminal else ():
+        if sum(widths.values()) - SEPARATED <= console.width:
+            break
+        left_out.append(name)
+        del widths[name]
+    needed = (width if name in right else min(width, NARROW) for name, width in widths.items())
+    whole = sum(needed) - SEPARATED <= console.width
+    shown = [at for at, name in enumerate(columns) if name not in left_out]
+    table = Table(
+        box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=last is not None
+    )
+    for at in shown:
+        name = columns[at]
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        footer = "" if last is None else last[at]
+        table.add_column(
+            printable(name), footer, justify=justify, overflow="fold", no_wrap=whole and name in right
+        )
+    for line in lines:
+        table.add_row(*(line[at] for at in shown))
     console.print(table, width=None if terminal else console.measure(table).maximum)
-    lines = page.getvalue().splitlines()
-    return "".join(f"{line if terminal else line.rstrip()}\n" for line in lines)
+    text = page.getvalue().splitlines()
+    return "".join(f"{line if terminal else line.rstrip()}\n" for line in text), left_out
 
 
 class _Page(StringIO):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import pty
@@ -358,12 +359,47 @@ def test_a_command_has_one_result():
 def test_a_table_in_a_pipe_is_as_wide_as_it_must_be(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     name = "model.layers.0." * 20 + "[bold]weight"
-    lines = render_table(["tensor", "bits"], [[name, 10.5]], right=["bits"]).splitlines()
+    lines = render_table(["tensor", "bits"], [[name, 10.5]], right=["bits"])[0].splitlines()
     assert lines[-1] == f"{name}  10.5"
 
 
 def test_an_empty_table_has_its_head():
-    assert render_table(["tensor", "bits"], []).splitlines()[0] == "tensor  bits"
+    assert render_table(["tensor", "bits"], [])[0].splitlines()[0] == "tensor  bits"
+
+
+class Window(io.StringIO):
+    """A terminal of some columns, as far as a table asks."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out", "first"),
+    [
+        (60, [], [["convention", "some", "more", "words", "0.0919", "±", "0.0027", "1.01", "±", "0.01"]]),
+        (40, ["least"], [["convention", "some", "more", "0.0919", "±", "0.0027"], ["words"]]),
+    ],
+)
+def test_a_narrow_window_costs_columns_and_folds_text_before_figures(width, left_out, first, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Window())
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    text, found = render_table(
+        ["name", "what", "figure", "least"],
+        [["convention", "some more words", "0.0919 ± 0.0027", "1.01 ± 0.01"]],
+        right=["figure", "least"],
+        spare=["least"],
+    )
+    assert found == left_out
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert [line.split() for line in lines[2:]] == first
+
+
+def test_a_pipe_has_room_for_everything():
+    text, left_out = render_table(["a", "b"], [["x" * 300, "1"]], right=["b"], spare=["b"])
+    assert left_out == [] and text.splitlines()[2] == f"{'x' * 300}  1"
 
 
 def test_names_cannot_steer_the_terminal(probe, neuzip):

@@ -429,7 +429,7 @@ def _show_perplexities(out: Output, e: Evaluation) -> None:
     from neuzip.eval.estimates import errors_text, over
 
     names = _names(e)
-    changes = ["change, nats a token"] if len(e.models) == 2 else []
+    changes = ["change, nats"] if len(e.models) == 2 else []
     rows = [row for measured in e.measured for row in _perplexity_rows(measured)]
     out.table(["convention", "figure", *names, *changes], rows, right=[*names, *changes])
     errors = {m.blocks: _first_figure(m).standard_error for m in e.measured}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from json import dumps
 from pathlib import Path
@@ -23,6 +22,9 @@ EXAMPLES = [
     "neuzip inspect my-model --tensor '*.mlp.*' --json",
     "neuzip inspect my-model.nz --plot weights.html",
 ]
+
+SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape", "max error", "scheme")
+"""Columns that a narrow window does without, the first one first."""
 
 Plot = Annotated[
     Path | None,
@@ -101,11 +103,10 @@ def _show_table(out: Output, inspection: Inspection) -> None:
         for line, t in zip(lines, inspection.tensors, strict=False):
             line.append("-" if t.loss is None else percent_text(t.loss.max_relative, 1))
         lines[-1].append("")
-    left_out = _left_out(columns, lines)
-    shown = [at for at, name in enumerate(columns) if name not in left_out]
-    *rows, total = [[line[at] for at in shown] for line in lines]
-    names = [columns[at] for at in shown]
-    out.table(names, rows, right=set(names) - {"tensor", "dtype", "shape", "scheme"}, total=total)
+    *rows, total = lines
+    spare = [name for name in SPARE if name in columns]
+    right = set(columns) - {"tensor", "dtype", "shape", "scheme"}
+    left_out = out.table(columns, rows, right=right, total=total, spare=spare)
     out.text()
     out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
     out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
@@ -113,24 +114,7 @@ def _show_table(out: Output, inspection: Inspection) -> None:
         out.text("Bound of ternary tensors: their codes -1, 0 and 1, coded; without scales.")
     if any(counts.fmt.bits > 16 for counts in inspection.counts):
         out.text("Mantissa entropies of F32 and F64 are upper bounds.")
-    if left_out:
-        out.hint(f"a wider window shows {', '.join(left_out)} too, and a pipe shows everything")
-
-
-def _left_out(columns: list[str], lines: list[list[str]]) -> list[str]:
-    """The columns for which a terminal has no room beside the names. A pipe has room for all."""
-    if not sys.stdout.isatty():
-        return []
-    widths = {name: 2 + max(len(name), *(len(line[at]) for line in lines)) for at, name in enumerate(columns)}
-    widths["tensor"] = min(widths["tensor"], 50)
-    left_out: list[str] = []
-    for name in ("sign", "mant", "joint", columns[9], "dtype", "exp", "shape", "max error", "scheme"):
-        if sum(widths.values()) - 2 <= shutil.get_terminal_size().columns:
-            break
-        if name in widths:
-            left_out.append(name)
-            del widths[name]
-    return left_out
+    out.wider(left_out)
 
 
 def _sizes(of: TensorFigures | Inspection) -> list[str]:

@@ -152,18 +152,19 @@ def show(out: Output, found: Analysis) -> None:
     from neuzip.eval.estimates import errors_text, exponential
 
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
-    out.table(columns, [_row(layer) for layer in found.layers], right=columns)
+    rows = [_row(layer) for layer in found.layers]
+    left_out = out.table(columns, rows, right=columns, spare=["angular", "gradient", "influence"])
     out.text("PPL, KLD and NLL, in nats a token, are of the model without this layer alone; influence is")
     out.text("1 - cos of what goes in and what comes out, angular their angle as a part of 180 degrees, at")
     out.text("last tokens of windows; gradient is the norm of that of the layer's parameters.")
     out.text()
-    rows = [
+    predictions = [
         [METRICS[name], "-" if rho is None else f"{rho:+.2f}"]
         for name in METRICS
         if name in found.rank_correlations
         for rho in [found.rank_correlations[name]]
     ]
-    out.table(["predicts the order of KLD", "Spearman"], rows, right=["Spearman"])
+    out.table(["predicts the order of KLD", "Spearman"], predictions, right=["Spearman"])
     whole = next((layer.without for layer in found.layers if layer.without is not None), None)
     if whole is not None:
         out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
@@ -174,6 +175,7 @@ def show(out: Output, found: Analysis) -> None:
     if found.gradient_windows:
         out.text(f"        gradient is of {found.gradient_windows} of {count_text(found.windows, 'window')}")
     out.text(f"in      {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
+    out.wider(left_out)
 
 
 def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) -> None:

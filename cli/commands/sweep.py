@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -130,11 +128,9 @@ def _show(out: Output, found: Sweep) -> None:
     known = [
         name for name in COLUMNS if name != "peak" or any(row.peak_bytes is not None for row in found.rows)
     ]
-    names = _fitting(known, lines)
-    left = {"scheme", ""}
-    out.table(
-        names, [[line[name] for name in names] for line in lines], right=[n for n in names if n not in left]
-    )
+    spare = [name for name in sorted(known, key=lambda name: COLUMNS[name]) if COLUMNS[name] < 100]
+    right = set(known) - {"scheme", ""}
+    left_out = out.table(known, [[line[name] for name in known] for line in lines], right=right, spare=spare)
     out.text()
     out.text(f"text     {found.text}: {c.tokens:,} tokens, {found.rule}")
     errors = errors_text(c.blocks, c.kld.mean.standard_error)
@@ -146,13 +142,11 @@ def _show(out: Output, found: Sweep) -> None:
             "memory": "parameters", "peak": "of loading and running, beside the original",
             "load": "files to live model", "decode": "plain bytes, tensor by tensor",
             "tokens/s": "up to the head",
-        }.items() if name in names
+        }.items() if name in known and name not in left_out
     ]  # fmt: skip
     if measured:
         out.text(f"measured on this machine: {', '.join(measured)}")
-    if len(names) < len(known):
-        missing = ", ".join(name for name in known if name not in names)
-        out.hint(f"a wider window shows {missing} too, and a pipe shows everything")
+    out.wider(left_out)
 
 
 def _original(row: Row) -> dict[str, str]:
@@ -187,17 +181,3 @@ def _cells(row: Row, on_front: bool) -> dict[str, str]:
         "tokens/s": f"{row.tokens_per_second:,.0f}",
         "": "*" if on_front else "",
     }
-
-
-def _fitting(known: list[str], lines: list[dict[str, str]]) -> list[str]:
-    """The columns of `known` for which a terminal has room, the most useful; a pipe has room for all."""
-    if not sys.stdout.isatty():
-        return known
-    widths = {name: 2 + max(len(name), *(len(line[name]) for line in lines)) for name in known}
-    room = shutil.get_terminal_size().columns
-    kept = set(known)
-    for name in sorted(known, key=lambda name: COLUMNS[name]):
-        if sum(widths[n] for n in kept) - 2 <= room:
-            break
-        kept.discard(name)
-    return [name for name in COLUMNS if name in kept]
