@@ -222,7 +222,8 @@ def refuse_existing(dst: Path, overwrite: bool, *, file: bool = False, known: Co
     if not os.path.lexists(dst) or (is_folder and not any(dst.iterdir())):
         return
     if not overwrite:
-        raise WouldOverwrite(f"{dst}: exists already", "choose another DST, or give --overwrite")
+        other = "name" if file else "DST"
+        raise WouldOverwrite(f"{dst}: exists already", f"choose another {other}, or give --overwrite")
     if is_folder and (reason := why_not(dst, known)) is not None:
         raise WouldOverwrite(
             f"{dst}: {reason}: such a folder is not replaced",

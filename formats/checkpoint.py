@@ -91,6 +91,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise FormatError(
                 path / pickles[0], "is a pickle, and there are no .safetensors files", hint=_CONVERT
             )
+        if MANIFEST_PATH in files:
+            raise NeuzipError(
+                f"{path}: was compressed, but its .safetensors files are gone", "copy or pull all of it again"
+            )
         raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
     checkpoint = Checkpoint(path, path, weights, tuple(f for f in files if not f.endswith(".safetensors")))
     for index in index_files(checkpoint):

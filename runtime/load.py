@@ -26,6 +26,7 @@ from neuzip.compress.ternary import is_ternary
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
+from neuzip.formats.own_section import read_config
 from neuzip.formats.tensor_file import parse_json
 
 from .attention import note as note_attention
@@ -180,6 +181,7 @@ def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
             f"{checkpoint.path}: has no config.json, so it is not known which model the weights belong to",
             "give a folder with config.json and model.safetensors",
         )
+    read_config(folder / "config.json")
     with quiet_transformers():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -196,6 +198,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             f"{path}: there is no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...)",
             "copy the tokenizer's files there, or call save_pretrained of the tokenizer",
         )
+    if (folder / "config.json").is_file():
+        read_config(folder / "config.json")  # which transformers would blame on the tokenizer
     with quiet_transformers():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -700,6 +700,16 @@ def test_tokenizer_of_another_model(folder: Path):
         prepare(folder, "import")
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [('{"model_type": ', "the JSON is broken"), ("[]", "not an object")]
+)
+def test_a_broken_config_is_not_the_tokenizers_fault(text: str, problem: str, folder: Path, neuzip):
+    (folder / "config.json").write_text(text)
+    said = neuzip("generate", folder, "--prompt", "x")
+    assert said.exit_code == 1
+    assert said.stderr.startswith(f"error: {folder / 'config.json'}: ") and problem in said.stderr
+
+
 def test_chat_puts_the_prompt_into_the_template(folder: Path):
     with pytest.raises(NeuzipError, match="its tokenizer has no chat template"):
         prepare(folder, "x", chat=True)

@@ -486,7 +486,7 @@ def test_damaged_weights_are_found_while_loading(broken: Path):
     ("remove", "message"),
     [
         (["neuzip/original/config.json", "config.json"], "has no config.json"),
-        (["model.safetensors"], "there are no .safetensors files"),
+        (["model.safetensors"], "was compressed, but its .safetensors files are gone"),
     ],
 )
 def test_missing_files_are_named(remove: list[str], message: str, broken: Path):
