@@ -205,7 +205,8 @@ class Watch:
     """The most bytes of source and containers that were on the disk when anything was sent, or coded.
 
     Of containers the blocks that they take are counted: a husk has few. A file of several tens of kB may take
-    BLOCK more than its length.
+    BLOCK more than its length. Files come and go in other threads meanwhile: of downloads those count that
+    are still there when all were looked at.
     """
 
     BLOCK = 8192
@@ -217,7 +218,8 @@ class Watch:
 
     def look(self, *_: object) -> None:
         inside = self.work / SOURCE_FOLDER
-        downloads, containers = [], 0
+        found: dict[Path, int] = {}
+        containers = 0
         for path in self.work.rglob("*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
@@ -225,7 +227,8 @@ class Watch:
                     containers += status.st_blocks * 512
                     self.husks += status.st_blocks * 512 < status.st_size // 2
                 elif path.suffix in (".safetensors", ".incomplete") and status.st_size > 10_000:
-                    downloads.append(status.st_size)
+                    found[path] = status.st_size
+        downloads = [size for path, size in found.items() if path.exists()]
         self.files, self.source = max(self.files, len(downloads)), max(self.source, sum(downloads))
         self.containers = max(self.containers, containers)
 
