@@ -574,7 +574,8 @@ class GreedyDecoder:
 
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
-    With `kv_bits` keys and values are kept in as many bits.
+    With `kv_bits` keys and values are kept in as many bits. Without `fuse` a graph has the kernels that the
+    model's own code launches: see `fused_step`.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -591,6 +592,7 @@ class GreedyDecoder:
         graph: bool = True,
         kv_bits: int | None = None,
         compiled: bool = False,
+        fuse: bool = True,
     ) -> None:
         if compiled and kv_bits is not None:
             raise not_compiled_together()
@@ -617,6 +619,8 @@ class GreedyDecoder:
         self._graph_logits = self._logits
         self.fused = FusedStep(())
         """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
+
+        self._fuse = fuse and not compiled
 
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -782,7 +786,7 @@ class GreedyDecoder:
 
     def _fused_step(self) -> FusedStep:
         """What is captured in place of a model's small operations, after WARM_UPS. The bits are the same."""
-        fused = FusedStep(self.model.modules() if self._compiled is None else ())
+        fused = FusedStep(self.model.modules() if self._fuse else ())
         with self._running():
             self._reset()
             with fused.listening():

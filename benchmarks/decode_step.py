@@ -1,0 +1,143 @@
+"""What a step of decoding is made of: kernels and microseconds, with and without what is fused, on one GPU.
+
+    python benchmarks/decode_step.py [--sections steps ring] [--layers 4] [--list a4.8]
+
+`steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
+a4.8's 3B (bf16 3b, a4.8), each as a CUDA graph with the kernels of the model's own code, with fused ones, and
+compiled by torch.compile. Logits of the first two have to be the same bits. --list shows the kernels of one
+form by name, each with what it takes.
+
+`ring`: how many decoders of `ans` run side by side, how far ahead, in how much room.
+
+It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from typing import Any
+
+import bitnet
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from neuzip.runtime import buffers
+from neuzip.runtime.generate import GreedyDecoder
+from neuzip.runtime.residency import compress_parameters
+from neuzip.runtime.speed import free_memory, prompts, run
+
+DEVICE = "cuda"
+FORMS = ("bf16", "packed", "ans", "bf16 3b", "a4.8")
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {"fuse": False}, "fused": {}, "compiled": {"compiled": True}
+}  # fmt: skip
+PROMPT, NEW = 32, 64
+
+
+def main() -> None:
+    """Print both tables."""
+    sections = {"steps": steps, "ring": ring}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--list", choices=FORMS, help="show the kernels of this form")
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        for name in arguments.sections:
+            sections[name](arguments)
+
+
+def steps(arguments: argparse.Namespace) -> None:
+    """Kernels and time of every form in every way."""
+    print(f"{'form':8} {'way':9} {'kernels':>8} {'us a step':>10}  fused")
+    for form in arguments.forms:
+        model = made(form, arguments.layers)
+        expected: torch.Tensor | None = None
+        for way, options in WAYS.items():
+            if way == "compiled" and arguments.no_compile:
+                continue
+            decoder = GreedyDecoder(model, 1, PROMPT + NEW, **options)
+            kernels = kernels_of(decoder, model)
+            print(f"{form:8} {way:9} {len(kernels):8} {1e6 * seconds(decoder, model):10.1f}  {decoder.fused}")
+            if arguments.list == form:
+                show(kernels)
+            logits = decoder.logits.clone()
+            if expected is not None and way == "fused" and not torch.equal(logits, expected):
+                raise SystemExit(f"{form}: logits of fused steps are others")
+            expected = logits if expected is None else expected
+            del decoder
+        del model
+        free_memory()
+
+
+def ring(arguments: argparse.Namespace) -> None:
+    """Steps of `ans` with other numbers of side streams, weights ahead and rooms."""
+    model = made("ans", 2 * arguments.layers)
+    print(f"{'sides':>6} {'ahead':>6} {'room':>5} {'us a step':>10}")
+    usual = buffers.SIDES, buffers.AHEAD, buffers.ROOM
+    for sides, ahead, room in (
+        usual, (1, 1, 2), (1, 8, 2), (2, 8, 2), (4, 8, 2), (6, 8, 2), (3, 2, 2), (3, 4, 2), (3, 8, 3),
+        (4, 16, 3), (4, 16, 4),
+    ):  # fmt: skip
+        buffers.SIDES, buffers.AHEAD, buffers.ROOM = sides, ahead, room
+        free_memory()
+        decoder = GreedyDecoder(model, 1, PROMPT + NEW)
+        print(f"{sides:6} {ahead:6} {room:5} {1e6 * seconds(decoder, model):10.1f}", flush=True)
+        del decoder
+    buffers.SIDES, buffers.AHEAD, buffers.ROOM = usual
+
+
+def made(form: str, layers: int) -> PreTrainedModel:
+    """A model of a form, on the GPU."""
+    if form in ("bf16 3b", "a4.8"):
+        return bitnet.made(form.split()[0], layers)
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        tie_word_embeddings=False, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    if form != "bf16":
+        compress_parameters(model, form)
+    return model
+
+
+def seconds(decoder: GreedyDecoder, model: PreTrainedModel) -> float:
+    """The median step, in the best of three runs."""
+    ids = prompts(model.config.vocab_size, 1, PROMPT)
+    return min(statistics.median(run(decoder, ids, NEW).step_seconds) for _ in range(3))
+
+
+def kernels_of(decoder: GreedyDecoder, model: PreTrainedModel) -> list[tuple[str, float]]:
+    """The kernels of a step, in their order: name, and microseconds."""
+    decoder.prefill(prompts(model.config.vocab_size, 1, PROMPT))
+    decoder.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        decoder.step()
+        torch.cuda.synchronize()
+    events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us()) for event in events]
+
+
+def show(kernels: list[tuple[str, float]]) -> None:
+    """How often each kernel runs, and what it takes altogether."""
+    count = Counter(name for name, _ in kernels)
+    total: Counter[str] = Counter()
+    for name, us in kernels:
+        total[name] += us  # type: ignore[assignment]
+    for name, us in total.most_common():
+        print(f"    {count[name]:4} x {us / count[name]:7.2f} us = {us:8.1f}  {name[:90]}")
+
+
+if __name__ == "__main__":
+    main()
