@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PICTURES = ("sweep.svg", "sweep.png")
 
+IN_WORDS = {"rule": "rule for windows", "tokens": "number of tokens"}
+"""What a row depends on, where its name does not say it."""
+
 
 # What is measured
 
@@ -259,7 +262,7 @@ def _known(
             if path.stem in labels and not overwrite:
                 raise
             continue  # a file that has nothing to do with sweeps, and stays as it is
-        others = fingerprint.differing(result.depends_on, depends_on)
+        others = [IN_WORDS.get(n, n) for n in fingerprint.differing(result.depends_on, depends_on)]
         if others and overwrite:
             with writing(path):
                 remove(path)

@@ -227,7 +227,7 @@ def test_strange_files_are_not_taken_for_results(made, tmp_path: Path):
 
 
 def test_a_row_that_is_not_asked_for_is_compared_too(made):
-    with pytest.raises(WouldOverwrite, match=r"k0b64\.json: was measured with another tokens"):
+    with pytest.raises(WouldOverwrite, match=r"k0b64\.json: was measured with another number of tokens"):
         sweep(setting(max_tokens=300), parse_schemes("k5", ""), made[1], stage)
 
 
