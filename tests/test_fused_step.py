@@ -300,6 +300,22 @@ def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatc
     assert fused.norms == 0 and not fused.rotary and not fused._configs
 
 
+def test_a_model_that_cannot_do_with_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    decoder = GreedyDecoder(model, 1, 16, graph=False)
+    place = sys.modules[type(model).__module__]
+    make = place.create_causal_mask
+
+    def turned_twice(**options: Any) -> Any:
+        mask = make(**options)
+        return None if mask is None else ~~mask
+
+    monkeypatch.setattr(place, "create_causal_mask", turned_twice)
+    fused = decoder._fused_step()
+    assert not fused.rotary and not fused._configs
+    assert decoder.generate(torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), 4).shape == (1, 4)
+
+
 def test_gradients_flow_through_the_models_own_code() -> None:
     model, ids = model_of("llama", torch.float32), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     fused = FusedStep(model.modules())
