@@ -24,7 +24,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -72,9 +72,13 @@ class Unit:
         """What will probably be used after this one, if that is known."""
         return self._successor() if self._sure and self._successor is not None else None
 
+    def is_known_on(self, stream: Any) -> bool:
+        """Whether `stay_for` was called for a stream."""
+        return stream in self._known_on
+
     def stay_for(self, stream: Any) -> None:
         """Keep the memory that is read from being used again before `stream` has done with it."""
-        if stream not in self._known_on:
+        if not self.is_known_on(stream):
             for source in self.sources:
                 keep(source, stream)
             self._known_on.add(stream)
@@ -92,6 +96,7 @@ def release() -> None:
     with _changing:
         _eager.clear()
         _captured.clear()
+        _wanted.clear()
 
 
 @contextmanager
@@ -105,27 +110,49 @@ def prefetching(on: bool) -> Iterator[None]:
         _ahead = before
 
 
+def make_way(device: torch.device) -> None:
+    """Before a capture: give the ring of eager calls back. What is freed in a capture is of no use there."""
+    with _changing:
+        ring = _eager.pop(device, None)
+        if ring is not None:
+            _wanted[device] = ring.size
+
+
 @contextmanager
 def joined_at_the_end(device: torch.device) -> Iterator[None]:
     """Within a capture on the current stream of a GPU: decode ahead of everything until this ends.
 
-    The capture has to go on until then. If it fails, nothing is joined.
+    The capture has to go on until then; if it fails meanwhile, the side streams are joined all the same.
     """
     graph = _graph_of(device)
-    _joined_late.add(graph)
+    _late[graph] = None
     try:
         yield
-        if device in _captured and _captured[device][0] == graph:
-            _captured[device][1].join()
+    except BaseException:
+        with suppress(RuntimeError):  # a capture that is invalid cannot be joined
+            _join_late(graph)
+        raise
+    else:
+        _join_late(graph)
     finally:
-        _joined_late.discard(graph)
+        _late.pop(graph, None)
+
+
+def _join_late(graph: int) -> None:
+    ring = _late.get(graph)
+    if ring is not None:
+        ring.join()
 
 
 _ahead = True
-_joined_late: set[int] = set()
 _changing = threading.Lock()
 _eager: dict[torch.device, _Ring] = {}
 _captured: dict[torch.device, tuple[int, _Ring]] = {}
+_late: dict[int, _Ring | None] = {}
+"""By the number of a graph, rings that are joined at the end of its capture."""
+
+_wanted: dict[torch.device, int] = {}
+"""Bytes of rings that made way for a capture."""
 
 
 def _ring_of(device: torch.device) -> _Ring:
@@ -136,13 +163,27 @@ def _ring_of(device: torch.device) -> _Ring:
             if device not in _eager:
                 _eager[device] = _Ring(device)
             return _eager[device]
-        if device not in _captured or _captured[device][0] != graph:
+        ring = _late.get(graph)
+        if ring is None and device in _captured and _captured[device][0] == graph:
+            ring = _captured[device][1]
+        if ring is None:
             # Others make room for that of the graph. Kernels still at work there keep their memory.
             _, last = _captured.pop(device, (0, None))
-            size = max(ring.size if ring is not None else 0 for ring in (last, _eager.pop(device, None)))
+            others = [other.size for other in (last, _eager.pop(device, None)) if other is not None]
             last = None
-            _captured[device] = graph, _Ring(device, size, graph)
-        return _captured[device][1]
+            ring = _Ring(device, max([*others, _wanted.pop(device, 0)]), graph)
+            if graph in _late:
+                _late[graph] = ring
+            else:
+                _captured[device] = graph, ring
+        return ring
+
+
+@cache
+def _sides(device: torch.device, captured: bool) -> list[Any]:
+    """Side streams of a device; what is captured has others than eager calls. torch has few to give out."""
+    backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
+    return [backend.Stream(*[device] if device.type == "cuda" else []) for _ in range(SIDES)]
 
 
 def _graph_of(device: torch.device) -> int:
@@ -197,8 +238,7 @@ class _Ring:
         self._device, self._graph = device, graph
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        on = [device] if device.type == "cuda" else []
-        self._sides: list[Any] = [self._backend.Stream(*on) for _ in range(SIDES)]
+        self._sides = _sides(device, graph != 0)
         self._turn = 0
         self._to_join: set[Any] = set()
         self._memory: torch.Tensor
@@ -235,6 +275,7 @@ class _Ring:
             result = product(span.dense)
         finally:
             span.done.record(stream)
+        del span  # its memory may have to go
         if _ahead:
             self._prefetch(unit, stream)
         return result
@@ -267,15 +308,19 @@ class _Ring:
                 break  # a replay begins with it, and believes nothing
             span = self._holding(following)
             if span is None:
-                side = self._sides[self._turn]
-                span = self._decode(following, side, stream)
+                span = self._decode(following, self._next_side(stream), stream)
                 if span is None:
                     break
-                self._turn = (self._turn + 1) % SIDES
             span.wanted = True
             following = following.next()
-        if self._graph and self._graph not in _joined_late:
+        if self._graph and self._graph not in _late:
             self.join()
+
+    def _next_side(self, stream: Any) -> Any:
+        """The side streams in turn, without that which the caller is on."""
+        others = [side for side in self._sides if side != stream]
+        self._turn = (self._turn + 1) % len(others)
+        return others[self._turn]
 
     def _decode(self, unit: Unit, where: Any, stream: Any) -> _Span | None:
         """Decode on the stream `where`, when nobody writes or reads any more what lies there.
@@ -292,11 +337,13 @@ class _Ring:
         for span in before:
             span.done.wait(where)
             # What is left of it holds nothing, but may still be read or written.
-            span.start, span.unit, span.dense, span.wanted = stop, _nothing, None, False
+            span.start, span.unit, span.dense, span.wanted = span.stop, _nothing, None, False
         self._spans = [span for span in self._spans if span.start < span.stop]
         if aside and self._graph:
             self._to_join.add(where)
         elif aside:
+            if not unit.is_known_on(where):  # what it reads may still be on its way
+                where.wait_stream(stream)
             unit.stay_for(where)
         made = _Span(start, stop, self._backend.Event())
         self._spans.append(made)
@@ -315,7 +362,8 @@ class _Ring:
         if self.size < needed:
             if self._graph:  # where nobody says which streams still read there
                 self._outgrown.append(self._memory)
-            self._spans.clear()
+            for span in self._spans:
+                span.dense = None
             self._memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
             self._take(needed, stream)
 

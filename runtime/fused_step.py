@@ -17,6 +17,7 @@ A mask of yes and no becomes numbers once in a step; torch does so in every laye
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,22 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from neuzip.kernels.step import NORMS, Norm, can_norm, can_rotate, triton_step
 
 PROBES = 6
-"""Made-up inputs that have to give the same bits, in the dtype of a step and in fp32."""
+"""Made-up inputs in the dtype of a step that have to give the same bits."""
+
+STRICT_PROBES = 24
+"""The same in fp32, with one large number a row: squares added up in another order show in one of two."""
+
+LARGE = 4096.0
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys."""
 
 EPSILONS = ("variance_epsilon", "eps")
-
-ATTENTION = "neuzip_step"
-"""How transformers calls its own attention with a mask of numbers."""
 
 
 @dataclass
@@ -99,8 +100,7 @@ class FusedStep:
             for place in beside
             if place is not None and callable(vars(place).get(ROTARY))
         ]
-        configs: Iterable[Any] = (getattr(module, "config", None) for module in modules)
-        self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
+        self._masks = any(True for _ in modules)
 
     @property
     def norms(self) -> int:
@@ -118,11 +118,11 @@ class FusedStep:
 
     def listening(self) -> Any:
         """While steps run as ever: what they ask for is kept in mind."""
-        return self._with("listen", "listen")
+        return self._with("listen", "listen", masks=False)
 
     def in_place(self) -> Any:
         """While steps run: with what was chosen."""
-        return self._with("forward", "call", ATTENTION)
+        return self._with("forward", "call", masks=self._masks)
 
     def choose(self) -> None:
         """Compare, for all that was asked for."""
@@ -130,7 +130,7 @@ class FusedStep:
         with torch.no_grad():
             for site in self._norms:
                 for shape, dtype in site.asked:
-                    key = type(site.module), site.eps, site.weight.dtype, shape, dtype
+                    key = type(site.module), site.weight.dtype, shape, dtype, _flags(site.module)
                     if key not in known:
                         known[key] = _norm_like(site, shape, dtype)
                     if (norm := known[key]) is not None:
@@ -139,7 +139,7 @@ class FusedStep:
                 rotary.chosen = {key for key in rotary.asked if _same_rotation(rotary.original, *key)}
 
     @contextmanager
-    def _with(self, of_norms: str, of_rotary: str, attention: str = "sdpa") -> Iterator[None]:
+    def _with(self, of_norms: str, of_rotary: str, *, masks: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for site in self._norms:
                 vars(site.module)["forward"] = getattr(site, of_norms)
@@ -147,11 +147,35 @@ class FusedStep:
             for rotary in self._rotary:
                 setattr(rotary.module, ROTARY, getattr(rotary, of_rotary))
                 stack.callback(setattr, rotary.module, ROTARY, rotary.original)
-            for config in self._configs:
-                if config._attn_implementation == "sdpa":
-                    config._attn_implementation = attention
-                    stack.callback(setattr, config, "_attn_implementation", "sdpa")
+            if masks:
+                stack.enter_context(_additive_masks())
             yield
+
+
+@contextmanager
+def _additive_masks() -> Iterator[None]:
+    """Have transformers make masks for SDPA of numbers, for this thread: 0 and minus infinity, as torch does.
+
+    Of the dtype of what is attended to.
+    """
+    make, here = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], threading.get_ident()
+
+    def additive(*given: Any, **options: Any) -> Any:
+        mask = make(*given, **options)
+        yes_or_no = isinstance(mask, Tensor) and mask.dtype == torch.bool and "dtype" in options
+        if not yes_or_no or threading.get_ident() != here:
+            return mask
+        return torch.zeros_like(mask, dtype=options["dtype"]).masked_fill_(~mask, float("-inf"))
+
+    own = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = additive
+    try:
+        yield
+    finally:
+        if own is None:
+            del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
+        else:
+            ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 def _norm_site(module: nn.Module) -> _NormSite | None:
@@ -171,6 +195,12 @@ def _norm_site(module: nn.Module) -> _NormSite | None:
     return _NormSite(module, weight, eps)
 
 
+def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
+    """What may make a module of a class another than the next one."""
+    plain = (bool, int, float, str)
+    return frozenset((name, value) for name, value in vars(module).items() if isinstance(value, plain))
+
+
 def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm | None:
     """The kind of norm that gives the bits of a module, with weights that tell the kinds apart."""
     rows, columns = shape[:-1].numel(), shape[-1]
@@ -178,14 +208,28 @@ def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm |
         return None
     generator = torch.Generator(site.weight.device).manual_seed(0)
     weight = _random(generator, site.weight.shape, site.weight.dtype)
-    inputs = [_random(generator, shape, d) for d in (dtype, torch.float32) for _ in range(PROBES)]
+    inputs = [_random(generator, shape, dtype) for _ in range(PROBES)]
+    for _ in range(STRICT_PROBES):
+        strict = _random(generator, shape, torch.float32)
+        places = torch.randint(columns, (rows, 1), generator=generator, device=generator.device)
+        inputs.append(strict.view(rows, columns).scatter_(1, places, LARGE).view(shape))
 
-    def alike(x: Tensor, norm: Norm) -> bool:
-        w = weight.to(x.dtype) if x.dtype != dtype else weight
-        expected = functional_call(site.module, {"weight": w}, (x,))
-        return same_bits(triton_step.rms_norm(x, w, site.eps, norm), expected)
+    def unlike(norm: Norm, inputs: Iterable[Tensor]) -> bool:
+        """Whether bits differ somewhere; the device is asked once."""
+        wrong = torch.zeros((), dtype=torch.bool, device=weight.device)
+        for x in inputs:
+            w = weight.to(x.dtype) if x.dtype != dtype else weight
+            expected = functional_call(site.module, {"weight": w}, (x,))
+            found = triton_step.rms_norm(x, w, site.eps, norm)
+            if found.dtype != expected.dtype or found.shape != expected.shape:
+                return True
+            wrong |= (_bits(found) != _bits(expected)).any()
+        return bool(wrong)
 
-    return next((norm for norm in NORMS if all(alike(x, norm) for x in inputs)), None)
+    for norm in NORMS:
+        if not unlike(norm, inputs[:PROBES]) and not unlike(norm, inputs[PROBES:]):
+            return norm
+    return None
 
 
 def _rotary_key(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -215,24 +259,19 @@ def _same_rotation(
 
 
 def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+    """Made-up numbers, zeros of both signs among them."""
+    made = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+    flat = made.view(-1)
+    flat[3::11], flat[5::17] = 0.0, -0.0
+    return made
 
 
 def same_bits(x: Tensor, y: Any) -> bool:
     """Whether two tensors of floats have the same bits."""
     if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
         return False
-    pattern = torch.int16 if x.element_size() == 2 else torch.int32
-    return torch.equal(x.contiguous().view(pattern), y.contiguous().view(pattern))
+    return torch.equal(_bits(x), _bits(y))
 
 
-def _additive_mask(*given: Any, **options: Any) -> Any:
-    """What torch makes of a mask of yes and no: 0 and minus infinity, in the dtype of what is attended to."""
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*given, **options)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or "dtype" not in options:
-        return mask
-    return torch.zeros_like(mask, dtype=options["dtype"]).masked_fill_(~mask, float("-inf"))
-
-
-AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-AttentionMaskInterface.register(ATTENTION, _additive_mask)
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)

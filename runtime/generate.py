@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 OnText = Callable[[str], None]
 Loop = Literal["auto", "static", "transformers"]
 
-WARM_UPS = 2
+WARM_UPS = 6
 """Steps before the capture: kernels are compiled, libraries choose theirs and allocate what they keep."""
+
+FIRST_TOKEN = 3
+"""Of those steps; the ones before it are special in many vocabularies."""
 
 CONTEXT = 6
 """Tokens of the prompt that are decoded with the first new one, whose text may depend on them."""
@@ -764,6 +767,7 @@ class GreedyDecoder:
         if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
             raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
         torch.cuda.synchronize(self.device)
+        buffers.make_way(self.device)
         graph, drawn = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.device)
         try:
             with (
@@ -785,28 +789,38 @@ class GreedyDecoder:
         self._graph = graph
 
     def _fused_step(self) -> FusedStep:
-        """What is captured in place of a model's small operations, after WARM_UPS. The bits are the same.
+        """What is captured in place of a model's small operations. The bits of a step are the same.
 
-        Nothing, for a model whose own code cannot do with it, such as one that turns its masks round.
+        A model that cannot do with it, such as one that turns its masks round, is left as it is.
         """
-        fused = FusedStep(self.model.modules() if self._fuse else ())
         with self._running():
-            self._reset()
-            with fused.listening():
-                expected = self._advance().clone()
-            fused.choose()
-            found: torch.Tensor | None = None
+            fused = FusedStep(self.model.modules() if self._fuse else ())
+            expected = self._step_with(fused.listening())
             try:
-                for _ in range(WARM_UPS - 1):
-                    self._reset()
-                    with fused.in_place():
-                        found = self._advance()
+                fused.choose()
+                found = self._step_with(fused.in_place())
             except torch.cuda.OutOfMemoryError:
                 raise
-            except (AttributeError, RuntimeError, TypeError, ValueError):
-                found = None
-            self._reset()
+            except Exception as error:  # of the model's own code, of Triton's compiler, of a driver
+                warnings.warn(f"steps are not fused: {error}", RuntimeWarning, stacklevel=2)
+                return FusedStep(())
             return fused if same_bits(expected, found) else FusedStep(())
+
+    def _step_with(self, last: AbstractContextManager[object]) -> torch.Tensor:
+        """The logits of a step behind some others, of made-up tokens, with `last` only in the last one.
+
+        Of other tokens each: attention to tokens that are all alike gives the same whatever it does.
+        """
+        self._reset()
+        steps = min(WARM_UPS, self.max_length)
+        embeddings: Any = self.model.get_input_embeddings()
+        words = len(embeddings.weight)
+        for number in range(steps):
+            self._token.fill_((FIRST_TOKEN + number) % words)
+            with last if number == steps - 1 else nullcontext():
+                logits = self._advance().clone()
+        self._reset()
+        return logits
 
     def _reset(self) -> None:
         self._cache.reset()  # type: ignore[no-untyped-call]

@@ -52,8 +52,9 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         places = self.places.tokens.to(self.keys.device)
-        alike = key_states.shape[:3] == value_states.shape[:3]
-        if self.keys.is_cuda and alike and not torch.compiler.is_compiling():
+        usual = (*self.keys.shape[:2], places.numel())
+        fits = key_states.shape[:3] == value_states.shape[:3] == usual
+        if self.keys.is_cuda and fits and not torch.compiler.is_compiling():
             triton_step.store((self.keys, self.values), (key_states, value_states), places)
         else:
             self.keys.index_copy_(2, places, key_states)

@@ -17,6 +17,9 @@ from neuzip.kernels.triton_floats import rounded, widened
 
 from .reference import NORMS, VECTOR, Norm, threads
 
+KEPT_TURNS = 4
+"""Turns of a thread up to which it keeps a row in its registers; of more it reads the row again."""
+
 _LLAMA, _GEMMA = tl.constexpr(NORMS.index("llama")), tl.constexpr(NORMS.index("gemma"))
 _VECTOR = tl.constexpr(VECTOR)
 
@@ -31,11 +34,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
     dtype = torch.promote_types(x.dtype, weight.dtype) if norm == "llama" else x.dtype
     y = torch.empty_like(x, dtype=dtype)
     width = threads(rows, columns)
+    turns = -(-columns // (VECTOR * width))
     compiled = isinstance(_rms_norm, triton.JITFunction)
     early = compiled and early_launches(x.device)
     with torch.cuda.device_of(x), LAUNCHING:
         _rms_norm[(rows,)](
-            y, x, weight, columns, eps, 1 / columns, W=width, TURNS=-(-columns // (VECTOR * width)),
+            y, x, weight, columns, eps, 1 / columns, W=width, TURNS=turns, KEEP=turns <= KEPT_TURNS,
             NORM=NORMS.index(norm), EARLY=early, COMPILED=compiled,
             num_warps=max(1, width // 64), launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
@@ -49,7 +53,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     compiled = isinstance(_rotate, triton.JITFunction)
     early = compiled and early_launches(q.device)
     with torch.cuda.device_of(q), LAUNCHING:
-        _rotate[(heads + k.shape[1], tokens, batch)](
+        _rotate[(tokens, heads + k.shape[1], batch)](
             q_out, k_out, q, k, cos, sin, heads, *q_out.stride()[:3], *k_out.stride()[:3], *q.stride()[:3],
             *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
             sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
@@ -69,7 +73,7 @@ def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: T
     early = compiled and early_launches(places.device)
     widths = [state.shape[3] for state in states]
     with torch.cuda.device_of(places), LAUNCHING:
-        _store[(heads, tokens, batch)](
+        _store[(tokens, heads, batch)](
             *rooms, *states, places, rooms[0].shape[2], *rooms[0].stride()[:3], *rooms[1].stride()[:3],
             *states[0].stride(), *states[1].stride(), K_WIDTH=widths[0], V_WIDTH=widths[1],
             BLOCK=triton.next_power_of_2(max(widths)), EARLY=early, num_warps=1, launch_pdl=early,
@@ -79,7 +83,8 @@ def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: T
 @triton.jit(do_not_specialize=["eps", "share"])
 def _rms_norm(
     y, x, weight, columns, eps, share,
-    W: tl.constexpr, TURNS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A row. Thread t has the vectors t, t + W and so on."""
     at = tl.arange(0, W)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
@@ -92,22 +97,28 @@ def _rms_norm(
     apart = tl.zeros([W, _VECTOR], tl.float32)
     for turn in tl.static_range(TURNS):
         here = at + turn * (W * _VECTOR)
-        wide += (widened(tl.load(x + here, mask=here < columns, other=0.0)),)
-        weights += (widened(tl.load(weight + here, mask=here < columns, other=0.0)),)
-        apart += wide[turn] * wide[turn]
+        loaded = widened(tl.load(x + here, mask=here < columns, other=0.0))
+        apart += loaded * loaded
+        if KEEP:
+            wide += (loaded,)
+            weights += (widened(tl.load(weight + here, mask=here < columns, other=0.0)),)
     even, odd = tl.split(tl.reshape(apart, [W, 2, 2]))
     s0, s2 = tl.split(even)
     s1, s3 = tl.split(odd)
     factor = tl.rsqrt(_folded(s0 + s1 + s2 + s3, W) * share + eps)
     for turn in tl.static_range(TURNS):
         here = at + turn * (W * _VECTOR)
-        normed = wide[turn] * factor
-        if NORM == _LLAMA:
-            result = weights[turn] * widened(rounded(normed, x.dtype.element_ty, COMPILED))
-        elif NORM == _GEMMA:
-            result = normed * (1.0 + weights[turn])
+        if KEEP:
+            normed, scale = wide[turn] * factor, weights[turn]
         else:
-            result = weights[turn] * normed
+            normed = widened(tl.load(x + here, mask=here < columns, other=0.0)) * factor
+            scale = widened(tl.load(weight + here, mask=here < columns, other=0.0))
+        if NORM == _LLAMA:
+            result = scale * widened(rounded(normed, x.dtype.element_ty, COMPILED))
+        elif NORM == _GEMMA:
+            result = normed * (1.0 + scale)
+        else:
+            result = scale * normed
         tl.store(y + here, rounded(result, y.dtype.element_ty, COMPILED), mask=here < columns)
 
 
@@ -121,13 +132,19 @@ def _folded(sums, W: tl.constexpr):
 
 
 @triton.jit
+def _place():
+    """Which token, head and text a program has."""
+    return tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+
+
+@triton.jit
 def _rotate(
     q_out, k_out, q, k, cos, sin, heads, q_ob, q_oh, q_ot, k_ob, k_oh, k_ot, q_b, q_h, q_t, k_b, k_h, k_t,
     cos_b, cos_t, sin_b, sin_t,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One head of queries or of keys, of one token."""
-    head, token, text = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, head, text = _place()
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -144,7 +161,7 @@ def _rotate(
     own = widened(tl.load(x + at, mask=there, other=0.0))
     across = tl.where(first, at + WIDTH // 2, at - WIDTH // 2)
     other = widened(tl.load(x + across, mask=there, other=0.0))
-    other = tl.where(first, -other, other)
+    other = tl.where(first, other * -1.0, other)  # whose zeros change their sign, as in torch
     DTYPE: tl.constexpr = y.dtype.element_ty
     a = widened(rounded(own * c, DTYPE, COMPILED))
     b = widened(rounded(other * s, DTYPE, COMPILED))
@@ -158,7 +175,7 @@ def _store(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A key and a value."""
-    head, token, text = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, head, text = _place()
     at = tl.arange(0, BLOCK)
     if EARLY:
         cuda.gdc_wait()
