@@ -86,6 +86,7 @@ def ring(arguments: argparse.Namespace) -> None:
         (4, 16, 3), (4, 16, 4),
     ):  # fmt: skip
         buffers.SIDES, buffers.AHEAD, buffers.ROOM = sides, ahead, room
+        buffers._sides.cache_clear()
         free_memory()
         decoder = GreedyDecoder(model, 1, PROMPT + NEW)
         print(f"{sides:6} {ahead:6} {room:5} {1e6 * seconds(decoder, model):10.1f}", flush=True)

@@ -275,7 +275,6 @@ class _Ring:
             result = product(span.dense)
         finally:
             span.done.record(stream)
-        del span  # its memory may have to go
         if _ahead:
             self._prefetch(unit, stream)
         return result
@@ -318,7 +317,7 @@ class _Ring:
 
     def _next_side(self, stream: Any) -> Any:
         """The side streams in turn, without that which the caller is on."""
-        others = [side for side in self._sides if side != stream]
+        others = [side for side in self._sides if side != stream] or self._sides
         self._turn = (self._turn + 1) % len(others)
         return others[self._turn]
 
@@ -337,7 +336,7 @@ class _Ring:
         for span in before:
             span.done.wait(where)
             # What is left of it holds nothing, but may still be read or written.
-            span.start, span.unit, span.dense, span.wanted = span.stop, _nothing, None, False
+            span.start, span.unit, span.dense, span.wanted = stop, _nothing, None, False
         self._spans = [span for span in self._spans if span.start < span.stop]
         if aside and self._graph:
             self._to_join.add(where)
