@@ -100,7 +100,7 @@ class FusedStep:
             for place in beside
             if place is not None and callable(vars(place).get(ROTARY))
         ]
-        self._masks = any(True for _ in modules)
+        self._masks = bool(modules)
 
     @property
     def norms(self) -> int:
@@ -180,15 +180,13 @@ def _additive_masks() -> Iterator[None]:
 
 def _norm_site(module: nn.Module) -> _NormSite | None:
     """A module that may be an RMS norm: one vector, an epsilon, and a forward method of its class."""
-    named = dict(module.named_parameters())
-    weight = named.get("weight")
+    parts = *module.children(), *module.buffers()
+    if parts or "forward" in vars(module):
+        return None
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
-    others = (
-        any(True for _ in module.children())
-        or any(True for _ in module.buffers())
-        or "forward" in vars(module)
-    )
-    if others or len(named) != 1 or weight is None or type(weight.data) is not Tensor:
+    if len(parameters) != 1 or weight is None or type(weight.data) is not Tensor:
         return None
     if weight.dim() != 1 or not weight.is_contiguous() or not isinstance(eps, float):
         return None
