@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from neuzip.compress.device import driver_devices
 from neuzip.errors import UsageError
 
 
@@ -11,6 +10,8 @@ def require_device(device: str, residency: str = "dense") -> None:
 
     Without torch, which takes seconds to load: whether torch finds the GPU too shows when it is chosen.
     """
+    from neuzip.compress.device import driver_devices
+
     missing = not driver_devices()
     if residency == "ans" and (missing or device == "cpu"):
         found = "and --device is cpu" if device == "cpu" else "and NVIDIA's driver finds no device"

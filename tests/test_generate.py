@@ -738,7 +738,7 @@ def test_device_that_is_not_there(monkeypatch):
 )  # fmt: skip
 def test_a_gpu_that_is_not_there_is_wrong_use_of_every_command(command, folder: Path, neuzip, monkeypatch):
     """Said before the model is read: here nothing else could fail either."""
-    monkeypatch.setattr("neuzip.cli.residency.driver_devices", lambda: 0)
+    monkeypatch.setattr("neuzip.compress.device.driver_devices", lambda: 0)
     said = neuzip(*(part.format(folder) for part in command), "--device", "cuda")
     assert said.exit_code == 2
     assert said.stderr.startswith("error: --device cuda: NVIDIA's driver finds no device\nhint: ")
