@@ -803,6 +803,7 @@ class GreedyDecoder:
                 raise
             except Exception as error:  # of the model's own code, of Triton's compiler, of a driver
                 warnings.warn(f"steps are not fused: {error}", RuntimeWarning, stacklevel=2)
+                self._reset()
                 return FusedStep(())
             return fused if same_bits(expected, found) else FusedStep(())
 
