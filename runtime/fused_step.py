@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -116,11 +116,11 @@ class FusedStep:
         parts = [f"{self.norms} norms"] * bool(self.norms) + ["rotary embeddings"] * self.rotary
         return " and ".join(parts) or "nothing"
 
-    def listening(self) -> Any:
+    def listening(self) -> AbstractContextManager[None]:
         """While steps run as ever: what they ask for is kept in mind."""
         return self._with("listen", "listen", masks=False)
 
-    def in_place(self) -> Any:
+    def in_place(self) -> AbstractContextManager[None]:
         """While steps run: with what was chosen."""
         return self._with("forward", "call", masks=self._masks)
 

@@ -559,6 +559,12 @@ def not_compiled_together() -> UsageError:
     )
 
 
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, or its name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def _compiled(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """A model's forward pass to logits, compiled with the first call, for the caller alone."""
 
@@ -624,7 +630,6 @@ class GreedyDecoder:
         """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
 
         self._fuse = fuse and not compiled
-
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = _stream_of(self.device)
@@ -756,9 +761,8 @@ class GreedyDecoder:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # of dynamo, of inductor, of a C++ compiler: they share no class
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise NeuzipError(
-                f"{type(self.model).__name__}: torch.compile does not compile its steps: {lines[0]}",
+                f"{type(self.model).__name__}: torch.compile does not compile its steps: {_reason(error)}",
                 "decode without it (leave out --compile)",
             ) from error
 
@@ -785,7 +789,7 @@ class GreedyDecoder:
             raise
         except RuntimeError as error:
             _set_generator(self.device, drawn)
-            raise NotGraphable(self.model, str(error).strip().splitlines()[0]) from error
+            raise NotGraphable(self.model, _reason(error)) from error
         self._graph = graph
 
     def _fused_step(self) -> FusedStep:
@@ -802,7 +806,7 @@ class GreedyDecoder:
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:  # of the model's own code, of Triton's compiler, of a driver
-                warnings.warn(f"steps are not fused: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"steps are not fused: {_reason(error)}", RuntimeWarning, stacklevel=2)
                 self._reset()
                 return FusedStep(())
             return fused if same_bits(expected, found) else FusedStep(())

@@ -32,7 +32,7 @@ from neuzip.formats.tensor_file import parse_json
 from .attention import note as note_attention
 from .attention import recorded as recorded_attention
 from .attention import use_recorded
-from .tensors import read_tensor, read_tensors, read_ternary, torch_dtype
+from .tensors import read_tensor, read_tensors, read_ternary, require_place, torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -152,10 +152,7 @@ def _place(device: Any) -> torch.device:
             f"device={device!r}: torch knows no such device",
             f"give 'cpu', 'cuda', 'cuda:1', or one of {', '.join(map(repr, DEVICE_MAPS))}",
         ) from error
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.type == "cuda" and (place.index or 0) >= found:
-        count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
-        raise UsageError(f"device={str(place)!r}: torch finds {count}", "give another, or device='cpu'")
+    require_place(place)
     return place
 
 

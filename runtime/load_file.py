@@ -25,7 +25,7 @@ from neuzip.errors import UsageError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
 
-from .tensors import read_range, read_tensors, shaped, torch_dtype
+from .tensors import read_range, read_tensors, require_place, shaped, torch_dtype
 
 TORCH = ("pt", "torch", "pytorch")
 
@@ -73,9 +73,8 @@ def safe_open(
     plain.__exit__(None, None, None)
     if framework not in TORCH:
         raise UsageError(f"{filename}: is compressed, and can only be opened with the framework 'pt'")
-    on_gpu = isinstance(device, int) or torch.device(device).type == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        raise UsageError(f"device={device!r}: torch finds no CUDA device", "give device='cpu'")
+    # A number is a GPU's, which torch.device() only says where there is one.
+    require_place(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
     return CompressedFile(Path(filename), device, verify)
 
 

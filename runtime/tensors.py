@@ -11,7 +11,7 @@ import xxhash
 from neuzip.compress import ternary
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.quantizers import Ternary
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -23,6 +23,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """What safetensors' dtypes are in torch."""
+
+
+def require_place(place: torch.device) -> None:
+    """Raise UsageError for a GPU that torch does not find."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= found:
+        count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
+        raise UsageError(f"device={str(place)!r}: torch finds {count}", "give another, or device='cpu'")
 
 
 def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:

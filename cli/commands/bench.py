@@ -136,8 +136,8 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
         out.text(f"attends  {text}")
     apart = max(row.decode_spread for row in speeds.rows)
-    told = f", up to {100 * apart:.1f} % apart at decode" if plan.rounds > 1 else ""
-    out.text(f"medians  of {count_text(plan.rounds, 'run')}{told}; in brackets the ratio to dense")
+    spread = f", up to {100 * apart:.1f} % apart at decode" if plan.rounds > 1 else ""
+    out.text(f"medians  of {count_text(plan.rounds, 'run')}{spread}; in brackets the ratio to dense")
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])

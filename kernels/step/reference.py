@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 Norm = Literal["llama", "gemma", "olmo"]
-"""How an RMS norm rounds: before it multiplies by the weight, or after; by the weight, or by 1 more."""
+"""What an RMS norm multiplies by, and when it rounds to the dtype of x: "llama" by the weight, after it has
+rounded; "gemma" by 1 + weight and "olmo" by the weight, both in fp32, before it rounds."""
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
 
@@ -23,7 +24,7 @@ MOST_WIDTH = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm, mean: Tensor | None = None) -> Tensor:
-    """An RMS norm of x [..., N]. `mean` of the squares [..., 1], fp32, if it is not to be torch's own."""
+    """An RMS norm of x [..., N], weight [N]. `mean` of the squares [..., 1], fp32, if not torch's own."""
     wide = x.to(torch.float32)
     if mean is None:
         mean = wide.pow(2).mean(-1, keepdim=True)

@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned, where `can_rotate` says so."""
+    """Queries and keys [B, H, T, width], turned by cos and sin [B or 1, T, width]; see `can_rotate`."""
     batch, heads, tokens, width = q.shape
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     compiled = isinstance(_rotate, triton.JITFunction)
@@ -66,7 +66,8 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: Tensor) -> None:
     """Write keys and values [B, H, T, width] to rows `places`, int64 [T], of rooms [B, H, N, width].
 
-    Widths of keys and of values may differ; what is to go beyond a room is dropped.
+    As two calls of `Tensor.index_copy_`, but that what is to go beyond a room is dropped. Widths of keys and
+    of values may differ.
     """
     batch, heads, tokens, _ = states[0].shape
     compiled = isinstance(_store, triton.JITFunction)
