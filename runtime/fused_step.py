@@ -1,4 +1,4 @@
-"""A step of decoding with fewer kernels: RMS norms and rotary embeddings are one each, with the same bits.
+"""A step of decoding with fewer kernels, and the same bits: RMS norms and rotary embeddings are one each.
 
     fused = FusedStep(model.modules())
     with fused.listening():     one step, to see what is asked for
@@ -12,6 +12,9 @@ tried, and functions `apply_rotary_pos_emb` beside the modules of a model. What 
 shapes of a step, as torch may add up in another order one day, stays as it is.
 
 A mask of yes and no becomes numbers once in a step; torch does so in every layer.
+
+Ternary layers that get the same input one after the other, as those of queries, keys and values do, are one
+launch for one token.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +35,9 @@ from torch.func import functional_call
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from neuzip.kernels.step import NORMS, Norm, can_norm, can_rotate, triton_step
+from neuzip.kernels.ternary_linear import ternary_linears
+
+from .bitlinear import CLAMPED, BitLinear
 
 PROBES = 6
 """Made-up inputs in the dtype of a step that have to give the same bits."""
@@ -88,6 +96,30 @@ class _RotarySite:
         return self.original(*given, **options)
 
 
+@dataclass
+class _SharedInput:
+    """Ternary layers that are called one after the other with the same input."""
+
+    layers: tuple[BitLinear, ...]
+    _input: Tensor | None = None
+    _products: dict[int, Tensor] = field(default_factory=dict)
+
+    def forward(self, number: int, x: Tensor) -> Tensor:
+        if number and x is self._input and number in self._products:
+            y = self._products.pop(number)
+            if not self._products:
+                self._input = None
+            return y
+        layer = self.layers[number]
+        self._input, self._products = None, {}
+        if number or x.numel() != layer.in_features or torch.is_grad_enabled():
+            return BitLinear.forward(layer, x)
+        weights = [layer.ternary for layer in self.layers]
+        first, *others = ternary_linears(x, weights, activation=layer._activation, clamped=CLAMPED)  # type: ignore[arg-type]
+        self._input, self._products = x, dict(enumerate(others, 1))
+        return first
+
+
 class FusedStep:
     """What can be fused in a step of modules on one GPU, whose weights stay where they are: see above."""
 
@@ -100,6 +132,9 @@ class FusedStep:
             for place in beside
             if place is not None and callable(vars(place).get(ROTARY))
         ]
+        self._ternary = [m for m in modules if type(m) is BitLinear and "forward" not in vars(m)]
+        self._calls: list[tuple[BitLinear, Tensor]] = []
+        self._shared: list[_SharedInput] = []
         self._masks = bool(modules)
 
     @property
@@ -112,12 +147,20 @@ class FusedStep:
         """Whether rotary embeddings are."""
         return any(site.chosen for site in self._rotary)
 
+    @property
+    def products(self) -> int:
+        """How many products of ternary layers go along with others."""
+        return sum(len(shared.layers) - 1 for shared in self._shared)
+
     def __str__(self) -> str:
         parts = [f"{self.norms} norms"] * bool(self.norms) + ["rotary embeddings"] * self.rotary
-        return " and ".join(parts) or "nothing"
+        parts += [f"{self.products} products with others"] * bool(self.products)
+        *most, last = parts or ["nothing"]
+        return f"{', '.join(most)} and {last}" if most else last
 
     def listening(self) -> AbstractContextManager[None]:
         """While steps run as ever: what they ask for is kept in mind."""
+        self._calls.clear()
         return self._with("listen", "listen", masks=False)
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -137,6 +180,8 @@ class FusedStep:
                         site.chosen[shape, dtype] = norm
             for rotary in self._rotary:
                 rotary.chosen = {key for key in rotary.asked if _same_rotation(rotary.original, *key)}
+        self._shared = list(_sharing(self._calls))
+        self._calls.clear()
 
     @contextmanager
     def _with(self, of_norms: str, of_rotary: str, *, masks: bool) -> Iterator[None]:
@@ -147,9 +192,37 @@ class FusedStep:
             for rotary in self._rotary:
                 setattr(rotary.module, ROTARY, getattr(rotary, of_rotary))
                 stack.callback(setattr, rotary.module, ROTARY, rotary.original)
+            for module, forward in self._ternary_forwards(of_norms):
+                vars(module)["forward"] = forward
+                stack.callback(vars(module).pop, "forward")
             if masks:
                 stack.enter_context(_additive_masks())
             yield
+
+    def _ternary_forwards(self, what: str) -> Iterator[tuple[BitLinear, Callable[[Tensor], Tensor]]]:
+        """What is called in place of ternary layers."""
+        if what == "listen":
+            yield from ((layer, partial(self._listen, layer)) for layer in self._ternary)
+        for shared in self._shared if what == "forward" else ():
+            yield from ((layer, partial(shared.forward, i)) for i, layer in enumerate(shared.layers))
+
+    def _listen(self, layer: BitLinear, x: Tensor) -> Tensor:
+        self._calls.append((layer, x))
+        return BitLinear.forward(layer, x)
+
+
+def _sharing(calls: Iterable[tuple[BitLinear, Tensor]]) -> Iterator[_SharedInput]:
+    """Layers called one after the other with one token, the same, and that a launch takes together."""
+
+    def key(call: tuple[BitLinear, Tensor]) -> tuple[Any, ...]:
+        layer, x = call
+        alone = x.numel() != layer.in_features or layer.bias is not None or layer.ternary.grouped
+        return id(x), layer._activation, layer.scale.dim(), id(layer) if alone else 0
+
+    for _, group in groupby(calls, key):
+        layers = tuple(layer for layer, _ in group)
+        if 1 < len(layers) == len(set(layers)) and layers[0]._activation != "none":
+            yield _SharedInput(layers)
 
 
 @contextmanager

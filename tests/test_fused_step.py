@@ -28,8 +28,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from neuzip.kernels import step
+from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.step import reference, triton_step
-from neuzip.runtime import fused_step, generate
+from neuzip.kernels.ternary_linear import TernaryWeight, ternary_linears
+from neuzip.runtime import bitlinear, fused_step, generate
+from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.fused_step import FusedStep
 from neuzip.runtime.generate import GreedyDecoder
 
@@ -60,6 +63,7 @@ for config in CONFIGS.values():
     config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id = 300, 0, None, 0
     if not isinstance(config, GPT2Config):
         config.intermediate_size, config.max_position_embeddings = 320, 64
+ROTATED = ("llama", "qwen3", "gemma3")  # OLMo has cos in fp32
 EVERY_MODEL = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -334,7 +338,7 @@ def test_a_step_has_the_same_bits(name: str) -> None:
         with fused.listening():
             assert torch.equal(model(ids).logits, expected)
         fused.choose()
-        assert fused.rotary == (name in ("llama", "qwen3", "gemma3"))  # OLMo has cos in fp32
+        assert fused.rotary == (name in ROTATED)
         if DEVICE.type == "cuda":
             asked = sum("RMSNorm" in type(module).__name__ for module in model.modules())
             assert fused.norms == asked
@@ -360,7 +364,7 @@ def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatc
     decoder = GreedyDecoder(model, 2, 16, graph=False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     fused = decoder._fused_step()
-    assert fused.rotary == (name in ("llama", "qwen3", "gemma3"))
+    assert fused.rotary == (name in ROTATED)
     steps = generate.WARM_UPS
     assert masks == [torch.bool] * (4 * steps - 2) + [torch.bfloat16] * 2  # of two layers, in the last step
 
@@ -480,7 +484,9 @@ def test_a_graph_has_them_and_gives_the_same_tokens(name: str, batch: int, count
     expected = GreedyDecoder(model, batch, 40, graph=False).generate(ids, 30)
     assert counted == {"rms_norm": 0, "rotated": 0}
     decoder = GreedyDecoder(model, batch, 40)
-    assert decoder.graphed and (name == "gpt2" or min(counted.values()) > 0)
+    assert decoder.graphed
+    assert (counted["rms_norm"] > 0) == (name != "gpt2")
+    assert (counted["rotated"] > 0) == (name in ROTATED)
     assert torch.equal(decoder.generate(ids, 30), expected)
 
 
@@ -495,3 +501,96 @@ def test_rows_are_added_up_as_torch_does(rows: int, columns: int) -> None:
         x = random(rows, columns, dtype=torch.float32, seed=seed)
         found = triton_step.rms_norm(x, weight, 1e-6, "llama")
         assert torch.equal(bits(found), bits(reference.rms_norm(x, weight, 1e-6, "llama")))
+
+
+# Ternary layers of one input.
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many weights each call is that takes several at once."""
+    counts: list[int] = []
+
+    def spy(x: Tensor, weights: list[TernaryWeight], **options: Any) -> list[Tensor]:
+        counts.append(len(weights))
+        return ternary_linears(x, weights, **options)
+
+    monkeypatch.setattr(fused_step, "ternary_linears", spy)
+    return counts
+
+
+def ternary_model(hidden_act: str, mode: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=300, num_key_value_heads=1,
+        intermediate_size=320, hidden_act=hidden_act,
+    )  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(DEVICE).eval()
+    ternary = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            codes = torch.randint(-1, 2, module.weight.shape, device=DEVICE, dtype=torch.int8)  # type: ignore[operator]
+            ternary[name] = TernaryWeight.of(Ternary(codes, torch.tensor(0.05, device=DEVICE)))
+    bitlinear.install(model, ternary, mode)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "mode", "sizes"),
+    [("relu2", "a4.8", [3, 3]), ("silu", "a4.8", [3, 2] * 2), ("silu", "b1.58", [3, 2] * 2)],
+)
+def test_ternary_layers_of_one_input_go_together(
+    hidden_act: str, mode: str, sizes: list[int], together: list[int]
+) -> None:
+    """Queries, keys and values; gate and up where they are layers of their own."""
+    model, ids = ternary_model(hidden_act, mode), torch.tensor([[7]], device=DEVICE)
+    fused = FusedStep(model.modules())
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fused.listening():
+            model(ids)
+        fused.choose()
+        assert fused.products == sum(sizes) - len(sizes)
+        assert together == []
+        for _ in range(2):
+            with fused.in_place():
+                assert torch.equal(bits(model(ids).logits), bits(expected))
+        assert together == sizes * 2
+        with fused.in_place():  # another number of tokens: each by itself
+            model(ids.expand(1, 3))
+        assert together == sizes * 2
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(shared._products or shared._input is not None for shared in fused._shared)
+
+
+def test_a_product_is_not_that_of_an_input_before(together: list[int]) -> None:
+    """What is called otherwise than it was is computed by itself."""
+    layers = [m for m in ternary_model("relu2", "a4.8").modules() if isinstance(m, BitLinear)][:3]
+    x, other = random(1, 256, dtype=torch.bfloat16), random(1, 256, dtype=torch.bfloat16, seed=1)
+    fused = FusedStep(layers)
+    with torch.no_grad():
+        expected = [[layer(given) for layer in layers] for given in (x, other)]
+        with fused.listening():
+            for layer in layers:
+                layer(x)
+        fused.choose()
+        with fused.in_place():
+            found = [layers[0](x), layers[2](other), layers[1](x), layers[2](x)]
+            wanted = [expected[0][0], expected[1][2], expected[0][1], expected[0][2]]
+            assert all(torch.equal(bits(y), bits(z)) for y, z in zip(found, wanted, strict=True))
+            found = [layers[0](x), layers[1](x), layers[1](x), layers[0](other), layers[1](other)]
+            wanted = [*expected[0][:2], expected[0][1], *expected[1][:2]]
+            assert all(torch.equal(bits(y), bits(z)) for y, z in zip(found, wanted, strict=True))
+    assert together == [3, 3, 3]
+
+
+def test_ternary_layers_with_a_bias_or_another_activation_stay_alone(together: list[int]) -> None:
+    layers = [m for m in ternary_model("relu2", "a4.8").modules() if isinstance(m, BitLinear)][:3]
+    layers[1].bias = nn.Parameter(torch.ones(layers[1].out_features, device=DEVICE), requires_grad=False)
+    layers[2].activation = "int8"
+    fused, x = FusedStep(layers), random(1, 256, dtype=torch.bfloat16)
+    with torch.no_grad(), fused.listening():
+        for layer in layers:
+            layer(x)
+    fused.choose()
+    assert fused.products == 0 and str(fused) == "nothing"

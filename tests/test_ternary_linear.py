@@ -23,6 +23,7 @@ from neuzip.kernels.ternary_linear import (
     reference,
     relu2_glu,
     ternary_linear,
+    ternary_linears,
     torch_ops,
     triton_matrix,
     triton_quantize,
@@ -267,8 +268,8 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
     weights = ternary(out, columns, group)
     bias = gaussian(out, seed=2).bfloat16() if out % 2 else None
     x = tokens(1, columns)
-    y = triton_vector.one_token(
-        x.to(device), TernaryWeight.of(weights, device), None if bias is None else bias.to(device),
+    [y] = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weights, device)], [None if bias is None else bias.to(device)],
         activation, False, kept(columns),
     )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
@@ -280,8 +281,8 @@ def test_launches_of_one_token_agree(warps: int, tiles: int, dtype: torch.dtype,
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)
     launch = triton_vector.Launch(warps, tiles)
-    y = triton_vector.one_token(
-        x.to(device), TernaryWeight.of(weights, device), None, "int8", True, launch=launch
+    [y] = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weights, device)], [None], "int8", True, launch=launch
     )
     assert same_bits(y, reference.ternary_linear(x, weights, clamped=True))
 
@@ -292,14 +293,10 @@ def test_one_long_token(limit: int, device, monkeypatch):
     monkeypatch.setattr(triton_vector, "FUSED_TURNS", limit)
     columns = 2500 if limit == 4 else 2000
     weights, x = ternary(16, columns), tokens(1, columns)
-    y = triton_vector.one_token(
-        x.to(device),
-        TernaryWeight.of(weights, device),
-        None,
-        "int4",
-        False,
+    [y] = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False,
         launch=triton_vector.Launch(1, 1),
-    )
+    )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
 
 
@@ -308,8 +305,8 @@ def test_one_long_token(limit: int, device, monkeypatch):
 def test_one_token_that_is_not_finite(bad: float, activation: str, device):
     x = tokens(1, 100)
     x[0, 7] = bad
-    y = triton_vector.one_token(
-        x.to(device), TernaryWeight.of(ternary(16, 100), device), None, activation, False
+    [y] = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(ternary(16, 100), device)], [None], activation, False
     )
     assert y.isnan().all()
 
@@ -378,8 +375,47 @@ def test_gate_multiplies_and_skips(group: int | None, dtype: torch.dtype, device
     closed = torch.zeros(48, dtype=torch.bool)
     closed[:40] = gated[0] <= 0
     weight.words.transpose(1, 2)[closed.view(3, 16)] = -1
-    y = triton_vector.one_token(x.to(device), weight.to(device), None, "int4", False, gate=gated.to(device))
-    assert same_bits(y, wanted)
+    for tiles in (1, 2):
+        y = triton_vector.relu2_glu(
+            x.to(device), TernaryWeight.of(gate, device), weight.to(device), "int4", False,
+            launch=triton_vector.Launch(2, tiles),
+        )  # fmt: skip
+        assert same_bits(y, wanted)
+
+
+@pytest.mark.parametrize("limit", [1, 8], ids=["quantised before", "in the product"])
+def test_a_gated_unit_of_many_turns(limit: int, device, monkeypatch):
+    monkeypatch.setattr(triton_vector, "FUSED_TURNS", limit)
+    gate, up, x = ternary(16, 2500), ternary(16, 2500, seed=5), tokens(1, 2500)
+    y = triton_vector.relu2_glu(
+        x.to(device), TernaryWeight.of(gate, device), TernaryWeight.of(up, device), "int8", False,
+        launch=triton_vector.Launch(1, 1),
+    )  # fmt: skip
+    assert same_bits(y, reference.relu2_glu(x, gate, up, activation="int8"))
+
+
+def test_a_gate_that_is_not_finite(device):
+    x = tokens(1, 100)
+    x[0, 7] = torch.inf
+    weight = TernaryWeight.of(ternary(16, 100), device)
+    assert triton_vector.relu2_glu(x.to(device), weight, weight, "int4", False).isnan().all()
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["a tensor", "rows", "biases"])
+def test_one_token_and_several_weights(tiles: int, kind: str, device, poison):
+    """As queries, keys and values have them: fewer rows of the later ones, or more."""
+    x = tokens(1, 300)
+    outs = (70, 16, 33, 100)
+    weights = [ternary(out, 300, 300 if kind == "rows" else None, seed=out) for out in outs]
+    biases = [gaussian(out, seed=out) if kind == "biases" else None for out in outs]
+    ys = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weight, device) for weight in weights],
+        [None if bias is None else bias.to(device) for bias in biases], "int4", False,
+        launch=triton_vector.Launch(2, tiles),
+    )  # fmt: skip
+    for y, weight, bias in zip(ys, weights, biases, strict=True):
+        assert same_bits(y, reference.ternary_linear(x, weight, bias, activation="int4"))
 
 
 # The operators
@@ -459,6 +495,8 @@ def test_a_gpu_gives_the_bits_of_the_cpu(device):
             there = ternary_linear(x.to(device), gate.to(device), bias.to(device)[:, 1])
             assert same_bits(there, ternary_linear(x, gate, bias[:, 1]))
             assert same_bits(relu2_glu(x.to(device), gate.to(device), up.to(device)), relu2_glu(x, gate, up))
+            both = ternary_linears(x.to(device), [gate.to(device), up.to(device)])
+            assert all(same_bits(y, ternary_linear(x, w)) for y, w in zip(both, (gate, up), strict=True))
             unaligned = torch.zeros(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(x.shape).copy_(x)
             assert same_bits(ternary_linear(unaligned, gate.to(device)), ternary_linear(x, gate))
 
@@ -537,9 +575,12 @@ for dtype, out, columns, activation in (
     (torch.bfloat16, 33, 600, "top_k_int8"),
 ):
     one, few = torch.zeros(1, columns, dtype=dtype), torch.zeros(9, columns, dtype=dtype)
-    bias, gate = torch.zeros(out), torch.zeros(1, out, dtype=dtype)
-    triton_vector.one_token(one, weight(out, columns), bias, activation, False, 1)
-    triton_vector.one_token(one, weight(out, columns, columns), None, activation, True, 1, gate=gate)
+    bias = torch.zeros(out)
+    triton_vector.one_token(one, [weight(out, columns)], [bias], activation, False, 1)
+    three = [weight(n, columns, columns) for n in (out, 3, 40)]
+    triton_vector.one_token(one, three, [None] * 3, activation, True, 1)
+    if activation != "top_k_int8":
+        triton_vector.relu2_glu(one, weight(out, columns), weight(out, columns), activation, False)
     triton_vector.few_tokens(few, weight(out, columns), None, activation, False, 1)
     triton_matrix.many_tokens(few, weight(out, columns), bias, activation, False, 1)
     triton_matrix.many_tokens(one, weight(out, columns, 128), None, activation, False, 1)
@@ -555,9 +596,9 @@ def test_kernels_compile(tmp_path: Path):
     )
     assert said.returncode == 0, said.stderr[-2000:]
     lines = [line.split(" | ") for line in said.stdout.splitlines()]
-    assert len({name for name, *_ in lines}) == 6
-    by_hand = [line for line in lines if line[0] in ("_one_token", "_few_tokens")]
-    assert len(by_hand) == 12
+    assert len({name for name, *_ in lines}) == 7
+    by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
+    assert len(by_hand) == 15
     for _, count, *found in by_hand:
         assert int(count) >= 8
         assert len(found) == 1

@@ -27,7 +27,7 @@ and `to` wait, whoever changes words in place has to.
 
 from __future__ import annotations
 
-from .torch_ops import Activation, relu2_glu, ternary_linear
+from .torch_ops import Activation, relu2_glu, ternary_linear, ternary_linears
 from .weight import TernaryWeight
 
-__all__ = ["Activation", "TernaryWeight", "relu2_glu", "ternary_linear"]
+__all__ = ["Activation", "TernaryWeight", "relu2_glu", "ternary_linear", "ternary_linears"]

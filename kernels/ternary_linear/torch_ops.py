@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -57,6 +58,39 @@ def ternary_linear(
             raise TypeError(f"a bias is bf16, fp16 or fp32, not {bias.dtype}")
     return torch.ops.neuzip.ternary_linear(  # type: ignore[no-any-return]
         x.detach(), bias if bias is None else bias.detach(), *_arguments(weight), activation, share, clamped
+    )
+
+
+def ternary_linears(
+    x: Tensor,
+    weights: Sequence[TernaryWeight],
+    *,
+    activation: Activation = "int8",
+    share: float = 0.5,
+    clamped: bool = False,
+) -> list[Tensor]:
+    """`ternary_linear` of one x with several weights: the same bits, for one token on a GPU in one launch."""
+    for weight in weights:
+        _check(x, weight, activation)
+    columns = x.shape[-1]
+    flat = x.detach().reshape(math.prod(x.shape[:-1]), columns)
+    if not _are_one_launch(flat, weights):
+        return [ternary_linear(x, w, activation=activation, share=share, clamped=clamped) for w in weights]
+    from . import triton_vector
+
+    kept = top_k_count(columns, share)
+    ys = triton_vector.one_token(flat.contiguous(), weights, [None] * len(weights), activation, clamped, kept)
+    return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]
+
+
+def _are_one_launch(x: Tensor, weights: Sequence[TernaryWeight]) -> bool:
+    """Whether a kernel takes all weights at once: of one token, and with scales of one kind."""
+    return (
+        x.is_cuda
+        and x.shape[0] == 1
+        and x.shape[1] > 0
+        and all(weight.shape[0] and not weight.grouped for weight in weights)
+        and len({weight.scale.dim() for weight in weights}) == 1
     )
 
 
@@ -138,14 +172,12 @@ def _relu2_glu(x, words, scale, out, columns, group, words_up, scale_up, group_u
     gate = _weight(words, scale, out, columns, group)
     up = _weight(words_up, scale_up, out, columns, group_up)
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    gated = _multiply(flat, gate, None, activation, 0.5, clamped)
-    if x.is_cuda and flat.shape[0] == 1 and out and columns and not up.grouped:
+    if _are_one_launch(flat, (gate, up)):
         from . import triton_vector
 
-        kept = top_k_count(columns)
-        y = triton_vector.one_token(flat.contiguous(), up, None, activation, clamped, kept, gate=gated)
+        y = triton_vector.relu2_glu(flat.contiguous(), gate, up, activation, clamped)
     else:
-        squared = squared_relu(gated)
+        squared = squared_relu(_multiply(flat, gate, None, activation, 0.5, clamped))
         linear = _multiply(flat, up, None, activation, 0.5, clamped)
         y = torch.where(squared == 0, 0, squared * linear)
     return y.view(*x.shape[:-1], out)
@@ -169,7 +201,7 @@ def _multiply(
         if weight.grouped or x.shape[0] > FEW_TOKENS:
             return triton_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
         if x.shape[0] == 1:
-            return triton_vector.one_token(x, weight, bias, activation, clamped, kept)
+            return triton_vector.one_token(x, [weight], [bias], activation, clamped, kept)[0]
         return triton_vector.few_tokens(x, weight, bias, activation, clamped, kept)
     with torch.autocast(x.device.type, enabled=False):
         return _by_matrices(quantize(x, activation, share, clamped), weight, bias).to(x.dtype)

@@ -173,9 +173,19 @@ def _count(condition):
 @triton.jit
 def _largest(size, kept, LOWEST: tl.constexpr):
     """Which magnitudes, integers without bits below LOWEST, are the `kept` largest: of equals, the first."""
-    least = kept * 0
-    for bit in tl.static_range(30, LOWEST - 1, -1):  # the largest number that `kept` of them reach
-        higher = least | (1 << bit)
+    least = kept * 0  # the largest number that `kept` of them reach, found two bits at a time
+    for upper in tl.static_range(30, LOWEST, -2):
+        unit = 1 << (upper - 1)
+        reached = (size >= (least | unit)).to(tl.int64)
+        for j in tl.static_range(2, 4):  # three counts below 2**20 in one sum
+            reached += (size >= (least | (j * unit))).to(tl.int64) << (20 * (j - 1))
+        counts = tl.sum(reached)
+        digit = kept * 0
+        for j in tl.static_range(3):
+            digit += ((counts >> (20 * j)) & 0xFFFFF >= kept).to(tl.int32)
+        least |= digit * unit
+    if (31 - LOWEST) % 2:
+        higher = least | (1 << LOWEST)
         least = tl.where(_count(size >= higher) >= kept, higher, least)
     equal = (size == least).to(tl.int32)
     of_row = tl.sum(equal, 1)

@@ -20,7 +20,9 @@ for the kernel ahead of them (programmatic dependent launch), so that memory is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -96,40 +98,101 @@ def _power_below(number: int) -> int:
 
 def one_token(
     x: torch.Tensor,
-    weight: TernaryWeight,
-    bias: torch.Tensor | None,
+    weights: Sequence[TernaryWeight],
+    biases: Sequence[torch.Tensor | None],
     activation: str,
     clamped: bool,
     kept: int = 0,
-    gate: torch.Tensor | None = None,
+    launch: Launch | None = None,
+) -> list[torch.Tensor]:
+    """The products of x [1, in] with some weights, one launch for all of them: [1, out] each.
+
+    Each of the weights has a scale, or each has one a row; all have a bias, or none has. The rest is as for
+    `ternary_linear`; all arrays are contiguous.
+    """
+    of_token = _Token.of(x, weights, activation, clamped, kept, launch)
+    ys = [of_token.empty(weight) for weight in weights]
+    programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
+    with torch.cuda.device_of(x), LAUNCHING:
+        _one_token[(programs,)](
+            tuple(ys), x, tuple(weight.words for weight in weights),
+            tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
+            tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
+            **of_token.options,
+        )  # fmt: skip
+    return [y.to(x.dtype) for y in ys]
+
+
+def relu2_glu(
+    x: torch.Tensor,
+    gate: TernaryWeight,
+    up: TernaryWeight,
+    activation: str,
+    clamped: bool,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """The product of x [1, in] with weights that have a scale, or one a row: [1, out].
+    """squared_relu(gate product) * up product for x [1, in]: [1, out], in one launch.
 
-    gate [1, out], of the dtype of x: the result is multiplied with its squared ReLU, and rows for which that
-    is 0 are not read. The rest is as for `ternary_linear`; all arrays are contiguous.
+    Rows of `up` for which the squared ReLU is 0 are not read. Each of the weights has a scale, or each has
+    one a row.
     """
-    out, columns = weight.shape
-    tiles, steps = weight.words.shape[:2]
-    compiled = isinstance(_one_token, triton.JITFunction)
-    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
-    y = torch.empty(1, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
-    early = compiled and launch.early and early_launches(x.device)
-    turns = triton.cdiv(steps, launch.warps)
-    codes = scale = total = None
+    of_token = _Token.of(x, (gate, up), activation, clamped, 0, launch)
+    y = of_token.empty(gate)
+    tiles = gate.words.shape[0]
     with torch.cuda.device_of(x), LAUNCHING:
-        if activation == "top_k_int8" or turns > FUSED_TURNS:
-            codes, scale, total = quantize(x, activation, kept, clamped)
-            codes = codes.view(torch.int32)
-        _one_token[(triton.cdiv(tiles, launch.tiles),)](
-            y, x, weight.words, weight.scale, bias, gate, codes, scale, total, out, columns, steps, tiles,
-            EPSILON, KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(),
-            ROWS=weight.scale.dim() > 0, W=launch.warps, TURNS=turns,
-            AHEAD=min(turns, 8 if launch.warps <= 8 else 4), TILES=launch.tiles,
-            EVEN=columns == turns * launch.warps * STEP, EARLY=early, ASM=compiled,
-            num_warps=launch.warps, launch_pdl=early, enable_fp_fusion=False,
+        _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
+            y, x, gate.words, gate.scale, up.words, up.scale, *of_token.codes(), gate.shape[0], tiles,
+            **of_token.options,
         )  # fmt: skip
     return y.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """One token that is multiplied with some weights: how the kernels take it."""
+
+    x: torch.Tensor
+    activation: str
+    clamped: bool
+    kept: int
+    launch: Launch
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(
+        x: torch.Tensor,
+        weights: Sequence[TernaryWeight],
+        activation: str,
+        clamped: bool,
+        kept: int,
+        launch: Launch | None,
+    ) -> _Token:
+        columns, steps = x.shape[1], weights[0].words.shape[1]
+        tiles = sum(weight.words.shape[0] for weight in weights)
+        compiled = isinstance(_one_token, triton.JITFunction)
+        launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
+        early = compiled and launch.early and early_launches(x.device)
+        turns = triton.cdiv(steps, launch.warps)
+        options = {
+            "K": columns, "steps": steps, "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
+            "CEIL_LOG2": (columns - 1).bit_length(), "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
+            "TURNS": turns, "AHEAD": min(turns, 8 if launch.warps <= 8 else 4), "TILES": launch.tiles,
+            "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
+            "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
+        }  # fmt: skip
+        return _Token(x, activation, clamped, kept, launch, options)
+
+    def empty(self, weight: TernaryWeight) -> torch.Tensor:
+        """Memory for a product."""
+        dtype = self.x.dtype if self.options["ASM"] else torch.float32
+        return torch.empty(1, weight.shape[0], dtype=dtype, device=self.x.device)
+
+    def codes(self) -> tuple[torch.Tensor | None, ...]:
+        """Codes, scale and sum of codes, of a token that programs do not quantise themselves."""
+        if self.activation != "top_k_int8" and self.options["TURNS"] <= FUSED_TURNS:
+            return None, None, None
+        codes, scale, total = quantize(self.x, self.activation, self.kept, self.clamped)
+        return codes.view(torch.int32), scale, total
 
 
 def few_tokens(
@@ -279,20 +342,6 @@ def _load_x(x, k, columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _squared(gate, rows, valid, ASM: tl.constexpr):
-    """The squared ReLU of a gate's outputs, rounded as they are: fp32."""
-    value = widened(tl.load(gate + rows, mask=valid, other=0.0))
-    value = tl.where(value <= 0, 0.0, value)  # NaN stays
-    return widened(rounded(value * value, gate.dtype.element_ty, ASM))
-
-
-@triton.jit
-def _open(gate, rows, N, ASM: tl.constexpr):
-    """For which rows the squared ReLU is not 0."""
-    return _squared(gate, rows, rows < N, ASM) != 0
-
-
-@triton.jit
 def _load_scales(scales, bias, n, N, ROWS: tl.constexpr):
     """The scale and the bias of rows n, fp32; loaded ahead of what they are added to."""
     scale = tl.load(scales + n, mask=n < N, other=0.0) if ROWS else tl.load(scales)
@@ -311,35 +360,129 @@ def _scaled(sums, token_scale, of_rows, bias):
 
 
 @triton.jit
+def _threads(W: tl.constexpr):
+    """Of each thread: which warp it is in, its r and its q, where its words are in a tile."""
+    t = tl.arange(0, 32 * W)
+    lane = t % 32
+    r, q = lane // 4, lane % 4
+    return t // 32, r, q, r * 16 + q * 4
+
+
+@triton.jit
 def _one_token(
-    y, x, words, scales, bias, gate, codes, token_scale, total, N, K, steps, tiles, epsilon,
+    ys, x, words, scales, biases, codes, token_scale, total, outs, tiles, K, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of y, one after the other: W warps share the columns, a step each in turn."""
-    t = tl.arange(0, 32 * W)
-    lane, first = t % 32, t // 32
-    r, q = lane // 4, lane % 4
-    own = r * 16 + q * 4
-    begin = tl.program_id(0) * TILES
-    there, there8 = t >= 0, t >= 0
-    GATED: tl.constexpr = gate is not None
-    WHOLE: tl.constexpr = EVEN and not GATED
-    if not GATED:
-        loaded = _load_tile(words, begin, tiles, first, steps, own, there, there8, W, AHEAD, WHOLE)
+    """TILES tiles of one y, one after the other: W warps share the columns, a step each in turn."""
+    program = tl.program_id(0)
+    begin, before = program, 0
+    y, word, scale, bias, N, count = ys[0], words[0], scales[0], biases[0], outs[0], tiles[0]
+    for i in tl.static_range(1, len(ys)):
+        before += tl.cdiv(tiles[i - 1], TILES)
+        if program >= before:
+            begin = program - before
+            y, word, scale, N, count = ys[i], words[i], scales[i], outs[i], tiles[i]
+            if bias is not None:
+                bias = biases[i]
+    begin *= TILES
+
+    first, r, q, own = _threads(W)
+    there = first >= 0
+    loaded = _load_tile(word, begin, count, first, steps, own, there, there, W, AHEAD, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    if GATED:
-        there, there8 = _open(gate, begin * 16 + r, N, ASM), _open(gate, begin * 16 + r + 8, N, ASM)
-        loaded = _load_tile(words, begin, tiles, first, steps, own, there, there8, W, AHEAD, WHOLE)
-
     of_rows = ()
     for i in tl.static_range(TILES):
-        of_rows += (_load_scales(scales, bias, (begin + i) * 16 + tl.arange(0, 16), N, ROWS),)
+        of_rows += (_load_scales(scale, bias, (begin + i) * 16 + tl.arange(0, 16), N, ROWS),)
+    pairs, own_scale, taken_off = _codes(
+        x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
+        EVEN, ASM,
+    )  # fmt: skip
+    for i in tl.static_range(TILES):
+        tile = begin + i
+        at_hand = loaded
+        if i + 1 < TILES:  # the next tile is under way meanwhile
+            loaded = _load_tile(word, tile + 1, count, first, steps, own, there, there, W, AHEAD, EVEN)
+        sums = _sums_of_rows(
+            at_hand, pairs, taken_off, word, tile, count, first, q, steps, own, there, there,
+            codes is not None, W, TURNS, AHEAD, EVEN, ASM,
+        )  # fmt: skip
+        n = tile * 16 + tl.arange(0, 16)
+        value = _scaled(sums, own_scale, of_rows[i], bias)
+        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
 
-    # Thread (r, q) has those of instruction r = 4 p + j only: codes 4 j to 4 j + 3 of words 2 p and 2 p + 1.
+
+@triton.jit
+def _one_token_relu2_glu(
+    y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles, K, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of the gate, and what is open of those of `up`."""
+    begin = tl.program_id(0) * TILES
+    first, r, q, own = _threads(W)
+    there = first >= 0
+    loaded = _load_tile(gates, begin, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    of_rows = ()
+    for i in tl.static_range(TILES):
+        n = (begin + i) * 16 + tl.arange(0, 16)
+        of_gate = _load_scales(gate_scales, None, n, N, ROWS)
+        of_rows += ((of_gate, _load_scales(up_scales, None, n, N, ROWS)),)
+    pairs, own_scale, taken_off = _codes(
+        x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
+        EVEN, ASM,
+    )  # fmt: skip
+    dtype: tl.constexpr = x.dtype.element_ty
+    for i in tl.static_range(TILES):
+        tile = begin + i
+        at_hand = loaded
+        sums = _sums_of_rows(
+            at_hand, pairs, taken_off, gates, tile, tiles, first, q, steps, own, there, there,
+            codes is not None, W, TURNS, AHEAD, EVEN, ASM,
+        )  # fmt: skip
+        n = tile * 16 + tl.arange(0, 16)
+        gate = widened(rounded(_scaled(sums, own_scale, of_rows[i][0], None), dtype, ASM))
+        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        squared = widened(rounded(gate * gate, dtype, ASM))
+        upper, lower = _of_threads(((squared != 0) & (n < N)).to(tl.int32), W)
+        at_hand = _load_tile(ups, tile, tiles, first, steps, own, upper != 0, lower != 0, W, AHEAD, False)
+        if i + 1 < TILES:  # the next tile is under way meanwhile
+            loaded = _load_tile(gates, tile + 1, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
+        sums = _sums_of_rows(
+            at_hand, pairs, taken_off, ups, tile, tiles, first, q, steps, own, upper != 0, lower != 0,
+            codes is not None, W, TURNS, AHEAD, False, ASM,
+        )  # fmt: skip
+        linear = widened(rounded(_scaled(sums, own_scale, of_rows[i][1], None), dtype, ASM))
+        value = tl.where(squared == 0, 0.0, squared * linear)
+        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _of_threads(rows, W: tl.constexpr):
+    """Of 16 rows, those r and those r + 8 of the threads: [32 W] each."""
+    upper, lower = tl.split(tl.trans(tl.reshape(rows, [2, 8])))
+    upper = tl.broadcast_to(tl.reshape(upper, [1, 8, 1]), [W, 8, 4])
+    lower = tl.broadcast_to(tl.reshape(lower, [1, 8, 1]), [W, 8, 4])
+    return tl.reshape(upper, [32 * W]), tl.reshape(lower, [32 * W])
+
+
+@triton.jit
+def _codes(
+    x, codes, token_scale, total, first, r, q, K, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, W: tl.constexpr,
+    TURNS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The codes of the token that a thread multiplies with, two words a turn; the scale; what is taken off.
+
+    Thread (r, q) has those of instruction r = 4 p + j only: codes 4 j to 4 j + 3 of words 2 p and 2 p + 1.
+    """
     k = first * _STEP + q * 64 + r // 4 * 32 + r % 4 * 4
     pairs = ()
     if codes is None:
@@ -381,57 +524,46 @@ def _one_token(
                 (tl.load(codes + at, mask=inside, other=0), tl.load(codes + at + 4, mask=inside, other=0)),
             )
         taken_off = tl.load(total)
+    return pairs, own_scale, taken_off
 
+
+@triton.jit
+def _sums_of_rows(
+    at_hand, pairs, taken_off, words, tile, tiles, first, q, steps, own, there, there8,
+    SUMMED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile's rows, int32 [16]. SUMMED: what is taken off is the sum of all codes."""
     zero = tl.zeros([32 * W], tl.int32)
-    for i in tl.static_range(TILES):
-        tile = begin + i
-        at_hand = loaded
-        if i + 1 < TILES:  # the next tile is under way meanwhile
-            if GATED:
-                row = tile * 16 + 16 + r
-                next_there, next_there8 = _open(gate, row, N, ASM), _open(gate, row + 8, N, ASM)
+    sums = ()
+    for _ in tl.static_range(8):
+        sums += ((zero, zero, zero, zero),)
+    for turn in tl.static_range(TURNS):
+        if turn + AHEAD < TURNS:
+            later = first + (turn + AHEAD) * W
+            mine = first * 0 + tl.minimum(tile, tiles - 1)
+            at_hand += (_load_words(words, mine, later, steps, own, there, there8, WHOLE),)
+        v0, v1, v2, v3 = _four(at_hand[turn][0])
+        u0, u1, u2, u3 = _four(at_hand[turn][1])
+        b0, b1 = pairs[turn]
+        added = ()
+        for g in tl.static_range(8):
+            mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
+            if g < 4:
+                added += (_mma(v0 & mask, u0 & mask, v1 & mask, u1 & mask, b0, b1, sums[g], W, ASM),)
             else:
-                next_there, next_there8 = there, there8
-            loaded = _load_tile(
-                words, tile + 1, tiles, first, steps, own, next_there, next_there8, W, AHEAD, WHOLE
-            )
-        sums = ()
-        for _ in tl.static_range(8):
-            sums += ((zero, zero, zero, zero),)
-        for turn in tl.static_range(TURNS):
-            if turn + AHEAD < TURNS:
-                later = first + (turn + AHEAD) * W
-                mine = first * 0 + tl.minimum(tile, tiles - 1)
-                at_hand += (_load_words(words, mine, later, steps, own, there, there8, WHOLE),)
-            v0, v1, v2, v3 = _four(at_hand[turn][0])
-            u0, u1, u2, u3 = _four(at_hand[turn][1])
-            b0, b1 = pairs[turn]
-            added = ()
-            for g in tl.static_range(8):
-                mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
-                if g < 4:
-                    added += (_mma(v0 & mask, u0 & mask, v1 & mask, u1 & mask, b0, b1, sums[g], W, ASM),)
-                else:
-                    added += (_mma(v2 & mask, u2 & mask, v3 & mask, u3 & mask, b0, b1, sums[g], W, ASM),)
-            sums = added
-        # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
-        top, bottom = zero, zero
-        for c in tl.static_range(4):
-            top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
-            bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
-        if codes is None:
-            result = _rows_of(top, bottom, taken_off, W)
-        else:
-            result = _rows_of(top, bottom, 0, W) - taken_off
-        n = tile * 16 + tl.arange(0, 16)
-        value = _scaled(result, own_scale, of_rows[i], bias)
-        if gate is not None:
-            squared = _squared(gate, n, n < N, ASM)
-            linear = widened(rounded(value, x.dtype.element_ty, ASM))
-            value = tl.where(squared == 0, 0.0, squared * linear)
-        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
-        if i + 1 < TILES:
-            there, there8 = next_there, next_there8
+                added += (_mma(v2 & mask, u2 & mask, v3 & mask, u3 & mask, b0, b1, sums[g], W, ASM),)
+        sums = added
+    # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
+    top, bottom = zero, zero
+    for c in tl.static_range(4):
+        top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
+        bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
+    if SUMMED:
+        result = _rows_of(top, bottom, 0, W) - taken_off
+    else:
+        result = _rows_of(top, bottom, taken_off, W)
+    return result
 
 
 @triton.jit
