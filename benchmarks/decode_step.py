@@ -3,9 +3,9 @@
     python benchmarks/decode_step.py [--sections steps ring] [--layers 4] [--list a4.8]
 
 `steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
-a4.8's 3B (bf16 3b, a4.8), each as a CUDA graph with the kernels of the model's own code, with fused ones, and
-compiled by torch.compile. Logits of the first two have to be the same bits. --list shows the kernels of one
-form by name, each with what it takes.
+a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CUDA graph with the kernels of
+the model's own code, with fused ones, and compiled by torch.compile. Logits of the first two have to be the
+same bits. --list shows the kernels of one form by name, each with what it takes.
 
 `ring`: how many decoders of `ans` run side by side, how far ahead, in how much room.
 
@@ -31,7 +31,7 @@ from neuzip.runtime.residency import compress_parameters
 from neuzip.runtime.speed import free_memory, prompts, run
 
 DEVICE = "cuda"
-FORMS = ("bf16", "packed", "ans", "bf16 3b", "a4.8")
+FORMS = ("bf16", "packed", "ans", "bf16 3b", "a4.8", "a4.8 kv 3")
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {"fuse": False}, "fused": {}, "compiled": {"compiled": True}
 }  # fmt: skip
@@ -55,16 +55,17 @@ def main() -> None:
 
 def steps(arguments: argparse.Namespace) -> None:
     """Kernels and time of every form in every way."""
-    print(f"{'form':8} {'way':9} {'kernels':>8} {'us a step':>10}  fused")
+    print(f"{'form':9} {'way':9} {'kernels':>8} {'us a step':>10}  fused")
     for form in arguments.forms:
         model = made(form, arguments.layers)
         expected: torch.Tensor | None = None
         for way, options in WAYS.items():
-            if way == "compiled" and arguments.no_compile:
+            kv_bits = 3 if form.endswith("kv 3") else None
+            if way == "compiled" and (arguments.no_compile or kv_bits):
                 continue
-            decoder = GreedyDecoder(model, 1, PROMPT + NEW, **options)
+            decoder = GreedyDecoder(model, 1, PROMPT + NEW, kv_bits=kv_bits, **options)
             kernels = kernels_of(decoder, model)
-            print(f"{form:8} {way:9} {len(kernels):8} {1e6 * seconds(decoder, model):10.1f}  {decoder.fused}")
+            print(f"{form:9} {way:9} {len(kernels):8} {1e6 * seconds(decoder, model):10.1f}  {decoder.fused}")
             if arguments.list == form:
                 show(kernels)
             logits = decoder.logits.clone()
@@ -96,7 +97,7 @@ def ring(arguments: argparse.Namespace) -> None:
 
 def made(form: str, layers: int) -> PreTrainedModel:
     """A model of a form, on the GPU."""
-    if form in ("bf16 3b", "a4.8"):
+    if form not in ("bf16", "packed", "ans"):
         return bitnet.made(form.split()[0], layers)
     config = LlamaConfig(
         vocab_size=128_256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,

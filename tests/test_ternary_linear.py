@@ -363,10 +363,10 @@ def test_many_tokens(out: int, columns: int, group: int | None, rows: int, devic
 
 
 @dtypes
-@pytest.mark.parametrize("group", [None, 300], ids=["a tensor", "rows"])
-def test_gate_multiplies_and_skips(group: int | None, dtype: torch.dtype, device, poison):
+@pytest.mark.parametrize("groups", [(None, None), (300, 300), (300, None), (None, 300)], ids=str)
+def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype: torch.dtype, device, poison):
     """Weights of closed rows are not looked at: here they are spoilt."""
-    gate, up = ternary(40, 300, group), ternary(40, 300, group, seed=5)
+    gate, up = ternary(40, 300, groups[0]), ternary(40, 300, groups[1], seed=5)
     x = tokens(1, 300, dtype=dtype)
     gated = reference.ternary_linear(x, gate, activation="int4")
     wanted = reference.relu2_glu(x, gate, up)

@@ -74,7 +74,7 @@ def ternary_linears(
         _check(x, weight, activation)
     columns = x.shape[-1]
     flat = x.detach().reshape(math.prod(x.shape[:-1]), columns)
-    if not _are_one_launch(flat, weights):
+    if not _fit_a_token(flat, weights) or len({weight.scale.dim() for weight in weights}) > 1:
         return [ternary_linear(x, w, activation=activation, share=share, clamped=clamped) for w in weights]
     from . import triton_vector
 
@@ -83,15 +83,10 @@ def ternary_linears(
     return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
-def _are_one_launch(x: Tensor, weights: Sequence[TernaryWeight]) -> bool:
-    """Whether a kernel takes all weights at once: of one token, and with scales of one kind."""
-    return (
-        x.is_cuda
-        and x.shape[0] == 1
-        and x.shape[1] > 0
-        and all(weight.shape[0] and not weight.grouped for weight in weights)
-        and len({weight.scale.dim() for weight in weights}) == 1
-    )
+def _fit_a_token(x: Tensor, weights: Sequence[TernaryWeight]) -> bool:
+    """Whether kernels that take several weights at once are made for them: for one token, on a GPU."""
+    usual = all(weight.shape[0] and not weight.grouped for weight in weights)
+    return x.is_cuda and x.shape[0] == 1 and x.shape[1] > 0 and usual
 
 
 def relu2_glu(
@@ -172,7 +167,7 @@ def _relu2_glu(x, words, scale, out, columns, group, words_up, scale_up, group_u
     gate = _weight(words, scale, out, columns, group)
     up = _weight(words_up, scale_up, out, columns, group_up)
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    if _are_one_launch(flat, (gate, up)):
+    if _fit_a_token(flat, (gate, up)):
         from . import triton_vector
 
         y = triton_vector.relu2_glu(flat.contiguous(), gate, up, activation, clamped)

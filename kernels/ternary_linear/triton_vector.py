@@ -65,11 +65,13 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """At least 4 warps, and as many as leave a thread 8 steps; a second tile where there are many warps.
+    """At least 4 warps, and as many as leave a thread 8 steps, or 4 of long rows; a second tile where there
+    are many warps.
 
     As was fastest on an H200 (benchmarks/results/log.md), like the next.
     """
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
+    turns = FUSED_TURNS if steps <= 6 * FUSED_TURNS else FUSED_TURNS // 2
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, turns))))
     warps = min(warps, triton.next_power_of_2(steps))
     return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1)
 
@@ -133,8 +135,7 @@ def relu2_glu(
 ) -> torch.Tensor:
     """squared_relu(gate product) * up product for x [1, in]: [1, out], in one launch.
 
-    Rows of `up` for which the squared ReLU is 0 are not read. Each of the weights has a scale, or each has
-    one a row.
+    Rows of `up` for which the squared ReLU is 0 are not read. Weights have a scale, or one a row.
     """
     of_token = _Token.of(x, (gate, up), activation, clamped, 0, launch)
     y = of_token.empty(gate)
@@ -142,7 +143,7 @@ def relu2_glu(
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
             y, x, gate.words, gate.scale, up.words, up.scale, *of_token.codes(), gate.shape[0], tiles,
-            **of_token.options,
+            UP_ROWS=up.scale.dim() > 0, **of_token.options,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -419,6 +420,7 @@ def _one_token(
 def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles, K, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    UP_ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -434,7 +436,7 @@ def _one_token_relu2_glu(
     for i in tl.static_range(TILES):
         n = (begin + i) * 16 + tl.arange(0, 16)
         of_gate = _load_scales(gate_scales, None, n, N, ROWS)
-        of_rows += ((of_gate, _load_scales(up_scales, None, n, N, ROWS)),)
+        of_rows += ((of_gate, _load_scales(up_scales, None, n, N, UP_ROWS)),)
     pairs, own_scale, taken_off = _codes(
         x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
         EVEN, ASM,
