@@ -7,7 +7,7 @@ a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CU
 the model's own code, with fused ones, and compiled by torch.compile. Logits of the first two have to be the
 same bits. --list shows the kernels of one form by name, each with what it takes.
 
-`ring`: how many decoders of `ans` run side by side, how far ahead, in how much room.
+`ring`: how many decoders of `ans` run side by side, how far ahead, in how much room, on how much of the GPU.
 
 It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
 """
@@ -78,21 +78,27 @@ def steps(arguments: argparse.Namespace) -> None:
 
 
 def ring(arguments: argparse.Namespace) -> None:
-    """Steps of `ans` with other numbers of side streams, weights ahead and rooms."""
+    """Steps of `ans` with other numbers of side streams, weights ahead, slots, multiprocessors."""
     model = made("ans", 2 * arguments.layers)
-    print(f"{'sides':>6} {'ahead':>6} {'room':>5} {'us a step':>10}")
-    usual = buffers.SIDES, buffers.AHEAD, buffers.ROOM
-    for sides, ahead, room in (
-        usual, (1, 1, 2), (1, 8, 2), (2, 8, 2), (4, 8, 2), (6, 8, 2), (3, 2, 2), (3, 4, 2), (3, 8, 3),
-        (4, 16, 3), (4, 16, 4),
+    print(f"{'sides':>6} {'ahead':>6} {'room':>5} {'share':>6} {'us a step':>10}")
+    names = ("SIDES", "AHEAD", "ROOM", "SHARE")
+    usual = tuple(getattr(buffers, name) for name in names)
+    for values in (
+        usual, (6, 8, 3, 1.0), (6, 8, 2, 1.0), (1, 1, 2, 1.0), (6, 8, 2, 0.8), (3, 8, 3, 0.8), (9, 8, 3, 0.8),
+        (6, 8, 4, 0.8), (6, 8, 3, 0.73), (6, 8, 3, 0.85), (6, 8, 3, 0.91),
     ):  # fmt: skip
-        buffers.SIDES, buffers.AHEAD, buffers.ROOM = sides, ahead, room
+        for name, value in zip(names, values, strict=True):
+            setattr(buffers, name, value)
         buffers._sides.cache_clear()
+        buffers.release()
         free_memory()
         decoder = GreedyDecoder(model, 1, PROMPT + NEW)
-        print(f"{sides:6} {ahead:6} {room:5} {1e6 * seconds(decoder, model):10.1f}", flush=True)
+        sides, ahead, room, share = values
+        us = 1e6 * seconds(decoder, model)
+        print(f"{sides:6} {ahead:6} {room:5} {share:6} {us:10.1f}", flush=True)
         del decoder
-    buffers.SIDES, buffers.AHEAD, buffers.ROOM = usual
+    for name, value in zip(names, usual, strict=True):
+        setattr(buffers, name, value)
 
 
 def made(form: str, layers: int) -> PreTrainedModel:

@@ -13,14 +13,17 @@ Streams of a device share its ring, and events keep them apart; threads take tur
 
 A CUDA graph gets a ring of its own, in its own memory: it is replayed when nobody here looks, so neither may
 what it holds be believed outside, nor the other way round. There the side streams are joined before a call
-returns, so that a capture may end anywhere; `joined_at_the_end` puts that off.
+returns, so that a capture may end anywhere; `joined_at_the_end` puts that off. Between replays eager calls
+may have that memory (`within`).
+
+In a graph decoders have some multiprocessors only. Products of cuBLAS want whole ones, and wait for
+decoders that are everywhere, as do the small kernels between them.
 
 The same code runs on a CPU, where nothing overlaps, for tests with Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,13 +34,22 @@ from typing import Any, TypeVar
 
 import torch
 
+from .driver import capture_of as _graph_of
+from .driver import confined_streams
+
 T = TypeVar("T")
 
-SIDES = 3
-"""Side streams: so many decoders run side by side, which is enough to fill a GPU."""
+SIDES = 6
+"""Side streams: at most so many decoders run side by side."""
 
-ROOM = 2
-"""A ring is as long as so many of the largest weights: one is read while the next is written."""
+SHARE = 0.8
+"""Of a GPU's multiprocessors, that decoders in a graph have."""
+
+ROOM = 3
+"""Slots of a ring, each for one of the largest weights or for some small ones.
+
+Without slots, large weights would lie across what two others have left, and wait for both.
+"""
 
 AHEAD = 8
 """Weights that are decoded ahead at most."""
@@ -116,26 +128,55 @@ def make_way(device: torch.device) -> None:
         ring = _eager.pop(device, None)
         if ring is not None:
             _wanted[device] = ring.size
+            _sides(device, True)  # which cannot be made in a capture
+
+
+@dataclass(eq=False)
+class Room:
+    """The memory of a graph's ring; None before its capture has ended, and if it decodes nothing."""
+
+    memory: torch.Tensor | None = None
 
 
 @contextmanager
-def joined_at_the_end(device: torch.device) -> Iterator[None]:
+def joined_at_the_end(device: torch.device) -> Iterator[Room]:
     """Within a capture on the current stream of a GPU: decode ahead of everything until this ends.
 
     The capture has to go on until then; if it fails meanwhile, the side streams are joined all the same.
     """
     graph = _graph_of(device)
     _late[graph] = None
+    room = Room()
     try:
-        yield
+        yield room
     except BaseException:
         with suppress(RuntimeError):  # a capture that is invalid cannot be joined
             _join_late(graph)
         raise
     else:
         _join_late(graph)
+        if (ring := _late[graph]) is not None:
+            room.memory = ring.memory
     finally:
         _late.pop(graph, None)
+
+
+@contextmanager
+def within(room: Room) -> Iterator[None]:
+    """Let eager calls of this thread decode to the memory of a graph.
+
+    All are on the stream that the graph is replayed on, which is not until this ends.
+    """
+    if room.memory is None:
+        yield
+        return
+    device = room.memory.device
+    ring = _lent.rings[device] = _Ring(device, memory=room.memory)
+    try:
+        yield
+    finally:
+        del _lent.rings[device]
+        ring.join()
 
 
 def _join_late(graph: int) -> None:
@@ -155,11 +196,23 @@ _wanted: dict[torch.device, int] = {}
 """Bytes of rings that made way for a capture."""
 
 
+class _Lent(threading.local):
+    """By device, rings in a graph's memory, of one thread."""
+
+    def __init__(self) -> None:
+        self.rings: dict[torch.device, _Ring] = {}
+
+
+_lent = _Lent()
+
+
 def _ring_of(device: torch.device) -> _Ring:
     """The ring of a device, or that of the CUDA graph that its current stream is captured for."""
     graph = _graph_of(device)
     with _changing:
         if not graph:
+            if device in _lent.rings:
+                return _lent.rings[device]
             if device not in _eager:
                 _eager[device] = _Ring(device)
             return _eager[device]
@@ -182,30 +235,9 @@ def _ring_of(device: torch.device) -> _Ring:
 @cache
 def _sides(device: torch.device, captured: bool) -> list[Any]:
     """Side streams of a device; what is captured has others than eager calls. torch has few to give out."""
-    backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
-    return [backend.Stream(*[device] if device.type == "cuda" else []) for _ in range(SIDES)]
-
-
-def _graph_of(device: torch.device) -> int:
-    """A number for the graph that the current stream of a device is captured for, or 0."""
     if device.type != "cuda":
-        return 0
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if not stream:
-        return 0  # the legacy default stream is never captured
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = _driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-    )
-    if error:
-        raise RuntimeError(f"the CUDA driver reports error {error} when asked for a capture")
-    return number.value if status.value else 0
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    """The CUDA driver: torch tells whether a stream is captured, but not whether for the same graph."""
-    return ctypes.CDLL("libcuda.so.1")
+        return [torch.cpu.Stream() for _ in range(SIDES)]
+    return confined_streams(device, SHARE if captured else 1.0, SIDES)
 
 
 def _nothing() -> None:
@@ -230,30 +262,36 @@ class _Span:
 class _Ring:
     """Memory that weights are decoded to, one behind the other, and from its beginning again.
 
-    `graph`, if not 0, is the CUDA graph that it belongs to, which has the memory.
+    `graph`, if not 0, is the CUDA graph that it belongs to, which has the memory. `memory`, if given, is that
+    of a graph, for some time. Both begin anew one day, and end where they began.
     """
 
-    def __init__(self, device: torch.device, size: int = 0, graph: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, size: int = 0, graph: int = 0, memory: torch.Tensor | None = None
+    ) -> None:
         self.lock = threading.Lock()
         self._device, self._graph = device, graph
+        self._ends = graph != 0 or memory is not None
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
         self._sides = _sides(device, graph != 0)
         self._turn = 0
         self._to_join: set[Any] = set()
-        self._memory: torch.Tensor
+        self.memory: torch.Tensor
+        self._is_kept = False
         self._outgrown: list[torch.Tensor] = []
         self._known_on: set[Any]
         self._spans: list[_Span]
         self._end: int  # where the next one begins
         self._first: Callable[[], Unit | None] = _nothing
         self._last: Callable[[], Unit | None] = _nothing
-        self._take(size, self._stream)
+        self._take(size, self._stream, memory)
+        self._slot = self.size // ROOM // ALIGNMENT * ALIGNMENT
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return self._memory.numel()
+        return self.memory.numel()
 
     @property
     def _stream(self) -> Any:
@@ -303,8 +341,8 @@ class _Ring:
         for _ in range(AHEAD):
             if following is None or following is unit or following.sources[0].device != self._device:
                 break
-            if self._graph and following is self._first():
-                break  # a replay begins with it, and believes nothing
+            if self._ends and following is self._first():
+                break  # whatever comes next believes nothing
             span = self._holding(following)
             if span is None:
                 span = self._decode(following, self._next_side(stream), stream)
@@ -328,19 +366,20 @@ class _Ring:
         """
         self._make_room(unit.room, stream)
         aside = where is not stream
-        start = self._end if self._end + unit.room <= self.size else 0
+        start = self._place_for(unit.room)
         stop = start + _aligned(unit.room)
         before = [span for span in self._spans if span.start < stop and start < span.stop]
         if aside and any(span.wanted for span in before):
             return None
+        self._spans = [span for span in self._spans if span not in before]
         for span in before:
             span.done.wait(where)
             # What is left of it holds nothing, but may still be read or written.
-            span.start, span.unit, span.dense, span.wanted = stop, _nothing, None, False
-        self._spans = [span for span in self._spans if span.start < span.stop]
-        if aside and self._graph:
+            left = (span.start, start), (stop, span.stop)
+            self._spans += [_Span(a, b, span.done) for a, b in left if a < b]
+        if aside and self._ends:
             self._to_join.add(where)
-        elif aside:
+        if aside and not self._graph:
             if not unit.is_known_on(where):  # what it reads may still be on its way
                 where.wait_stream(stream)
             unit.stay_for(where)
@@ -349,30 +388,40 @@ class _Ring:
         self._end = stop
         try:
             with self._backend.stream(where):
-                made.dense = unit.decode(self._memory[start : start + unit.room])
+                made.dense = unit.decode(self.memory[start : start + unit.room])
             made.unit = weakref.ref(unit)
         finally:
             made.done.record(where)
         return made
 
+    def _place_for(self, room: int) -> int:
+        """Where what comes next begins: within a slot."""
+        slots, at = divmod(self._end, self._slot)
+        if at + room <= self._slot and self._end + room <= self.size:
+            return self._end
+        start = (slots + (at > 0)) * self._slot
+        return start if start + self._slot <= self.size else 0
+
     def _make_room(self, room: int, stream: Any) -> None:
         """Take more memory if a unit finds too little."""
-        needed = (ROOM if _ahead else 1) * _aligned(room)
+        self._slot = max(self._slot, _aligned(room))
+        needed = (ROOM if _ahead else 1) * self._slot
         if self.size < needed:
             if self._graph:  # where nobody says which streams still read there
-                self._outgrown.append(self._memory)
+                self._outgrown.append(self.memory)
             for span in self._spans:
                 span.dense = None
-            self._memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
+            self.memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
             self._take(needed, stream)
 
-    def _take(self, size: int, stream: Any) -> None:
-        self._memory = self._empty(size)
+    def _take(self, size: int, stream: Any, memory: torch.Tensor | None = None) -> None:
+        self.memory = self._empty(size) if memory is None else memory
+        self._is_kept = self._graph != 0 or memory is not None
         self._known_on = {stream}
         for side in self._sides:
             self._keep(side)
-        # Kernels of this stream may still be at work with what was freed just now.
-        span = _Span(0, size, self._backend.Event())
+        # Kernels of this stream may still be at work with what was freed just now, or lent.
+        span = _Span(0, self.size, self._backend.Event())
         span.done.record(stream)
         self._spans, self._end = [span], 0
 
@@ -383,10 +432,10 @@ class _Ring:
     def _keep(self, stream: Any) -> None:
         """Keep memory that was taken on one stream until another has done with it.
 
-        In a graph streams wait for each other.
+        In a graph streams wait for each other, and who has lent memory waits for all.
         """
-        if stream not in self._known_on and not self._graph:
-            keep(self._memory, stream)
+        if stream not in self._known_on and not self._is_kept:
+            keep(self.memory, stream)
             self._known_on.add(stream)
 
 

@@ -626,6 +626,7 @@ class GreedyDecoder:
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits = self._logits
+        self._room = buffers.Room()
         self.fused = FusedStep(())
         """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
 
@@ -676,8 +677,7 @@ class GreedyDecoder:
             raise ValueError(
                 f"{batch} prompts of {tokens} tokens in a decoder of {self.batch} x {self.max_length}"
             )
-        # The graph has buffers of its own: one beside them is enough.
-        with self._running(), buffers.prefetching(not self.graphed):
+        with self._running(), self._buffers():
             self._reset()
             where = torch.arange(tokens, device=self.device)
             logits = self._read(self._eager, ids.to(self.device), where)
@@ -686,6 +686,12 @@ class GreedyDecoder:
             self._position.fill_(tokens)
         self._length = tokens
         return self._token[:, 0]
+
+    def _buffers(self) -> AbstractContextManager[None]:
+        """Where a prompt has its weights: in the graph's memory; if it has none, one weight is enough."""
+        if self._room.memory is not None:
+            return buffers.within(self._room)
+        return buffers.prefetching(not self.graphed)
 
     def take(self, tokens: torch.Tensor) -> None:
         """Go on with other tokens, int64 [batch], than those that were chosen last."""
@@ -781,7 +787,7 @@ class GreedyDecoder:
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-                buffers.joined_at_the_end(self.device),
+                buffers.joined_at_the_end(self.device) as self._room,
                 fused.in_place(),
             ):
                 self._graph_logits = self._advance()
