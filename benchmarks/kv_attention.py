@@ -85,8 +85,7 @@ def case(texts: int, tokens: int, rounds: int) -> list[Row]:
         new, last = states(texts, 1), length - 1
 
         def store(heads: tuple[Heads, Heads], new: Any = new, last: Tensor = last) -> None:
-            for room, x in zip(heads, new, strict=True):
-                kv_cache.store(room, x, last, first)
+            kv_cache.store(heads, new, last, first)
 
         sides = [
             [lambda h=h: kv_cache.attend(query, *h, first, **options) for h in few],
@@ -122,7 +121,7 @@ def packed(dense: tuple[Tensor, Tensor], bits: int, first: Tensor) -> tuple[Head
     for x in dense:
         texts, heads, tokens, width = x.shape
         room = kv_cache.empty((texts, heads, tokens, width), bits, device=x.device)
-        kv_cache.store(room, x, 0, first)
+        kv_cache.store([room], [x], 0, first)
         made.append(room)
     return made[0], made[1]
 

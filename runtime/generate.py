@@ -617,7 +617,7 @@ class GreedyDecoder:
         self._cache = (
             static_cache(model.config, max_length, self._places)
             if kv_bits is None
-            else KVCache(model.config, kv_bits, max_length=max_length)
+            else KVCache(model.config, kv_bits, max_length=max_length, places=self._places)
         )
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._known = frozenset(inspect.signature(model.forward).parameters)
@@ -735,6 +735,7 @@ class GreedyDecoder:
     ) -> torch.Tensor:
         """Logits [batch, 1 to n, words] after `ids` [batch, n], which are at the positions `where` [n]."""
         self._places.tokens = where
+        self._places.end = where[-1] + 1 if isinstance(self._cache, KVCache) else None
         options = {
             "position_ids": where.expand(self.batch, -1),
             "cache_position": where,  # version 4.57; a later one asks the cache

@@ -40,6 +40,8 @@ from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.kernels.quantizers.kv import Range
 
+from .static_cache import Places
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -164,9 +166,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _store(self, keys: Tensor, values: Tensor, at: int | Tensor, with_first: bool) -> None:
         """Write tokens. Those after the first of every text spare the search for it."""
         assert self.key_heads is not None and self.value_heads is not None
-        first = self.first
-        for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
-            kernels.store(heads, states, at, first, with_first=with_first)
+        rooms = self.key_heads, self.value_heads
+        kernels.store(rooms, (keys, values), at, self.first, with_first=with_first)
 
     def _shown(
         self, start: int, stop: int, length: int | Tensor, *, packed: bool
@@ -274,21 +275,22 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
     """The same in a room of fixed size that stays where it is, its length on the device: for CUDA graphs.
 
-    A sliding window is in the mask alone.
+    A sliding window is in the mask alone. `places` says where tokens are; without, each layer counts them.
     """
 
     is_compileable = True  # or a mask would be left out that hides the rest of the room
     is_croppable = False
 
-    def __init__(self, form: Form, max_length: int) -> None:
+    def __init__(self, form: Form, max_length: int, places: Places | None = None) -> None:
         super().__init__(form)
-        self.max_length = max_length
+        self.max_length, self.places = max_length, places
         self.length: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all."""
         super().lazy_initialization(key_states, value_states)
-        self.length = torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.places is None:
+            self.length = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -296,14 +298,20 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
         """See KVLayer: the whole room, of which a mask, or the length, tells what counts."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.length is not None
         tokens = key_states.shape[2]
-        self._store(key_states, value_states, self.length, with_first=True)
-        self.length.add_(tokens)
-        return self._shown(0, self.max_length, self.length, packed=tokens == 1)
+        if self.length is not None:
+            self._store(key_states, value_states, self.length, with_first=True)
+            end = self.length.add_(tokens)
+        else:
+            assert self.places is not None and self.places.end is not None
+            self._store(key_states, value_states, self.places.tokens.to(self.device), with_first=True)
+            end = self.places.end.to(self.device)
+        return self._shown(0, self.max_length, end, packed=tokens == 1)
 
     def get_seq_length(self) -> int:
         """Tokens so far: int64 [] on the device, or 0."""
+        if self.places is not None and self.is_initialized:
+            return self.places.tokens[0]  # type: ignore[return-value]
         return self.length if self.length is not None else 0  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -329,6 +337,7 @@ class KVCache(Cache):
     span            of the codes of a head: "absmax" is a4.8's; "minmax" keeps a second number a token and
                     head and comes closer, see quantizers.kv
     scale_dtype     of the scales
+    places          where the tokens of a call are in their texts, for a fixed room; without, they are counted
     attention_mask  [B, T] of the prompts, nonzero from the first token of each on; None: nothing is padded.
                     A multiple of B texts may come, as beam search makes them
 
@@ -344,11 +353,13 @@ class KVCache(Cache):
         span: Range = "absmax",
         scale_dtype: torch.dtype = torch.bfloat16,
         attention_mask: Tensor | None = None,
+        places: Places | None = None,
     ) -> None:
         if not 1 <= bits <= 8:
             raise ValueError(f"keys and values are kept in 1 to 8 bits, not {bits}")
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         self.form = Form(bits, span, scale_dtype, first)  # a layer that knew its cache would keep it alive
+        self._places = places
         self._asked: tuple[weakref.ref[PreTrainedModel], str | None] | None = None
         text_config = config.get_text_config(decoder=True)
         layers: list[Any] = [
@@ -361,7 +372,7 @@ class KVCache(Cache):
         """What stands in the place of a layer that transformers would take."""
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             if max_length is not None:
-                return StaticKVLayer(self.form, max_length)
+                return StaticKVLayer(self.form, max_length, self._places)
             return KVLayer(self.form, getattr(layer, "sliding_window", None))
         if type(layer).__name__ in STATELESS:
             return layer

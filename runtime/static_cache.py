@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Places:
-    """Where the tokens of a step are in their texts, int64 [tokens], for all layers of a cache."""
+    """Where the tokens of a step are in their texts, for all layers of a cache: int64 on the device.
+
+    tokens  [tokens], one behind the other
+    end     [], behind the last; None where nobody asks
+    """
 
     tokens: Tensor
+    end: Tensor | None = None
 
 
 class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def same_bits(a: Heads, b: Heads) -> bool:
 def test_numbers_come_back_as_the_quantiser_makes_them(bits: int, span: Any):
     x, first = states(2, 3, 9, 20), torch.tensor([4, 0])
     heads = kv_cache.empty((2, 3, 12, 20), bits, span=span)
-    kv_cache.store(heads, x, 2, first + 2)
+    kv_cache.store([heads], [x], 2, first + 2)
     found = kv_cache.load(heads, first + 2, torch.float32)[:, :, 2:11]
     each = torch.full((2, 1, 9), bits)
     if bits == 3:
@@ -116,7 +116,7 @@ def test_only_three_bits_give_the_first_token_another():
     x, none = states(1, 1, 4, 32), torch.tensor([-1])
     for bits in range(1, 9):
         heads = kv_cache.empty((1, 1, 4, 32), bits)
-        kv_cache.store(heads, x, 0, torch.tensor([1]))
+        kv_cache.store([heads], [x], 0, torch.tensor([1]))
         changed = (kv_cache.load(heads, none, torch.float32) != quantize_heads(
             x, bits, scale_dtype=torch.bfloat16).dequantize()).any(-1)  # fmt: skip
         assert changed.flatten().tolist() == [False, bits == 3, False, False]
@@ -148,14 +148,40 @@ def test_kernel_stores_the_bits_of_torch(
     x[0, 0, 3], x[1, 1, 4, 2], x[1, 1, 5, 2], x[0, 2, 6, 1] = 0, torch.nan, torch.inf, -torch.inf
     one = states(2, 3, 1, 20, seed=1, dtype=dtype)
     made = []
-    for store, place in ((torch_ops.store, torch.device("cpu")), (triton_store.store, device)):
+    for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
         heads = kv_cache.empty((2, 3, 50, 20), bits, span=span, scale_dtype=scale_dtype, device=place)
         heads.words.fill_(-1)
-        store(heads, x.to(place), 5, first.to(place))
-        store(heads, one.to(place), torch.tensor(42, device=place), first.to(place))
+        store([heads], [x.to(place)], 5, first.to(place))
+        store([heads], [one.to(place)], torch.tensor(42, device=place), first.to(place))
         assert bool((heads.words[:, :, :5] == -1).all()) and bool((heads.words[:, :, 43:] == -1).all())
         made.append(heads)
     assert same_bits(*made)
+
+
+def by_torch(heads: Sequence[Heads], numbers: Sequence[Tensor], at: Any, first: Tensor) -> None:
+    for room, x in zip(heads, numbers, strict=True):
+        torch_ops.store(room, x, at, first)
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("width", [20, 36], ids=["alike", "apart"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_keys_and_values_are_stored_together(
+    tokens: int, width: int, bits: int, span: Any, device: torch.device
+):
+    """In one launch if they are alike, wherever their numbers lie; `at` may be the places of all tokens."""
+    first = torch.tensor([7, 3])
+    keys, values = states(2, 3, tokens, 20), states(2, tokens, 3, width, seed=1).transpose(1, 2)
+    at = torch.arange(3, 3 + tokens)
+    made = []
+    for store, place in ((by_torch, torch.device("cpu")), (triton_store.store, device)):
+        rooms = [kv_cache.empty((2, 3, 20, w), bits, span=span, device=place) for w in (20, width)]
+        store(rooms, [x.to(place) for x in (keys, values)], at.to(place), first.to(place))
+        made.append(rooms)
+    for room, other in zip(*made, strict=True):
+        assert same_bits(room, other)
+        assert bool(room.words[:, :, 3 : 3 + tokens].any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -177,9 +203,9 @@ def test_store_refuses_what_does_not_fit():
     first = torch.zeros(1, dtype=torch.int64)
     for wrong in (states(1, 1, 5, 32), states(1, 1, 2, 31), states(2, 1, 2, 32)):
         with pytest.raises(ValueError, match="does not fit into the room"):
-            triton_store.store(heads, wrong, 0, first)
+            triton_store.store([heads], [wrong], 0, first)
     with pytest.raises(ValueError, match="side by side"):
-        triton_store.store(heads, states(1, 1, 32, 2).mT, 0, first)
+        triton_store.store([heads], [states(1, 1, 32, 2).mT], 0, first)
 
 
 # Attention
@@ -469,7 +495,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         calls.append(1)
         return triton_attend.attend(*given, **named)
 
-    def store(heads: Heads, x: Tensor, at: Any, first: Tensor, *, with_first: bool) -> None:
+    def store(
+        heads: Sequence[Heads], x: Sequence[Tensor], at: Any, first: Tensor, *, with_first: bool
+    ) -> None:
         triton_store.store(heads, x, at, first)
 
     with monkeypatch.context() as patch:
@@ -641,8 +669,8 @@ def test_a_gpu_stores_and_attends_as_the_reference(bits: int, width: int, device
     rooms = [kv_cache.empty((3, 4, 1024, width), bits) for _ in x]
     cards = [kv_cache.empty((3, 4, 1024, width), bits, device=device) for _ in x]
     for heads, card, numbers in zip(rooms, cards, x, strict=True):
-        kv_cache.store(heads, numbers, 0, first)
-        kv_cache.store(card, numbers.to(device), 0, first.to(device))
+        kv_cache.store([heads], [numbers], 0, first)
+        kv_cache.store([card], [numbers.to(device)], 0, first.to(device))
         assert same_bits(heads, card)
         dense = kv_cache.load(card, first.to(device), torch.bfloat16)
         assert torch.equal(dense.cpu(), kv_cache.load(heads, first, torch.bfloat16))
@@ -686,9 +714,10 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
     """A full cache whose position is on the device: the next head's tokens stay what they are."""
     heads = kv_cache.empty((1, 2, 4, 32), 4, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    triton_store.store(heads, torch.randn(1, 2, 4, 32, device=device), 0, first)
+    triton_store.store([heads], [torch.randn(1, 2, 4, 32, device=device)], 0, first)
     before = heads.words.clone(), heads.scale.clone()
-    triton_store.store(heads, torch.randn(1, 2, 1, 32, device=device), torch.tensor(4, device=device), first)
+    one = torch.randn(1, 2, 1, 32, device=device)
+    triton_store.store([heads], [one], torch.tensor(4, device=device), first)
     assert torch.equal(heads.words, before[0])
     assert torch.equal(heads.scale, before[1])
     query = torch.randn(1, 4, 32, device=device)

@@ -19,6 +19,8 @@ A head of 128 numbers takes 50 bytes in 3 bits, scale included, 66 in 4 and 130 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,19 +30,27 @@ from .torch_ops import EXTRA_BIT, Heads, empty
 __all__ = ["EXTRA_BIT", "Heads", "attend", "empty", "load", "store"]
 
 
-def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """Quantise x [B, H, T, width] and write it to the tokens from `at` on.
+def store(
+    heads: Sequence[Heads],
+    states: Sequence[Tensor],
+    at: int | Tensor,
+    first: Tensor,
+    *,
+    with_first: bool = True,
+) -> None:
+    """Quantise keys and values, [B, H, T, width] each, and write them to the tokens from `at` on.
 
-    `at` is a number, or int64 [] on the device.
+    `at` is a number, or int64 on the device, the first of which counts.
     `first` int64 [B]; without `with_first` none of the tokens is the first of its text. Nobody waits for a
-    GPU. On a GPU Triton does it, else torch.
+    GPU. On a GPU Triton does it, all `states` in one launch if their rooms are alike, else torch.
     """
-    if x.is_cuda:
+    if first.is_cuda:
         from .triton_store import store as on_gpu
 
-        on_gpu(heads, x, at, first)
+        on_gpu(heads, states, at, first)
     else:
-        torch_ops.store(heads, x, at, first, with_first=with_first)
+        for room, x in zip(heads, states, strict=True):
+            torch_ops.store(room, x, at, first, with_first=with_first)
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:

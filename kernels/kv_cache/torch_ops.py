@@ -89,8 +89,9 @@ def empty(
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """See `kv_cache.store`."""
+    """See `kv_cache.store`, of one of them."""
     tokens = x.shape[2]
+    at = at.flatten()[0] if isinstance(at, Tensor) else at
     span: Range = "absmax" if heads.low is None else "minmax"
     quantized = quantize_heads(x, heads.bits, span=span, scale_dtype=heads.scale.dtype)
     codes, scale, low = quantized.codes, quantized.scale, quantized.low

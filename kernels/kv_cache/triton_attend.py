@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from neuzip.kernels.gpu import multiprocessors
+from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -81,6 +82,7 @@ def attend(
     out = torch.empty(
         batch, queries, values.width, dtype=query.dtype if compiled else torch.float32, device=query.device
     )
+    early = compiled and early_launches(query.device)
     with torch.cuda.device_of(query), LAUNCHING:
         _share_kernel[(shares, heads, batch)](
             sums, marks[0], marks[1], query, first, mask, length, LOG2_E * scaling, width, values.width,
@@ -93,12 +95,13 @@ def attend(
             K_COLUMNS=padded(width),
             V_BITS=values.bits, V_WIDTHS=plane_widths(values.bits), V_COUNTS=_counts(values),
             V_COLUMNS=padded(values.width),
-            FIRST_COUNTS=(words(width, 1), words(values.width, 1)),
-            num_warps=4, num_stages=2,
+            FIRST_COUNTS=(words(width, 1), words(values.width, 1)), EARLY=early,
+            num_warps=4, num_stages=2, launch_pdl=early,
         )  # fmt: skip
         _join_kernel[(batch * queries,)](
             out, sums, marks[0], marks[1], shares, values.width,
-            SHARES=1 << (shares - 1).bit_length(), COLUMNS=padded(values.width), num_warps=4,
+            SHARES=1 << (shares - 1).bit_length(), COLUMNS=padded(values.width), EARLY=early, num_warps=4,
+            launch_pdl=early,
         )  # fmt: skip
     return out.to(query.dtype)
 
@@ -198,9 +201,12 @@ def _share_kernel(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_COLUMNS: tl.constexpr,
-    FIRST_COUNTS: tl.constexpr,
+    FIRST_COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head: sums [QUERIES, V_COLUMNS], the largest logit (base 2) and the sum of weights."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     share, shares = tl.program_id(0), tl.num_programs(0)
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -301,9 +307,13 @@ def _share_kernel(
 
 @triton.jit
 def _join_kernel(
-    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, width, SHARES: tl.constexpr, COLUMNS: tl.constexpr
-):
+    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, width,
+    SHARES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The shares of one query, weighted by how far their largest logits are below the largest of all."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offs_s, offs_c = tl.arange(0, SHARES), tl.arange(0, COLUMNS)
     largest = tl.load(largest_ptr + row * shares + offs_s, mask=offs_s < shares, other=float("-inf"))

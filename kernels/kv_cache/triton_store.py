@@ -6,11 +6,15 @@ the order of quantizers.quantize_heads; the launch forbids the compiler to fuse 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
+from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -31,26 +35,51 @@ def padded(width: int) -> int:
     return max(NARROWEST, 1 << (width - 1).bit_length())
 
 
-def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor) -> None:
+def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
     """See `kv_cache.store`. Raises ValueError for shapes and strides that do not fit."""
+    for room, x in zip(heads, states, strict=True):
+        _check(room, x)
+    alike = len({(_layout(room), x.shape, x.dtype) for room, x in zip(heads, states, strict=True)}) == 1
+    if alike:
+        _launch(heads, states, at, first)
+    else:
+        for room, x in zip(heads, states, strict=True):
+            _launch([room], [x], at, first)
+
+
+def _check(heads: Heads, x: Tensor) -> None:
     batch, count, tokens, width = x.shape
     if (*heads.words.shape[:2], heads.width) != (batch, count, width) or tokens > heads.room:
         raise ValueError(f"{tuple(x.shape)} does not fit into the room {tuple(heads.words.shape)}")
     if x.stride(3) != 1 or heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
         raise ValueError("the numbers of a head, its words and the scales of its tokens lie side by side")
-    if not x.numel():
+
+
+def _layout(heads: Heads) -> tuple[object, ...]:
+    """What has to be the same for heads that a launch takes together."""
+    tensors = heads.words, heads.scale, heads.low, heads.first_bits
+    return heads.width, heads.bits, *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None)
+
+
+def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
+    """One launch for heads of one layout."""
+    room, (batch, count, tokens, width) = heads[0], states[0].shape
+    if not states[0].numel():
         return
     columns = padded(width)
     rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
-    with torch.cuda.device_of(x), LAUNCHING:
-        _store_kernel[(triton.cdiv(tokens, rows), count, batch)](
-            x, heads.words, heads.scale, heads.low, heads.first_bits, first, at,
-            tokens, heads.room, width, *x.stride()[:3], *heads.words.stride()[:3], *heads.scale.stride()[:2],
-            *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
-            AT_IS_POINTER=isinstance(at, Tensor), BITS=heads.bits, WIDTHS=plane_widths(heads.bits),
-            COUNTS=tuple(words(width, w) for w in plane_widths(heads.bits)), FIRST_COUNT=words(width, 1),
-            ROWS=rows, COLUMNS=columns, num_warps=1 if rows * columns <= 256 else 4,
-            enable_fp_fusion=False,
+    early = isinstance(_store_kernel, triton.JITFunction) and early_launches(first.device)
+    with torch.cuda.device_of(first), LAUNCHING:
+        _store_kernel[(triton.cdiv(tokens, rows), count * len(heads), batch)](
+            tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
+            tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
+            tokens, room.room, width, count, tuple(x.stride()[:3] for x in states),
+            *room.words.stride()[:3], *room.scale.stride()[:2],
+            *(room.first_bits.stride()[:2] if room.first_bits is not None else (0, 0)),
+            AT_IS_POINTER=isinstance(at, Tensor), BITS=room.bits, WIDTHS=plane_widths(room.bits),
+            COUNTS=tuple(words(width, w) for w in plane_widths(room.bits)), FIRST_COUNT=words(width, 1),
+            ROWS=rows, COLUMNS=columns, EARLY=early, num_warps=1 if rows * columns <= 256 else 4,
+            enable_fp_fusion=False, launch_pdl=early,
         )  # fmt: skip
 
 
@@ -98,14 +127,30 @@ def _store_plane(
 
 @triton.jit(do_not_specialize=["at_ptr", "tokens", "room"])
 def _store_kernel(
-    x_ptr, words_ptr, scale_ptr, low_ptr, first_bits_ptr, first_ptr, at_ptr,
-    tokens, room, width, stride_xb, stride_xh, stride_xt, stride_wb, stride_wh, stride_wt,
+    xs, words_ptrs, scale_ptrs, low_ptrs, first_bits_ptrs, first_ptr, at_ptr,
+    tokens, room, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
     stride_sb, stride_sh, stride_fb, stride_fh,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
-    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    KIND: tl.constexpr = scale_ptr.dtype.element_ty
+    """Some tokens of a head, of the first room or of those after it."""
+    KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    x_ptr, words_ptr, scale_ptr = xs[0], words_ptrs[0], scale_ptrs[0]
+    low_ptr, first_bits_ptr = low_ptrs[0], first_bits_ptrs[0]
+    stride_xb, stride_xh, stride_xt = x_strides[0]
+    for i in tl.static_range(1, len(xs)):
+        if tl.program_id(1) >= i * heads:
+            head = (tl.program_id(1) - i * heads).to(tl.int64)
+            x_ptr, words_ptr, scale_ptr = xs[i], words_ptrs[i], scale_ptrs[i]
+            stride_xb, stride_xh, stride_xt = x_strides[i]
+            if low_ptr is not None:
+                low_ptr = low_ptrs[i]
+            if first_bits_ptr is not None:
+                first_bits_ptr = first_bits_ptrs[i]
     at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
