@@ -16,8 +16,8 @@ what it holds be believed outside, nor the other way round. There the side strea
 returns, so that a capture may end anywhere; `joined_at_the_end` puts that off. Between replays eager calls
 may have that memory (`within`).
 
-In a graph decoders have some multiprocessors only. Products of cuBLAS want whole ones, and wait for
-decoders that are everywhere, as do the small kernels between them.
+There decoders have some multiprocessors only. Products of cuBLAS want whole ones, and wait for decoders that
+are everywhere, as do the small kernels between them.
 
 The same code runs on a CPU, where nothing overlaps, for tests with Triton's interpreter.
 """
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -38,6 +38,9 @@ from .driver import capture_of as _graph_of
 from .driver import confined_streams
 
 T = TypeVar("T")
+
+_Kind = Literal["eager", "captured", "joined at the end"]
+"""Of rings: those of eager calls, of any capture, of one within `joined_at_the_end`."""
 
 SIDES = 6
 """Side streams: at most so many decoders run side by side."""
@@ -128,7 +131,7 @@ def make_way(device: torch.device) -> None:
         ring = _eager.pop(device, None)
         if ring is not None:
             _wanted[device] = ring.size
-            _sides(device, True)  # which cannot be made in a capture
+            _sides(device, "joined at the end")  # which cannot be made in a capture
 
 
 @dataclass(eq=False)
@@ -171,7 +174,7 @@ def within(room: Room) -> Iterator[None]:
         yield
         return
     device = room.memory.device
-    ring = _lent.rings[device] = _Ring(device, memory=room.memory)
+    ring = _lent.rings[device] = _Ring(device, "eager", memory=room.memory)
     try:
         yield
     finally:
@@ -214,7 +217,7 @@ def _ring_of(device: torch.device) -> _Ring:
             if device in _lent.rings:
                 return _lent.rings[device]
             if device not in _eager:
-                _eager[device] = _Ring(device)
+                _eager[device] = _Ring(device, "eager")
             return _eager[device]
         ring = _late.get(graph)
         if ring is None and device in _captured and _captured[device][0] == graph:
@@ -224,20 +227,21 @@ def _ring_of(device: torch.device) -> _Ring:
             _, last = _captured.pop(device, (0, None))
             others = [other.size for other in (last, _eager.pop(device, None)) if other is not None]
             last = None
-            ring = _Ring(device, max([*others, _wanted.pop(device, 0)]), graph)
+            size = max([*others, _wanted.pop(device, 0)])
             if graph in _late:
-                _late[graph] = ring
+                ring = _late[graph] = _Ring(device, "joined at the end", size, graph)
             else:
+                ring = _Ring(device, "captured", size, graph)
                 _captured[device] = graph, ring
         return ring
 
 
 @cache
-def _sides(device: torch.device, captured: bool) -> list[Any]:
-    """Side streams of a device; what is captured has others than eager calls. torch has few to give out."""
+def _sides(device: torch.device, kind: _Kind) -> list[Any]:
+    """Side streams of a device, others for each kind of rings. torch has few to give out."""
     if device.type != "cuda":
         return [torch.cpu.Stream() for _ in range(SIDES)]
-    return confined_streams(device, SHARE if captured else 1.0, SIDES)
+    return confined_streams(device, SHARE if kind == "joined at the end" else 1.0, SIDES)
 
 
 def _nothing() -> None:
@@ -267,14 +271,19 @@ class _Ring:
     """
 
     def __init__(
-        self, device: torch.device, size: int = 0, graph: int = 0, memory: torch.Tensor | None = None
+        self,
+        device: torch.device,
+        kind: _Kind,
+        size: int = 0,
+        graph: int = 0,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self._device, self._graph = device, graph
         self._ends = graph != 0 or memory is not None
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        self._sides = _sides(device, graph != 0)
+        self._sides = _sides(device, kind)
         self._turn = 0
         self._to_join: set[Any] = set()
         self.memory: torch.Tensor

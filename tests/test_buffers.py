@@ -372,7 +372,7 @@ def test_no_stream_disturbs_another(seed: int, paper: Paper) -> None:
 @CPU_ONLY
 def test_a_caller_may_be_on_a_side_stream(paper: Paper) -> None:
     """torch gives the same streams out again: decoders run on the others."""
-    mine = buffers._sides(torch.device("cpu"), False)[1]
+    mine = buffers._sides(torch.device("cpu"), "eager")[1]
     units = [paper_unit(paper, n, 300) for n in range(9)]
     ran_on: list[Stream] = []
     for unit in units:

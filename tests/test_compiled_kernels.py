@@ -86,6 +86,29 @@ for queries, keys, heads, width, dtype, more in (
 print(json.dumps(shared))
 """
 
+KV = """
+from neuzip.kernels import kv_cache
+from neuzip.kernels.kv_cache import triton_attend, triton_store
+
+first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
+mask = torch.ones(2, 30, dtype=torch.bool)
+for early in (False, True):
+    triton_attend.early_launches = triton_store.early_launches = lambda device: early
+    for bits, span, width, values, dtype in (
+        (3, "absmax", 100, 100, torch.bfloat16), (4, "minmax", 128, 64, torch.float16),
+        (8, "absmax", 64, 64, torch.float32),
+    ):
+        rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
+        for tokens in (1, 20):
+            states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
+            triton_store.store(rooms, states, length, first)
+            triton_store.store(rooms, states, 3, first)
+        for more in (None, mask):
+            query = torch.zeros(2, 8, width, dtype=dtype)
+            triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
+print(json.dumps(shared))
+"""
+
 STEP = """
 from neuzip.kernels.step import NORMS, triton_step
 
@@ -109,8 +132,8 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (STEP, 3)],
-    ids=["linear heads", "attention", "steps"],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 3), (STEP, 3)],
+    ids=["linear heads", "attention", "keys and values", "steps"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
