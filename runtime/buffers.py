@@ -99,11 +99,15 @@ class Unit:
             self._known_on.add(stream)
 
 
-def use(unit: Unit, product: Callable[[torch.Tensor], T]) -> T:
-    """What `product` makes of a unit's dense weights. They are another's as soon as it returns."""
+def use(unit: Unit, product: Callable[[torch.Tensor], T], *, ahead: bool = True) -> T:
+    """What `product` makes of a unit's dense weights. They are another's as soon as it returns.
+
+    Others are decoded `ahead` meanwhile. Beside a product that keeps a GPU busy by itself nothing is gained;
+    a ring that is only used without has room for one.
+    """
     ring = _ring_of(unit.sources[0].device)
     with ring.lock:
-        return ring.use(unit, product)
+        return ring.use(unit, product, ahead)
 
 
 def release() -> None:
@@ -112,17 +116,6 @@ def release() -> None:
         _eager.clear()
         _captured.clear()
         _wanted.clear()
-
-
-@contextmanager
-def prefetching(on: bool) -> Iterator[None]:
-    """Whether weights are decoded ahead, for all threads. If not, a ring has room for one only."""
-    global _ahead
-    before, _ahead = _ahead, on
-    try:
-        yield
-    finally:
-        _ahead = before
 
 
 def make_way(device: torch.device) -> None:
@@ -188,7 +181,6 @@ def _join_late(graph: int) -> None:
         ring.join()
 
 
-_ahead = True
 _changing = threading.Lock()
 _eager: dict[torch.device, _Ring] = {}
 _captured: dict[torch.device, tuple[int, _Ring]] = {}
@@ -306,9 +298,10 @@ class _Ring:
     def _stream(self) -> Any:
         return self._backend.current_stream(self._device)
 
-    def use(self, unit: Unit, product: Callable[[torch.Tensor], T]) -> T:
+    def use(self, unit: Unit, product: Callable[[torch.Tensor], T], ahead: bool) -> T:
         """See the function."""
         stream = self._stream
+        self._make_room(unit.room, ROOM if ahead else 1, stream)
         span = self._holding(unit)
         if span is None:
             span = self._decode(unit, stream, stream)
@@ -322,7 +315,7 @@ class _Ring:
             result = product(span.dense)
         finally:
             span.done.record(stream)
-        if _ahead:
+        if ahead:
             self._prefetch(unit, stream)
         return result
 
@@ -354,6 +347,7 @@ class _Ring:
                 break  # whatever comes next believes nothing
             span = self._holding(following)
             if span is None:
+                self._make_room(following.room, ROOM, stream)
                 span = self._decode(following, self._next_side(stream), stream)
                 if span is None:
                     break
@@ -373,7 +367,6 @@ class _Ring:
 
         On the side, None if what lies there is still to be used. `stream` is the current one.
         """
-        self._make_room(unit.room, stream)
         aside = where is not stream
         start = self._place_for(unit.room)
         stop = start + _aligned(unit.room)
@@ -411,10 +404,10 @@ class _Ring:
         start = (slots + (at > 0)) * self._slot
         return start if start + self._slot <= self.size else 0
 
-    def _make_room(self, room: int, stream: Any) -> None:
+    def _make_room(self, room: int, slots: int, stream: Any) -> None:
         """Take more memory if a unit finds too little."""
         self._slot = max(self._slot, _aligned(room))
-        needed = (ROOM if _ahead else 1) * self._slot
+        needed = slots * self._slot
         if self.size < needed:
             if self._graph:  # where nobody says which streams still read there
                 self._outgrown.append(self.memory)

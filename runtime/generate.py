@@ -677,7 +677,7 @@ class GreedyDecoder:
             raise ValueError(
                 f"{batch} prompts of {tokens} tokens in a decoder of {self.batch} x {self.max_length}"
             )
-        with self._running(), self._buffers():
+        with self._running(), buffers.within(self._room):
             self._reset()
             where = torch.arange(tokens, device=self.device)
             logits = self._read(self._eager, ids.to(self.device), where)
@@ -686,12 +686,6 @@ class GreedyDecoder:
             self._position.fill_(tokens)
         self._length = tokens
         return self._token[:, 0]
-
-    def _buffers(self) -> AbstractContextManager[None]:
-        """Where a prompt has its weights: in the graph's memory; if it has none, one weight is enough."""
-        if self._room.memory is not None:
-            return buffers.within(self._room)
-        return buffers.prefetching(not self.graphed)
 
     def take(self, tokens: torch.Tensor) -> None:
         """Go on with other tokens, int64 [batch], than those that were chosen last."""

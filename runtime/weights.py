@@ -53,6 +53,9 @@ from .buffers import Unit
 LARGEST = 128 << 20
 """Dense bytes that are decoded at a time, and coded together."""
 
+AHEAD_ROWS = 256
+"""Of x: up to so many, other weights are decoded beside a product. More keep a GPU busy by themselves."""
+
 TILE = 128
 """Rows of large weights are decoded in multiples of it: whole tiles of a matrix product."""
 
@@ -165,20 +168,23 @@ class CompressedWeight(torch.Tensor):
     def _transposed(self: Self) -> Self:
         return self._again(self.stored, not self.flipped, slice(0, self._rows))
 
-    def _decoded(self, part: Part, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _decoded(
+        self, part: Part, product: Callable[[torch.Tensor], torch.Tensor], *, ahead: bool
+    ) -> torch.Tensor:
         """What a product makes of the rows of a part, [rows, in], dense for that moment."""
         if self._traced:
             return product(part.unit.decode(None))
-        return buffers.use(part.unit, product)
+        return buffers.use(part.unit, product, ahead=ahead)
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ stored.T + bias, of a matrix."""
+        ahead = x.numel() <= AHEAD_ROWS * x.shape[-1]
         if len(self.parts) == 1:
-            return self._decoded(self.parts[0], lambda rows: F.linear(x, rows, bias))
+            return self._decoded(self.parts[0], lambda rows: F.linear(x, rows, bias), ahead=ahead)
         y = x.new_empty(*x.shape[:-1], self._rows)
         for part in self.parts:
             share = None if bias is None else bias[part.start : part.stop]
-            y[..., part.start : part.stop] = self._decoded(part, partial(_linear_of, x, share))
+            y[..., part.start : part.stop] = self._decoded(part, partial(_linear_of, x, share), ahead=ahead)
         return y
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
@@ -697,7 +703,7 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
         own = tree_map_only(CompressedWeight, lambda _: dense, (args, kwargs))
         return func(*own[0], **own[1])  # type: ignore[no-any-return]
 
-    return weight._decoded(weight.parts[0], multiply)
+    return weight._decoded(weight.parts[0], multiply, ahead=False)
 
 
 def _any(*tensors: Any) -> bool:

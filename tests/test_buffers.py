@@ -136,13 +136,16 @@ def test_a_wrong_guess_makes_room_again() -> None:
     assert units.decoded == []  # both are held
 
 
-def test_prefetching_can_be_switched_off() -> None:
+def test_nothing_is_decoded_ahead_of_large_products() -> None:
     units = Units([600] * 4)
-    with buffers.prefetching(False):
-        units.check(units.use(*[0, 1, 2] * 3), [0, 1, 2] * 3)
+    for number in [0, 1, 2] * 3:
+        buffers.use(units.all[number], lambda dense: None, ahead=False)
     assert units.decoded == [0, 1, 2] * 3
     (taken,) = buffers._eager.values()
     assert taken.size == 2 * buffers.ALIGNMENT  # room for one
+    units.check(units.use(0), [0])
+    assert units.decoded == [0, 1, 2] * 3 + [0, 1, 2]
+    assert taken.size == buffers.ROOM * 2 * buffers.ALIGNMENT
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -329,12 +332,12 @@ def paper_unit(paper: Paper, number: int, room: int) -> buffers.Unit:
     return buffers.Unit(room, (torch.zeros(1),), decode)
 
 
-def use_on_paper(paper: Paper, units: list[buffers.Unit], number: int) -> None:
+def use_on_paper(paper: Paper, units: list[buffers.Unit], number: int, ahead: bool = True) -> None:
     def product(dense: torch.Tensor) -> None:
         assert dense.numel() == units[number].room and (dense == number).all()
         paper.access(dense, writes=False)
 
-    buffers.use(units[number], product)
+    buffers.use(units[number], product, ahead=ahead)
 
 
 def order_of(choose: random.Random, units: int) -> list[int]:
@@ -364,8 +367,8 @@ def test_no_stream_disturbs_another(seed: int, paper: Paper) -> None:
     units = [paper_unit(paper, n, choose.randint(1, 4000)) for n in range(choose.randint(1, 9))]
     streams = [Stream(set(paper.current.after)) for _ in range(choose.randint(1, 3))]
     for number in order_of(choose, len(units)):
-        with paper.stream(choose.choice(streams)), buffers.prefetching(choose.random() < 0.9):
-            use_on_paper(paper, units, number)
+        with paper.stream(choose.choice(streams)):
+            use_on_paper(paper, units, number, ahead=choose.random() < 0.9)
     assert paper.base == 0  # nothing was taken before what was outgrown was freed
 
 

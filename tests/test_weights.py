@@ -490,6 +490,12 @@ def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -
     order = [live[0].memory0, all_experts.memory0, live[1].words, live[2].memory0]  # type: ignore[attr-defined]
     assert [id(t) for t in used[:12]] == [id(t) for t in order * 3]
     assert on_the_side == [False] * 5 + [True] * (len(used) - 5)
+    on_the_side.clear()
+    many = random(weights.AHEAD_ROWS + 1, 40, seed=6)
+    for _ in range(2):
+        for w, matrix in zip(live, matrices, strict=True):
+            assert same_bits(F.linear(many, w), F.linear(many, matrix))
+    assert on_the_side and not any(on_the_side)
 
 
 # On a GPU.
