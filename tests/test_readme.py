@@ -404,7 +404,7 @@ def test_the_few_figures_are_those_of_the_results(root: Path, readme: ModuleType
 @pytest.mark.parametrize(
     ("name", "change", "row", "told"),
     [
-        ("bitnet", lambda d: d["rows"], "[generate with ternary 3B weights, a4.8]", "2.5x"),
+        ("bitnet", lambda d: d["rows"], "[generate with ternary 3B weights, a4.8, ", "2.5x"),
         ("generate", lambda d: d["sections"]["llama"]["rows"], "[generate with packed", "1.15x for one text"),
     ],
 )
