@@ -1,6 +1,6 @@
 """What a step of decoding is made of: kernels and microseconds, with and without what is fused, on one GPU.
 
-    python benchmarks/decode_step.py [--sections steps ring] [--layers 4] [--list a4.8]
+    python benchmarks/decode_step.py [--sections steps ring prompt] [--layers 4] [--list a4.8]
 
 `steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
 a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CUDA graph with the kernels of
@@ -9,6 +9,9 @@ same bits. --list shows the kernels of one form by name, each with what it takes
 
 `ring`: how many decoders of `ans` run side by side, how far ahead, in how much room, on how much of the GPU.
 
+`prompt`: what a prompt of 2,048 tokens takes without a graph: the host, until all is launched; both; and
+kernels alone, those that run at the same time counted once.
+
 It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import Counter
 from typing import Any
 
@@ -25,6 +29,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from neuzip.kernels.rans import triton_decode
 from neuzip.runtime import buffers
 from neuzip.runtime.generate import GreedyDecoder
 from neuzip.runtime.residency import compress_parameters
@@ -36,18 +41,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "as it is": {"fuse": False}, "fused": {}, "compiled": {"compiled": True}
 }  # fmt: skip
 PROMPT, NEW = 32, 64
+LONG_PROMPT = 2048
 
 
 def main() -> None:
     """Print both tables."""
-    sections = {"steps": steps, "ring": ring}
+    sections = {"steps": steps, "ring": ring, "prompt": prompt}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--four-warps", action="store_true", help="programs of decoders have four warps")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--list", choices=FORMS, help="show the kernels of this form")
     arguments = parser.parse_args()
+    if arguments.four_warps:
+        triton_decode.FEW_BLOCKS = 0
     with torch.inference_mode():
         for name in arguments.sections:
             sections[name](arguments)
@@ -99,6 +108,39 @@ def ring(arguments: argparse.Namespace) -> None:
         del decoder
     for name, value in zip(names, usual, strict=True):
         setattr(buffers, name, value)
+
+
+def prompt(arguments: argparse.Namespace) -> None:
+    """Whether the host or the GPU is what a prompt waits for."""
+    print(f"{'form':9} {'launched':>9} {'ended':>9} {'kernels':>9}  ms")
+    for form in ("bf16", "packed", "ans"):
+        model = made(form, arguments.layers)
+        decoder = GreedyDecoder(model, 1, LONG_PROMPT + 1, graph=False)
+        ids = prompts(model.config.vocab_size, 1, LONG_PROMPT)
+        found = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            decoder.prefill(ids)
+            launched = time.perf_counter() - began
+            torch.cuda.synchronize()
+            found.append((time.perf_counter() - began, launched))
+        ended, launched = sorted(found)[2]
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            decoder.prefill(ids)
+            torch.cuda.synchronize()
+        times = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in seen.events()
+            if event.device_type == DeviceType.CUDA
+        )
+        busy = until = 0.0
+        for start, end in times:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        print(f"{form:9} {1e3 * launched:9.2f} {1e3 * ended:9.2f} {busy / 1e3:9.2f}", flush=True)
+        del decoder, model
+        free_memory()
 
 
 def made(form: str, layers: int) -> PreTrainedModel:
