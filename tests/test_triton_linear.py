@@ -70,7 +70,8 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     ("out", "columns", "rows", "numbers", "drop"),
     [
         (16, 128, 1, (1, 0), 0), (17, 96, 1, (2, 0), 3), (50, 513, 1, (4, 0), 1), (33, 640, 1, (8, 0), 4),
-        (40, 33, 1, (16, 0), 0), (1, 1, 1, (1, 0), 0), (16, 128, 2, (0, 1), 0), (31, 100, 8, (0, 5), 5),
+        (40, 33, 1, (16, 0), 0), (1, 1, 1, (1, 0), 0), (17, 1100, 1, (1, 0), 4), (16, 1024, 1, (1, 0), 5),
+        (16, 128, 2, (0, 1), 0), (31, 100, 8, (0, 5), 5),
         (150, 513, 7, (0, 3), 0), (40, 576, 8, (0, 2), 0), (15, 31, 3, (0, 4), 1),
         (48, 513, 9, (0, 1), 0), (130, 640, 16, (0, 7), 3), (200, 250, 17, (0, 9), 0),
         (33, 96, 32, (0, 1), 7), (15, 31, 25, (0, 2), 1), (64, 128, 12, (0, 1), 4), (70, 300, 50, (0, 2), 0),
@@ -197,8 +198,8 @@ def layouts(kernel, **constants):
 
 one, some = triton_linear._one_row, triton_linear._some_rows
 form = dict(LOW=8, HALF=False, BIAS=True, ASM=True, EARLY=True)
-layouts(one, C=128, W=4, EVEN=True, **form)
-layouts(one, C=125, W=16, EVEN=False, **form | dict(HALF=True, LOW=3))
+layouts(one, C=128, W=4, AHEAD=1, EVEN=True, **form)
+layouts(one, C=125, W=16, AHEAD=2, EVEN=False, **form | dict(HALF=True, LOW=3))
 programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)
 layouts(some, C=128, BM=16, EVEN=True, **programs, **form)
 layouts(some, C=125, BM=32, EVEN=False, **programs, **form | dict(HALF=True))

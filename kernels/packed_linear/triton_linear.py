@@ -66,11 +66,14 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     with torch.cuda.device_of(x), LAUNCHING:
         if rows == 1:
             # By the registers that it takes, so many warps are on a multiprocessor.
-            warps = _warps(tiles, lanes, 28 if packed.low_bits <= 4 else 20, x.device)
+            few_bits = packed.low_bits <= 4
+            warps = _warps(tiles, lanes, 28 if few_bits else 20, x.device)
+            # Few warps with many turns each have registers for more that is under way.
+            slow = tiles * warps <= 16 * multiprocessors(x.device) and lanes >= 32 * warps
             _one_row[(tiles,)](
                 y, x.view(torch.int32), x, *packed.arrays, bias, packed.base, scale, stand_in, out,
-                W=warps, EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, EARLY=early, **shape,
-                num_warps=warps, launch_pdl=early,
+                W=warps, AHEAD=2 if few_bits and slow else 1, EVEN=lanes % (4 * warps) == 0,
+                BIAS=bias is not None, EARLY=early, **shape, num_warps=warps, launch_pdl=early,
             )  # fmt: skip
             return y.to(x.dtype)
         wide = max(16, triton.next_power_of_2(rows))
@@ -281,9 +284,12 @@ def _load_pairs(x, c, r, inside, EVEN: tl.constexpr):
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, scale, stand_in, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    W: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """16 values of y for one row of x: W warps share the columns, 4 words each in turn."""
+    """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
+
+    Words and x are under way AHEAD turns before they are multiplied.
+    """
     if EARLY:
         cuda.gdc_launch_dependents()
     T: tl.constexpr = 32 * W
@@ -301,12 +307,18 @@ def _one_row(
     first, stop = _escapes_of_row(row_start, tl.minimum(tile * 16 + t // EL, N - 1), t % EL)
 
     record = _record(index, c, c < C, EVEN)
-    a, b = _load_words(words, c * 16 + r * 2, c < C, P, C, EVEN)
-    ahead = tl.minimum(1, TURNS - 1) * (4 * W) + c
-    next_record = _record(index, ahead, ahead < C, EVEN)
+    coming = ()
+    for i in tl.static_range(AHEAD):
+        k = tl.minimum(i, TURNS - 1) * (4 * W) + c
+        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+    k = tl.minimum(1, TURNS - 1) * (4 * W) + c
+    next_record = _record(index, k, k < C, EVEN)
     if EARLY:
         cuda.gdc_wait()  # for x
-    pairs = _load_pairs(pairs_of_x, c, r, c < C, EVEN)
+    pairs = ()
+    for i in tl.static_range(AHEAD):
+        k = tl.minimum(i, TURNS - 1) * (4 * W) + c
+        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
     off, column, there = _escape(escapes, first, stop, stand_in, HALF)
     far_a, far_b = _load_far(far, record, c, r, ASM)
     zero = tl.zeros([T], tl.float32)
@@ -315,21 +327,25 @@ def _one_row(
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
     for turn in range(TURNS):
-        # The next words and their x are under way meanwhile.
-        ahead = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
-        behind = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
-        next_a, next_b = _load_words(words, ahead * 16 + r * 2, ahead < C, P, C, EVEN)
-        next_pairs = _load_pairs(pairs_of_x, ahead, r, ahead < C, EVEN)
+        k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
+        last_words = _load_words(words, k * 16 + r * 2, k < C, P, C, EVEN)
+        last_pairs = _load_pairs(pairs_of_x, k, r, k < C, EVEN)
+        a, b = coming[0]
         added = ()
         for g in tl.static_range(8):
             a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
             a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
-            added += (_mma((a0, a1, a2, a3), pairs, sums[g], W, HALF, ASM),)
+            added += (_mma((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
         sums = added
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
-        far_a, far_b = _load_far(far, next_record, ahead, r, ASM)
-        next_record = _record(index, behind, behind < C, EVEN)
-        a, b, pairs = next_a, next_b, next_pairs
+        k = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
+        far_a, far_b = _load_far(far, next_record, k, r, ASM)
+        k = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
+        next_record = _record(index, k, k < C, EVEN)
+        if AHEAD == 2:
+            coming, pairs = (coming[1], last_words), (pairs[1], last_pairs)
+        else:
+            coming, pairs = (last_words,), (last_pairs,)
     for step in range(1, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
