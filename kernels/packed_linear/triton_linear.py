@@ -281,6 +281,31 @@ def _load_pairs(x, c, r, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _first_words(
+    words, c, r, COUNT: tl.constexpr, TURNS: tl.constexpr, STEP: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The words of rows r and r + 8 in the first COUNT turns."""
+    loaded = ()
+    for turn in tl.static_range(COUNT):
+        k = tl.minimum(turn, TURNS - 1) * STEP + c
+        loaded += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+    return loaded
+
+
+@triton.jit
+def _first_pairs(
+    x, c, r, COUNT: tl.constexpr, TURNS: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
+):
+    """x for those words."""
+    loaded = ()
+    for turn in tl.static_range(COUNT):
+        k = tl.minimum(turn, TURNS - 1) * STEP + c
+        loaded += (_load_pairs(x, k, r, k < C, EVEN),)
+    return loaded
+
+
+@triton.jit
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, scale, stand_in, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
@@ -307,18 +332,12 @@ def _one_row(
     first, stop = _escapes_of_row(row_start, tl.minimum(tile * 16 + t // EL, N - 1), t % EL)
 
     record = _record(index, c, c < C, EVEN)
-    coming = ()
-    for i in tl.static_range(AHEAD):
-        k = tl.minimum(i, TURNS - 1) * (4 * W) + c
-        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+    coming = _first_words(words, c, r, AHEAD, TURNS, 4 * W, P, C, EVEN)
     k = tl.minimum(1, TURNS - 1) * (4 * W) + c
     next_record = _record(index, k, k < C, EVEN)
     if EARLY:
         cuda.gdc_wait()  # for x
-    pairs = ()
-    for i in tl.static_range(AHEAD):
-        k = tl.minimum(i, TURNS - 1) * (4 * W) + c
-        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
+    pairs = _first_pairs(pairs_of_x, c, r, AHEAD, TURNS, 4 * W, C, EVEN)
     off, column, there = _escape(escapes, first, stop, stand_in, HALF)
     far_a, far_b = _load_far(far, record, c, r, ASM)
     zero = tl.zeros([T], tl.float32)
