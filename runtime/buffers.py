@@ -40,7 +40,7 @@ from .driver import confined_streams
 T = TypeVar("T")
 
 _Kind = Literal["eager", "captured", "joined at the end"]
-"""Of rings: those of eager calls, of any capture, of one within `joined_at_the_end`."""
+"""Of rings: those of eager calls, of any capture, of one within `joined_at_the_end` behind `make_way`."""
 
 SIDES = 6
 """Side streams: at most so many decoders run side by side."""
@@ -119,12 +119,17 @@ def release() -> None:
 
 
 def make_way(device: torch.device) -> None:
-    """Before a capture: give the ring of eager calls back. What is freed in a capture is of no use there."""
+    """Before a capture: give the ring of eager calls back. What is freed in a capture is of no use there.
+
+    Nor can streams on part of a GPU be made there: they are made here, if anything was ever decoded.
+    """
     with _changing:
         ring = _eager.pop(device, None)
         if ring is not None:
             _wanted[device] = ring.size
-            _sides(device, "joined at the end")  # which cannot be made in a capture
+        if device in _used:
+            _sides(device, "joined at the end")
+            _prepared.add(device)
 
 
 @dataclass(eq=False)
@@ -167,11 +172,13 @@ def within(room: Room) -> Iterator[None]:
         yield
         return
     device = room.memory.device
-    ring = _lent.rings[device] = _Ring(device, "eager", memory=room.memory)
+    before = _lent.rings
+    ring = _Ring(device, "eager", memory=room.memory)
+    _lent.rings = {**before, device: ring}
     try:
         yield
     finally:
-        del _lent.rings[device]
+        _lent.rings = before
         ring.join()
 
 
@@ -186,6 +193,10 @@ _eager: dict[torch.device, _Ring] = {}
 _captured: dict[torch.device, tuple[int, _Ring]] = {}
 _late: dict[int, _Ring | None] = {}
 """By the number of a graph, rings that are joined at the end of its capture."""
+
+_used: set[torch.device] = set()
+_prepared: set[torch.device] = set()
+"""Devices that anything was decoded on; those with streams on part of them."""
 
 _wanted: dict[torch.device, int] = {}
 """Bytes of rings that made way for a capture."""
@@ -210,6 +221,7 @@ def _ring_of(device: torch.device) -> _Ring:
                 return _lent.rings[device]
             if device not in _eager:
                 _eager[device] = _Ring(device, "eager")
+                _used.add(device)
             return _eager[device]
         ring = _late.get(graph)
         if ring is None and device in _captured and _captured[device][0] == graph:
@@ -220,10 +232,12 @@ def _ring_of(device: torch.device) -> _Ring:
             others = [other.size for other in (last, _eager.pop(device, None)) if other is not None]
             last = None
             size = max([*others, _wanted.pop(device, 0)])
-            if graph in _late:
-                ring = _late[graph] = _Ring(device, "joined at the end", size, graph)
+            late = graph in _late
+            kind: _Kind = "joined at the end" if late and device in _prepared else "captured"
+            ring = _Ring(device, kind, size, graph)
+            if late:
+                _late[graph] = ring
             else:
-                ring = _Ring(device, "captured", size, graph)
                 _captured[device] = graph, ring
         return ring
 

@@ -32,19 +32,25 @@ def confined_streams(device: torch.device, share: float, count: int) -> list[tor
 
     What runs on other streams always finds the rest free of them. A share is rounded down to a multiple of
     EIGHT. Streams of the whole GPU for a share of 1, where the driver knows no such contexts ("green" ones,
-    CUDA 12.4), and where the GPU cannot be divided. Not within a capture.
+    CUDA 12.5), and where the GPU cannot be divided. Not within a capture.
     """
     context = _context(device, share) if share < 1 else None
-    if context is None:
-        return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
-    made: list[torch.cuda.Stream] = []
-    for _ in range(count):
-        stream = ctypes.c_void_p()
-        error = _driver().cuGreenCtxStreamCreate(ctypes.byref(stream), context, _NON_BLOCKING, 0)
-        if error:
-            raise RuntimeError(f"the CUDA driver reports error {error} when asked for a stream")
-        made.append(torch.cuda.ExternalStream(stream.value, device=device))  # type: ignore[no-untyped-call]
-    return made
+    made = [None if context is None else _stream_in(context) for _ in range(count)]
+    streams: list[torch.cuda.Stream] = [
+        torch.cuda.ExternalStream(one, device=device)  # type: ignore[no-untyped-call]
+        for one in made
+        if one is not None
+    ]
+    if len(streams) == count:
+        return streams
+    return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+
+def _stream_in(context: ctypes.c_void_p) -> int | None:
+    """A stream of a context, which stays until the process ends; None where the driver has none left."""
+    stream = ctypes.c_void_p()
+    error = _driver().cuGreenCtxStreamCreate(ctypes.byref(stream), context, _NON_BLOCKING, 0)
+    return None if error else stream.value
 
 
 class _Resource(ctypes.Structure):
@@ -66,7 +72,7 @@ def _context(device: torch.device, share: float) -> ctypes.c_void_p | None:
     """A context of a share of a GPU's multiprocessors, which stays until the process ends; None without."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     driver = _driver()
-    if not hasattr(driver, "cuGreenCtxCreate"):
+    if not hasattr(driver, "cuGreenCtxStreamCreate"):
         return None
     number, whole, some, rest = ctypes.c_int(), _Resource(), _Resource(), _Resource()
     groups, description, context = ctypes.c_uint(1), ctypes.c_void_p(), ctypes.c_void_p()
@@ -77,7 +83,10 @@ def _context(device: torch.device, share: float) -> ctypes.c_void_p | None:
         return None
     wanted = int(share * whole.multiprocessors) // EIGHT * EIGHT
     if (
-        driver.cuDevSmResourceSplitByCount(refer(some), refer(groups), refer(whole), refer(rest), 0, wanted)
+        wanted == 0
+        or driver.cuDevSmResourceSplitByCount(
+            refer(some), refer(groups), refer(whole), refer(rest), 0, wanted
+        )
         or driver.cuDevResourceGenerateDesc(refer(description), refer(some), 1)
         or driver.cuGreenCtxCreate(refer(context), description, number, _DEFAULT_STREAM)
     ):

@@ -219,9 +219,12 @@ def _sharing(calls: Iterable[tuple[BitLinear, Tensor]]) -> Iterator[_SharedInput
         alone = x.numel() != layer.in_features or layer.bias is not None or layer.ternary.grouped
         return id(x), layer._activation, layer.scale.dim(), id(layer) if alone else 0
 
+    seen: set[BitLinear] = set()  # blocks may share layers
     for _, group in groupby(calls, key):
         layers = tuple(layer for layer, _ in group)
-        if 1 < len(layers) == len(set(layers)) and layers[0]._activation != "none":
+        alone = len(layers) == 1 or len(layers) > len(set(layers)) or not seen.isdisjoint(layers)
+        if not alone and layers[0]._activation != "none":
+            seen.update(layers)
             yield _SharedInput(layers)
 
 

@@ -178,7 +178,7 @@ class CompressedWeight(torch.Tensor):
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ stored.T + bias, of a matrix."""
-        ahead = x.numel() <= AHEAD_ROWS * x.shape[-1]
+        ahead = _is_few(x)
         if len(self.parts) == 1:
             return self._decoded(self.parts[0], lambda rows: F.linear(x, rows, bias), ahead=ahead)
         y = x.new_empty(*x.shape[:-1], self._rows)
@@ -674,7 +674,7 @@ def _linear_op(func: Any, x: Any, weight: Any, bias: Any = None) -> Any:
 def _mm_of(func: Any, x: Any, weight: Any) -> Any:
     if not isinstance(weight, CompressedWeight) or _any(x):
         return NotImplemented
-    return weight._linear(x, None) if weight.flipped else _product(func, x, weight)
+    return weight._linear(x, None) if weight.flipped else _product(func, x, weight, ahead=_is_few(x))
 
 
 def _addmm_of(func: Any, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -682,7 +682,7 @@ def _addmm_of(func: Any, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha
         return NotImplemented
     if weight.flipped and bias.dim() == 1 and beta == 1 and alpha == 1:
         return weight._linear(x, bias)
-    return _product(func, bias, x, weight, beta=beta, alpha=alpha)
+    return _product(func, bias, x, weight, beta=beta, alpha=alpha, ahead=_is_few(x))
 
 
 def _mv_of(func: Any, weight: Any, x: Any) -> Any:
@@ -691,7 +691,7 @@ def _mv_of(func: Any, weight: Any, x: Any) -> Any:
     return weight._linear(x, None)
 
 
-def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _product(func: Any, *args: Any, ahead: bool, **kwargs: Any) -> Any:
     """A product of one weight that is decoded as a whole, to a shared buffer."""
     weights = [w for w in tree_leaves((args, kwargs)) if isinstance(w, CompressedWeight)]
     weight = weights[0]
@@ -703,7 +703,12 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
         own = tree_map_only(CompressedWeight, lambda _: dense, (args, kwargs))
         return func(*own[0], **own[1])  # type: ignore[no-any-return]
 
-    return weight._decoded(weight.parts[0], multiply, ahead=False)
+    return weight._decoded(weight.parts[0], multiply, ahead=ahead)
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    """Whether x [..., in] has so few rows that other weights are decoded meanwhile."""
+    return x.numel() <= AHEAD_ROWS * x.shape[-1]
 
 
 def _any(*tensors: Any) -> bool:

@@ -486,6 +486,33 @@ def test_a_graphs_memory_is_lent(seed: int, paper: Paper, monkeypatch: pytest.Mo
 
 
 @CPU_ONLY
+def test_memory_may_be_lent_while_other_memory_is(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever is called in a prompt: afterwards the first goes on with what it had."""
+    units = [paper_unit(paper, n, 1000) for n in range(3)]
+    rooms = []
+    for graph in (7, 8):
+        monkeypatch.setattr(buffers, "_graph_of", lambda _, graph=graph: graph)
+        with buffers.joined_at_the_end(torch.device("cpu")) as room:
+            use_on_paper(paper, units, 0)
+        rooms.append(room)
+    monkeypatch.setattr(buffers, "_graph_of", lambda _: 0)
+    held: list[buffers._Ring] = []
+
+    def fail() -> None:
+        with buffers.within(rooms[1]):
+            held.append(buffers._ring_of(torch.device("cpu")))
+            raise ZeroDivisionError
+
+    with buffers.within(rooms[0]):
+        held.append(buffers._ring_of(torch.device("cpu")))
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert buffers._ring_of(torch.device("cpu")) is held[0]
+    assert [ring.memory is room.memory for ring, room in zip(held, rooms, strict=True)] == [True] * 2
+    assert not buffers._lent.rings
+
+
+@CPU_ONLY
 def test_in_lent_memory_each_weight_is_decoded_once(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next replay believes nothing of what is ahead."""
     units = [paper_unit(paper, n, 500 + n) for n in range(9)]
@@ -610,6 +637,52 @@ def test_side_streams_are_joined_at_the_end_of_a_capture(first: int) -> None:
             torch.cuda.synchronize()
             units.check(seen, order)
     units.check(units.use(*order), order)
+
+
+@pytest.mark.gpu
+def test_decoders_of_a_graph_are_confined_if_way_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    units = Units([50_000, 700, 1000])
+    for prepared in (False, True):
+        units.use(0, 1, 2, 0, 1, 2)
+        monkeypatch.setattr(buffers, "_prepared", set())
+        if prepared:
+            buffers.make_way(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), buffers.joined_at_the_end(device) as room:
+            seen = units.use(0, 1, 2)
+            (ring,) = buffers._late.values()
+        assert ring is not None and room.memory is ring.memory
+        assert (type(ring._sides[0]) is torch.cuda.ExternalStream) == prepared
+        graph.replay()
+        torch.cuda.synchronize()
+        units.check(seen, [0, 1, 2])
+
+
+@pytest.mark.gpu
+def test_prompts_and_replays_take_turns_in_a_graphs_memory() -> None:
+    device = torch.device("cuda", 0)
+    units = Units([50_000, 70_000, 300, 4000, 20_000])
+    order, stream = [0, 1, 2, 3, 4], torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        units.use(*order * 2)
+    stream.synchronize()
+    buffers.make_way(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream), buffers.joined_at_the_end(device) as room:
+        seen = units.use(*order)
+    for _ in range(4):
+        with torch.cuda.stream(stream):
+            with buffers.within(room):
+                prompt = units.use(*order, 3, 1)
+                assert not buffers._eager
+            for tensor in seen:
+                tensor.fill_(0xEE)
+            graph.replay()
+            graph.replay()
+    stream.synchronize()
+    units.check(seen, order)
+    units.check(prompt, [*order, 3, 1])
 
 
 @pytest.mark.gpu

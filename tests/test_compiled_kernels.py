@@ -35,6 +35,10 @@ shared, run = {}, JITFunction.run
 def compile_only(self, *args, grid, warmup, **kwargs):
     code = run(self, *args, grid=grid, warmup=True, **kwargs)
     shared[self.__name__] = max(shared.get(self.__name__, 0), code.metadata.shared)
+    before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+    reads = "ld.global" in before or "cp.async" in before
+    assert not (wait and reads), f"{self.__name__} reads before the kernel ahead has ended"
+    assert bool(wait) == bool(kwargs.get("EARLY"))
     return code
 
 JITFunction.run = compile_only

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -57,10 +59,28 @@ def test_kernels_of_confined_streams_stay_there(graph: bool) -> None:
     assert first < everywhere and len(first) == wanted
 
 
-@pytest.mark.gpu
-def test_a_driver_without_such_contexts_gives_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+class OldDriver:
+    """CUDA 12.4: contexts, but no streams in them."""
+
+    cuGreenCtxCreate = None  # noqa: N815
+
+
+class FullDriver:
+    """Contexts, and no stream more."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 2 if name == "cuGreenCtxStreamCreate" else 0
+
+
+@pytest.mark.parametrize("kind", [object, OldDriver, FullDriver])
+def test_a_driver_without_such_streams_gives_those_of_the_whole_gpu(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(driver, "_driver", kind)
     driver._context.cache_clear()
-    monkeypatch.setattr(driver, "_driver", object)
-    streams = driver.confined_streams(torch.device("cuda", 0), 0.5, 2)
+    device = torch.device("cuda", 0)
+    streams = driver.confined_streams(device, 0.5, 2)
     driver._context.cache_clear()
-    assert [type(stream) for stream in streams] == [torch.cuda.Stream] * 2
+    assert streams == [device] * 2

@@ -594,3 +594,19 @@ def test_ternary_layers_with_a_bias_or_another_activation_stay_alone(together: l
             layer(x)
     fused.choose()
     assert fused.products == 0 and str(fused) == "nothing"
+
+
+def test_blocks_may_share_ternary_layers(together: list[int]) -> None:
+    model, ids = ternary_model("silu", "a4.8"), torch.tensor([[7]], device=DEVICE)
+    first, second = model.model.layers  # type: ignore[union-attr]
+    second.mlp = first.mlp
+    fused = FusedStep(model.modules())
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fused.listening():
+            model(ids)
+        fused.choose()
+        with fused.in_place():
+            assert torch.equal(bits(model(ids).logits), bits(expected))
+    assert fused.products == 5 and together == [3, 2, 3, 2]
+    assert not any("forward" in vars(module) for module in model.modules())

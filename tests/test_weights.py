@@ -490,6 +490,13 @@ def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -
     order = [live[0].memory0, all_experts.memory0, live[1].words, live[2].memory0]  # type: ignore[attr-defined]
     assert [id(t) for t in used[:12]] == [id(t) for t in order * 3]
     assert on_the_side == [False] * 5 + [True] * (len(used) - 5)
+    turned = [AnsWeight.of(matrix) for matrix in matrices * 3]  # as a Conv1D has them: x @ w
+    short, bias = random(5, 24, seed=7), random(40, seed=8)
+    for _ in range(2):
+        on_the_side.clear()
+        for w, matrix in zip(turned, matrices * 3, strict=True):
+            assert same_bits(torch.addmm(bias, short, w), torch.addmm(bias, short, matrix))
+    assert any(on_the_side)
     on_the_side.clear()
     many = random(weights.AHEAD_ROWS + 1, 40, seed=6)
     for _ in range(2):

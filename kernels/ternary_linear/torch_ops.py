@@ -170,7 +170,7 @@ def _relu2_glu(x, words, scale, out, columns, group, words_up, scale_up, group_u
     if _fit_a_token(flat, (gate, up)):
         from . import triton_vector
 
-        y = triton_vector.relu2_glu(flat.contiguous(), gate, up, activation, clamped)
+        y = triton_vector.relu2_glu(flat.contiguous(), gate, up, activation, clamped, top_k_count(columns))
     else:
         squared = squared_relu(_multiply(flat, gate, None, activation, 0.5, clamped))
         linear = _multiply(flat, up, None, activation, 0.5, clamped)

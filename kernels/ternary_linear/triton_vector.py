@@ -131,13 +131,14 @@ def relu2_glu(
     up: TernaryWeight,
     activation: str,
     clamped: bool,
+    kept: int = 0,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """squared_relu(gate product) * up product for x [1, in]: [1, out], in one launch.
 
     Rows of `up` for which the squared ReLU is 0 are not read. Weights have a scale, or one a row.
     """
-    of_token = _Token.of(x, (gate, up), activation, clamped, 0, launch)
+    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
     y = of_token.empty(gate)
     tiles = gate.words.shape[0]
     with torch.cuda.device_of(x), LAUNCHING:
