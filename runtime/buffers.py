@@ -16,8 +16,8 @@ what it holds be believed outside, nor the other way round. There the side strea
 returns, so that a capture may end anywhere; `joined_at_the_end` puts that off. Between replays eager calls
 may have that memory (`within`).
 
-There decoders have some multiprocessors only. Products of cuBLAS want whole ones, and wait for decoders that
-are everywhere, as do the small kernels between them.
+In a graph that is captured so, decoders have some multiprocessors only. Products of cuBLAS want whole ones,
+and wait for decoders that are everywhere, as do the small kernels between them.
 
 The same code runs on a CPU, where nothing overlaps, for tests with Triton's interpreter.
 """
