@@ -5,13 +5,14 @@
 `bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others are
 `neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked for. The
 weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one
-CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median step. Rows
-called compiled are of steps that torch.compile compiled first, those of bf16 as well, whose ratios are to
-each other; --no-compile leaves them out. Peak memory is that of torch's tensors while the model is loaded and
-adds 512 tokens to a text. The error of logits is relative, in the 2-norm, to a forward pass in fp64 (norms in
-fp32, as the model's code has them); packed may have 5 % more of it than bf16, the scatter of sums in another
-order. Where that makes packed take another token, what counts is whether the original, reading the same text,
-takes it too or has it tied with its own: at most TIE roundings of bf16 logits apart.
+CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median step. `dense`
+takes turns with another bf16 model, as it should be just as fast. Rows called compiled are of steps that
+torch.compile compiled first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them
+out. Peak memory is that of torch's tensors while the model is loaded and adds 512 tokens to a text. The error
+of logits is relative, in the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them);
+packed may have 5 % more of it than bf16, the scatter of sums in another order. Where that makes packed take
+another token, what counts is whether the original, reading the same text, takes it too or has it tied with
+its own: at most TIE roundings of bf16 logits apart.
 
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.
@@ -60,6 +61,7 @@ FORMS = ("bf16", *RESIDENCIES)
 KEPT = 3  # mantissa bits of `rounded`
 PROMPT = 32  # tokens before those that are timed
 BATCH_TOKENS = 128
+TURNS = 3
 LOGIT_ROWS = (1, 16)  # positions at a time, both few enough for the kernels of packed
 WIKILM_TOKENS = 256
 SHARD = 4 << 30
@@ -296,11 +298,26 @@ def decode_one(
     seconds = decode_seconds(model, 1, arguments.new_tokens)
     peak = peak_bytes(DEVICE) or 0
     results.against_bf16(PEAK, form, peak / 1e9, "GB")
-    results.against_bf16(DECODE, form, 1 / seconds, "tokens/s")
+    if form == "dense":
+        seconds, base = in_turns(arguments, [model, from_pretrained(plain)])
+        results.add(DECODE, form, 1 / seconds, "tokens/s", base / seconds)
+    else:
+        results.against_bf16(DECODE, form, 1 / seconds, "tokens/s")
     if form == "ans":
         nbytes = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
         bound = dfloat11_speed() / nbytes
         results.add(DFLOAT11, form, bound, "tokens/s", (1 / seconds) / bound)
+
+
+def in_turns(arguments: argparse.Namespace, models: list[PreTrainedModel]) -> list[float]:
+    """Median steps of models that should be equally fast: in turns, as runs minutes apart differ more."""
+    decoders = [GreedyDecoder(model, 1, PROMPT + arguments.new_tokens) for model in models]
+    ids = prompts(models[0].config.vocab_size, 1, PROMPT)
+    steps: list[list[float]] = [[] for _ in models]
+    for _ in range(TURNS):
+        for decoder, mine in zip(decoders, steps, strict=True):
+            mine += run(decoder, ids, arguments.new_tokens).step_seconds
+    return [statistics.median(mine) for mine in steps]
 
 
 def decode_compiled(

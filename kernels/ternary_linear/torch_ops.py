@@ -66,19 +66,21 @@ def ternary_linears(
     weights: Sequence[TernaryWeight],
     *,
     activation: Activation = "int8",
-    share: float = 0.5,
     clamped: bool = False,
 ) -> list[Tensor]:
-    """`ternary_linear` of one x with several weights: the same bits, for one token on a GPU in one launch."""
+    """`ternary_linear` of one x with several weights: the same bits, for one token on a GPU in one launch.
+
+    Of "top_k_int8" half is kept. Raises as `ternary_linear`.
+    """
     for weight in weights:
         _check(x, weight, activation)
     columns = x.shape[-1]
     flat = x.detach().reshape(math.prod(x.shape[:-1]), columns)
     if not _fit_a_token(flat, weights) or len({weight.scale.dim() for weight in weights}) > 1:
-        return [ternary_linear(x, w, activation=activation, share=share, clamped=clamped) for w in weights]
+        return [ternary_linear(x, w, activation=activation, clamped=clamped) for w in weights]
     from . import triton_vector
 
-    kept = top_k_count(columns, share)
+    kept = top_k_count(columns)
     ys = triton_vector.one_token(flat.contiguous(), weights, [None] * len(weights), activation, clamped, kept)
     return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]
 
