@@ -1,6 +1,6 @@
 """What a step of decoding is made of: kernels and microseconds, with and without what is fused, on one GPU.
 
-    python benchmarks/decode_step.py [--sections steps ring prompt] [--layers 4] [--list a4.8]
+    python benchmarks/decode_step.py [--sections steps ring prompt] [--layers 4] [--list a4.8] [--four-warps]
 
 `steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
 a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CUDA graph with the kernels of
@@ -21,6 +21,8 @@ import argparse
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bitnet
@@ -45,7 +47,7 @@ LONG_PROMPT = 2048
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     sections = {"steps": steps, "ring": ring, "prompt": prompt}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
@@ -99,7 +101,6 @@ def ring(arguments: argparse.Namespace) -> None:
         for name, value in zip(names, values, strict=True):
             setattr(buffers, name, value)
         buffers._sides.cache_clear()
-        buffers.release()
         free_memory()
         decoder = GreedyDecoder(model, 1, PROMPT + NEW)
         sides, ahead, room, share = values
@@ -126,18 +127,11 @@ def prompt(arguments: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             found.append((time.perf_counter() - began, launched))
         ended, launched = sorted(found)[2]
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            decoder.prefill(ids)
-            torch.cuda.synchronize()
-        times = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in seen.events()
-            if event.device_type == DeviceType.CUDA
-        )
         busy = until = 0.0
-        for start, end in times:
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
+        for event in profiled(partial(decoder.prefill, ids)):
+            span = event.time_range
+            busy += max(0.0, span.end - max(span.start, until))
+            until = max(until, span.end)
         print(f"{form:9} {1e3 * launched:9.2f} {1e3 * ended:9.2f} {busy / 1e3:9.2f}", flush=True)
         del decoder, model
         free_memory()
@@ -170,13 +164,17 @@ def kernels_of(decoder: GreedyDecoder, model: PreTrainedModel) -> list[tuple[str
     """The kernels of a step, in their order: name, and microseconds."""
     decoder.prefill(prompts(model.config.vocab_size, 1, PROMPT))
     decoder.step()
+    return [(event.name, event.time_range.elapsed_us()) for event in profiled(decoder.step)]
+
+
+def profiled(call: Callable[[], object]) -> list[Any]:
+    """What runs on the GPU in a call, in the order in which it begins."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        decoder.step()
+        call()
         torch.cuda.synchronize()
     events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    return [(event.name, event.time_range.elapsed_us()) for event in events]
+    return sorted(events, key=lambda event: event.time_range.start)
 
 
 def show(kernels: list[tuple[str, float]]) -> None:

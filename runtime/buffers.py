@@ -293,7 +293,7 @@ class _Ring:
         self._turn = 0
         self._to_join: set[Any] = set()
         self.memory: torch.Tensor
-        self._is_kept = False
+        self._is_kept: bool  # by a graph, or by who has lent it
         self._outgrown: list[torch.Tensor] = []
         self._known_on: set[Any]
         self._spans: list[_Span]

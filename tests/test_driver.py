@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -68,8 +68,18 @@ class OldDriver:
 class FullDriver:
     """Contexts, and no stream more."""
 
+    refused: ClassVar[list[int]] = []
+
+    def cuDeviceGetDevResource(self, number: object, resource: Any, kind: int) -> int:  # noqa: N802
+        resource._obj.multiprocessors = 132
+        return 0
+
+    def cuGreenCtxStreamCreate(self, *_: object) -> int:  # noqa: N802
+        self.refused.append(2)
+        return 2
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: 2 if name == "cuGreenCtxStreamCreate" else 0
+        return lambda *_: 0
 
 
 @pytest.mark.parametrize("kind", [object, OldDriver, FullDriver])
@@ -80,7 +90,9 @@ def test_a_driver_without_such_streams_gives_those_of_the_whole_gpu(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(driver, "_driver", kind)
     driver._context.cache_clear()
+    FullDriver.refused.clear()
     device = torch.device("cuda", 0)
     streams = driver.confined_streams(device, 0.5, 2)
     driver._context.cache_clear()
     assert streams == [device] * 2
+    assert bool(FullDriver.refused) == (kind is FullDriver)

@@ -535,6 +535,17 @@ def ternary_model(hidden_act: str, mode: str) -> PreTrainedModel:
     return model
 
 
+def chosen(model: PreTrainedModel, ids: Tensor) -> tuple[FusedStep, Tensor]:
+    """What is fused of a model after it read ids, and the logits by its own code."""
+    fused = FusedStep(model.modules())
+    with torch.no_grad():
+        logits: Tensor = model(ids).logits
+        with fused.listening():
+            model(ids)
+    fused.choose()
+    return fused, logits
+
+
 @pytest.mark.parametrize(
     ("hidden_act", "mode", "sizes"),
     [("relu2", "a4.8", [3, 3]), ("silu", "a4.8", [3, 2] * 2), ("silu", "b1.58", [3, 2] * 2)],
@@ -544,12 +555,8 @@ def test_ternary_layers_of_one_input_go_together(
 ) -> None:
     """Queries, keys and values; gate and up where they are layers of their own."""
     model, ids = ternary_model(hidden_act, mode), torch.tensor([[7]], device=DEVICE)
-    fused = FusedStep(model.modules())
+    fused, expected = chosen(model, ids)
     with torch.no_grad():
-        expected = model(ids).logits
-        with fused.listening():
-            model(ids)
-        fused.choose()
         assert fused.products == sum(sizes) - len(sizes)
         assert together == []
         for _ in range(2):
@@ -600,13 +607,8 @@ def test_blocks_may_share_ternary_layers(together: list[int]) -> None:
     model, ids = ternary_model("silu", "a4.8"), torch.tensor([[7]], device=DEVICE)
     first, second = model.model.layers  # type: ignore[union-attr]
     second.mlp = first.mlp
-    fused = FusedStep(model.modules())
-    with torch.no_grad():
-        expected = model(ids).logits
-        with fused.listening():
-            model(ids)
-        fused.choose()
-        with fused.in_place():
-            assert torch.equal(bits(model(ids).logits), bits(expected))
+    fused, expected = chosen(model, ids)
+    with torch.no_grad(), fused.in_place():
+        assert torch.equal(bits(model(ids).logits), bits(expected))
     assert fused.products == 5 and together == [3, 2, 3, 2]
     assert not any("forward" in vars(module) for module in model.modules())

@@ -68,11 +68,13 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
             # By the registers that it takes, so many warps are on a multiprocessor.
             few_bits = packed.low_bits <= 4
             warps = _warps(tiles, lanes, 28 if few_bits else 20, x.device)
-            # Few warps with many turns each have registers for more that is under way.
-            slow = tiles * warps <= 16 * multiprocessors(x.device) and lanes >= 32 * warps
+            # Where warps are few and have many turns, registers are left for more that is under way.
+            few_warps = tiles * warps <= 16 * multiprocessors(x.device)
+            many_turns = lanes >= 8 * 4 * warps
+            ahead = 2 if few_bits and few_warps and many_turns else 1
             _one_row[(tiles,)](
                 y, x.view(torch.int32), x, *packed.arrays, bias, packed.base, scale, stand_in, out,
-                W=warps, AHEAD=2 if few_bits and slow else 1, EVEN=lanes % (4 * warps) == 0,
+                W=warps, AHEAD=ahead, EVEN=lanes % (4 * warps) == 0,
                 BIAS=bias is not None, EARLY=early, **shape, num_warps=warps, launch_pdl=early,
             )  # fmt: skip
             return y.to(x.dtype)

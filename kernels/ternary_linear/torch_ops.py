@@ -76,7 +76,7 @@ def ternary_linears(
         _check(x, weight, activation)
     columns = x.shape[-1]
     flat = x.detach().reshape(math.prod(x.shape[:-1]), columns)
-    if not _fit_a_token(flat, weights) or len({weight.scale.dim() for weight in weights}) > 1:
+    if not _fit_a_token(flat, weights) or len({weight.scale.dim() for weight in weights}) != 1:
         return [ternary_linear(x, w, activation=activation, clamped=clamped) for w in weights]
     from . import triton_vector
 

@@ -65,8 +65,7 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """At least 4 warps, and as many as leave a thread 8 steps, or 4 of long rows; a second tile where there
-    are many warps.
+    """At least 4 warps, and as many as leave a thread 8 steps, 4 of long rows; 2 tiles where warps are many.
 
     As was fastest on an H200 (benchmarks/results/log.md), like the next.
     """
@@ -421,9 +420,8 @@ def _one_token(
 def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles, K, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
-    UP_ROWS: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
+    UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the gate, and what is open of those of `up`."""
     begin = tl.program_id(0) * TILES
