@@ -251,6 +251,8 @@ def joined() -> Iterator[Ranks]:
         if not _is_first_to_fail(channel):
             time.sleep(GRACE)
             raise AnotherRankFailed("another rank has failed") from failure
+        if isinstance(failure, _Stopped):
+            raise failure.reason from failure
         raise
     else:
         watch.stop()
@@ -305,6 +307,14 @@ def _is_first_to_fail(channel: Channel) -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+class _Stopped(BaseException):
+    """Ends the block wherever it is. No Exception: nothing on the way may take it for an error of its own."""
+
+    def __init__(self, reason: NeuzipError) -> None:
+        super().__init__(reason.message)
+        self.reason = reason
+
+
 class _Watch:
     """A thread that gives signs of life, looks for those of others, and ends the block when they fail."""
 
@@ -333,8 +343,9 @@ class _Watch:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """End the block: torchrun stops the other ranks when one has died, and so does this thread."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise self._ending or NeuzipError(
-            "stopped by SIGTERM, most likely because another rank has died", _GO_ON
+        raise _Stopped(
+            self._ending
+            or NeuzipError("stopped by SIGTERM, most likely because another rank has died", _GO_ON)
         )
 
     def _run(self) -> None:

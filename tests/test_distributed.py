@@ -205,6 +205,23 @@ def test_a_store_that_has_gone_is_one_error() -> None:
             channel.wait("x", 1)
 
 
+def test_being_stopped_is_no_error_of_what_was_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(0, 2, 2, Channel(Shelf()))  # type: ignore[arg-type]
+    monkeypatch.setattr(distributed, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(distributed, "_join", lambda: (ranks, ranks._channel))
+
+    @distributed.joined()
+    def read_a_file() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise NeuzipError("model.safetensors: it is broken") from error
+
+    with pytest.raises(NeuzipError, match=r"^stopped by SIGTERM, most likely because another rank has died$"):
+        read_a_file()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_one_process_needs_no_torch() -> None:
     program = (
         "import sys; from neuzip.compress.distributed import joined\n"
