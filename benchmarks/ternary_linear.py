@@ -1,6 +1,6 @@
 """Products with ternary weights beside cuBLAS with bf16 weights of the same shapes, on one GPU.
 
-    python benchmarks/ternary_linear.py [--sections products sparse] [--rounds 30]
+    python benchmarks/ternary_linear.py [--sections products sparse launches] [--rounds 30]
 
 Each side is what a user calls: `ternary_linear`, quantisation of the activations included, and torch's
 `linear`. The calls of a case lie in one CUDA graph, each with weights of its own, so many that nothing is
@@ -8,7 +8,8 @@ found in the L2. Both sides take turns; times are medians of CUDA events. Codes 
 
 `products` are W1.58A8 and W1.58A4 (INT4 and FP4) for 1, 16 and 2,048 tokens. `sparse` are the two places
 where BitNet a4.8 leaves work out: Top-50 % and INT8 at o_proj beside dense INT8, and the squared-ReLU gated
-unit, in which the rows of `up` with a closed gate are not read, beside two products.
+unit, in which the rows of `up` with a closed gate are not read, beside two products. `launches`, only if
+asked for and not saved, are 16 tokens with W1.58A8, launched in other ways: for whoever tunes.
 
 A result that has not the bits of exact sums, scaled and rounded as `reference` says, is not timed: it ends
 the run. The limit is the bytes of the words at the speed of a device copy, measured in the same run.
@@ -30,6 +31,8 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.kernels.quantizers import Ternary, squared_relu
 from neuzip.kernels.ternary_linear import Activation, TernaryWeight, reference, relu2_glu, ternary_linear
+from neuzip.kernels.ternary_linear.triton_quantize import quantize
+from neuzip.kernels.ternary_linear.triton_vector import Launch, few_tokens
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -44,6 +47,18 @@ GATED_SHAPES = ((8640, 3200), (11008, 4096), (14336, 4096))
 CLOSED = (0.5, 0.675)
 """Shares of gates that are 0: what chance gives, and that of a4.8's 7B model."""
 
+LAUNCHES = {
+    (4096, 4096): [(2, 2, 8, True), (2, 2, 8, False), (4, 2, 4, True), (4, 2, 4, False), (8, 2, 2, True),
+                   (8, 1, 2, True), (4, 1, 4, True), (2, 2, 1, True)],
+    (14336, 4096): [(2, 4, 6, True), (2, 4, 8, False), (2, 4, 4, False), (1, 8, 4, True), (1, 4, 8, True),
+                    (4, 4, 4, False), (2, 4, 1, True)],
+    (4096, 14336): [(8, 2, 7, False), (8, 2, 4, True), (4, 2, 8, True), (4, 2, 8, False), (8, 1, 7, True),
+                    (8, 1, 4, False), (8, 1, 1, True)],
+    (28672, 8192): [(1, 8, 2, True), (1, 8, 6, True), (1, 8, 8, False), (1, 4, 8, True), (2, 4, 4, True),
+                    (1, 8, 1, True)],
+}  # fmt: skip
+"""For each shape: warps, tiles beside, turns by which words are ahead, whether codes are."""
+
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
     """What is asked for: times cuBLAS, and what would be better still."""
@@ -56,7 +71,7 @@ def main() -> None:
     """Measure, print the table, save it: each section takes its own place in the file."""
     sections = {"products": products, "sparse": sparse}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
+    parser.add_argument("--sections", nargs="+", choices=[*sections, "launches"], default=list(sections))
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -67,6 +82,9 @@ def main() -> None:
     torch.manual_seed(0)
     for name in arguments.sections:
         with torch.cuda.stream(stream()):
+            if name == "launches":
+                launches(arguments.rounds)
+                continue
             measured = {name: {"environment": environment, **sections[name](arguments.rounds)}}
         print(f"saved {save_sections('ternary_linear', __doc__.splitlines()[0], measured)}")
 
@@ -95,6 +113,27 @@ def products(rounds: int) -> Row:
     copy = copy_speed()
     print(f"device copy {copy:.0f} GB/s read and written")
     return {"rounds": rounds, "device_copy_gb_s": copy, "results": results}
+
+
+def launches(rounds: int) -> None:
+    """16 tokens, launched in other ways: warps that share a tile, tiles beside, turns ahead."""
+    for (out, columns), tried in LAUNCHES.items():
+        weights, x = rotated(out, columns), torch.randn(16, columns, device=DEVICE).bfloat16()
+        check(x, weights[0], "int8")
+        expected = ternary_linear(x, weights[0])
+        usual: list[Call] = [partial(few_tokens, x, w, None, "int8", False) for w in weights]
+        quantised: list[Call] = [partial(quantize, x, "int8", 0, False, 2) for _ in weights]
+        sides = [usual, quantised]
+        ways = [Launch(warps, 1, True, *others) for warps, *others in tried]
+        for way in ways:
+            found = few_tokens(x, weights[0], None, "int8", False, launch=way)
+            if not torch.equal(found, expected):
+                raise SystemExit(f"{way}: other bits than the usual launch gives")
+            sides.append([partial(few_tokens, x, w, None, "int8", False, launch=way) for w in weights])
+        for what, us in zip(("usual", "quantised", *ways), times(sides, rounds), strict=True):
+            print(f"{out:6} x {columns:6} {us:8.2f} us  {what}", flush=True)
+        del weights
+        torch.cuda.empty_cache()
 
 
 def product_row(

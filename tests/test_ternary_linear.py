@@ -29,6 +29,7 @@ from neuzip.kernels.ternary_linear import (
     triton_quantize,
     triton_vector,
 )
+from neuzip.kernels.ternary_linear.triton_vector import Launch
 
 ACTIVATIONS = ["int8", "int4", "fp4", "top_k_int8"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -280,7 +281,7 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
 def test_launches_of_one_token_agree(warps: int, tiles: int, dtype: torch.dtype, device):
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)
-    launch = triton_vector.Launch(warps, tiles)
+    launch = Launch(warps, tiles)
     [y] = triton_vector.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int8", True, launch=launch
     )
@@ -295,7 +296,7 @@ def test_one_long_token(limit: int, device, monkeypatch):
     weights, x = ternary(16, columns), tokens(1, columns)
     [y] = triton_vector.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False,
-        launch=triton_vector.Launch(1, 1),
+        launch=Launch(1, 1),
     )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
 
@@ -330,14 +331,19 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
 
 
 @pytest.mark.parametrize(
-    ("warps", "tiles", "beside", "codes_ahead"),
-    [(1, 1, 1, False), (2, 2, 1, False), (4, 4, 1, True), (1, 1, 8, True), (2, 1, 2, True), (1, 2, 4, False)],
-)
-def test_launches_of_few_tokens_agree(warps: int, tiles: int, beside: int, codes_ahead: bool, device):
-    weights = ternary(50, 520)
-    launch = triton_vector.Launch(warps, tiles, beside=beside, codes_ahead=codes_ahead)
+    "launch",
+    [
+        Launch(1, 1), Launch(2, 2), Launch(4, 4, codes_ahead=True), Launch(1, 1, beside=8, codes_ahead=True),
+        Launch(2, 1, beside=2, words_ahead=2, codes_ahead=True), Launch(1, 2, beside=4, words_ahead=3),
+        Launch(1, 1, words_ahead=2), Launch(2, 2, words_ahead=8, codes_ahead=True),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [520, 1024])
+def test_launches_of_few_tokens_agree(launch: Launch, columns: int, device):
+    weights = ternary(50, columns)
     for rows, dtype in ((5, torch.float16), (18, torch.float32)):
-        x = tokens(rows, 520, dtype=dtype)
+        x = tokens(rows, columns, dtype=dtype)
         y = triton_vector.few_tokens(
             x.to(device), TernaryWeight.of(weights, device), None, "int4", False, launch=launch
         )
@@ -378,7 +384,7 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
     for tiles in (1, 2):
         y = triton_vector.relu2_glu(
             x.to(device), TernaryWeight.of(gate, device), weight.to(device), "int4", False,
-            launch=triton_vector.Launch(2, tiles),
+            launch=Launch(2, tiles),
         )  # fmt: skip
         assert same_bits(y, wanted)
 
@@ -404,7 +410,7 @@ def test_a_gated_unit_of_many_turns(limit: int, device, monkeypatch):
     gate, up, x = ternary(16, 2500), ternary(16, 2500, seed=5), tokens(1, 2500)
     y = triton_vector.relu2_glu(
         x.to(device), TernaryWeight.of(gate, device), TernaryWeight.of(up, device), "int8", False,
-        launch=triton_vector.Launch(1, 1),
+        launch=Launch(1, 1),
     )  # fmt: skip
     assert same_bits(y, reference.relu2_glu(x, gate, up, activation="int8"))
 
@@ -427,7 +433,7 @@ def test_one_token_and_several_weights(tiles: int, kind: str, device, poison):
     ys = triton_vector.one_token(
         x.to(device), [TernaryWeight.of(weight, device) for weight in weights],
         [None if bias is None else bias.to(device) for bias in biases], "int4", False,
-        launch=triton_vector.Launch(2, tiles),
+        launch=Launch(2, tiles),
     )  # fmt: skip
     for y, weight, bias in zip(ys, weights, biases, strict=True):
         assert same_bits(y, reference.ternary_linear(x, weight, bias, activation="int4"))

@@ -52,6 +52,9 @@ _STEP = tl.constexpr(STEP)
 FUSED_TURNS = 8
 """Steps of a thread up to which a product quantises its token itself: it has to keep all activations."""
 
+WORDS_AHEAD = 4
+"""Turns of more tokens, for whose words there are registers without fewer programs side by side."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -60,8 +63,10 @@ class Launch:
     warps: int  # that share the columns of a tile
     tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
-    beside: int = 1  # for more tokens: such groups of warps with tiles of their own in a program
-    codes_ahead: bool = False  # for more tokens: their codes are loaded a turn ahead, as the weights are
+    # For more tokens:
+    beside: int = 1  # such groups of warps with tiles of their own in a program
+    words_ahead: int = 1  # turns by which words are loaded ahead
+    codes_ahead: bool = False  # whether codes are loaded a turn ahead
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -85,11 +90,12 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     shares = min(8, wanted, _power_below(2 * steps // (7 * blocks)))
     warps = max(1, min(max(shares, least), _power_below(steps)))
     if blocks == 1:
-        return Launch(warps, 1)
+        return Launch(warps, 1, words_ahead=WORDS_AHEAD)
     most = _power_below(4 * tiles // (3 * multiprocessors))  # nearly all multiprocessors have a program
     if blocks > 2 and tiles > 8 * multiprocessors:
         return Launch(warps, 2, beside=max(1, min(8 // warps, most // 2)))
-    return Launch(warps, 1, beside=max(1, min(8 // warps, most)), codes_ahead=True)
+    beside = max(1, min(8 // warps, most))
+    return Launch(warps, 1, beside=beside, words_ahead=WORDS_AHEAD, codes_ahead=True)
 
 
 def _power_below(number: int) -> int:
@@ -221,6 +227,7 @@ def few_tokens(
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
             tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
             W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles,
+            WORDS_AHEAD=min(launch.words_ahead, triton.cdiv(steps, launch.warps)),
             CODES_AHEAD=launch.codes_ahead, EVEN=steps % launch.warps == 0, EARLY=early, ASM=compiled,
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
@@ -614,7 +621,8 @@ def _multiply_words(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
 def _few_tokens(
     y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles, blocks,
     ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr,
-    CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    WORDS_AHEAD: tl.constexpr, CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn."""
     ALL: tl.constexpr = W * BESIDE
@@ -631,7 +639,9 @@ def _few_tokens(
     sums = ()
     for _ in tl.static_range(TN * NB):
         sums += ((zero, zero, zero, zero),)
-    loaded = _load_tiles(words, tile, tiles, first, steps, own, everyone, TN, EVEN)
+    loaded = ()
+    for turn in tl.static_range(WORDS_AHEAD):
+        loaded += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -643,23 +653,28 @@ def _few_tokens(
     if CODES_AHEAD:
         next_fragments = _load_fragments(codes, first, steps, r, q, block, blocks, NB, EVEN)
     for step in range(0, steps, W):
-        following = step + W + first
-        if EVEN:  # the last turn loads what it has once more
-            following = tl.minimum(following, steps - W + first)
         if CODES_AHEAD:
             fragments = next_fragments
+            following = step + W + first
+            if EVEN:  # the last turn loads what it has once more
+                following = tl.minimum(following, steps - W + first)
             next_fragments = _load_fragments(codes, following, steps, r, q, block, blocks, NB, EVEN)
         else:
             fragments = _load_fragments(codes, step + first, steps, r, q, block, blocks, NB, EVEN)
-        ahead = _load_tiles(words, tile, tiles, following, steps, own, everyone, TN, EVEN)
+        later = step + WORDS_AHEAD * W + first
+        ahead = _load_tiles(words, tile, tiles, later, steps, own, everyone, TN, False)
         added = ()
         for i in tl.static_range(TN):
-            v = _four(loaded[i][0])
-            u = _four(loaded[i][1])
+            v = _four(loaded[0][i][0])
+            u = _four(loaded[0][i][1])
             for nb in tl.static_range(NB):
                 added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], ALL, ASM),)
         sums = added
-        loaded = ahead
+        rest = ()
+        for turn in tl.static_range(1, WORDS_AHEAD):
+            rest += (loaded[turn],)
+        rest += (ahead,)
+        loaded = rest
 
     value = _scaled(_tiles(sums, TN, NB, W, BESIDE) - taken_off, own_scale, of_rows, bias)
     tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
