@@ -55,7 +55,7 @@ def quantize(
     early = compiled and early_launches(x.device)
     _quantize_kernel[(tokens,)](
         codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
-        KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), GRANULES=block // 16,
+        KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
         FRAGMENTS=blocks > 0, EARLY=early, ASM=compiled,
         num_warps=min(32, max(1, block // 256)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
@@ -193,31 +193,39 @@ def _largest(size, kept, LOWEST: tl.constexpr):
     return (size > least) | ((equal != 0) & (earlier < kept - _count(size > least)))
 
 
-@triton.jit(do_not_specialize=["columns", "kept"])
+@triton.jit(do_not_specialize=["kept"])
 def _quantize_kernel(
     codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, fragment_tokens, kept, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, GRANULES: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, BLOCK: tl.constexpr,
     FRAGMENTS: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A token a program."""
+    """A token a program.
+
+    It is loaded anew for every use, from the first-level cache: with all of it in registers, fewer programs
+    would run side by side. Other policies keep the compiler from making one load of them.
+    """
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     token = tl.program_id(0)
-    granule, i = tl.arange(0, GRANULES), tl.arange(0, 16)[None, :]
-    k = granule[:, None] * 16 + i
+    # Codes of fragments are stored four at a time: loaded so, no thread has to ask another.
+    TOGETHER: tl.constexpr = 4 if FRAGMENTS else 16
+    some, i = tl.arange(0, BLOCK // TOGETHER), tl.arange(0, TOGETHER)[None, :]
+    k = some[:, None] * TOGETHER + i
     inside = k < columns
-    x = widened(tl.load(x_ptr + token.to(tl.int64) * columns + k, mask=inside, other=0.0))
-    size = magnitude_bits(x)
+    at = x_ptr + token.to(tl.int64) * columns + k
+    size = magnitude_bits(widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last")))
     peak = tl.max(size)
     total, inverse = tl.zeros([], tl.int64), tl.zeros([], tl.float64)
     if KIND == INT4:
         unit, inverse = fixed_unit(peak, CEIL_LOG2)
         FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
-        sizes, excess = fixed_point(tl.where(peak < _INFINITY, x, 0.0), peak, unit, inverse, FAST)
+        x = widened(tl.load(at, mask=inside & (peak < _INFINITY), other=0.0))
+        sizes, excess = fixed_point(x, peak, unit, inverse, FAST)
         total = tl.sum(sizes - excess)
     factor, scale, seen = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
     NARROW: tl.constexpr = ASM and x_ptr.dtype.element_ty != tl.float32
+    x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
     codes = rounded_codes(x, factor, seen, KIND, NARROW).to(tl.int8)
     wanted = inside & (peak < _INFINITY)
     if KIND == TOP_K:
@@ -227,10 +235,9 @@ def _quantize_kernel(
     codes = tl.where(wanted, codes, 0)
     if FRAGMENTS:
         # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) of thread q has them.
-        p, b = granule // 2 % 2, granule % 2
-        piece = (granule // 16 * 4 + 2 * p)[:, None] + i // 8
-        place = granule // 4 % 4 * 16 + b * 4
-        target = (piece * fragment_tokens + token) * 64 + place[:, None] + i // 4 % 2 * 8 + i % 4
+        j, b, p, q, step = some % 4, some // 4 % 2, some // 8 % 2, some // 16 % 4, some // 64
+        piece, place = 4 * step + 2 * p + j // 2, 16 * q + 8 * (j % 2) + 4 * b
+        target = ((piece * fragment_tokens + token) * 64 + place)[:, None] + i
         tl.store(codes_ptr + target, codes, mask=k < padded)
     else:
         tl.store(codes_ptr + token.to(tl.int64) * padded + k, codes, mask=k < padded)

@@ -639,9 +639,7 @@ def _few_tokens(
     sums = ()
     for _ in tl.static_range(TN * NB):
         sums += ((zero, zero, zero, zero),)
-    loaded = ()
-    for turn in tl.static_range(WORDS_AHEAD):
-        loaded += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
+    turns = _load_turns(words, tile, tiles, first, steps, own, everyone, TN, W, WORDS_AHEAD, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -665,16 +663,12 @@ def _few_tokens(
         ahead = _load_tiles(words, tile, tiles, later, steps, own, everyone, TN, False)
         added = ()
         for i in tl.static_range(TN):
-            v = _four(loaded[0][i][0])
-            u = _four(loaded[0][i][1])
+            v = _four(turns[0][i][0])
+            u = _four(turns[0][i][1])
             for nb in tl.static_range(NB):
                 added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], ALL, ASM),)
         sums = added
-        rest = ()
-        for turn in tl.static_range(1, WORDS_AHEAD):
-            rest += (loaded[turn],)
-        rest += (ahead,)
-        loaded = rest
+        turns = _moved_up(turns, ahead, WORDS_AHEAD)
 
     value = _scaled(_tiles(sums, TN, NB, W, BESIDE) - taken_off, own_scale, of_rows, bias)
     tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
@@ -688,6 +682,28 @@ def _load_tiles(words, tile, tiles, step, steps, own, everyone, TN: tl.constexpr
         mine = tl.minimum(tile + i, tiles - 1)
         loaded += (_load_words(words, mine, step, steps, own, everyone, everyone, EVEN),)
     return loaded
+
+
+@triton.jit
+def _load_turns(
+    words, tile, tiles, first, steps, own, everyone,
+    TN: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """What a thread has of its tiles in its first AHEAD turns."""
+    turns = ()
+    for turn in tl.static_range(AHEAD):
+        turns += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
+    return turns
+
+
+@triton.jit
+def _moved_up(turns, last, COUNT: tl.constexpr):
+    """Turns without the first, and another behind them."""
+    moved = ()
+    for turn in tl.static_range(1, COUNT):
+        moved += (turns[turn],)
+    moved += (last,)
+    return moved
 
 
 @triton.jit
