@@ -50,11 +50,11 @@ HEADS = """
 from neuzip.kernels.linear_cross_entropy import Head, gradients, triton_divergence, triton_forward
 
 gradients._on_gpu = lambda hidden: True
-for tokens, vocabulary, d, dtype, more in (
-    (1, 1, 1, torch.bfloat16, {}),
-    (1, 300, 64, torch.float16, {"softcap": 5.0, "scale": 0.5}),
-    (300, 100, 64, torch.bfloat16, {"bias": torch.zeros(100)}),
-    (17, 129, 24, torch.float32, {}),
+for tokens, vocabulary, d, dtype, more, options in (
+    (1, 1, 1, torch.bfloat16, {}, {}),
+    (1, 300, 64, torch.float16, {"softcap": 5.0, "scale": 0.5}, {"filter_eps": None}),
+    (300, 100, 64, torch.bfloat16, {"bias": torch.zeros(100)}, {"sort_vocabulary": True}),
+    (17, 129, 24, torch.float32, {}, {}),
 ):
     head = Head(torch.zeros(tokens, d, dtype=dtype), torch.zeros(vocabulary, d, dtype=dtype), **more)
     target = torch.zeros(tokens, dtype=torch.int64)
@@ -62,10 +62,9 @@ for tokens, vocabulary, d, dtype, more in (
     triton_divergence.divergence(head, head, target, -100, min(3, vocabulary), 1 << 20)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
     bias = None if head.bias is None else head.bias.requires_grad_()
-    for options in ({}, {"filter_eps": None}, {"sort_vocabulary": True}):
-        gradients.linear_cross_entropy(
-            hidden, weight, target, linear_bias=bias, softcap=head.softcap, **options
-        ).sum().backward()
+    gradients.linear_cross_entropy(
+        hidden, weight, target, linear_bias=bias, softcap=head.softcap, **options
+    ).sum().backward()
 print(json.dumps(shared))
 """
 
@@ -73,20 +72,19 @@ ATTENTION = """
 from neuzip.kernels.attention import triton_forward
 from neuzip.kernels.attention.options import Options
 
-for queries, keys, heads, width, dtype, more in (
-    (1, 1, 1, 64, torch.bfloat16, {}),
-    (70, 300, 2, 80, torch.float16, {"causal": True}),
-    (200, 1, 4, 96, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
-    (65, 129, 2, 128, torch.bfloat16, {"softcap": 2.0, "smooth_v": True}),
-    (16, 16, 1, 256, torch.bfloat16, {"bits": 4, "smooth_q": True, "smooth_v": True, "causal": True}),
+for queries, keys, heads, width, texts, dtype, more in (
+    (1, 1, 1, 64, 1, torch.bfloat16, {}),
+    (70, 300, 2, 80, 3, torch.float16, {"causal": True}),
+    (200, 1, 4, 96, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
+    (65, 129, 2, 128, 3, torch.bfloat16, {"softcap": 2.0, "smooth_v": True}),
+    (16, 16, 1, 256, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "smooth_v": True, "causal": True}),
 ):
     q = torch.zeros(1, heads, queries, width, dtype=dtype)
     k = torch.zeros(1, 1, keys, width, dtype=dtype)
-    for return_lse in (False, True):
-        triton_forward.attention(q, k, k, Options(**more), return_lse)
+    triton_forward.attention(q, k, k, Options(**more), texts == 1)
     q, k = (x[0].transpose(0, 1) for x in (q, k))
-    for starts in (torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
-        triton_forward.attention_packed(q, k, k, starts, starts, queries, keys, Options(**more), True)
+    starts = torch.zeros(texts + 1, dtype=torch.int32)
+    triton_forward.attention_packed(q, k, k, starts, starts, queries, keys, Options(**more), texts != 1)
 print(json.dumps(shared))
 """
 
@@ -96,20 +94,19 @@ from neuzip.kernels.kv_cache import triton_attend, triton_store
 
 first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
 mask = torch.ones(2, 30, dtype=torch.bool)
-for early in (False, True):
+for early, bits, span, width, values, dtype in (
+    (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
+    (True, 8, "absmax", 64, 64, torch.float32),
+):
     triton_attend.early_launches = triton_store.early_launches = lambda device: early
-    for bits, span, width, values, dtype in (
-        (3, "absmax", 100, 100, torch.bfloat16), (4, "minmax", 128, 64, torch.float16),
-        (8, "absmax", 64, 64, torch.float32),
-    ):
-        rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
-        for tokens in (1, 20):
-            states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
-            triton_store.store(rooms, states, length, first)
-            triton_store.store(rooms, states, 3, first)
-        for more in (None, mask):
-            query = torch.zeros(2, 8, width, dtype=dtype)
-            triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
+    rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
+    for tokens in (1, 20):
+        states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
+        triton_store.store(rooms, states, length, first)
+        triton_store.store(rooms, states, 3, first)
+    for more in (None, mask):
+        query = torch.zeros(2, 8, width, dtype=dtype)
+        triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
 print(json.dumps(shared))
 """
 
