@@ -246,6 +246,23 @@ def test_kernel_keeps_the_first_of_equal_magnitudes(share: float, device):
     assert torch.equal(codes[:, :300].cpu(), quantizers.top_k_int8(x, share).codes)
 
 
+@dtypes
+@pytest.mark.parametrize("fragments", [0, 1], ids=["rows", "fragments"])
+def test_kernel_counts_all_of_a_long_token(dtype: torch.dtype, fragments: int, device):
+    """As many as there can be in every field that they are counted in, and one less."""
+    alike = torch.full((1, 2048), -0.7, dtype=dtype)
+    larger = alike.clone()
+    larger[0, ::2] = torch.nextafter(alike, 2 * alike)[0, ::2]
+    for x, share in ((alike, 0.5), (alike, 1.0), (larger, 0.5), (larger, 0.4999), (larger, 0.5005)):
+        codes, _, total = triton_quantize.quantize(
+            x.to(device), "top_k_int8", kept(2048, share), False, blocks=fragments
+        )
+        wanted = quantizers.top_k_int8(x, share).codes
+        assert int(total[0]) == int(wanted.sum())
+        if not fragments:
+            assert torch.equal(codes.cpu(), wanted)
+
+
 # The kernels that multiply. Steps of 256 columns, tiles of 16 rows; neither is filled.
 
 SHAPES = [(16, 256, None), (17, 300, 300), (40, 600, None), (5, 33, 64)]

@@ -57,7 +57,8 @@ def quantize(
         codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
         KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
         FRAGMENTS=blocks > 0, EARLY=early, ASM=compiled,
-        num_warps=min(32, max(1, block // 256)), launch_pdl=early, enable_fp_fusion=False,
+        num_warps=min(32, max(1, block // (512 if activation == "top_k_int8" else 256))),
+        launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
 
@@ -166,31 +167,60 @@ def rounded_codes(x, factor, seen, KIND: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _count(condition):
-    return tl.sum(condition.to(tl.int32))
+def _pairs(size):
+    """Magnitudes of 15 bits, [R, C], two in a number, with a bit above each: [R, C / 2]."""
+    first, second = tl.split(tl.reshape(size, [size.shape[0], size.shape[1] // 2, 2]))
+    return first | (second << 16) | -0x7FFF8000
 
 
 @triton.jit
-def _largest(size, kept, LOWEST: tl.constexpr):
-    """Which magnitudes, integers without bits below LOWEST, are the `kept` largest: of equals, the first."""
-    least = kept * 0  # the largest number that `kept` of them reach, found two bits at a time
-    for upper in tl.static_range(30, LOWEST, -2):
-        unit = 1 << (upper - 1)
-        reached = (size >= (least | unit)).to(tl.int64)
-        for j in tl.static_range(2, 4):  # three counts below 2**20 in one sum
-            reached += (size >= (least | (j * unit))).to(tl.int64) << (20 * (j - 1))
-        counts = tl.sum(reached)
-        digit = kept * 0
-        for j in tl.static_range(3):
-            digit += ((counts >> (20 * j)) & 0xFFFFF >= kept).to(tl.int32)
-        least |= digit * unit
-    if (31 - LOWEST) % 2:
-        higher = least | (1 << LOWEST)
-        least = tl.where(_count(size >= higher) >= kept, higher, least)
+def _reaching(size, pairs, least, LOW: tl.constexpr, COUNT: tl.constexpr):
+    """How many magnitudes reach `least` with 1 to COUNT, at most 3, in the bits from LOW on: 20 bits each.
+
+    Of pairs, the bits above them are left of a subtraction. They are counted in 5 bits in a row of 16, in
+    10 in 32 rows, so that one number is added up where there would be three.
+    """
+    if pairs is None:
+        each = tl.zeros(size.shape, tl.int64)
+        for j in tl.static_range(COUNT):
+            each += (size >= (least | ((j + 1) << LOW))).to(tl.int64) << (20 * j)
+    else:
+        left = tl.zeros(pairs.shape, tl.int32)
+        for j in tl.static_range(COUNT):
+            above = (pairs - (least | ((j + 1) << LOW)) * 0x10001) >> (15 - 5 * j)
+            left |= above & (0x10001 << (5 * j))
+        both = tl.sum(left, 1)
+        of_row = (both & 0x7FFF) + ((both >> 16) & 0x7FFF)
+        wider = (of_row & 0x1F) | ((of_row & 0x3E0) << 5) | ((of_row & 0x7C00) << 10)
+        ROWS: tl.constexpr = 32 if wider.shape[0] > 32 else wider.shape[0]
+        of_rows = tl.sum(tl.reshape(wider, [wider.shape[0] // ROWS, ROWS]), 1).to(tl.int64)
+        each = (of_rows & 0x3FF) | ((of_rows & 0xFFC00) << 10) | ((of_rows & 0x3FF00000) << 20)
+    return tl.sum(each)
+
+
+@triton.jit
+def _next_bits(size, pairs, least, kept, LOW: tl.constexpr, COUNT: tl.constexpr):
+    """`least` with bits from LOW on, of which COUNT is the largest number, as large as `kept` allow."""
+    counts = _reaching(size, pairs, least, LOW, COUNT)
+    for j in tl.static_range(COUNT):
+        reached = ((counts >> (20 * j)) & 0xFFFFF) >= kept
+        least += reached.to(tl.int32) << LOW
+    return least
+
+
+@triton.jit
+def _largest(size, kept, BITS: tl.constexpr):
+    """Which magnitudes, integers of 15 or 31 bits, are the `kept` largest: of equals, the first."""
+    pairs = _pairs(size) if BITS == 15 else None
+    # The largest number that `kept` of them reach: its first bit, then two at a time.
+    least = _next_bits(size, pairs, kept * 0, kept, BITS - 1, 1)
+    for low in tl.static_range(BITS - 3, -1, -2):
+        least = _next_bits(size, pairs, least, kept, low, 3)
     equal = (size == least).to(tl.int32)
     of_row = tl.sum(equal, 1)
     earlier = (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(equal, 1) - equal
-    return (size > least) | ((equal != 0) & (earlier < kept - _count(size > least)))
+    wanted = kept - tl.sum((size > least).to(tl.int32))
+    return (size > least) | ((equal != 0) & (earlier < wanted))
 
 
 @triton.jit(do_not_specialize=["kept"])
@@ -229,9 +259,11 @@ def _quantize_kernel(
     codes = rounded_codes(x, factor, seen, KIND, NARROW).to(tl.int8)
     wanted = inside & (peak < _INFINITY)
     if KIND == TOP_K:
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        LOWEST: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
-        wanted &= _largest(tl.where(inside, tl.minimum(size, _INFINITY), -1), kept, LOWEST)
+        if x_ptr.dtype.element_ty == tl.float32:
+            wanted &= _largest(size, kept, 31)
+        else:  # in its own 16 bits, which have the same order
+            own = tl.load(at, mask=inside, other=0.0)
+            wanted &= _largest(own.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, kept, 15)
     codes = tl.where(wanted, codes, 0)
     if FRAGMENTS:
         # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) of thread q has them.
