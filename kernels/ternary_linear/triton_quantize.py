@@ -86,17 +86,18 @@ def fixed_point(x, peak_bits, unit, inverse_unit, FAST: tl.constexpr):
     """Magnitudes in fixed point, cut off: int64; too large by the second result if FAST.
 
     FAST, for tokens of more than 512 activations: below 2**52 of the units are cut off by adding 2**52 of
-    them in fp64, towards zero, as conversions of 64 bits are slow. fp32 becomes fp64 by moving its bits,
-    right for normal numbers only; so small tokens are lifted by 2**100 first, and in others denormals are
-    below the unit.
+    them in fp64, towards zero, as conversions of 64 bits are slow. fp32 becomes fp64, 2**896 times as small,
+    by moving its bits, right for normal numbers only; so small tokens are lifted by 2**100 first, and in
+    others denormals are below the unit.
     """
     if FAST:
         lift = tl.where(peak_bits < _SMALL, 2.0**100, 1.0).to(tl.float32)
-        ceiling = inverse_unit * 2.0**52 * lift.to(tl.float64)
+        ceiling = inverse_unit * 2.0**-844 * lift.to(tl.float64)
         added = tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; .reg .f64 wide; shr.u32 high, $1, 3; add.u32 high, high, 0x38000000;"
-            " shl.b32 low, $1, 29; mov.b64 wide, {low, high}; add.rz.f64 wide, wide, $2; mov.b64 $0, wide; }",
-            "=l,r,d", [magnitude_bits(tl.abs(x) * lift), ceiling], dtype=tl.int64, is_pure=True, pack=1,
+            "{ .reg .b32 low, high; .reg .f64 wide; shr.u32 high, $1, 3; shl.b32 low, $1, 29;"
+            " mov.b64 wide, {low, high}; add.rz.f64 wide, wide, $2; mov.b64 $0, wide; }",
+            "=l,r,d", [(tl.abs(x) * lift).to(tl.int32, bitcast=True), ceiling],
+            dtype=tl.int64, is_pure=True, pack=1,
         )  # fmt: skip
         excess = ceiling.to(tl.int64, bitcast=True)
     else:
@@ -129,16 +130,11 @@ def numbers(peak_bits, total, inverse_unit, columns, epsilon, KIND: tl.constexpr
         most = tl.full([], most, tl.float32)
         factor = tl.math.div_rn(most, divisor)
         scale = tl.math.div_rn(size, most)
-    finite = peak_bits < _INFINITY
-    return (
-        factor,
-        tl.where(finite, scale, float("nan")),
-        peak_bits >= tl.full([], _SMALLEST, tl.float32).to(tl.int32, bitcast=True),
-    )
+    return factor, tl.where(peak_bits < _INFINITY, scale, float("nan"))
 
 
 @triton.jit
-def rounded_codes(x, factor, seen, KIND: tl.constexpr, NARROW: tl.constexpr):
+def rounded_codes(x, factor, KIND: tl.constexpr, NARROW: tl.constexpr):
     """int32 whose lowest byte is the code of x, fp32. NARROW: x was of 16 bits, and this is compiled.
 
     FP4 rounds a quotient. That of NARROW numbers is either on the middle between two codes, and then the
@@ -154,11 +150,9 @@ def rounded_codes(x, factor, seen, KIND: tl.constexpr, NARROW: tl.constexpr):
             y = tl.math.fma(tl.math.fma(-y, divisor, dividend), reciprocal, y)
         else:
             y = tl.math.div_rn(x * 0.75, tl.broadcast_to(factor, x.shape))
-        size = tl.abs(y)
-        # Steps of 1, 2 and 4 are rounded to by rounders 1, 2 and 4 times as large.
-        rounder = tl.where(size >= 8.0, 4.0 * _ROUNDER, tl.where(size >= 4.0, 2.0 * _ROUNDER, _ROUNDER))
-        y = (y + rounder) - rounder
-        y = tl.where(seen, tl.clamp(y, -12.0, 12.0), 0.0)
+        # Steps are 1 below 4, then 2, and 4 from 8 on; 12 is the most. Tokens not seen are all below 1/2.
+        power = tl.maximum((y.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True), 2.0)
+        y = tl.math.fma(power, -_ROUNDER / 2, tl.math.fma(power, _ROUNDER / 2, y))
     else:
         y = x * factor
         if KIND == INT4:
@@ -253,10 +247,10 @@ def _quantize_kernel(
         x = widened(tl.load(at, mask=inside & (peak < _INFINITY), other=0.0))
         sizes, excess = fixed_point(x, peak, unit, inverse, FAST)
         total = tl.sum(sizes - excess)
-    factor, scale, seen = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
+    factor, scale = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
     NARROW: tl.constexpr = ASM and x_ptr.dtype.element_ty != tl.float32
     x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
-    codes = rounded_codes(x, factor, seen, KIND, NARROW).to(tl.int8)
+    codes = rounded_codes(x, factor, KIND, NARROW).to(tl.int8)
     wanted = inside & (peak < _INFINITY)
     if KIND == TOP_K:
         if x_ptr.dtype.element_ty == tl.float32:

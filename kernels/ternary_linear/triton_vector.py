@@ -513,12 +513,12 @@ def _codes(
                 second_sizes, excess = fixed_point(xs[turn][1], peak, unit, inverse, FAST)
                 mine += first_sizes + second_sizes
             amount = tl.sum(tl.sum(mine - 2 * TURNS * excess, 1), 0)
-        factor, own_scale, seen = numbers(peak, amount, inverse, K, epsilon, KIND, CLAMPED)
+        factor, own_scale = numbers(peak, amount, inverse, K, epsilon, KIND, CLAMPED)
         NARROW: tl.constexpr = ASM and x.dtype.element_ty != tl.float32
         of_codes = tl.zeros([32 * W], tl.int32)
         for turn in tl.static_range(TURNS):
-            b0 = _lowest_bytes(rounded_codes(xs[turn][0], factor, seen, KIND, NARROW), ASM)
-            b1 = _lowest_bytes(rounded_codes(xs[turn][1], factor, seen, KIND, NARROW), ASM)
+            b0 = _lowest_bytes(rounded_codes(xs[turn][0], factor, KIND, NARROW), ASM)
+            b1 = _lowest_bytes(rounded_codes(xs[turn][1], factor, KIND, NARROW), ASM)
             of_codes = _sum_of_bytes(b1, _sum_of_bytes(b0, of_codes, ASM), ASM)
             pairs += ((b0, b1),)
         # Over r: the sum over q and the warps is taken with that of the products.
