@@ -48,16 +48,13 @@ CLOSED = (0.5, 0.675)
 """Shares of gates that are 0: what chance gives, and that of a4.8's 7B model."""
 
 LAUNCHES = {
-    (4096, 4096): [(2, 2, 8, True), (2, 2, 8, False), (4, 2, 4, True), (4, 2, 4, False), (8, 2, 2, True),
-                   (8, 1, 2, True), (4, 1, 4, True), (2, 2, 1, True)],
-    (14336, 4096): [(2, 4, 6, True), (2, 4, 8, False), (2, 4, 4, False), (1, 8, 4, True), (1, 4, 8, True),
-                    (4, 4, 4, False), (2, 4, 1, True)],
-    (4096, 14336): [(8, 2, 7, False), (8, 2, 4, True), (4, 2, 8, True), (4, 2, 8, False), (8, 1, 7, True),
-                    (8, 1, 4, False), (8, 1, 1, True)],
-    (28672, 8192): [(1, 8, 2, True), (1, 8, 6, True), (1, 8, 8, False), (1, 4, 8, True), (2, 4, 4, True),
-                    (1, 8, 1, True)],
+    (4096, 4096): [(2, 2, 2, True), (2, 2, 8, False), (4, 2, 4, True), (4, 1, 4, True), (8, 2, 2, True),
+                   (8, 1, 2, True)],
+    (14336, 4096): [(2, 4, 2, True), (2, 4, 8, False), (2, 4, 4, True), (1, 8, 4, True), (4, 4, 4, True)],
+    (4096, 14336): [(8, 1, 2, True), (8, 1, 7, False), (8, 2, 7, True), (4, 2, 4, True), (4, 2, 7, True)],
+    (28672, 8192): [(1, 8, 2, True), (1, 8, 4, False), (1, 4, 8, True), (2, 4, 4, True), (2, 4, 8, True)],
 }  # fmt: skip
-"""For each shape: warps, tiles beside, turns by which words are ahead, whether codes are."""
+"""For each shape: warps, tiles beside, places for words, whether codes are loaded ahead."""
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
@@ -116,7 +113,7 @@ def products(rounds: int) -> Row:
 
 
 def launches(rounds: int) -> None:
-    """16 tokens, launched in other ways: warps that share a tile, tiles beside, turns ahead."""
+    """16 tokens, launched in other ways: warps that share a tile, tiles beside, places for words."""
     for (out, columns), tried in LAUNCHES.items():
         weights, x = rotated(out, columns), torch.randn(16, columns, device=DEVICE).bfloat16()
         check(x, weights[0], "int8")

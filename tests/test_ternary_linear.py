@@ -351,9 +351,9 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
     ("launch", "columns"),
     [
         (Launch(1, 1), 1024), (Launch(2, 2), 520), (Launch(4, 4, codes_ahead=True), 520),
-        (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, words_ahead=3), 1024),
-        (Launch(2, 1, beside=2, words_ahead=2, codes_ahead=True), 1024), (Launch(1, 1, words_ahead=2), 520),
-        (Launch(2, 2, words_ahead=8, codes_ahead=True), 520),
+        (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, places=3), 1024),
+        (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2), 520),
+        (Launch(2, 2, places=8, codes_ahead=True), 520),
     ],
     ids=str,
 )  # fmt: skip

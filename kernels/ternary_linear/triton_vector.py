@@ -52,8 +52,8 @@ _STEP = tl.constexpr(STEP)
 FUSED_TURNS = 8
 """Steps of a thread up to which a product quantises its token itself: it has to keep all activations."""
 
-WORDS_AHEAD = 4
-"""Turns of more tokens, for whose words there are registers without fewer programs side by side."""
+PLACES = 4
+"""For words of up to 16 tokens and over FUSED_TURNS turns: with more, fewer programs run side by side."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Launch:
     early: bool = True  # weights are loaded before the kernel ahead has ended
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
-    words_ahead: int = 1  # turns by which words are loaded ahead
+    places: int = 2  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
 
 
@@ -89,13 +89,17 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     least = 2 if blocks == 1 or tiles < 3 * multiprocessors else 1
     shares = min(8, wanted, _power_below(2 * steps // (7 * blocks)))
     warps = max(1, min(max(shares, least), _power_below(steps)))
+    turns = triton.cdiv(steps, warps)
+    places = turns if turns <= FUSED_TURNS else PLACES
     if blocks == 1:
-        return Launch(warps, 1, words_ahead=WORDS_AHEAD)
+        return Launch(warps, 1, places=places)
     most = _power_below(4 * tiles // (3 * multiprocessors))  # nearly all multiprocessors have a program
-    if blocks > 2 and tiles > 8 * multiprocessors:
-        return Launch(warps, 2, beside=max(1, min(8 // warps, most // 2)))
     beside = max(1, min(8 // warps, most))
-    return Launch(warps, 1, beside=beside, words_ahead=WORDS_AHEAD, codes_ahead=True)
+    if blocks == 2:
+        return Launch(warps, 1, beside=beside, places=places, codes_ahead=True)
+    if tiles > 8 * multiprocessors:
+        return Launch(warps, 2, beside=max(1, min(8 // warps, most // 2)))
+    return Launch(warps, 1, beside=beside, codes_ahead=True)
 
 
 def _power_below(number: int) -> int:
@@ -221,14 +225,16 @@ def few_tokens(
     blocks = triton.cdiv(blocks, together) * together
     launch = launch or few_tokens_launch(tiles, steps, blocks, multiprocessors(x.device))
     early = compiled and launch.early and early_launches(x.device)
+    turns = triton.cdiv(steps, launch.warps)
+    places = min(launch.places, turns)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks)
         _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
             tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
             W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles,
-            WORDS_AHEAD=min(launch.words_ahead, triton.cdiv(steps, launch.warps)),
-            CODES_AHEAD=launch.codes_ahead, EVEN=steps % launch.warps == 0, EARLY=early, ASM=compiled,
+            PLACES=places, ROUNDS=triton.cdiv(turns, places), CODES_AHEAD=launch.codes_ahead,
+            EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return y.to(x.dtype)
@@ -621,10 +627,14 @@ def _multiply_words(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
 def _few_tokens(
     y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles, blocks,
     ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr,
-    WORDS_AHEAD: tl.constexpr, CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    ASM: tl.constexpr,
+    PLACES: tl.constexpr, ROUNDS: tl.constexpr, CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn."""
+    """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn.
+
+    Words are loaded to some PLACES. Each is loaded anew when it has been used, where it is: handed from one
+    to the next, words would have to be there a turn after they were asked for.
+    """
     ALL: tl.constexpr = W * BESIDE
     t = tl.arange(0, 32 * ALL)
     lane, warp = t % 32, t // 32
@@ -639,7 +649,9 @@ def _few_tokens(
     sums = ()
     for _ in tl.static_range(TN * NB):
         sums += ((zero, zero, zero, zero),)
-    turns = _load_turns(words, tile, tiles, first, steps, own, everyone, TN, W, WORDS_AHEAD, EVEN)
+    turns = ()
+    for turn in tl.static_range(PLACES):
+        turns += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -650,25 +662,24 @@ def _few_tokens(
     own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
     if CODES_AHEAD:
         next_fragments = _load_fragments(codes, first, steps, r, q, block, blocks, NB, EVEN)
-    for step in range(0, steps, W):
-        if CODES_AHEAD:
-            fragments = next_fragments
-            following = step + W + first
-            if EVEN:  # the last turn loads what it has once more
-                following = tl.minimum(following, steps - W + first)
-            next_fragments = _load_fragments(codes, following, steps, r, q, block, blocks, NB, EVEN)
-        else:
-            fragments = _load_fragments(codes, step + first, steps, r, q, block, blocks, NB, EVEN)
-        later = step + WORDS_AHEAD * W + first
-        ahead = _load_tiles(words, tile, tiles, later, steps, own, everyone, TN, False)
-        added = ()
-        for i in tl.static_range(TN):
-            v = _four(turns[0][i][0])
-            u = _four(turns[0][i][1])
-            for nb in tl.static_range(NB):
-                added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], ALL, ASM),)
-        sums = added
-        turns = _moved_up(turns, ahead, WORDS_AHEAD)
+    for turn in range(0, ROUNDS * PLACES, PLACES):
+        later = ()
+        for i in tl.static_range(PLACES):
+            step = (turn + i) * W + first
+            if CODES_AHEAD:
+                fragments = next_fragments
+                following = step + W
+                if EVEN:  # the last turn loads what it has once more
+                    following = tl.minimum(following, steps - W + first)
+                next_fragments = _load_fragments(codes, following, steps, r, q, block, blocks, NB, EVEN)
+            else:
+                fragments = _load_fragments(codes, step, steps, r, q, block, blocks, NB, EVEN)
+            sums = _multiply_tiles(turns[i], fragments, sums, TN, NB, ALL, ASM)
+            if ROUNDS > 1:
+                step += PLACES * W
+                later += (_load_tiles(words, tile, tiles, step, steps, own, everyone, TN, False),)
+        if ROUNDS > 1:
+            turns = later
 
     value = _scaled(_tiles(sums, TN, NB, W, BESIDE) - taken_off, own_scale, of_rows, bias)
     tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
@@ -685,25 +696,17 @@ def _load_tiles(words, tile, tiles, step, steps, own, everyone, TN: tl.constexpr
 
 
 @triton.jit
-def _load_turns(
-    words, tile, tiles, first, steps, own, everyone,
-    TN: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """What a thread has of its tiles in its first AHEAD turns."""
-    turns = ()
-    for turn in tl.static_range(AHEAD):
-        turns += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
-    return turns
-
-
-@triton.jit
-def _moved_up(turns, last, COUNT: tl.constexpr):
-    """Turns without the first, and another behind them."""
-    moved = ()
-    for turn in tl.static_range(1, COUNT):
-        moved += (turns[turn],)
-    moved += (last,)
-    return moved
+def _multiply_tiles(
+    tiles, fragments, sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):
+    """Add the products of the words of TN tiles with those of 8 NB tokens to their sums."""
+    added = ()
+    for i in tl.static_range(TN):
+        v = _four(tiles[i][0])
+        u = _four(tiles[i][1])
+        for nb in tl.static_range(NB):
+            added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], W, ASM),)
+    return added
 
 
 @triton.jit
