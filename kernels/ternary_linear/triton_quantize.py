@@ -53,12 +53,12 @@ def quantize(
     block = max(STEP, triton.next_power_of_2(columns))
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
     early = compiled and early_launches(x.device)
+    each = 512 if activation == "top_k_int8" else 256  # of a warp: counting costs every warp the same
     _quantize_kernel[(tokens,)](
         codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
         KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
         FRAGMENTS=blocks > 0, EARLY=early, ASM=compiled,
-        num_warps=min(32, max(1, block // (512 if activation == "top_k_int8" else 256))),
-        launch_pdl=early, enable_fp_fusion=False,
+        num_warps=min(32, max(1, block // each)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
 
