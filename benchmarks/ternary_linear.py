@@ -48,13 +48,12 @@ CLOSED = (0.5, 0.675)
 """Shares of gates that are 0: what chance gives, and that of a4.8's 7B model."""
 
 LAUNCHES = {
-    (4096, 4096): [(2, 2, 2, True), (2, 2, 8, False), (4, 2, 4, True), (4, 1, 4, True), (8, 2, 2, True),
-                   (8, 1, 2, True)],
-    (14336, 4096): [(2, 4, 2, True), (2, 4, 8, False), (2, 4, 4, True), (1, 8, 4, True), (4, 4, 4, True)],
-    (4096, 14336): [(8, 1, 2, True), (8, 1, 7, False), (8, 2, 7, True), (4, 2, 4, True), (4, 2, 7, True)],
-    (28672, 8192): [(1, 8, 2, True), (1, 8, 4, False), (1, 4, 8, True), (2, 4, 4, True), (2, 4, 8, True)],
-}  # fmt: skip
-"""For each shape: warps, tiles beside, places for words, whether codes are loaded ahead."""
+    (4096, 4096): [(8, 1, 2, True), (8, 2, 2, False), (4, 1, 4, False), (4, 2, 4, False), (16, 1, 1, False)],
+    (14336, 4096): [(4, 2, 2, True), (4, 2, 4, False), (4, 1, 4, False), (8, 2, 2, False), (2, 2, 2, True)],
+    (4096, 14336): [(8, 2, 2, True), (8, 1, 7, False), (16, 2, 4, False), (4, 2, 2, False)],
+    (28672, 8192): [(4, 2, 2, True), (4, 2, 4, False), (2, 2, 2, True), (8, 2, 2, False)],
+}
+"""For each shape: warps, tiles of a warp, places for words, whether codes are loaded ahead."""
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
@@ -113,7 +112,7 @@ def products(rounds: int) -> Row:
 
 
 def launches(rounds: int) -> None:
-    """16 tokens, launched in other ways: warps that share a tile, tiles beside, places for words."""
+    """16 tokens, launched in other ways: warps that share tiles, tiles of a warp, places for words."""
     for (out, columns), tried in LAUNCHES.items():
         weights, x = rotated(out, columns), torch.randn(16, columns, device=DEVICE).bfloat16()
         check(x, weights[0], "int8")
@@ -121,7 +120,10 @@ def launches(rounds: int) -> None:
         usual: list[Call] = [partial(few_tokens, x, w, None, "int8", False) for w in weights]
         quantised: list[Call] = [partial(quantize, x, "int8", 0, False, 2) for _ in weights]
         sides = [usual, quantised]
-        ways = [Launch(warps, 1, True, *others) for warps, *others in tried]
+        ways = [
+            Launch(warps, together, places=places, codes_ahead=ahead)
+            for warps, together, places, ahead in tried
+        ]
         for way in ways:
             found = few_tokens(x, weights[0], None, "int8", False, launch=way)
             if not torch.equal(found, expected):

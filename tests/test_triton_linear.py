@@ -56,10 +56,15 @@ def assert_product(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Launch so, whatever the card: warps that share a tile, and turns of a program for more than one row."""
+    """Launch so, whatever the card.
+
+    For one row warps that share a tile, and turns that it is loaded ahead and that the loop is written out
+    for; for more rows 0, and turns of a program.
+    """
 
     def force(warps: int, turns: int) -> None:
-        monkeypatch.setattr(triton_linear, "_warps", lambda *_: warps)
+        launch = triton_linear.Launch(warps, turns, turns)
+        monkeypatch.setattr(triton_linear, "one_row_launch", lambda *_: launch)
         monkeypatch.setattr(triton_linear, "_programs", lambda units, *_: (-(-units // turns), turns))
 
     return force
@@ -69,8 +74,8 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("out", "columns", "rows", "numbers", "drop"),
     [
-        (16, 128, 1, (1, 0), 0), (17, 96, 1, (2, 0), 3), (50, 513, 1, (4, 0), 1), (33, 640, 1, (8, 0), 4),
-        (40, 33, 1, (16, 0), 0), (1, 1, 1, (1, 0), 0), (17, 1100, 1, (1, 0), 4), (16, 1024, 1, (1, 0), 5),
+        (16, 128, 1, (1, 1), 0), (17, 96, 1, (2, 2), 3), (50, 513, 1, (4, 2), 1), (33, 640, 1, (8, 1), 4),
+        (40, 33, 1, (16, 1), 0), (1, 1, 1, (1, 1), 0), (17, 1100, 1, (1, 3), 4), (16, 1024, 1, (1, 2), 5),
         (16, 128, 2, (0, 1), 0), (31, 100, 8, (0, 5), 5),
         (150, 513, 7, (0, 3), 0), (40, 576, 8, (0, 2), 0), (15, 31, 3, (0, 4), 1),
         (48, 513, 9, (0, 1), 0), (130, 640, 16, (0, 7), 3), (200, 250, 17, (0, 9), 0),
@@ -198,8 +203,8 @@ def layouts(kernel, **constants):
 
 one, some = triton_linear._one_row, triton_linear._some_rows
 form = dict(LOW=8, HALF=False, BIAS=True, ASM=True, EARLY=True)
-layouts(one, C=128, W=4, AHEAD=1, EVEN=True, **form)
-layouts(one, C=125, W=16, AHEAD=2, EVEN=False, **form | dict(HALF=True, LOW=3))
+layouts(one, C=128, W=4, TURNS=8, AHEAD=1, UNROLLED=1, EVEN=True, **form)
+layouts(one, C=125, W=16, TURNS=2, AHEAD=2, UNROLLED=2, EVEN=False, **form | dict(HALF=True, LOW=3))
 programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)
 layouts(some, C=128, BM=16, EVEN=True, **programs, **form)
 layouts(some, C=125, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
@@ -214,7 +219,7 @@ def test_element_i_is_in_thread_i():
     )
     *threads, narrow, wide = said.stdout.splitlines()
     lines = [line.split(" | ") for line in threads]
-    assert [int(count) for count, *_ in lines] == [8, 8]
+    assert [int(count) for count, *_ in lines] == [8, 16]  # of a turn 8
     for _, *found in lines:
         assert len(found) == 1
         assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]

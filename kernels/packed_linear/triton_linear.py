@@ -16,13 +16,14 @@ through the same columns together, which lie in shared memory; what they have un
 group's instruction wants it. Several programs share the columns. Another kernel adds the parts up, in an
 order that never changes; the escapes it has done by then.
 
-Where a far word is, its record in the index says, which is loaded a turn before it. Escapes are so few that a
+Where a far word is, its record in the index says, which is loaded turns before it. Escapes are so few that a
 thread mostly has none: theirs are loaded first, and added last.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_sums import sum_rows
 
 from .form import SLOTS, Layout, Window
 from .torch_ops import PackedTensor, format_of
@@ -40,11 +42,19 @@ from .triton_slots import as_start, count_below, differ, side_by_side
 TILES = 4
 """Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
 
+REGISTERS = 1 << 16
+"""Of a multiprocessor."""
+
 RESIDENT = {16: 4, 32: 4, 64: 3}
 """So many such programs a multiprocessor has, by the registers that they take: up to 16, 32, 64 rows of x."""
 
 
-def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    packed: PackedTensor,
+    bias: torch.Tensor | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
     """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 64 rows, bias [out], to [rows, out].
 
     x, bias and the weights have one dtype and are contiguous.
@@ -54,7 +64,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     compiled = isinstance(_one_row, triton.JITFunction)
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
     y = torch.empty(rows, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
-    tiles, lanes = packed.words.shape[0], packed.words.shape[2]
+    tiles, planes, lanes = packed.words.shape[:3]
     if columns != SLOTS * lanes:
         x = F.pad(x, (0, SLOTS * lanes - columns))
     elif x.data_ptr() % 16:
@@ -65,17 +75,14 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     shape = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "ASM": compiled}
     with torch.cuda.device_of(x), LAUNCHING:
         if rows == 1:
-            # By the registers that it takes, so many warps are on a multiprocessor.
-            few_bits = packed.low_bits <= 4
-            warps = _warps(tiles, lanes, 28 if few_bits else 20, x.device)
-            # Where warps are few and have many turns, registers are left for more that is under way.
-            few_warps = tiles * warps <= 16 * multiprocessors(x.device)
-            many_turns = lanes >= 8 * 4 * warps
-            ahead = 2 if few_bits and few_warps and many_turns else 1
+            launch = launch or one_row_launch(tiles, planes, lanes, multiprocessors(x.device))
+            warps = launch.warps
+            turns = triton.cdiv(lanes, 4 * warps)
             _one_row[(tiles,)](
                 y, x.view(torch.int32), x, *packed.arrays, bias, packed.base, scale, stand_in, out,
-                W=warps, AHEAD=ahead, EVEN=lanes % (4 * warps) == 0,
-                BIAS=bias is not None, EARLY=early, **shape, num_warps=warps, launch_pdl=early,
+                W=warps, TURNS=turns, AHEAD=min(launch.ahead, turns), UNROLLED=min(launch.unrolled, turns),
+                EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, EARLY=early, **shape,
+                num_warps=warps, maxnreg=launch.registers, launch_pdl=early,
             )  # fmt: skip
             return y.to(x.dtype)
         wide = max(16, triton.next_power_of_2(rows))
@@ -97,16 +104,31 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     return y.to(x.dtype)
 
 
-@functools.cache
-def _warps(tiles: int, lanes: int, resident: int, device: torch.device) -> int:
-    """Warps that share a tile: as many as let all tiles run at once, `resident` on a multiprocessor.
+class Launch(NamedTuple):
+    """How a product of one row is launched."""
 
-    Where that is not possible, 4; and 16 only if every tile has a multiprocessor to itself.
+    warps: int  # that share a tile
+    ahead: int = 1  # turns by which words, x and far words are loaded before they are multiplied
+    unrolled: int = 1  # turns that the loop is written out for
+    registers: int = 128  # of a thread, at most
+
+
+@functools.cache
+def one_row_launch(tiles: int, planes: int, lanes: int, multiprocessors: int) -> Launch:
+    """As many warps as let all tiles run at once, by the registers that they take on a multiprocessor.
+
+    Where that is not possible, 4; and 16 only if every tile has a multiprocessor to itself. Few warps load
+    further ahead, where planes are so few that there are registers for it.
     """
-    there = multiprocessors(device)
-    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * there]
-    most = 16 if tiles <= there else fitting[0] if fitting else 4
-    return int(min(most, triton.next_power_of_2(triton.cdiv(lanes, 4))))
+    few_planes = planes <= 7  # those of bf16 with 3 mantissa bits
+    registers = 72 if few_planes else 96
+    resident = REGISTERS // (32 * registers)
+    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * multiprocessors]
+    most = 16 if tiles <= multiprocessors else fitting[0] if fitting else 4
+    warps = min(most, triton.next_power_of_2(triton.cdiv(lanes, 4)))
+    if few_planes and tiles * warps <= 16 * multiprocessors:
+        return Launch(warps, 2, 2)
+    return Launch(warps, registers=registers)
 
 
 @functools.cache
@@ -283,90 +305,96 @@ def _load_pairs(x, c, r, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _first_words(
-    words, c, r, COUNT: tl.constexpr, TURNS: tl.constexpr, STEP: tl.constexpr, P: tl.constexpr,
-    C: tl.constexpr, EVEN: tl.constexpr,
+def _multiply_next(
+    coming, fars, pairs, sums, base4,
+    LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of rows r and r + 8 in the first COUNT turns."""
-    loaded = ()
-    for turn in tl.static_range(COUNT):
-        k = tl.minimum(turn, TURNS - 1) * STEP + c
-        loaded += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
-    return loaded
+    """Add the products of the next words, of rows r and r + 8, with x to the sums of the 8 instructions."""
+    a, b = coming[0]
+    far_a, far_b = fars[0]
+    added = ()
+    for g in tl.static_range(8):
+        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
+        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
+        added += (_mma((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
+    return added
 
 
 @triton.jit
-def _first_pairs(
-    x, c, r, COUNT: tl.constexpr, TURNS: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr
-):
-    """x for those words."""
-    loaded = ()
-    for turn in tl.static_range(COUNT):
-        k = tl.minimum(turn, TURNS - 1) * STEP + c
-        loaded += (_load_pairs(x, k, r, k < C, EVEN),)
-    return loaded
+def _behind(queue, COUNT: tl.constexpr):
+    """A tuple without the first COUNT."""
+    left = ()
+    for i in tl.static_range(COUNT, len(queue)):
+        left += (queue[i],)
+    return left
 
 
 @triton.jit
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, scale, stand_in, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, UNROLLED: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
 
-    Words and x are under way AHEAD turns before they are multiplied.
+    What is multiplied is loaded AHEAD turns before, and the records that say where far words are, as many
+    before these.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
     T: tl.constexpr = 32 * W
     EL: tl.constexpr = 2 * W  # escapes of a row at a time
     P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
-    TURNS: tl.constexpr = (C + 4 * W - 1) // (4 * W)
     t = tl.arange(0, T)
     lane, warp = t % 32, t // 32
     r, q = lane // 4, lane % 4
     tile = tl.program_id(0)
+    n = tile * 16 + r + q % 2 * 8  # whose escapes a thread has
     words += tile.to(tl.int64) * (P * C * 16)
     index += tile.to(tl.int64) * ((C + 1) // 2 * 2)
     c = warp * 4 + q
     base4 = base * 0x01010101
-    first, stop = _escapes_of_row(row_start, tl.minimum(tile * 16 + t // EL, N - 1), t % EL)
+    first, stop = _escapes_of_row(row_start, tl.minimum(n, N - 1), warp * 2 + q // 2)
 
-    record = _record(index, c, c < C, EVEN)
-    coming = _first_words(words, c, r, AHEAD, TURNS, 4 * W, P, C, EVEN)
-    k = tl.minimum(1, TURNS - 1) * (4 * W) + c
-    next_record = _record(index, k, k < C, EVEN)
+    # Of the turns to come, the next first.
+    coming = ()
+    records = ()
+    for i in tl.static_range(AHEAD):
+        k = i * (4 * W) + c
+        records += (_record(index, k, k < C, EVEN),)
+        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+    for i in tl.static_range(AHEAD, 2 * AHEAD):
+        k = tl.minimum(i, TURNS - 1) * (4 * W) + c
+        records += (_record(index, k, k < C, EVEN),)
     if EARLY:
         cuda.gdc_wait()  # for x
-    pairs = _first_pairs(pairs_of_x, c, r, AHEAD, TURNS, 4 * W, C, EVEN)
+    pairs = ()
+    fars = ()
+    for i in tl.static_range(AHEAD):
+        k = i * (4 * W) + c
+        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
+        fars += (_load_far(far, records[i], k, r, ASM),)
+    records = _behind(records, AHEAD)
     off, column, there = _escape(escapes, first, stop, stand_in, HALF)
-    far_a, far_b = _load_far(far, record, c, r, ASM)
-    zero = tl.zeros([T], tl.float32)
     fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    zero = tl.zeros([T], tl.float32)
     sums = ()
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
-    for turn in range(TURNS):
+    for turn in tl.range(TURNS, loop_unroll_factor=UNROLLED):
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
-        last_words = _load_words(words, k * 16 + r * 2, k < C, P, C, EVEN)
-        last_pairs = _load_pairs(pairs_of_x, k, r, k < C, EVEN)
-        a, b = coming[0]
-        added = ()
-        for g in tl.static_range(8):
-            a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
-            a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
-            added += (_mma((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
-        sums = added
+        coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
+        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
+        sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, ASM)
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
-        k = tl.minimum(turn + 1, TURNS - 1) * (4 * W) + c
-        far_a, far_b = _load_far(far, next_record, k, r, ASM)
-        k = tl.minimum(turn + 2, TURNS - 1) * (4 * W) + c
-        next_record = _record(index, k, k < C, EVEN)
-        if AHEAD == 2:
-            coming, pairs = (coming[1], last_words), (pairs[1], last_pairs)
-        else:
-            coming, pairs = (last_words,), (last_pairs,)
+        fars += (_load_far(far, records[0], k, r, ASM),)
+        k = tl.minimum(turn + 2 * AHEAD, TURNS - 1) * (4 * W) + c
+        records += (_record(index, k, k < C, EVEN),)
+        coming, pairs = _behind(coming, 1), _behind(pairs, 1)
+        fars, records = _behind(fars, 1), _behind(records, 1)
     for step in range(1, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
@@ -376,18 +404,13 @@ def _one_row(
     for i in tl.static_range(4):
         top = tl.where(q == i, sums[2 * i][0] + sums[2 * i + 1][1], top)
         bottom = tl.where(q == i, sums[2 * i][2] + sums[2 * i + 1][3], bottom)
-    both = tl.join(_sum_of_row(top, W), _sum_of_row(bottom, W))
-    n = tile * 16 + tl.arange(0, 16)
-    result = tl.reshape(tl.trans(both), [16]) * scale + tl.sum(tl.reshape(fix, [16, EL]), 1)
+    top = top * scale + tl.where(q % 2 == 0, fix, 0.0)
+    bottom = bottom * scale + tl.where(q % 2 == 0, 0.0, fix)
+    top, bottom = sum_rows((top, bottom), W, ASM)
+    result = tl.where(q == 0, top, bottom)
     if BIAS:
-        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, result.to(y.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _sum_of_row(sums, W: tl.constexpr):
-    """The sums of all threads of a row, in all warps: [8]."""
-    return tl.sum(tl.sum(tl.reshape(sums, [W, 8, 4]), 2), 0)
+        result += added
+    tl.store(y + n, result.to(y.dtype.element_ty), mask=(n < N) & (warp == 0) & (q < 2))
 
 
 @triton.jit

@@ -37,13 +37,14 @@ _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.
 
 
 def quantize(
-    x: torch.Tensor, activation: str, kept: int, clamped: bool, blocks: int = 0
+    x: torch.Tensor, activation: str, kept: int, clamped: bool, blocks: int = 0, start_next: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
 
     Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
-    fragments; what stands there for tokens that x has not is anything. Whoever calls holds
-    LAUNCHING, and the device is the current one.
+    fragments; what stands there for tokens that x has not is anything. `start_next`: the next kernel, which
+    waits for this one, may start before x is there. Whoever calls holds LAUNCHING, and the device is the
+    current one.
     """
     tokens, columns = x.shape
     padded = steps_of(columns) * STEP
@@ -53,12 +54,11 @@ def quantize(
     block = max(STEP, triton.next_power_of_2(columns))
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
     early = compiled and early_launches(x.device)
-    each = 512 if activation == "top_k_int8" else 256  # of a warp: counting costs every warp the same
     _quantize_kernel[(tokens,)](
         codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
         KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
-        FRAGMENTS=blocks > 0, EARLY=early, ASM=compiled,
-        num_warps=min(32, max(1, block // each)), launch_pdl=early, enable_fp_fusion=False,
+        FRAGMENTS=blocks > 0, START_NEXT=start_next, EARLY=early, ASM=compiled,
+        num_warps=min(32, max(1, block // 512)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
 
@@ -221,15 +221,18 @@ def _largest(size, kept, BITS: tl.constexpr):
 def _quantize_kernel(
     codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, fragment_tokens, kept, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, BLOCK: tl.constexpr,
-    FRAGMENTS: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    FRAGMENTS: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A token a program.
 
     It is loaded anew for every use, from the first-level cache: with all of it in registers, fewer programs
     would run side by side. Other policies keep the compiler from making one load of them.
     """
+    if EARLY and START_NEXT:
+        cuda.gdc_launch_dependents()
     if EARLY:
         cuda.gdc_wait()
+    if EARLY and not START_NEXT:
         cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     # Codes of fragments are stored four at a time: loaded so, no thread has to ask another.

@@ -33,6 +33,7 @@ from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
+from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 
 from .triton_quantize import (
     INT4,
@@ -52,8 +53,8 @@ _STEP = tl.constexpr(STEP)
 FUSED_TURNS = 8
 """Steps of a thread up to which a product quantises its token itself: it has to keep all activations."""
 
-PLACES = 4
-"""For words of up to 16 tokens and over FUSED_TURNS turns: with more, fewer programs run side by side."""
+PLACES = 2
+"""For words of some tokens, otherwise: with more, fewer programs run side by side."""
 
 
 @dataclass(frozen=True)
@@ -65,41 +66,32 @@ class Launch:
     early: bool = True  # weights are loaded before the kernel ahead has ended
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
-    places: int = 2  # for the words of so many turns
+    places: int = PLACES  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
+    start: bool = False  # whether it starts before the kernel that quantises has its input
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """At least 4 warps, and as many as leave a thread 8 steps, 4 of long rows; 2 tiles where warps are many.
+    """At least 4 warps, and as many as leave a thread FUSED_TURNS steps; 2 tiles where warps are many.
 
     As was fastest on an H200 (benchmarks/results/log.md), like the next.
     """
-    turns = FUSED_TURNS if steps <= 6 * FUSED_TURNS else FUSED_TURNS // 2
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, turns))))
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
     warps = min(warps, triton.next_power_of_2(steps))
     return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1)
 
 
 def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
-    """Some warps for each multiprocessor, but few that share a tile: their sums are added in the end.
+    """4 warps share a tile, 8 where tiles are few; then all words are asked for before there are codes.
 
-    The more tokens, the more turns a warp should have, and the more tiles should share what is loaded of x.
+    Two tiles at once make do with half of the loads of codes, unless warps have next to nothing to do then.
     """
-    wanted = triton.next_power_of_2(triton.cdiv(8 * multiprocessors, tiles))
-    least = 2 if blocks == 1 or tiles < 3 * multiprocessors else 1
-    shares = min(8, wanted, _power_below(2 * steps // (7 * blocks)))
-    warps = max(1, min(max(shares, least), _power_below(steps)))
+    few = tiles < 3 * multiprocessors
+    warps = min(8 if few else 4, _power_below(steps))
     turns = triton.cdiv(steps, warps)
-    places = turns if turns <= FUSED_TURNS else PLACES
-    if blocks == 1:
-        return Launch(warps, 1, places=places)
-    most = _power_below(4 * tiles // (3 * multiprocessors))  # nearly all multiprocessors have a program
-    beside = max(1, min(8 // warps, most))
-    if blocks == 2:
-        return Launch(warps, 1, beside=beside, places=places, codes_ahead=True)
-    if tiles > 8 * multiprocessors:
-        return Launch(warps, 2, beside=max(1, min(8 // warps, most // 2)))
-    return Launch(warps, 1, beside=beside, codes_ahead=True)
+    together = 2 if blocks > 2 or (blocks == 2 and turns > 2) else 1
+    places = turns if turns <= FUSED_TURNS and (few or together == 1) and blocks <= 2 else PLACES
+    return Launch(warps, together, places=places, start=not few)
 
 
 def _power_below(number: int) -> int:
@@ -228,7 +220,7 @@ def few_tokens(
     turns = triton.cdiv(steps, launch.warps)
     places = min(launch.places, turns)
     with torch.cuda.device_of(x), LAUNCHING:
-        codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks)
+        codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks, start_next=launch.start)
         _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
             tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
@@ -408,9 +400,10 @@ def _one_token(
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
     for i in tl.static_range(TILES):
-        of_rows += (_load_scales(scale, bias, (begin + i) * 16 + tl.arange(0, 16), N, ROWS),)
+        of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
         x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
         EVEN, ASM,
@@ -420,13 +413,13 @@ def _one_token(
         at_hand = loaded
         if i + 1 < TILES:  # the next tile is under way meanwhile
             loaded = _load_tile(word, tile + 1, count, first, steps, own, there, there, W, AHEAD, EVEN)
-        sums = _sums_of_rows(
+        upper, lower = _sums_of_rows(
             at_hand, pairs, taken_off, word, tile, count, first, q, steps, own, there, there,
             codes is not None, W, TURNS, AHEAD, EVEN, ASM,
         )  # fmt: skip
-        n = tile * 16 + tl.arange(0, 16)
-        value = _scaled(sums, own_scale, of_rows[i], bias)
+        value = _scaled(tl.where(q == 0, upper, lower), own_scale, of_rows[i], bias)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+        n += 16
 
 
 @triton.jit
@@ -444,47 +437,54 @@ def _one_token_relu2_glu(
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    of_rows = ()
-    for i in tl.static_range(TILES):
-        n = (begin + i) * 16 + tl.arange(0, 16)
-        of_gate = _load_scales(gate_scales, None, n, N, ROWS)
-        of_rows += ((of_gate, _load_scales(up_scales, None, n, N, UP_ROWS)),)
+    n = begin * 16 + r
+    of_gates = ()
+    of_ups = ()
+    for i in tl.static_range(2 * TILES):  # of each tile rows r and r + 8
+        of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
+        of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     pairs, own_scale, taken_off = _codes(
         x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
         EVEN, ASM,
     )  # fmt: skip
-    dtype: tl.constexpr = x.dtype.element_ty
     for i in tl.static_range(TILES):
         tile = begin + i
         at_hand = loaded
-        sums = _sums_of_rows(
+        upper, lower = _sums_of_rows(
             at_hand, pairs, taken_off, gates, tile, tiles, first, q, steps, own, there, there,
             codes is not None, W, TURNS, AHEAD, EVEN, ASM,
         )  # fmt: skip
-        n = tile * 16 + tl.arange(0, 16)
-        gate = widened(rounded(_scaled(sums, own_scale, of_rows[i][0], None), dtype, ASM))
-        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
-        squared = widened(rounded(gate * gate, dtype, ASM))
-        upper, lower = _of_threads(((squared != 0) & (n < N)).to(tl.int32), W)
-        at_hand = _load_tile(ups, tile, tiles, first, steps, own, upper != 0, lower != 0, W, AHEAD, False)
+        upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
+        lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
+        open, open8 = (upper != 0) & (n < N), (lower != 0) & (n + 8 < N)
+        at_hand = _load_tile(ups, tile, tiles, first, steps, own, open, open8, W, AHEAD, False)
         if i + 1 < TILES:  # the next tile is under way meanwhile
             loaded = _load_tile(gates, tile + 1, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
-        sums = _sums_of_rows(
-            at_hand, pairs, taken_off, ups, tile, tiles, first, q, steps, own, upper != 0, lower != 0,
+        upper_up, lower_up = _sums_of_rows(
+            at_hand, pairs, taken_off, ups, tile, tiles, first, q, steps, own, open, open8,
             codes is not None, W, TURNS, AHEAD, False, ASM,
         )  # fmt: skip
-        linear = widened(rounded(_scaled(sums, own_scale, of_rows[i][1], None), dtype, ASM))
-        value = tl.where(squared == 0, 0.0, squared * linear)
-        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+        upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
+        lower = _gated(lower, lower_up, own_scale, of_ups[2 * i + 1], x.dtype.element_ty, ASM)
+        value, where = tl.where(q == 0, upper, lower), n + 8 * q
+        mine = (first == 0) & (q < 2) & (where < N)
+        tl.store(y + where, value.to(y.dtype.element_ty), mask=mine)
+        n += 16
 
 
 @triton.jit
-def _of_threads(rows, W: tl.constexpr):
-    """Of 16 rows, those r and those r + 8 of the threads: [32 W] each."""
-    upper, lower = tl.split(tl.trans(tl.reshape(rows, [2, 8])))
-    upper = tl.broadcast_to(tl.reshape(upper, [1, 8, 1]), [W, 8, 4])
-    lower = tl.broadcast_to(tl.reshape(lower, [1, 8, 1]), [W, 8, 4])
-    return tl.reshape(upper, [32 * W]), tl.reshape(lower, [32 * W])
+def _squared_relu(sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The squared ReLU of a gate, rounded as a product and a square would be, fp32."""
+    gate = widened(rounded(_scaled(sums, token_scale, of_rows, None), dtype, ASM))
+    gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+    return widened(rounded(gate * gate, dtype, ASM))
+
+
+@triton.jit
+def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.constexpr):
+    """What comes through it, 0 where it is closed whatever that would be."""
+    linear = widened(rounded(_scaled(sums, token_scale, of_rows, None), dtype, ASM))
+    return tl.where(squared == 0, 0.0, squared * linear)
 
 
 @triton.jit
@@ -529,6 +529,7 @@ def _codes(
             pairs += ((b0, b1),)
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(of_codes, [W, 8, 4]), 1, keep_dims=True)
+        taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
     else:
         own_scale = tl.load(token_scale)
         for turn in tl.static_range(TURNS):
@@ -547,7 +548,10 @@ def _sums_of_rows(
     SUMMED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile's rows, int32 [16]. SUMMED: what is taken off is the sum of all codes."""
+    """The sums of rows r and r + 8 of a tile, int32, which every thread has.
+
+    SUMMED: what is taken off is the sum of all codes, and not what a thread has of it.
+    """
     zero = tl.zeros([32 * W], tl.int32)
     sums = ()
     for _ in tl.static_range(8):
@@ -574,23 +578,17 @@ def _sums_of_rows(
         top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
         bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
     if SUMMED:
-        result = _rows_of(top, bottom, 0, W) - taken_off
+        top, bottom = sum_rows((top, bottom), W, ASM)
+        top, bottom = top - taken_off, bottom - taken_off
     else:
-        result = _rows_of(top, bottom, taken_off, W)
-    return result
+        top, bottom = sum_rows((top - taken_off, bottom - taken_off), W, ASM)
+    return top, bottom
 
 
 @triton.jit
 def _unscaled(even, odd, C: tl.constexpr):
     """What the instructions 2 C and 2 C + 1 give together."""
     return (even >> (4 * (C % 2))) + (odd >> (4 * (C % 2) + 2))
-
-
-@triton.jit
-def _rows_of(top, bottom, taken_off, W: tl.constexpr):
-    """The sums of all threads of the rows r and r + 8, in all warps: [16]."""
-    both = tl.join(tl.reshape(top, [W, 8, 4]) - taken_off, tl.reshape(bottom, [W, 8, 4]) - taken_off)
-    return tl.reshape(tl.trans(tl.sum(tl.sum(both, 2), 0)), [16])
 
 
 @triton.jit
@@ -655,11 +653,20 @@ def _few_tokens(
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    n = (begin * 16 + tl.arange(0, 16 * TN * BESIDE))[:, None]
-    m = block * 8 + tl.arange(0, 8 * NB)[None, :]
-    of_rows = _load_scales(scales, bias, n, N, ROWS)
-    taken_off = tl.load(total + m, mask=m < M, other=0)
-    own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
+    # What this thread has in the end: values of a token follow each other, of each tile rows r and r + 8.
+    OF_TOKEN: tl.constexpr = 2 * TN
+    EACH: tl.constexpr = each_of(4 * NB * TN, W)
+    value = first_of(4 * NB * TN, W, BESIDE)
+    of_rows = ()
+    for i in tl.static_range(EACH if EACH < OF_TOKEN else OF_TOKEN):
+        n = (tile + (value + i) % OF_TOKEN // 2) * 16 + (value + i) % 2 * 8 + r
+        of_rows += (_load_scales(scales, bias, n, N, ROWS),)
+    of_tokens = ()
+    for i in tl.static_range(0, EACH, OF_TOKEN):
+        token = (value + i) // OF_TOKEN
+        m = block * 8 + token // 2 * 8 + token % 2 + 2 * q
+        own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
+        of_tokens += ((own_scale, tl.load(total + m, mask=m < M, other=0)),)
     if CODES_AHEAD:
         next_fragments = _load_fragments(codes, first, steps, r, q, block, blocks, NB, EVEN)
     for turn in range(0, ROUNDS * PLACES, PLACES):
@@ -681,8 +688,19 @@ def _few_tokens(
         if ROUNDS > 1:
             turns = later
 
-    value = _scaled(_tiles(sums, TN, NB, W, BESIDE) - taken_off, own_scale, of_rows, bias)
-    tl.store(y + m.to(tl.int64) * N + n, value.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+    values = ()
+    for nb in tl.static_range(NB):
+        for column in tl.static_range(2):
+            for i in tl.static_range(TN):
+                values += (sums[i * NB + nb][column], sums[i * NB + nb][2 + column])
+    added = share_sums(values, value, W, BESIDE, ASM)
+    for i in tl.static_range(EACH):
+        own_scale, taken_off = of_tokens[i // OF_TOKEN]
+        result = _scaled(added[i] - taken_off, own_scale, of_rows[i % len(of_rows)], bias)
+        token = (value + i) // OF_TOKEN
+        m = block * 8 + token // 2 * 8 + token % 2 + 2 * q
+        n = (tile + (value + i) % OF_TOKEN // 2) * 16 + (value + i) % 2 * 8 + r
+        tl.store(y + m.to(tl.int64) * N + n, result.to(y.dtype.element_ty), mask=(n < N) & (m < M))
 
 
 @triton.jit
@@ -707,30 +725,3 @@ def _multiply_tiles(
         for nb in tl.static_range(NB):
             added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], W, ASM),)
     return added
-
-
-@triton.jit
-def _tiles(sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr):
-    """The sums of all warps, TN NB tiles of 16 rows and 8 tokens each: [16 TN BESIDE, 8 NB]."""
-    COUNT: tl.constexpr = TN * NB
-    parts = ()
-    for i in tl.static_range(COUNT):
-        parts += (tl.join(tl.join(sums[i][0], sums[i][2]), tl.join(sums[i][1], sums[i][3])),)
-    added = tl.sum(tl.reshape(_joined(parts, COUNT), [W, BESIDE * 128 * COUNT]), 0)
-    # warps beside, r, q, row r or r + 8, column 2 q or 2 q + 1, tile, block
-    return tl.reshape(
-        tl.permute(tl.reshape(added, [BESIDE, 8, 4, 2, 2, TN, NB]), (0, 5, 3, 1, 6, 2, 4)),
-        [16 * TN * BESIDE, 8 * NB],
-    )
-
-
-@triton.jit
-def _joined(parts, COUNT: tl.constexpr):
-    """1, 2, 4, 8 or 16 arrays as one, with axes of 2 after the others that are the bits of their numbers."""
-    for level in tl.static_range(4):
-        if COUNT >> level > 1:  # the first half beside the second: the last axis is the lowest bit
-            pairs = ()
-            for i in tl.static_range(COUNT >> (level + 1)):
-                pairs += (tl.join(parts[i], parts[i + (COUNT >> (level + 1))]),)
-            parts = pairs
-    return parts[0]

@@ -1,0 +1,136 @@
+"""Sums over the warps of a program, in Triton, in one exchange through shared memory.
+
+Triton's own reductions exchange a number at a time, with conflicts of banks and up to four barriers: of a
+product of 16 tokens with ternary weights, they were half of the time. Here a warp writes all that it has,
+waits once, and reads what it is to add up.
+
+Arrays have one dimension and an element for each thread. An exchange has shared memory of its own and does
+not wait for its readers, so it must not be in a loop that is not written out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_rows(values, W: tl.constexpr, ASM: tl.constexpr):
+    """Sums of each of some values [32 W] over the 4 threads of a row in all W warps; every thread has them.
+
+    Threads 4 r to 4 r + 3 of a warp are those of row r. The order of additions is always the same.
+    """
+    sums = ()
+    if W == 1 or not ASM:
+        for i in tl.static_range(len(values)):
+            of_warps = tl.sum(tl.reshape(values[i], [W, 32]), 0, keep_dims=True)
+            of_warps = tl.reshape(tl.broadcast_to(of_warps, [W, 32]), [32 * W])
+            sums += (_of_quads(of_warps, W),)
+    else:
+        COUNT: tl.constexpr = len(values)
+        of_quads = ()
+        for i in tl.static_range(COUNT):
+            of_quads += (_of_quads(values[i], W),)
+        t = tl.arange(0, 32 * W)
+        warp, r, q = t // 32, t % 32 // 4, t % 4
+        # value, warp, row; a thread reads those of every fourth warp
+        to = (warp * 8 + r) * 4
+        at = (tl.minimum(q, W - 1) * 8 + r) * 4
+        parts = _exchanged(of_quads, to, at, COUNT, 32 * W, (W + 3) // 4, 128, 32 * W * COUNT)
+        for i in tl.static_range(COUNT):
+            sums += (_of_quads(tl.where(q < W, parts[i], tl.zeros_like(parts[i])), W),)
+    return sums
+
+
+@triton.constexpr_function
+def each_of(count, warps):
+    """How many sums a thread has of `share_sums`, of so many values over so many warps."""
+    return -(-count // warps)
+
+
+@triton.jit
+def first_of(COUNT: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr):
+    """Which is the first of them: [32 W BESIDE]."""
+    EACH: tl.constexpr = each_of(COUNT, W)
+    return tl.minimum(tl.arange(0, 32 * W * BESIDE) // (32 * BESIDE) * EACH, COUNT - EACH)
+
+
+@triton.jit
+def share_sums(values, first, W: tl.constexpr, BESIDE: tl.constexpr, ASM: tl.constexpr):
+    """Sums of each of some values [32 W BESIDE] over W warps, int32, shared out among these.
+
+    A thread has those that follow its `first`; with fewer values than warps, some have the same. BESIDE
+    groups of W warps have sums of their own: warp w is of group w % BESIDE.
+    """
+    COUNT: tl.constexpr = len(values)
+    EACH: tl.constexpr = each_of(COUNT, W)
+    if W == 1:
+        sums = values
+    elif ASM:
+        t = tl.arange(0, 32 * W * BESIDE)
+        warp, lane = t // 32, t % 32
+        # warp, value, lane
+        to = (warp * COUNT * 32 + lane) * 4
+        at = ((warp % BESIDE * COUNT + first) * 32 + lane) * 4
+        OF_GROUPS: tl.constexpr = 128 * COUNT * BESIDE
+        sums = _exchanged(values, to, at, EACH, 128, W, OF_GROUPS, OF_GROUPS * W)
+    else:
+        sums = ()
+        for i in tl.static_range(EACH):
+            mine = tl.zeros_like(values[0])
+            for v in tl.static_range(COUNT):
+                of_all = tl.sum(tl.reshape(values[v], [W, 32 * BESIDE]), 0, keep_dims=True)
+                of_all = tl.reshape(tl.broadcast_to(of_all, [W, 32 * BESIDE]), [32 * W * BESIDE])
+                mine = tl.where(first + i == v, of_all, mine)
+            sums += (mine,)
+    return sums
+
+
+@triton.jit
+def _of_quads(value, W: tl.constexpr):
+    """Sums over the 4 threads of a row in a warp, for each of them."""
+    summed = tl.sum(tl.reshape(value, [W, 8, 4]), 2, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(summed, [W, 8, 4]), [32 * W])
+
+
+@triton.jit
+def _exchanged(
+    values, to, at, OUTPUTS: tl.constexpr, STRIDE: tl.constexpr, TERMS: tl.constexpr,
+    TERM_STRIDE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write values from `to` on, a stride apart; when all have, add terms up from `at` on. In bytes."""
+    COUNT: tl.constexpr = len(values)
+    FLOAT: tl.constexpr = values[0].dtype == tl.float32
+    return tl.inline_asm_elementwise(
+        _exchange(COUNT, OUTPUTS, STRIDE, TERMS, TERM_STRIDE, SIZE, FLOAT),
+        _constraints(COUNT, OUTPUTS, FLOAT), values + (to, at),  # noqa: RUF005
+        dtype=_types(OUTPUTS, FLOAT), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _exchange(count, outputs, stride, terms, term_stride, size, is_float):
+    kind, values, to = "f32" if is_float else "s32", outputs, outputs + count
+    lines = [
+        f"{{ .shared .align 4 .b8 exchanged[{size}]; .reg .b32 base, to, at; .reg .{kind} term;",
+        f"mov.u32 base, exchanged; add.u32 to, base, ${to}; add.u32 at, base, ${to + 1};",
+        *(f"st.shared.{kind} [to + {stride * v}], ${values + v};" for v in range(count)),
+        "bar.sync 0;",
+        *(f"ld.shared.{kind} ${k}, [at + {stride * k}];" for k in range(outputs)),
+    ]
+    for i in range(1, terms):
+        for k in range(outputs):
+            lines.append(f"ld.shared.{kind} term, [at + {stride * k + term_stride * i}];")
+            lines.append(f"add.{kind} ${k}, ${k}, term;")
+    return " ".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _constraints(count, outputs, is_float):
+    letter = "f" if is_float else "r"
+    return ",".join([f"={letter}"] * outputs + [letter] * count + ["r", "r"])
+
+
+@triton.constexpr_function
+def _types(outputs, is_float):
+    return ((tl.float32 if is_float else tl.int32),) * outputs
