@@ -32,7 +32,7 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 from neuzip.kernels.quantizers import Ternary, squared_relu
 from neuzip.kernels.ternary_linear import Activation, TernaryWeight, reference, relu2_glu, ternary_linear
 from neuzip.kernels.ternary_linear.triton_quantize import quantize
-from neuzip.kernels.ternary_linear.triton_vector import Launch, few_tokens
+from neuzip.kernels.ternary_linear.triton_vector import Launch, few_tokens, one_token
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -53,7 +53,15 @@ LAUNCHES = {
     (4096, 14336): [(8, 2, 2, True), (8, 1, 7, False), (16, 2, 4, False), (4, 2, 2, False)],
     (28672, 8192): [(4, 2, 2, True), (4, 2, 4, False), (2, 2, 2, True), (8, 2, 2, False)],
 }
-"""For each shape: warps, tiles of a warp, places for words, whether codes are loaded ahead."""
+"""Of 16 tokens, for each shape: warps, tiles of a warp, places for words, whether codes are loaded ahead."""
+
+LAUNCHES_OF_ONE = {
+    (4096, 4096): [(2, 1, True), (8, 1, True), (4, 1, False)],
+    (14336, 4096): [(4, 4, True), (8, 4, True), (4, 2, False), (4, 1, False), (2, 2, False)],
+    (4096, 14336): [(8, 4, True), (16, 2, True), (8, 2, False), (8, 1, False)],
+    (28672, 8192): [(4, 4, True), (8, 4, True), (4, 2, False), (4, 1, False), (8, 2, False)],
+}
+"""Of one token: warps, tiles of a warp, whether programs quantise it themselves."""
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
@@ -112,27 +120,54 @@ def products(rounds: int) -> Row:
 
 
 def launches(rounds: int) -> None:
-    """16 tokens, launched in other ways: warps that share tiles, tiles of a warp, places for words."""
-    for (out, columns), tried in LAUNCHES.items():
-        weights, x = rotated(out, columns), torch.randn(16, columns, device=DEVICE).bfloat16()
-        check(x, weights[0], "int8")
-        expected = ternary_linear(x, weights[0])
-        usual: list[Call] = [partial(few_tokens, x, w, None, "int8", False) for w in weights]
+    """One token and 16, launched in other ways: warps that share tiles, tiles of a warp, and what else."""
+    for shape in SHAPES:
+        weights = rotated(*shape)
+        ways: list[Launch | None] = [None]
+        for warps, tiles, fused in LAUNCHES_OF_ONE[shape]:
+            ways += [Launch(warps, tiles, fused=fused, start=s) for s in (False, True)[: 2 - fused]]
+        x = torch.randn(1, shape[1], device=DEVICE).bfloat16()
+        for activation in ACTIVATIONS:
+            tried(x, weights, activation, ways, rounds)
+        ways = [None]
+        for warps, tiles, places, ahead in LAUNCHES[shape]:
+            ways.append(Launch(warps, tiles, places=places, codes_ahead=ahead))
+        x = torch.randn(16, shape[1], device=DEVICE).bfloat16()
+        tried(x, weights, "int8", ways, rounds)
         quantised: list[Call] = [partial(quantize, x, "int8", 0, False, 2) for _ in weights]
-        sides = [usual, quantised]
-        ways = [
-            Launch(warps, together, places=places, codes_ahead=ahead)
-            for warps, together, places, ahead in tried
-        ]
-        for way in ways:
-            found = few_tokens(x, weights[0], None, "int8", False, launch=way)
-            if not torch.equal(found, expected):
-                raise SystemExit(f"{way}: other bits than the usual launch gives")
-            sides.append([partial(few_tokens, x, w, None, "int8", False, launch=way) for w in weights])
-        for what, us in zip(("usual", "quantised", *ways), times(sides, rounds), strict=True):
-            print(f"{out:6} x {columns:6} {us:8.2f} us  {what}", flush=True)
+        print(f"{shape[1]:6} {16:3} tokens quantised {times([quantised], rounds)[0]:8.2f} us", flush=True)
         del weights
         torch.cuda.empty_cache()
+
+
+def tried(
+    x: Tensor,
+    weights: Sequence[TernaryWeight],
+    activation: Activation,
+    ways: Sequence[Launch | None],
+    rounds: int,
+) -> None:
+    """A line for each way, of which all have to give the same bits; None is the usual one."""
+    check(x, weights[0], activation)
+    expected = ternary_linear(x, weights[0], activation=activation)
+    sides: list[list[Call]] = []
+    for way in ways:
+        if not torch.equal(launched(x, weights[0], activation, way), expected):
+            raise SystemExit(f"{way}: other bits than the usual launch gives")
+        sides.append([partial(launched, x, weight, activation, way) for weight in weights])
+    for way, us in zip(ways, times(sides, rounds), strict=True):
+        out, columns = weights[0].shape
+        print(
+            f"{out:6} x {columns:6} {len(x):3} tokens {activation:5} {us:8.2f} us  {way or 'usual'}",
+            flush=True,
+        )
+
+
+def launched(x: Tensor, weight: TernaryWeight, activation: Activation, way: Launch | None) -> Tensor:
+    """A product of one token or few, launched in a way."""
+    if len(x) == 1:
+        return one_token(x, [weight], [None], activation, False, launch=way)[0]
+    return few_tokens(x, weight, None, activation, False, launch=way)
 
 
 def product_row(

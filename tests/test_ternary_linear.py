@@ -293,12 +293,14 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
 
 
-@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 3), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True)],
+)
 @dtypes
-def test_launches_of_one_token_agree(warps: int, tiles: int, dtype: torch.dtype, device):
+def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device):
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)
-    launch = Launch(warps, tiles)
     [y] = triton_vector.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int8", True, launch=launch
     )

@@ -54,11 +54,12 @@ def quantize(
     block = max(STEP, triton.next_power_of_2(columns))
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
     early = compiled and early_launches(x.device)
+    each = 256 if activation == "int4" else 512  # activations of a warp
     _quantize_kernel[(tokens,)](
         codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
         KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
         FRAGMENTS=blocks > 0, START_NEXT=start_next, EARLY=early, ASM=compiled,
-        num_warps=min(32, max(1, block // 512)), launch_pdl=early, enable_fp_fusion=False,
+        num_warps=min(32, max(1, block // each)), launch_pdl=early, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, total
 
@@ -249,7 +250,7 @@ def _quantize_kernel(
         FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
         x = widened(tl.load(at, mask=inside & (peak < _INFINITY), other=0.0))
         sizes, excess = fixed_point(x, peak, unit, inverse, FAST)
-        total = tl.sum(sizes - excess)
+        total = tl.sum(sizes) - BLOCK * excess
     factor, scale = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
     NARROW: tl.constexpr = ASM and x_ptr.dtype.element_ty != tl.float32
     x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))

@@ -64,11 +64,12 @@ class Launch:
     warps: int  # that share the columns of a tile
     tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
+    fused: bool = True  # whether programs quantise one token themselves, where they have few enough turns
+    start: bool = False  # or else whether it starts before the kernel that quantises has its input
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
     places: int = PLACES  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
-    start: bool = False  # whether it starts before the kernel that quantises has its input
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -192,9 +193,11 @@ class _Token:
 
     def codes(self) -> tuple[torch.Tensor | None, ...]:
         """Codes, scale and sum of codes, of a token that programs do not quantise themselves."""
-        if self.activation != "top_k_int8" and self.options["TURNS"] <= FUSED_TURNS:
+        if self.launch.fused and self.activation != "top_k_int8" and self.options["TURNS"] <= FUSED_TURNS:
             return None, None, None
-        codes, scale, total = quantize(self.x, self.activation, self.kept, self.clamped)
+        codes, scale, total = quantize(
+            self.x, self.activation, self.kept, self.clamped, start_next=self.launch.start
+        )
         return codes.view(torch.int32), scale, total
 
 
