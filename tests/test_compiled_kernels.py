@@ -90,7 +90,7 @@ print(json.dumps(shared))
 
 KV = """
 from neuzip.kernels import kv_cache
-from neuzip.kernels.kv_cache import triton_attend, triton_store
+from neuzip.kernels.kv_cache import triton_attend, triton_fragments, triton_store
 
 first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
 mask = torch.ones(2, 30, dtype=torch.bool)
@@ -98,7 +98,8 @@ for early, bits, span, width, values, dtype in (
     (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
     (True, 8, "absmax", 64, 64, torch.float32),
 ):
-    triton_attend.early_launches = triton_store.early_launches = lambda device: early
+    for part in (triton_attend, triton_fragments, triton_store):
+        part.early_launches = lambda device: early
     rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
     for tokens in (1, 20):
         states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
@@ -107,6 +108,8 @@ for early, bits, span, width, values, dtype in (
     for more in (None, mask):
         query = torch.zeros(2, 8, width, dtype=dtype)
         triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
+        if triton_fragments.fits(query, *rooms):
+            triton_fragments.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
 print(json.dumps(shared))
 """
 

@@ -79,7 +79,9 @@ def attend(
     a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
     """
     if query.is_cuda:
-        from .triton_attend import attend as on_gpu
+        from . import triton_attend, triton_fragments
 
+        narrow = triton_fragments.fits(query, keys, values)
+        on_gpu = triton_fragments.attend if narrow else triton_attend.attend
         return on_gpu(query, keys, values, first, scaling=scaling, length=length, mask=mask)
     return reference.attend(query, keys, values, first, scaling=scaling, length=length, mask=mask)

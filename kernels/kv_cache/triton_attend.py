@@ -63,25 +63,15 @@ def attend(
 ) -> Tensor:
     """See `kv_cache.attend`. Raises ValueError for what `fits` denies, and for shapes that do not agree."""
     batch, queries, width = query.shape
-    heads = keys.words.shape[1]
-    group = queries // heads
-    if queries % heads or width != keys.width or keys.words.shape[:3] != values.words.shape[:3]:
-        raise ValueError(f"queries {tuple(query.shape)} for {heads} heads of {keys.width} numbers")
-    if not fits(max(width, values.width), group):
-        raise ValueError(f"{group} queries a head of {width} numbers; {QUERIES} of {WIDEST} are possible")
-    if query.stride(2) != 1 or (mask is not None and mask.stride(-1) != 1):
-        raise ValueError("the numbers of a query lie side by side, and so does a text's mask")
+    group = queries_of_a_head(query, keys, values, mask)
+    heads = queries // group
     columns = padded(max(width, values.width))
     step = max(QUERIES, min(STEP, TILE_BYTES // (columns * query.element_size())))
     shares = _shares(keys.room, batch * heads, query.device)
     rows = batch * queries * shares
     sums = torch.empty(rows, values.width, dtype=torch.float32, device=query.device)
     marks = torch.empty(2, rows, dtype=torch.float32, device=query.device)  # largest logit, sum of weights
-    # The interpreter would cut off what bf16 cannot hold instead of rounding.
     compiled = isinstance(_share_kernel, triton.JITFunction)
-    out = torch.empty(
-        batch, queries, values.width, dtype=query.dtype if compiled else torch.float32, device=query.device
-    )
     early = compiled and early_launches(query.device)
     with torch.cuda.device_of(query), LAUNCHING:
         _share_kernel[(shares, heads, batch)](
@@ -98,11 +88,34 @@ def attend(
             FIRST_COUNTS=(words(width, 1), words(values.width, 1)), EARLY=early,
             num_warps=4, num_stages=2, launch_pdl=early,
         )  # fmt: skip
-        _join_kernel[(batch * queries,)](
-            out, sums, marks[0], marks[1], shares, values.width,
-            SHARES=1 << (shares - 1).bit_length(), COLUMNS=padded(values.width), EARLY=early, num_warps=4,
-            launch_pdl=early,
-        )  # fmt: skip
+        return join(query, sums, marks, shares, values.width)
+
+
+def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, mask: Tensor | None) -> int:
+    """How many share a head. Raises ValueError for what `fits` denies, and shapes that do not agree."""
+    queries, width = query.shape[1:]
+    heads = keys.words.shape[1]
+    group = queries // heads
+    if queries % heads or width != keys.width or keys.words.shape[:3] != values.words.shape[:3]:
+        raise ValueError(f"queries {tuple(query.shape)} for {heads} heads of {keys.width} numbers")
+    if not fits(max(width, values.width), group):
+        raise ValueError(f"{group} queries a head of {width} numbers; {QUERIES} of {WIDEST} are possible")
+    if query.stride(2) != 1 or (mask is not None and mask.stride(-1) != 1):
+        raise ValueError("the numbers of a query lie side by side, and so does a text's mask")
+    return group
+
+
+def join(query: Tensor, sums: Tensor, marks: Tensor, shares: int, width: int) -> Tensor:
+    """Shares put together: [B, H', width] in the query's dtype. Whoever calls holds LAUNCHING."""
+    compiled = isinstance(_join_kernel, triton.JITFunction)
+    # The interpreter would cut off what bf16 cannot hold instead of rounding.
+    dtype = query.dtype if compiled else torch.float32
+    out = torch.empty(*query.shape[:2], width, dtype=dtype, device=query.device)
+    early = compiled and early_launches(query.device)
+    _join_kernel[(query.shape[0] * query.shape[1],)](
+        out, sums, marks[0], marks[1], shares, width, SHARES=1 << (shares - 1).bit_length(),
+        COLUMNS=padded(width), EARLY=early, num_warps=4, launch_pdl=early,
+    )  # fmt: skip
     return out.to(query.dtype)
 
 

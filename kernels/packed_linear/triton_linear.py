@@ -33,11 +33,12 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_fragments import float_of, multiply, side_by_side
 from neuzip.kernels.triton_sums import sum_rows
 
 from .form import SLOTS, Layout, Window
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, count_below, differ, side_by_side
+from .triton_slots import as_start, count_below, differ
 
 TILES = 4
 """Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
@@ -237,51 +238,11 @@ def _weights(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.con
 
 
 @triton.jit
-def _float(pattern, HALF: tl.constexpr):
-    """What 16 bits in the lower half of an int32 are worth."""
-    bits = (pattern & 0xFFFF).to(tl.uint16)
-    return (bits.to(tl.float16, bitcast=True) if HALF else bits.to(tl.bfloat16, bitcast=True)).to(tl.float32)
-
-
-@triton.jit
-def _multiply_pairs(a, b, W: tl.constexpr, HALF: tl.constexpr):
-    """For the interpreter: what 8 rows and 8 columns, 8 products each, add to two sums of every thread."""
-    a0 = tl.reshape(_float(a, HALF), [W, 8, 1, 4])
-    a1 = tl.reshape(_float(a >> 16, HALF), [W, 8, 1, 4])
-    b0 = tl.reshape(_float(b, HALF), [W, 1, 8, 4])
-    b1 = tl.reshape(_float(b >> 16, HALF), [W, 1, 8, 4])
-    sums = tl.sum(a0 * b0 + a1 * b1, 3)
-    left, right = tl.split(tl.reshape(sums, [W, 8, 4, 2]))
-    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
-
-
-@triton.jit
-def _mma(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """m16n8k16: a are 4 pairs of weights of this thread, b two of x; returns its 4 sums."""
-    if ASM:
-        KIND: tl.constexpr = "f16" if HALF else "bf16"
-        result = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32." + KIND + "." + KIND
-            + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            [a[0], a[1], a[2], a[3], b[0], b[1], sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        l0, r0 = _multiply_pairs(a[0], b[0], W, HALF)
-        l1, r1 = _multiply_pairs(a[1], b[0], W, HALF)
-        l2, r2 = _multiply_pairs(a[2], b[1], W, HALF)
-        l3, r3 = _multiply_pairs(a[3], b[1], W, HALF)
-        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
-    return result
-
-
-@triton.jit
 def _escape(escapes, at, stop, stand_in, HALF: tl.constexpr):
     """How far a weight is from what stands in its slot, its position, and whether there is one."""
     there = at < stop
     entry = tl.load(escapes + at, mask=there, other=0)
-    return tl.where(there, _float(entry >> 16, HALF) - stand_in, 0.0), entry & 0xFFFF, there
+    return tl.where(there, float_of(entry >> 16, HALF) - stand_in, 0.0), entry & 0xFFFF, there
 
 
 @triton.jit
@@ -316,7 +277,7 @@ def _multiply_next(
     for g in tl.static_range(8):
         a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
         a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
-        added += (_mma((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
+        added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
     return added
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.triton_fragments import side_by_side
 
 from .form import (
     F16,
@@ -38,7 +39,7 @@ from .form import (
     words_shape,
 )
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, count_below, differ, side_by_side
+from .triton_slots import as_start, count_below, differ
 
 WORDS = 8
 """Words of each row that a program has, if it has the 16 rows of a tile."""

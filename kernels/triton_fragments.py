@@ -1,0 +1,76 @@
+"""What threads give to m16n8k16 and get from it, in Triton: arrays [32 W] have an element for each thread.
+
+    thread (r, q) of a warp    A: k = 2 q, 2 q + 1 of rows r and r + 8, then k = 2 q + 8, 2 q + 9 of both
+                               B: k = 2 q, 2 q + 1 of column r, then k = 2 q + 8, 2 q + 9
+                               C: columns 2 q, 2 q + 1 of row r, then of row r + 8
+
+A pair of 16-bit numbers is an int32. Which columns of A and rows of B are called k is free, as long as both
+have the same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiply(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Sums C, four fp32, plus the products of A, 4 pairs of bf16 or (HALF) fp16, and B, 2 pairs."""
+    if ASM:
+        KIND: tl.constexpr = "f16" if HALF else "bf16"
+        result = tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32." + KIND + "." + KIND
+            + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a[0], a[1], a[2], a[3], b[0], b[1], sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = _multiplied(a, b, sums, W, HALF)
+    return result
+
+
+@triton.jit
+def side_by_side(low, high, ASM: tl.constexpr):
+    """Of the bytes of two int32 the pairs low 0, high 0, low 1, high 1, and those of bytes 2 and 3.
+
+    ASM: by an instruction of NVIDIA's GPUs, which the interpreter does not have.
+    """
+    if ASM:
+        first = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+        second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        first = (low & 0xFF) | (high & 0xFF) << 8 | (low & 0xFF00) << 8 | (high & 0xFF00) << 16
+        low, high = (low >> 16) & 0xFFFF, (high >> 16) & 0xFFFF
+        second = (low & 0xFF) | (high & 0xFF) << 8 | (low & 0xFF00) << 8 | (high & 0xFF00) << 16
+    return first, second
+
+
+@triton.jit
+def float_of(pattern, HALF: tl.constexpr):
+    """What 16 bits in the lower half of an int32 are worth."""
+    if HALF:
+        number = (pattern & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        number = (pattern << 16).to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def _multiplied(a, b, sums, W: tl.constexpr, HALF: tl.constexpr):
+    """For the interpreter."""
+    rows = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # warp, r, q; row r or r + 8, k or k + 8
+    rows = tl.reshape(rows, [W, 8, 1, 4, 2, 2])
+    columns = tl.reshape(tl.join(b[0], b[1]), [W, 1, 8, 4, 1, 2])
+    products = float_of(rows, HALF) * float_of(columns, HALF)
+    products += float_of(rows >> 16, HALF) * float_of(columns >> 16, HALF)
+    found = tl.sum(tl.sum(products, 5), 3)  # warp, r, column, row r or r + 8
+    upper, lower = tl.split(found)
+    c0, c1 = tl.split(tl.reshape(upper, [32 * W, 2]))
+    c2, c3 = tl.split(tl.reshape(lower, [32 * W, 2]))
+    return sums[0] + c0, sums[1] + c1, sums[2] + c2, sums[3] + c3
