@@ -62,6 +62,40 @@ def float_of(pattern, HALF: tl.constexpr):
 
 
 @triton.jit
+def less(pair, NUMBER: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Both numbers of a pair less another, where that is exact."""
+    if ASM:
+        KIND: tl.constexpr = "f16x2" if HALF else "bf16x2"
+        one = _twice(tl.full(pair.shape, 1, tl.float32), HALF)
+        addend = _twice(tl.full(pair.shape, -NUMBER, tl.float32), HALF)
+        lessened = tl.inline_asm_elementwise(
+            "fma.rn." + KIND + " $0, $1, $2, $3;", "=r,r,r,r", [pair, one, addend],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = _pattern(float_of(pair, HALF) - NUMBER, HALF)
+        lessened = first | (_pattern(float_of(pair >> 16, HALF) - NUMBER, HALF) << 16)
+    return lessened
+
+
+@triton.jit
+def _twice(number, HALF: tl.constexpr):
+    """The pair of an fp32 and itself."""
+    pattern = _pattern(number, HALF)
+    return pattern | (pattern << 16)
+
+
+@triton.jit
+def _pattern(number, HALF: tl.constexpr):
+    """The 16 bits of an fp32 that 16 bits can hold."""
+    if HALF:
+        pattern = number.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    else:
+        pattern = (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return pattern
+
+
+@triton.jit
 def _multiplied(a, b, sums, W: tl.constexpr, HALF: tl.constexpr):
     """For the interpreter."""
     rows = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # warp, r, q; row r or r + 8, k or k + 8

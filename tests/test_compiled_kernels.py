@@ -136,7 +136,7 @@ print(json.dumps(shared))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 3), (STEP, 3)],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3)],
     ids=["linear heads", "attention", "keys and values", "steps"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,63 @@ def test_attend_refuses_what_the_kernel_is_not_made_for():
             triton_attend.attend(wrong, keys, keys, first, scaling=1, length=8)
     with pytest.raises(ValueError, match="17 queries a head of 32 numbers; 16 of 256 are possible"):
         triton_attend.attend(states(1, 34, 32), keys, keys, first, scaling=1, length=8)
+
+
+@pytest.mark.parametrize("part", [triton_attend, triton_fragments])
+def test_attend_refuses_shapes_that_do_not_agree(part: Any):
+    first = torch.zeros(2, dtype=torch.int64)
+    keys = filled((2, 2, 8, 32), 4, "absmax", first, 0)
+    query = states(2, 2, 32, dtype=torch.float16)
+    for wrong in ({"query": query[:1]}, {"first": first[:1]}):
+        given: dict[str, Any] = {"query": query, "first": first, **wrong}
+        with pytest.raises(ValueError, match="for 2 texts and"):
+            part.attend(keys=keys, values=keys, scaling=1, length=8, **given)
+    for mask in (torch.ones(2, 7), torch.ones(3, 8)):
+        with pytest.raises(ValueError, match="for 2 texts of 8 tokens"):
+            part.attend(query, keys, keys, first, scaling=1, length=8, mask=mask)
+    for heads, more in ((keys, {"mask": torch.ones(8, 2).T}), (keys.tokens(0, 8), {})):
+        if not more:
+            heads = replace(heads, scale=heads.scale.transpose(1, 2).contiguous().transpose(1, 2))
+        with pytest.raises(ValueError, match="side by side"):
+            part.attend(query, heads, heads, first, scaling=1, length=8, **more)
+
+
+@pytest.mark.parametrize("part", [triton_attend, triton_fragments])
+def test_a_mask_of_the_lowest_number_is_not_one_of_infinity(part: Any, device: torch.device):
+    """A text of which nothing counts, as transformers masks it, has the mean of all; no NaN."""
+    first = torch.tensor([-1, -1])
+    heads = filled((2, 1, 40, 32), 4, "absmax", first, 2)
+    query, mask = states(2, 1, 32, dtype=torch.bfloat16), torch.zeros(2, 40, dtype=torch.bfloat16)
+    mask[0], mask[1, :7] = torch.finfo(mask.dtype).min, torch.finfo(mask.dtype).min
+    expected = reference.attend(
+        query.double(), heads, heads, first, scaling=0.1, length=33, mask=mask.double(), dtype=torch.float64
+    )
+    placed: Any = [x.to(device) for x in (query, first, mask)]
+    rooms = moved(heads, device)
+    found = part.attend(placed[0], rooms, rooms, placed[1], scaling=0.1, length=33, mask=placed[2])
+    assert (found.cpu().double() - expected).norm() < 4e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_fragments_add_up_long_shares(bits: int, dtype: torch.dtype, device: torch.device, monkeypatch):
+    """A program for all tokens, alike in weight: what matrix instructions cut off must not add up."""
+    monkeypatch.setattr(triton_fragments, "_shares", lambda *_: 1)
+    first = torch.tensor([0])
+    keys, values = (kv_cache.empty((1, 1, 1 << 14, 128), bits) for _ in range(2))
+    for room, seed in ((keys, 2), (values, 3)):
+        torch_ops.store(room, states(1, 1, 1 << 14, 128, seed=seed), 0, first)
+    query = states(1, 4, 128, dtype=dtype)
+    expected = reference.attend(
+        query.double(), keys, values, first, scaling=0.02, length=1 << 14, dtype=torch.float64
+    )
+    found = triton_fragments.attend(
+        query.to(device), moved(keys, device), moved(values, device), first.to(device),
+        scaling=0.02, length=1 << 14,
+    )  # fmt: skip
+    error = (found.cpu().double() - expected).norm() / expected.norm()
+    assert error < {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
 
 
 def test_shares_keep_a_card_busy_and_are_not_more_than_there_are_steps(monkeypatch):

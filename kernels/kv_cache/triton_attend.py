@@ -63,7 +63,7 @@ def attend(
 ) -> Tensor:
     """See `kv_cache.attend`. Raises ValueError for what `fits` denies, and for shapes that do not agree."""
     batch, queries, width = query.shape
-    group = queries_of_a_head(query, keys, values, mask)
+    group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
     columns = padded(max(width, values.width))
     step = max(QUERIES, min(STEP, TILE_BYTES // (columns * query.element_size())))
@@ -91,17 +91,25 @@ def attend(
         return join(query, sums, marks, shares, values.width)
 
 
-def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, mask: Tensor | None) -> int:
+def queries_of_a_head(
+    query: Tensor, keys: Heads, values: Heads, first: Tensor, mask: Tensor | None
+) -> int:
     """How many share a head. Raises ValueError for what `fits` denies, and shapes that do not agree."""
-    queries, width = query.shape[1:]
+    batch, queries, width = query.shape
     heads = keys.words.shape[1]
     group = queries // heads
     if queries % heads or width != keys.width or keys.words.shape[:3] != values.words.shape[:3]:
         raise ValueError(f"queries {tuple(query.shape)} for {heads} heads of {keys.width} numbers")
     if not fits(max(width, values.width), group):
         raise ValueError(f"{group} queries a head of {width} numbers; {QUERIES} of {WIDEST} are possible")
-    if query.stride(2) != 1 or (mask is not None and mask.stride(-1) != 1):
-        raise ValueError("the numbers of a query lie side by side, and so does a text's mask")
+    if keys.words.shape[0] != batch or first.shape != (batch,):
+        raise ValueError(f"{batch} queries for {keys.words.shape[0]} texts and {len(first)} first tokens")
+    if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] < keys.room):
+        raise ValueError(f"a mask {tuple(mask.shape)} for {batch} texts of {keys.room} tokens")
+    rows = [query.stride(2), *(heads.words.stride(3) for heads in (keys, values))]
+    rows += [heads.scale.stride(2) for heads in (keys, values)] + ([] if mask is None else [mask.stride(1)])
+    if any(stride != 1 for stride in rows):
+        raise ValueError("a query's numbers, a token's words, a head's scales, a text's mask lie side by side")
     return group
 
 
@@ -137,7 +145,7 @@ def _multiplied(dtype: torch.dtype, compiled: bool) -> tl.dtype:
 
 def _shares(tokens: int, programs: int, device: torch.device) -> int:
     """Into how many shares the tokens of a head are cut: four programs a multiprocessor."""
-    wanted = -(-4 * multiprocessors(device) // programs)
+    wanted = -(-4 * multiprocessors(device) // max(programs, 1))
     return max(1, min(wanted, -(-tokens // STEP), MOST_SHARES))
 
 
@@ -177,6 +185,13 @@ def _factors(codes, KIND: tl.constexpr, BITS: tl.constexpr):
         return (codes | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True), 128.0
     else:
         return codes.to(KIND), 0.0
+
+
+@triton.jit
+def in_base_2(added):
+    """What a mask adds to logits. The lowest number stays one: a text with no other is not one with none."""
+    wide = added.to(tl.float32)
+    return tl.where(wide == float("-inf"), wide, tl.maximum(wide * 1.4426950408889634, -3e38))
 
 
 @triton.jit
@@ -275,7 +290,7 @@ def _share_kernel(
             if MASK_IS_BOOL:
                 there = there & (seen != 0)
             else:
-                logits += (seen.to(tl.float32) * 1.4426950408889634)[None, :]
+                logits += in_base_2(seen)[None, :]
         logits = tl.where(there[None, :], logits, float("-inf"))
 
         now = tl.maximum(largest, tl.max(logits, 1))

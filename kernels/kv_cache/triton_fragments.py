@@ -9,8 +9,10 @@ queries at once. The words and scales of a step are on their way while the one b
                  and 2 q + 1 of the first 8 and of the others; instruction j takes columns 16 r + j
 
 What a thread gets of S is what it gives of P. A byte beside it makes a number of a code: the bf16 128 + code,
-or the fp16 1024 + code; codes of 8 bits are two numbers in bf16. Sums are fp32. P scale_v is rounded to the
-query's dtype, after division by the largest scale_v so far.
+or the fp16 1024 + code; codes of 8 bits are two numbers in bf16. What has been added is taken off the logits
+of keys, and off the numbers of values: their sums are over all tokens of a share, and would lose what is
+small beside it. Sums are fp32. P scale_v is rounded to the query's dtype, after division by the largest
+scale_v so far.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers import plane_widths, words
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
-from neuzip.kernels.triton_fragments import float_of, multiply, side_by_side
+from neuzip.kernels.triton_fragments import float_of, less, multiply, side_by_side
 
 from .torch_ops import EXTRA_BIT, Heads
-from .triton_attend import LOG2_E, join, queries_of_a_head
+from .triton_attend import LOG2_E, in_base_2, join, queries_of_a_head
 
 WIDEST = 128
 """Numbers of a head that a warp has room for."""
@@ -68,16 +70,16 @@ def attend(
 ) -> Tensor:
     """See `kv_cache.attend`, for what `fits`. Raises ValueError for shapes that do not agree."""
     batch, queries, width = query.shape
-    group = queries_of_a_head(query, keys, values, mask)
+    group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
     shares = _shares(keys.room, batch * heads, query.device)
     rows = batch * queries * shares
     sums = torch.empty(rows, values.width, dtype=torch.float32, device=query.device)
     marks = torch.empty(2, rows, dtype=torch.float32, device=query.device)  # largest logit, sum of weights
-    compiled = isinstance(_share_kernel, triton.JITFunction)
+    compiled = isinstance(_fragments_kernel, triton.JITFunction)
     early = compiled and early_launches(query.device)
     with torch.cuda.device_of(query), LAUNCHING:
-        _share_kernel[(shares, heads, batch)](
+        _fragments_kernel[(shares, heads, batch)](
             sums, marks[0], marks[1], query.view(torch.int16), first, mask, length, LOG2_E * scaling,
             *query.stride()[:2], 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
             *_arguments(keys), *_arguments(values), keys.room,
@@ -104,7 +106,7 @@ def _counts(heads: Heads) -> tuple[int, ...]:
 
 def _shares(tokens: int, programs: int, device: torch.device) -> int:
     """Into how many shares the tokens of a head are cut."""
-    wanted = -(-WARPS * multiprocessors(device) // programs)
+    wanted = -(-WARPS * multiprocessors(device) // max(programs, 1))
     return max(1, min(wanted, -(-tokens // STEP), MOST_SHARES))
 
 
@@ -175,20 +177,41 @@ def _codes(planes, WIDTHS: tl.constexpr, G: tl.constexpr):
     return codes
 
 
+@triton.constexpr_function
+def _four(byte):
+    """A byte four times, as an int32."""
+    return int.from_bytes(bytes([byte] * 4), signed=True)
+
+
+@triton.constexpr_function
+def _added(bits, half):
+    """What the numbers of a code add up to, less the code."""
+    if half:
+        return 1024.0
+    return 128.0 if bits < 8 else 64.0
+
+
 @triton.jit
 def _numbers(codes, BITS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Four bytes as numbers that add up to code + ADDED: pairs of the first two and of the last two."""
+    """Four codes, a byte each, as numbers: pairs of the first two and of the last two."""
     if HALF:
-        numbers = (side_by_side(codes, codes * 0 + 0x64646464, ASM),)
+        numbers = (side_by_side(codes, tl.full([32], _four(0x64), tl.int32), ASM),)
     elif BITS < 8:
-        numbers = (side_by_side(codes, codes * 0 + 0x43434343, ASM),)
+        numbers = (side_by_side(codes, tl.full([32], _four(0x43), tl.int32), ASM),)
     else:
-        highest = ((codes >> 7) & 0x01010101) * 0x43  # in the upper byte that is 128
+        highest = (codes & _four(0x80)) ^ _four(0xC2)  # 64 is the bf16 42 80, and -64 is C2 80
         numbers = (
-            side_by_side(codes & 0x7F7F7F7F, codes * 0 + 0x43434343, ASM),
-            side_by_side(codes * 0, highest, ASM),
+            side_by_side(codes & _four(0x7F), tl.full([32], _four(0x43), tl.int32), ASM),
+            side_by_side(tl.full([32], _four(0x80), tl.int32), highest, ASM),
         )
     return numbers
+
+
+@triton.jit
+def _centred(pairs, BITS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """The first of `_numbers` less what makes them all add up to code - 2^(BITS - 1)."""
+    TAKEN_OFF: tl.constexpr = _added(BITS, HALF) + 2 ** (BITS - 1)
+    return less(pairs[0], TAKEN_OFF, HALF, ASM), less(pairs[1], TAKEN_OFF, HALF, ASM)
 
 
 @triton.jit
@@ -289,7 +312,7 @@ def _of_quad(value, LARGEST: tl.constexpr):
 def _products(
     of_keys, fragments, BITS: tl.constexpr, WIDTHS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr
 ):
-    """S of a step, of numbers that are codes + ADDED."""
+    """S of a step, of codes with something added."""
     products = ()
     for b in tl.static_range(len(of_keys)):
         found = _four_zeros()
@@ -329,13 +352,14 @@ def _middle(token, first, BITS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def _terms(
-    numbers, mask_ptr, token, end, first, scaling, BITS: tl.constexpr, ADDED: tl.constexpr,
-    LOW: tl.constexpr, FIRST: tl.constexpr, MASK_IS_BOOL: tl.constexpr,
+    numbers, mask_ptr, token, end, first, scaling, BITS: tl.constexpr, LOW: tl.constexpr,
+    FIRST: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """How products become logits, of the tokens 2 q and 2 q + 1 of each 8: `token` is the first of a thread.
 
     Whether a token counts; what its product is multiplied with, what the sum of the query; what is added.
     """
+    ADDED: tl.constexpr = _added(BITS, HALF)
     terms = ()
     for b in tl.static_range(len(numbers)):
         for i in tl.static_range(2):
@@ -351,7 +375,7 @@ def _terms(
                 if MASK_IS_BOOL:
                     there = there & (seen != 0)
                 else:
-                    added = seen.to(tl.float32) * 1.4426950408889634
+                    added = in_base_2(seen)
             terms += ((there, scale * scaling, offset, added),)
     return terms
 
@@ -378,14 +402,15 @@ def _largest_scale(numbers, token, end, unit):
 
 @triton.jit
 def _value_weights(
-    logits, numbers, state, inverse, shrink_of_unit, token, first, BITS: tl.constexpr, ADDED: tl.constexpr,
-    LOW: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    logits, numbers, state, inverse, shrink_of_unit, token, first, BITS: tl.constexpr, LOW: tl.constexpr,
+    FIRST: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What values are multiplied with, a pair of tokens for each 8; by what sums shrink; the new state.
 
     The state of a query is its largest logit; and of this thread's tokens the sum of weights, what is to be
     taken off the sums, in units, and what is to be added for the middles between lowest and highest.
     """
+    CENTRE: tl.constexpr = 2.0 ** (BITS - 1)
     largest, weight, taken_off, middles = state
     now = logits[0]
     for n in tl.static_range(1, len(logits)):
@@ -407,7 +432,7 @@ def _value_weights(
         weight += p[0] + p[1]
         half0 = _middle(token + 8 * b, first, BITS, FIRST)
         half1 = _middle(token + (8 * b + 1), first, BITS, FIRST)
-        taken_off += w0 * (half0 + ADDED) + w1 * (half1 + ADDED)
+        taken_off += w0 * (half0 - CENTRE) + w1 * (half1 - CENTRE)
         if LOW:  # of codes less half nothing cancels that was rounded
             middles += p[0] * (numbers[b][0][3] + half0 * numbers[b][0][1])
             middles += p[1] * (numbers[b][1][3] + half1 * numbers[b][1][1])
@@ -450,9 +475,10 @@ def _with_values(
             then = side_by_side(_codes(words[b + 1][0], WIDTHS, g), _codes(words[b + 1][1], WIDTHS, g), ASM)
             for two in tl.static_range(2):
                 k0, k8 = _numbers(first[two], BITS, HALF, ASM), _numbers(then[two], BITS, HALF, ASM)
+                centred = _centred(k0[0], BITS, HALF, ASM), _centred(k8[0], BITS, HALF, ASM)
                 for i in tl.static_range(2):
-                    found = before[4 * g + 2 * two + i]
-                    for d in tl.static_range(len(k0)):
+                    found = multiply(a, (centred[0][i], centred[1][i]), before[4 * g + 2 * two + i], 1, HALF, ASM)
+                    for d in tl.static_range(1, len(k0)):
                         found = multiply(a, (k0[d][i], k8[d][i]), found, 1, HALF, ASM)
                     added += (found,)
     return added
@@ -479,7 +505,7 @@ def _with_first_value(sums, upper, lower, word, row, HALF: tl.constexpr, ASM: tl
 
 
 @triton.jit(do_not_specialize=["length_ptr", "room"])
-def _share_kernel(
+def _fragments_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kl_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
@@ -495,7 +521,6 @@ def _share_kernel(
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    ADDED: tl.constexpr = 1024.0 if HALF else 128.0
     BESIDE: tl.constexpr = 2 if GROUP > 8 else 1  # queries of a thread: r, or r and r + 8
     K_FIRST: tl.constexpr = kf_ptr is not None
     V_FIRST: tl.constexpr = vf_ptr is not None
@@ -529,8 +554,9 @@ def _share_kernel(
     query_ptr += text * stride_qb + head * GROUP * stride_qh
     fragments, q_sums = _query_fragments(query_ptr, stride_qh, r, q, GROUP, K_WIDTH, HALF)
 
-    unit, none = tl.zeros([32], tl.float32), tl.zeros([32], tl.int32)
-    upper_state = unit - float("inf"), unit, unit, unit
+    zero, none = tl.zeros([32], tl.float32), tl.zeros([32], tl.int32)
+    unit = zero + 2.0**-120  # less than a scale that matters, and 1 / unit is a number
+    upper_state = zero - float("inf"), zero, zero, zero
     lower_state = upper_state
     lower = ()
     for _ in tl.static_range(_STEP // 8):
@@ -553,22 +579,23 @@ def _share_kernel(
                 word = tl.load(bits, mask=32 * q < K_WIDTH, other=0)
                 products = _with_first_key(products, fragments, word, first - at - r, HALF, ASM)
         terms = _terms(
-            numbers, mask_ptr, token, end, first, scaling, K_BITS, ADDED, kl_ptr is not None, K_FIRST,
-            MASK_IS_BOOL,
+            numbers, mask_ptr, token, end, first, scaling, K_BITS, kl_ptr is not None, K_FIRST,
+            MASK_IS_BOOL, HALF,
         )  # fmt: skip
 
         before = unit
         unit = _largest_scale(numbers, token, end, unit)
-        inverse = 1.0 / tl.where(unit == 0, 1.0, unit)
+        inverse = 1.0 / unit
+        of_unit = tl.where(unit == before, 1.0, before * inverse)
         upper, shrink, upper_state = _value_weights(
-            _logits(products, terms, q_sums[0], 0), numbers, upper_state, inverse, before * inverse, token,
-            first, V_BITS, ADDED, vl_ptr is not None, V_FIRST, HALF, ASM,
+            _logits(products, terms, q_sums[0], 0), numbers, upper_state, inverse, of_unit, token, first,
+            V_BITS, vl_ptr is not None, V_FIRST, HALF, ASM,
         )  # fmt: skip
         lower_shrink = shrink
         if BESIDE == 2:
             lower, lower_shrink, lower_state = _value_weights(
-                _logits(products, terms, q_sums[1], 1), numbers, lower_state, inverse, before * inverse,
-                token, first, V_BITS, ADDED, vl_ptr is not None, V_FIRST, HALF, ASM,
+                _logits(products, terms, q_sums[1], 1), numbers, lower_state, inverse, of_unit, token,
+                first, V_BITS, vl_ptr is not None, V_FIRST, HALF, ASM,
             )  # fmt: skip
         sums = _shrunk(sums, shrink, lower_shrink, BESIDE)
         sums = _with_values(sums, upper, lower, of_values, V_BITS, V_WIDTHS, HALF, ASM)

@@ -356,7 +356,7 @@ def _one_row(
         records += (_record(index, k, k < C, EVEN),)
         coming, pairs = _behind(coming, 1), _behind(pairs, 1)
         fars, records = _behind(fars, 1), _behind(records, 1)
-    for step in range(1, tl.cdiv(tl.max(stop - first, 0) + EL, EL)):
+    for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
@@ -456,7 +456,7 @@ def _add_parts(
     first, stop = _escapes_of_row(row_start, tl.minimum(begin + t // EL, N - 1), t % EL)
     x += octet * (32 * C)
     fix = tl.zeros([32 * W, 8], tl.float32)
-    for step in range(tl.cdiv(tl.max(stop - first, 0) + EL - 1, EL)):
+    for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
         fix += off[:, None] * _gather(x, column, there, M - octet, C, 8).to(tl.float32)
     result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))

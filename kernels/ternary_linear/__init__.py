@@ -13,9 +13,9 @@ order that `reference` fixes: so all implementations give the same bits.
 
 On a CPU fp32 matrices do it, which are exact for integers this small: right, not fast.
 
-Kernels of few tokens load weights before the kernel ahead of them in the stream has ended, on cards that can.
-A kernel that writes the words of a `TernaryWeight` must therefore not be the last one before a product: `of`
-and `to` wait, whoever changes words in place has to.
+Kernels of few tokens load weights before the kernels ahead of them in the stream have ended, on cards that
+can. So what writes the words of a `TernaryWeight` must have completed before a product is asked for: `of` and
+`to` wait, whoever changes words in place has to synchronise.
 
 | input                           | what happens                                            |
 |---------------------------------|---------------------------------------------------------|

@@ -42,8 +42,9 @@ def quantize(
     """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
 
     Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
-    fragments; what stands there for tokens that x has not is anything. `start_next`: the next kernel, which
-    waits for this one, may start before x is there. Whoever calls holds LAUNCHING, and the device is the
+    fragments; what stands there for tokens that x has not is anything. `start_next`: the next kernel may
+    start before x is there; it waits for this one before it reads what this one writes, but what it reads before
+    has to have been there before whatever makes x was launched. Whoever calls holds LAUNCHING, and the device is the
     current one.
     """
     tokens, columns = x.shape

@@ -57,6 +57,10 @@ PLACES = 2
 """For words of some tokens, otherwise: with more, fewer programs run side by side."""
 
 
+STATIC_BYTES = 48 << 10
+"""Shared memory that a program can have without asking the driver for more."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a product of few tokens is launched."""
@@ -222,6 +226,9 @@ def few_tokens(
     early = compiled and launch.early and early_launches(x.device)
     turns = triton.cdiv(steps, launch.warps)
     places = min(launch.places, turns)
+    exchanged = 512 * together * launch.tiles * launch.beside * launch.warps
+    if exchanged > STATIC_BYTES:
+        raise ValueError(f"{launch} exchanges {exchanged} bytes; {STATIC_BYTES} are possible")
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks, start_next=launch.start)
         _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
