@@ -18,8 +18,8 @@ import pytest
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on a card of that kind."""
 
-SETTING = """
-import json, torch, triton
+SETTING = r"""
+import json, re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -39,7 +39,18 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     reads = "ld.global" in before or "cp.async" in before
     assert not (wait and reads), f"{self.__name__} reads before the kernel ahead has ended"
     assert bool(wait) == bool(kwargs.get("EARLY"))
+    if "fragments" in self.__name__:
+        check_lanes(code.asm["ttgir"])
     return code
+
+def check_lanes(ttgir):
+    # Matrix instructions by hand count on element t of an array being in thread t.
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    used = [line for line in ttgir.splitlines() if "mma.sync" in line]
+    assert used
+    for name in set(re.findall(r"tensor<[^>]*, (#\w+)>", " ".join(used))):
+        in_order = "sizePerThread = [1], threadsPerWarp = [32]", "lane = [[1], [2], [4], [8], [16]]"
+        assert any(words in layouts[name] for words in in_order), layouts[name]
 
 JITFunction.run = compile_only
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like

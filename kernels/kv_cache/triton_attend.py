@@ -109,7 +109,7 @@ def queries_of_a_head(
     rows = [query.stride(2), *(heads.words.stride(3) for heads in (keys, values))]
     rows += [heads.scale.stride(2) for heads in (keys, values)] + ([] if mask is None else [mask.stride(1)])
     if any(stride != 1 for stride in rows):
-        raise ValueError("a query's numbers, a token's words, a head's scales, a text's mask lie side by side")
+        raise ValueError("numbers of a query, words of a token, scales of a head, a mask lie side by side")
     return group
 
 

@@ -477,7 +477,8 @@ def _with_values(
                 k0, k8 = _numbers(first[two], BITS, HALF, ASM), _numbers(then[two], BITS, HALF, ASM)
                 centred = _centred(k0[0], BITS, HALF, ASM), _centred(k8[0], BITS, HALF, ASM)
                 for i in tl.static_range(2):
-                    found = multiply(a, (centred[0][i], centred[1][i]), before[4 * g + 2 * two + i], 1, HALF, ASM)
+                    found = before[4 * g + 2 * two + i]
+                    found = multiply(a, (centred[0][i], centred[1][i]), found, 1, HALF, ASM)
                     for d in tl.static_range(1, len(k0)):
                         found = multiply(a, (k0[d][i], k8[d][i]), found, 1, HALF, ASM)
                     added += (found,)
