@@ -43,9 +43,8 @@ def quantize(
 
     Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
     fragments; what stands there for tokens that x has not is anything. `start_next`: the next kernel may
-    start before x is there; it waits for this one before it reads what this one writes, but what it reads before
-    has to have been there before whatever makes x was launched. Whoever calls holds LAUNCHING, and the device is the
-    current one.
+    start before x is there. It waits for this one to read what this one writes; what it reads earlier has to
+    be complete. Whoever calls holds LAUNCHING, and the device is the current one.
     """
     tokens, columns = x.shape
     padded = steps_of(columns) * STEP
