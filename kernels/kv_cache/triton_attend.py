@@ -91,9 +91,7 @@ def attend(
         return join(query, sums, marks, shares, values.width)
 
 
-def queries_of_a_head(
-    query: Tensor, keys: Heads, values: Heads, first: Tensor, mask: Tensor | None
-) -> int:
+def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, first: Tensor, mask: Tensor | None) -> int:
     """How many share a head. Raises ValueError for what `fits` denies, and shapes that do not agree."""
     batch, queries, width = query.shape
     heads = keys.words.shape[1]

@@ -180,7 +180,7 @@ def _codes(planes, WIDTHS: tl.constexpr, G: tl.constexpr):
 @triton.constexpr_function
 def _four(byte):
     """A byte four times, as an int32."""
-    return int.from_bytes(bytes([byte] * 4), signed=True)
+    return int.from_bytes(bytes([byte] * 4), "little", signed=True)
 
 
 @triton.constexpr_function
