@@ -264,6 +264,8 @@ class PackedWeight(CompressedWeight):
     far_words: torch.Tensor
     row_start: torch.Tensor
     escapes: torch.Tensor
+    turn_index: torch.Tensor
+    turn_escapes: torch.Tensor
 
     @classmethod
     def of(cls, dense: torch.Tensor, transposed: bool = False, exact: bool = False) -> PackedWeight:
@@ -331,6 +333,7 @@ class PackedWeight(CompressedWeight):
             words=self.words[tiles],
             far_index=self.far_index[tiles],
             row_start=self.row_start[self.first : end + 1],
+            turn_index=self.turn_index[tiles],
         )
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,9 @@ def listed(packed: pl.Packed) -> list[tuple[int, int, int]]:
 def slot_fields(packed: pl.Packed, row: int, column: int) -> tuple[int, int, int, int, int]:
     """Low byte, middle bits, code, sign and far bit of one weight, looked up bit by bit."""
     c, slot = divmod(column, 32)
+    turn, k = divmod(column, 128)
+    if 4 * turn + 4 <= packed.lane_words:
+        c, slot = 4 * turn + k % 8 // 2, 4 * (k // 16) + 2 * (k % 16 // 8) + k % 2
     g, b = divmod(slot, 4)
     words = words_of(packed, row, c)
 
@@ -86,7 +89,8 @@ windows_of = {fmt: st.sampled_from(windows(fmt)) for fmt in (BF16, F16)}
 def tensors(draw, shapes=None, patterns=None):
     """A format, patterns that all lack some of the lowest mantissa bits, and a window or None."""
     fmt = draw(st.sampled_from([BF16, F16]))
-    shapes = shapes or hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=70)
+    if shapes is None:
+        shapes = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=70)
     bits = draw(hnp.arrays(np.uint16, shapes, elements=patterns and patterns(fmt)))
     drop = draw(st.integers(0, fmt.mantissa_bits))
     return fmt, bits >> drop << drop, draw(st.none() | windows_of[fmt])
@@ -196,7 +200,7 @@ def test_words_written_out():
     bits[0, 1] = 0xBD22  # slot 1, word 0: code 2, negative
     bits[0, 4] = 0x3C33  # slot 4, word 0: code 3
     bits[0, 31] = 0xBE44  # slot 31, word 0: code 1, negative
-    bits[1, 33] = 0xC055  # slot 1, word 1: an escape
+    bits[1, 33] = 0xC055  # slot 1, word 1: an escape, of which the slot has the low byte and the sign
     bits[1, 5] = 0x0000  # slot 5, word 0: another
     packed = pl.pack(bits, pl.Window(0x3F, 0))
     assert packed.shape == (2, 64)
@@ -209,11 +213,21 @@ def test_words_written_out():
     ]  # fmt: skip
     assert words_of(packed, 0, 1) == plain
     assert words_of(packed, 1, 0) == [0x80808080, 0x80800080, *plain[2:8], 0x00000C00, 0, 0]
-    assert words_of(packed, 1, 1) == [0x80800080, *plain[1:8], 0x00000300, 0, 0]
+    assert words_of(packed, 1, 1) == [0x80805580, *plain[1:8], 0x00000300, 0, 0x00000100]
     assert packed.row_start.tolist() == [0, 0, 2]
     assert packed.escapes.tolist() == [0x0000_0005, 0xC055_0021]
     assert packed.far_words.size == 0
     assert packed.far_index.tolist() == [[[0, 0]]]
+
+
+def test_a_turn_of_words_written_out():
+    """Thread q of a matrix instruction has columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of 16."""
+    bits = np.full((1, 160), 0x3F00, np.uint16)
+    bits[0] |= np.arange(160, dtype=np.uint16)
+    packed = pl.pack(bits, pl.Window(0x3F, 0))
+    assert words_of(packed, 0, 0)[:8] == [0x09080100 + 0x10101010 * g for g in range(8)]
+    assert words_of(packed, 0, 3)[:2] == [0x0F0E0706, 0x1F1E1716]
+    assert words_of(packed, 0, 4)[:2] == [0x83828180, 0x87868584]  # no turn: neighbours
 
 
 def test_far_words_written_out():
@@ -277,7 +291,7 @@ def test_escapes_are_not_made_smaller():
     bits = np.full((1, 2), 0x3F80, np.uint16)
     bits[0, 1] = 0x8001
     packed = pl.pack(bits, pl.Window(0x3F, 1))
-    assert slot_fields(packed, 0, 1) == (0, 0, 3, 0, 0)
+    assert slot_fields(packed, 0, 1) == (1, 0, 3, 1, 0)
     assert listed(packed) == [(0, 1, 0x8001)]
 
 
@@ -318,8 +332,8 @@ def test_words_of_fp16_written_out():
     bits[0, 31] = 0x7E42  # slot 31: a NaN, an escape
     packed = pl.pack(bits, pl.Window(15, 0, F16), F16)
     assert words_of(packed, 0, 0) == [
-        0x00000012, 0x00000100, 0, 0, 0, 0, 0, 0x00FF0000,
-        0x00000003, 0x00C00000,  # middle bits: slot 0 in byte 0, slot 30 in bits 6-7 of byte 2
+        0x00000012, 0x00000100, 0, 0, 0, 0, 0, 0x42FF0000,
+        0x00000003, 0x80C00000,  # middle bits: slot 0 in byte 0, slots 30 and 31 in bits 6-7 of bytes 2 and 3
         0x00000C01, 0xC0000000,  # the lower 2 bits of codes 5, 7 and 7
         0x80000201,  # their upper bits
         0x00000001,
@@ -337,7 +351,7 @@ def test_slots_without_a_weight():
     assert fields == [(0xFF, 3, 0, 1, 0), (0, 0, 7, 0, 0), (0, 0, 7, 0, 0)]
 
 
-@given(tensors(shapes=(3, 41)))
+@given(tensors(shapes=st.sampled_from([(3, 41), (1, 128), (2, 131), (1, 300)])))
 def test_a_weight_is_where_it_is_said_to_be(tensor):
     fmt, bits, window = tensor
     packed = pl.pack(bits, window, fmt)
@@ -354,7 +368,10 @@ def test_a_weight_is_where_it_is_said_to_be(tensor):
             assert high >> middle_bits == window.base - code ^ far * far_bit
             assert far == (exponent in window.far_exponents)
         else:
-            assert (low, middle, code, sign, far) == (0, 0, farthest, 0, 0)
+            normal = window.shift < exponent < (1 << fmt.exponent_bits) - 1
+            rest = shifted if normal else int(v)
+            assert (low, middle, sign) == (rest & 0xFF, rest >> 8 & (1 << middle_bits) - 1, rest >> 15)
+            assert (code, far) == (farthest, 0)
             escapes.append((row, column, int(v)))
     assert listed(packed) == sorted(escapes)
     assert packed.far_words.all()
@@ -422,12 +439,14 @@ def test_other_formats_have_no_layout(fmt):
 
 
 @pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
-def test_stand_in_is_what_the_slot_of_an_escape_is_worth(fmt):
-    for window in windows(fmt):
-        bits = np.full((1, 1), window.stand_in, np.uint16)
-        packed = pl.pack(bits, window, fmt)
-        assert packed.escapes.size == 0
-        assert slot_fields(packed, 0, 0) == (0, 0, packed.layout.farthest, 0, 0)
+def test_slots_of_escapes_are_what_the_largest_code_says(fmt):
+    for window in windows(fmt)[::7]:
+        slots = window.slots_of_escapes(EVERY)
+        packed = pl.pack(slots + np.uint16(window.shifted), window, fmt)
+        assert packed.escapes.size == packed.far_words.size == 0
+        assert slot_fields(packed, 0, 0)[2:] == (packed.layout.farthest, 0, 0)
+        same_rest = 0x80FF | (1 << packed.layout.middle_bits) - 1 << 8
+        assert (slots & same_rest == window.settled(EVERY) & same_rest).all()
 
 
 def test_window_of_zeros_and_of_one_exponent():
@@ -519,9 +538,9 @@ def test_slots_and_escapes_add_up_to_the_weights(tensor):
     # One weight at a time: times the identity, nothing else rounds.
     fmt, bits, window = tensor
     packed, weights = pl.pack(bits, window, fmt), numbers(bits, fmt)
-    stand_in = numbers(np.array([packed.window.stand_in], np.uint16), fmt)
+    stand_in = np.abs(numbers(packed.window.slots_of_escapes(bits), fmt)) * 2.0**packed.window.shift
     difference = np.abs(matmul_in_parts(np.eye(41), packed) - weights.T)
-    assert (difference <= 2.0**-52 * np.maximum(np.abs(weights.T), stand_in)).all()
+    assert (difference <= 2.0**-52 * np.maximum(np.abs(weights), stand_in).T).all()
     assert (pl.matmul(np.eye(41), packed) == weights.T).all()
 
 

@@ -26,6 +26,7 @@ from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.packed_linear import torch_ops, triton_pack
 from neuzip.kernels.packed_linear.form import F16
 from neuzip.kernels.packed_linear.torch_ops import ARRAYS, PackedTensor, format_of
+from neuzip.kernels.packed_linear.turns import by_turn
 
 DTYPES = [torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,10 +66,12 @@ def by_reference(weights: torch.Tensor, window: pl.Window | None = None) -> Pack
     """What the reference makes of weights, on the device."""
     bits = weights.cpu().view(torch.int16).numpy().view(np.uint16)
     p = pl.pack(bits, window, format_of(weights.dtype))
-    arrays = [getattr(p, name) for name in ARRAYS]
+    arrays = [p.words, p.far_index, p.far_words, p.row_start, p.escapes]
+    tensors = [torch.from_numpy(array.view(f"i{array.itemsize}")) for array in arrays]
+    row_start, escapes = tensors[3:]
     return PackedTensor(
         p.shape, weights.dtype, p.low_bits, p.window.base, p.window.shift,
-        *(torch.from_numpy(array.view(f"i{array.itemsize}")).to(DEVICE) for array in arrays),
+        *(t.to(DEVICE) for t in (*tensors, *by_turn(escapes, row_start, p.shape[1], p.window))),
     )  # fmt: skip
 
 
@@ -190,8 +193,9 @@ def test_pack_says_what_it_packed() -> None:
     packed = torch_ops.pack(weights)
     assert (packed.shape, packed.dtype, packed.device.type) == ((256, 512), torch.bfloat16, DEVICE.type)
     assert packed.layout.planes == 11
-    lists = 4 * (packed.far_words.numel() + packed.escapes.numel())
-    assert packed.nbytes == 256 * 512 * 11 // 8 + 256 * 512 // 1024 * 8 + 2 * 257 + lists
+    lists = 4 * (packed.far_words.numel() + 2 * packed.escapes.numel())
+    indices = 256 * 512 // 1024 * 8 + 256 * 512 // 2048 * 8
+    assert packed.nbytes == 256 * 512 * 11 // 8 + indices + 2 * 257 + lists
     assert packed.bits_per_weight == 8 * packed.nbytes / weights.numel() < 11.5
     assert torch_ops.pack(weights[:0]).bits_per_weight == 0
 

@@ -182,7 +182,7 @@ from neuzip.kernels.packed_linear import triton_linear
 
 POINTERS = dict(words="*i32", index="*i32", far="*i32", row_start="*i16", escapes="*i32", pairs_of_x="*i32",
                 parts="*fp32")
-NUMBERS = dict(base="i32", scale="fp32", stand_in="fp32", units="i32", N="i32", M="i32")
+NUMBERS = dict(base="i32", shift="i32", scale="fp32", units="i32", N="i32", M="i32")
 
 def layouts(kernel, **constants):
     float_pointer = "*fp16" if constants["HALF"] else "*bf16"

@@ -13,11 +13,15 @@ from neuzip.kernels.float_fields import FORMATS, FloatFormat, plane_widths
 BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
 
 SLOTS = 32  # weights of a row that share words: the signs of 32 fill one
+TURN = 128  # columns of four words, which share them out as a matrix instruction's threads want them
 TILE_ROWS = 16  # rows whose words lie together
 MAX_COLUMNS = 1 << 16  # an escape says where it is in 16 bits
 MAX_ESCAPES = (1 << 31) - (1 << 16)  # they are counted in an int32, and kernels count a little further
 FEW_ESCAPES = (1 << 16) - 1  # so many are counted in 16 bits
 ESCAPE_COST = 16  # far weights that are better than one escape
+
+
+Bits = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -165,14 +169,26 @@ class Window:
         kinds[self.exponents], kinds[list(self.far_exponents)] = 1, 2
         return kinds
 
-    @property
-    def stand_in(self) -> int:
-        """The pattern that the slot of an escape is worth: 16 bits, the shift undone.
+    def settled(self, patterns: Bits) -> Bits:
+        """Patterns less the shift's exponents where normal numbers are left; the others as they are.
 
-        >>> hex(Window(0x3F).stand_in), hex(Window(0x3F, 1).stand_in), hex(Window(15, 0, F16).stand_in)
-        ('0x3c00', '0x3c80', '0x2000')
+        >>> [hex(p) for p in Window(0x3F, 1).settled(np.array([0x3F80, 0x00FF, 0, 0xFF80], np.uint16))]
+        ['0x3f00', '0xff', '0x0', '0xff80']
         """
-        return self.exponents.start << self.fmt.mantissa_bits
+        exponents = patterns >> self.fmt.mantissa_bits & (1 << self.fmt.exponent_bits) - 1
+        normal = (exponents > self.shift) & (exponents < (1 << self.fmt.exponent_bits) - 1)
+        return np.where(normal, patterns - np.uint16(self.shifted), patterns).astype(np.uint16)
+
+    def slots_of_escapes(self, patterns: Bits) -> Bits:
+        """What stands in the slots of escapes: their settled patterns, with the exponent of the largest code.
+
+        >>> [hex(p) for p in Window(0x3F, 1).slots_of_escapes(np.array([0x3F80, 0x80FF, 0], np.uint16))]
+        ['0x3c00', '0xbcff', '0x3c00']
+        """
+        middle, farthest = Layout(self.fmt, 8).middle_bits, Layout(self.fmt, 8).farthest
+        rest = 0x80FF | (1 << middle) - 1 << 8
+        largest = np.uint16(self.base - farthest << 8 + middle)
+        return np.asarray(self.settled(patterns) & np.uint16(rest) | largest)
 
 
 SHIFTS = {BF16: 16, F16: 1}
@@ -269,6 +285,17 @@ def lane_words(columns: int) -> int:
     return -(-columns // SLOTS)
 
 
+def slot_columns(columns: int) -> npt.NDArray[np.int64]:
+    """The column of every slot of a row of words, 32 a word; beyond `columns` there is no weight.
+
+    >>> slot_columns(128)[:8].tolist(), slot_columns(128)[32:36].tolist(), slot_columns(160)[128:132].tolist()
+    ([0, 1, 8, 9, 16, 17, 24, 25], [2, 3, 10, 11], [128, 129, 130, 131])
+    """
+    order = np.arange(SLOTS * lane_words(columns))
+    whole = order[: order.size // TURN * TURN].reshape(-1, 8, 2, 4, 2)  # group, half, word, of a pair
+    return np.concatenate([whole.transpose(0, 3, 1, 2, 4).reshape(-1), order[whole.size :]])
+
+
 def words_shape(out: int, columns: int, layout: Layout) -> tuple[int, int, int, int, int]:
     """The shape of the words: tiles, planes, words of a plane of one row, and the rows of a tile, 8 x 2.
 
@@ -290,7 +317,7 @@ def index_shape(out: int, columns: int) -> tuple[int, int, int]:
 def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Window:
     """The window for `exponents[e]` weights of exponent e: few of them far, much fewer escapes.
 
-    Of equals, the lowest shift comes first, then the lowest base: its stand-ins are the smallest.
+    Of equals, the lowest shift comes first, then the lowest base.
     """
     inside, far = _exponents_of_windows(fmt)
     counts = np.append(exponents, 0)  # for far exponents that there are not

@@ -17,6 +17,7 @@ from .form import (
     FEW_ESCAPES,
     SLOTS,
     TILE_ROWS,
+    Bits,
     Layout,
     Packed,
     Planes,
@@ -26,12 +27,12 @@ from .form import (
     check_escapes,
     index_shape,
     low_bits,
+    slot_columns,
     words_shape,
 )
 
 AT_A_TIME = 1 << 22  # weights: keeps the intermediate arrays small
 
-Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 Rows = slice | npt.NDArray[np.integer]
@@ -102,7 +103,8 @@ def matmul_in_parts(x: npt.ArrayLike, packed: Packed) -> Floats:
     slots = _numbers(_slots(packed, everything), packed) * 2.0**packed.window.shift
     y = x @ slots.T
     row, column, pattern = _escapes(packed, everything)
-    off = _numbers(pattern, packed) - _numbers(np.array([packed.window.stand_in], np.uint16), packed)
+    stand_in = _numbers(packed.window.slots_of_escapes(pattern), packed) * 2.0**packed.window.shift
+    off = _numbers(pattern, packed) - stand_in
     np.add.at(y.T, row, (off * x[..., column]).T)
     return np.asarray(y)
 
@@ -123,13 +125,13 @@ def _slot_fields(
     """Which of some patterns [rows, in] are escapes, and what the slots of all of them hold."""
     kinds = window.kinds[bits >> window.fmt.mantissa_bits & (1 << window.fmt.exponent_bits) - 1]
     packed, is_far = kinds != 0, kinds == 2
-    shifted = np.where(packed, bits - np.uint16(window.shifted), 0)
+    shifted = np.where(packed, bits - np.uint16(window.shifted), window.slots_of_escapes(bits))
     low, high = shifted.astype(np.uint8), (shifted >> 8).astype(np.uint8)
     top = (high & 0x7F) >> layout.middle_bits ^ np.where(is_far, layout.far_bit, 0).astype(np.uint8)
     fields = {
         "low": low,
         "middle": high & ((1 << layout.middle_bits) - 1),
-        "code": np.where(packed, np.uint8(window.base) - top, layout.farthest),
+        "code": np.uint8(window.base) - top,
         "sign": high >> 7,
         "far": is_far.astype(np.uint8),
     }
@@ -151,12 +153,12 @@ def _to_words(fields: dict[str, Bytes], layout: Layout, groups: tuple[Planes, ..
     """The words of tiles from the fields of their weights, each [rows, columns]: of all planes of groups."""
     rows, columns = fields["low"].shape
     tiles, _, lane, *_ = words_shape(rows, columns, layout)
-    count = sum(group.width for group in groups)
+    count, order = sum(group.width for group in groups), slot_columns(columns)
     planes = np.zeros((tiles * TILE_ROWS, count, lane, 4), np.uint8)  # byte b of word c of a plane
     for group in groups:
         no_weight = layout.farthest if group.field == "code" else 0
         filling = ((0, tiles * TILE_ROWS - rows), (0, SLOTS * lane - columns))
-        field = np.pad(fields[group.field], filling, constant_values=no_weight)
+        field = np.pad(fields[group.field], filling, constant_values=no_weight)[:, order]
         bits = ((field >> group.shift) & ((1 << group.width) - 1)).reshape(len(planes), lane, 8, 4)
         for g in range(8):
             plane, bit = group.place(g)
@@ -213,4 +215,6 @@ def _slots(packed: Packed, rows: npt.NDArray[np.integer]) -> Bits:
         high = (top << layout.middle_bits) | fields["middle"] | (fields["sign"] << 7)
         for b in range(4):
             slots[:, :, g, b] = (((high >> (8 * b)) & 0xFF) << 8) | ((fields["low"] >> (8 * b)) & 0xFF)
-    return slots.reshape(rows.size, SLOTS * packed.lane_words)[:, : packed.shape[1]]
+    patterns = np.empty((rows.size, SLOTS * packed.lane_words), np.uint16)
+    patterns[:, slot_columns(packed.shape[1])] = slots.reshape(patterns.shape)
+    return patterns[:, : packed.shape[1]]

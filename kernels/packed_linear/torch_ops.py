@@ -13,9 +13,10 @@ from neuzip.kernels.float_fields import FORMATS, FloatFormat
 
 from . import reference
 from .form import TILE_ROWS, Layout, Packed, Window
+from .turns import by_turn
 
 FEW_ROWS = 64
-"""Up to so many rows of x, a GPU multiplies from the packed form; with more, decoding first is faster."""
+"""Up to so many rows of x, a GPU multiplies from the packed form; with more, if that is faster."""
 
 CHUNK = 48 << 20
 """Bytes of dense weights that a product decodes at a time, or more: most stay in the second-level cache."""
@@ -28,7 +29,7 @@ LARGEST = 256 << 20
 
 A gradient decodes all of them at once."""
 
-ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes")
+ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
 """The tensors of a PackedTensor."""
 
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
@@ -52,6 +53,8 @@ class PackedTensor:
     far_words int32 [far words]
     row_start int16 [out + 1], with the bits of uint16; int32 where there are 65,536 escapes or more
     escapes   int32 [escapes], with the bits of uint32
+    turn_index    int32 [tiles, turns, 2], or [0, 0, 2] where products of many rows decode first
+    turn_escapes  int32 [escapes], or [0]
     """
 
     shape: tuple[int, int]
@@ -64,11 +67,13 @@ class PackedTensor:
     far_words: torch.Tensor
     row_start: torch.Tensor
     escapes: torch.Tensor
+    turn_index: torch.Tensor
+    turn_escapes: torch.Tensor
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
         """What is in memory, in the order of ARRAYS."""
-        return self.words, self.far_index, self.far_words, self.row_start, self.escapes
+        return tuple(getattr(self, name) for name in ARRAYS)
 
     @property
     def device(self) -> torch.device:
@@ -128,13 +133,14 @@ def pack(weight: torch.Tensor) -> PackedTensor:
         return triton_pack.pack(weight)
     packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
     starts = packed.row_start
+    row_start = torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts)
+    escapes = torch.from_numpy(packed.escapes.view("i4"))
     return PackedTensor(
         packed.shape, weight.dtype, packed.low_bits, packed.window.base, packed.window.shift,
         torch.from_numpy(packed.words.view("i4")),
         torch.from_numpy(packed.far_index.view("i4")),
         torch.from_numpy(packed.far_words.view("i4")),
-        torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts),
-        torch.from_numpy(packed.escapes.view("i4")),
+        row_start, escapes, *by_turn(escapes, row_start, packed.shape[1], packed.window),
     )  # fmt: skip
 
 
@@ -197,7 +203,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 # weights have to be complete when an operator is called, not made by a kernel just launched: see `wait`.
 
 _WEIGHTS = (
-    "Tensor words, Tensor far_index, Tensor far_words, Tensor row_start, Tensor escapes, "
+    f"{', '.join(f'Tensor {name}' for name in ARRAYS)}, "
     "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt shift"
 )
 
@@ -263,11 +269,10 @@ def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
     packed = PackedTensor.of_arguments(*weights)
     out, columns = packed.shape
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    if _on_gpu(packed.words) and 0 < flat.shape[0] <= FEW_ROWS and packed.words.numel():
-        from . import triton_linear
-
-        y = triton_linear.linear(flat.contiguous(), packed, None if bias is None else bias.contiguous())
-    else:
+    y = None
+    if _on_gpu(packed.words) and flat.shape[0] and packed.words.numel():
+        y = _multiply_packed(flat.contiguous(), packed, None if bias is None else bias.contiguous())
+    if y is None:
         y = _multiply_decoded(flat, packed, bias)
     return y.view(*x.shape[:-1], out)
 
@@ -291,7 +296,7 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
         grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *packed.arguments)
     if ctx.has_bias and ctx.needs_input_grad[1]:
         grad_bias = grad.reshape(-1, out).sum(0)
-    return grad_x, grad_bias, *[None] * 10
+    return grad_x, grad_bias, *[None] * (len(ARRAYS) + 5)
 
 
 _linear.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -325,6 +330,17 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
     else:
         bits = reference.decode(_as_numpy(packed), slice(start, stop))
         dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
+
+
+def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """x @ weights.T + bias for x [rows, in] from the packed form; None where decoding first is faster."""
+    if len(x) <= FEW_ROWS:
+        from . import triton_linear
+
+        return triton_linear.linear(x, packed, bias)
+    from . import gluon_linear
+
+    return gluon_linear.linear(x, packed, bias) if gluon_linear.pays(x, packed) else None
 
 
 def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

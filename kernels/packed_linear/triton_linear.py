@@ -36,9 +36,9 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_fragments import float_of, multiply, side_by_side
 from neuzip.kernels.triton_sums import sum_rows
 
-from .form import SLOTS, Layout, Window
+from .form import SLOTS, Layout
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, count_below, differ
+from .triton_slots import as_start, count_below, differ, slot_of_escape
 
 TILES = 4
 """Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
@@ -70,7 +70,7 @@ def linear(
         x = F.pad(x, (0, SLOTS * lanes - columns))
     elif x.data_ptr() % 16:
         x = x.clone()
-    scale, stand_in = 2.0**packed.shift, _stand_in(packed.base, packed.shift, packed.dtype)
+    scale = 2.0**packed.shift
     half = packed.dtype == torch.float16
     early = compiled and early_launches(x.device)
     shape = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "ASM": compiled}
@@ -80,7 +80,8 @@ def linear(
             warps = launch.warps
             turns = triton.cdiv(lanes, 4 * warps)
             _one_row[(tiles,)](
-                y, x.view(torch.int32), x, *packed.arrays, bias, packed.base, scale, stand_in, out,
+                y, x.view(torch.int32), x, packed.words, packed.far_index, packed.far_words, packed.row_start,
+                packed.escapes, bias, packed.base, packed.shift, scale, out,
                 W=warps, TURNS=turns, AHEAD=min(launch.ahead, turns), UNROLLED=min(launch.unrolled, turns),
                 EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, EARLY=early, **shape,
                 num_warps=warps, maxnreg=launch.registers, launch_pdl=early,
@@ -94,13 +95,14 @@ def linear(
             programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=x.device
         )
         _some_rows[(programs,)](
-            parts, x, *packed.arrays[:3], packed.base, scale, blocks * turns, out, rows, BM=wide, W=TILES,
-            EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape, num_warps=TILES,
+            parts, x, packed.words, packed.far_index, packed.far_words, packed.base, scale, blocks * turns,
+            out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape,
+            num_warps=TILES,
         )  # fmt: skip
         _add_parts[(blocks, wide // 8)](
-            y, parts, x, packed.row_start, packed.escapes, bias, stand_in, out, rows, C=lanes, HALF=half,
-            BIAS=bias is not None, BM=wide, W=TILES, EARLY=early, **spread, num_warps=TILES,
-            launch_pdl=early,
+            y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
+            C=lanes, HALF=half, BIAS=bias is not None, BM=wide, W=TILES, EARLY=early, **spread,
+            num_warps=TILES, launch_pdl=early,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -141,13 +143,6 @@ def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int
     wanted = max(1, min(resident * multiprocessors(device), units // 4))
     each = triton.cdiv(units, wanted)
     return triton.cdiv(units, each), each
-
-
-@functools.cache
-def _stand_in(base: int, shift: int, dtype: torch.dtype) -> float:
-    """What stands in the slot of an escape."""
-    pattern = Window(base, shift, format_of(dtype)).stand_in
-    return float(torch.tensor([pattern]).to(torch.uint16).view(dtype).item())
 
 
 _F16 = Layout(format_of(torch.float16), 8)
@@ -238,11 +233,12 @@ def _weights(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.con
 
 
 @triton.jit
-def _escape(escapes, at, stop, stand_in, HALF: tl.constexpr):
+def _escape(escapes, at, stop, base, shift, scale, HALF: tl.constexpr):
     """How far a weight is from what stands in its slot, its position, and whether there is one."""
     there = at < stop
     entry = tl.load(escapes + at, mask=there, other=0)
-    return tl.where(there, float_of(entry >> 16, HALF) - stand_in, 0.0), entry & 0xFFFF, there
+    slot = float_of(slot_of_escape((entry >> 16) & 0xFFFF, base, shift, HALF), HALF) * scale
+    return tl.where(there, float_of(entry >> 16, HALF) - slot, 0.0), entry & 0xFFFF, there
 
 
 @triton.jit
@@ -259,10 +255,17 @@ def _gather(x, column, there, M, C: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(x, c, r, inside, EVEN: tl.constexpr):
+def _load_pairs(x, c, r, inside, C: tl.constexpr, EVEN: tl.constexpr):
     """x for the slots 4 r to 4 r + 3 of one word: two pairs."""
-    two = x + (16 * c + 2 * r)[:, None] + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
+    first = c // 4 * 64 + c % 4 + 8 * r
+    second = first + 4
+    if C % 4 != 0:
+        whole = c < C // 4 * 4
+        first = tl.where(whole, first, 16 * c + 2 * r)
+        second = tl.where(whole, second, first + 1)
+    if EVEN:
+        return tl.load(x + first), tl.load(x + second)
+    return tl.load(x + first, mask=inside, other=0), tl.load(x + second, mask=inside, other=0)
 
 
 @triton.jit
@@ -292,7 +295,7 @@ def _behind(queue, COUNT: tl.constexpr):
 
 @triton.jit
 def _one_row(
-    y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, scale, stand_in, N,
+    y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, shift, scale, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, UNROLLED: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr,
@@ -334,10 +337,10 @@ def _one_row(
     fars = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
-        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
+        pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         fars += (_load_far(far, records[i], k, r, ASM),)
     records = _behind(records, AHEAD)
-    off, column, there = _escape(escapes, first, stop, stand_in, HALF)
+    off, column, there = _escape(escapes, first, stop, base, shift, scale, HALF)
     fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
     if BIAS:
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
@@ -348,7 +351,7 @@ def _one_row(
     for turn in tl.range(TURNS, loop_unroll_factor=UNROLLED):
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
-        pairs += (_load_pairs(pairs_of_x, k, r, k < C, EVEN),)
+        pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
         sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, ASM)
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
         fars += (_load_far(far, records[0], k, r, ASM),)
@@ -357,7 +360,7 @@ def _one_row(
         coming, pairs = _behind(coming, 1), _behind(pairs, 1)
         fars, records = _behind(fars, 1), _behind(records, 1)
     for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
 
     # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
@@ -407,7 +410,8 @@ def _some_rows(
     at_hand = _columns(x, unit % TURNS, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
-        weights, now = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, ASM), _in_order(at_hand, BM)
+        weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, ASM)
+        now = _in_order(at_hand, (following - 1) % TURNS, C, BM)
         ahead = tl.minimum(following, last)
         tile, c = next_tile, behind
         next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
@@ -443,7 +447,7 @@ def _tile_words(
 
 @triton.jit
 def _add_parts(
-    y, parts, x, row_start, escapes, bias, stand_in, N, M,
+    y, parts, x, row_start, escapes, bias, base, shift, scale, N, M,
     C: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
     TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -457,7 +461,7 @@ def _add_parts(
     x += octet * (32 * C)
     fix = tl.zeros([32 * W, 8], tl.float32)
     for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
-        off, column, there = _escape(escapes, first + step * EL, stop, stand_in, HALF)
+        off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
         fix += off[:, None] * _gather(x, column, there, M - octet, C, 8).to(tl.float32)
     result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
     n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
@@ -484,11 +488,13 @@ def _columns(x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _in_order(columns, BM: tl.constexpr):
-    """The same in the order of the instructions: [128, BM]."""
-    # q, g, half of an instruction, of a pair
-    parts = tl.reshape(columns, [BM, 4, 8, 2, 2])
-    return tl.trans(tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [BM, 128]))
+def _in_order(columns, turn, C: tl.constexpr, BM: tl.constexpr):
+    """The same in the order of the instructions: [128, BM]. Words that are no turn hold 32 neighbours."""
+    if C % 4 != 0:
+        # q, g, half of an instruction, of a pair
+        parts = tl.permute(tl.reshape(columns, [BM, 4, 8, 2, 2]), (0, 2, 3, 1, 4))
+        columns = tl.where(turn == C // 4, tl.reshape(parts, [BM, 128]), columns)
+    return tl.trans(columns)
 
 
 @triton.jit

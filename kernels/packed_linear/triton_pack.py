@@ -4,7 +4,7 @@ Packing reads the weights three times: the census; the words, with the number of
 far words, of which those that are not zero are then gathered; the escapes, when it is known where those of
 each row begin. The host waits three times: for the census, for the number of far words, and in the end.
 
-A thread has one word of every plane of one row, which are 32 neighbouring weights. 16 threads side by side
+A thread has one word of every plane of one row, which are 32 weights. 16 threads side by side
 have the rows of a tile, so that words come and go in whole sectors. Rows are therefore *numbered* as their
 words lie: 16 t + 2 r + h is the number of row 16 t + r + 8 h.
 
@@ -29,6 +29,7 @@ from .form import (
     FEW_ESCAPES,
     SLOTS,
     TILE_ROWS,
+    TURN,
     Layout,
     best_window,
     check_columns,
@@ -39,7 +40,8 @@ from .form import (
     words_shape,
 )
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, count_below, differ
+from .triton_slots import as_start, columns_of_word, count_below, differ, slot_of_escape
+from .turns import by_turn
 
 WORDS = 8
 """Words of each row that a program has, if it has the 16 rows of a tile."""
@@ -84,7 +86,7 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts  # in 16 bits, modulo 2**16
     packed = PackedTensor(
         (out, columns), weight.dtype, layout.low_bits, window.base, window.shift, words,
-        *_gathered(far, columns), row_start, listed,
+        *_gathered(far, columns), row_start, listed, *by_turn(listed, row_start, columns, window),
     )  # fmt: skip
     packed.wait()
     return packed
@@ -117,13 +119,14 @@ def _decode(
         downs, together = count, 1
         wide = min(WORDS_OF_ONE, triton.next_power_of_2(lane))
     whole = columns == SLOTS * lane and dense.data_ptr() % 4 == 0
+    turns = whole and columns % TURN == 0
     with torch.cuda.device_of(dense), LAUNCHING:
         _decode_kernel[(downs * -(-lane // wide),)](
             packed.words, packed.far_index, packed.far_words, packed.row_start, packed.escapes, ids,
             dense.view(-1).view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
             columns=columns, lane=lane, base=packed.base, shift=packed.shift,
-            F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, WORDS=wide,
-            ROWS=together, ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID,
+            F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, TURNS=turns,
+            WORDS=wide, ROWS=together, ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID,
             num_warps=max(1, wide * together // 32),
         )  # fmt: skip
 
@@ -224,7 +227,6 @@ def _words_kernel(
     SHIFT1: tl.constexpr = 8 - LOW_BITS
     MIDDLES: tl.constexpr = LOW_BITS
     CODES: tl.constexpr = LOW_BITS + (2 if F16 else 0)
-    FARTHEST: tl.constexpr = 7 if F16 else 3
     even = lane + lane % 2
     number, tile, c, _ = _row_and_word(tl.program_id(0), even, WORDS, 16)
     tile = tile.to(tl.int64)
@@ -232,7 +234,8 @@ def _words_kernel(
     here = c < lane
     target = words_ptr + (tile * PLANES * lane + c) * 16 + number
     plane = lane * 16
-    source = bits_ptr + row * columns + 32 * c
+    begin, whole = columns_of_word(c, lane)
+    source = bits_ptr + row * columns
     zero = tl.zeros([WORDS * 16], tl.int32)
     low1, uppers, signs, fars, escapes = zero, zero, zero, zero, zero
     for half in tl.static_range(2):
@@ -240,16 +243,21 @@ def _words_kernel(
         for j in tl.static_range(4):
             low, high, code, far = zero, zero, zero, zero
             for b in tl.static_range(4):
-                k = 16 * half + 4 * j + b
-                there = here & (row < out) & (32 * c + k < columns)
-                v = tl.load(source + k, mask=there, other=0).to(tl.int32)
+                g = 4 * half + j
+                k = begin + tl.where(whole, 16 * g + 8 * (b // 2) + b % 2, 4 * g + b)
+                there = here & (row < out) & (k < columns)
+                v = tl.load(source + k, mask=there, other=0).to(tl.int32) & 0xFFFF
                 kind = _kind(kinds_ptr, v, there, F16)
-                v = tl.where(kind != 0, (v - (shift << (10 if F16 else 7))) & 0xFFFF, 0)
+                v = tl.where(
+                    kind != 0,
+                    (v - (shift << (10 if F16 else 7))) & 0xFFFF,
+                    slot_of_escape(v, base, shift, F16),
+                )
                 top = (v & 0x7FFF) >> (10 if F16 else 8)
                 distance = base - (top ^ tl.where(kind == 2, 8 if F16 else 4, 0))
                 low |= (v & 0xFF) << 8 * b
                 high |= (v >> 8) << 8 * b
-                code |= tl.where(kind != 0, distance, FARTHEST) << 8 * b
+                code |= distance << 8 * b
                 far |= (kind == 2).to(tl.int32) << 8 * b
                 escapes += (there & (kind == 0)).to(tl.int32)
             if LOW_BITS == 8:
@@ -328,12 +336,13 @@ def _octet(words):
 def _decode_kernel(
     words_ptr, index_ptr, far_ptr, row_start_ptr, escapes_ptr, ids_ptr, dense_ptr,
     start, count, out, columns, lane, base, shift,
-    F16: tl.constexpr, LOW_BITS: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr,
+    F16: tl.constexpr, LOW_BITS: tl.constexpr, WHOLE: tl.constexpr, TURNS: tl.constexpr, WORDS: tl.constexpr,
     ROWS: tl.constexpr, ASM: tl.constexpr, INVALID: tl.constexpr,
 ):  # fmt: skip
     """Write a part of `count` dense rows: of those from `start` on, or of those that ids name.
 
-    WHOLE: dense_ptr is of words of two weights, and no row ends within a word of a plane.
+    WHOLE: dense_ptr is of words of two weights, and no row ends within a word of a plane. TURNS: nor within
+    a turn, of which a program has some.
     """
     PLANES: tl.constexpr = LOW_BITS + (6 if F16 else 3)
     CODES: tl.constexpr = LOW_BITS + (2 if F16 else 0)
@@ -386,21 +395,33 @@ def _decode_kernel(
         firsts += (tl.where(valid, a + turn, INVALID),)
         seconds += (tl.where(valid, b + turn, INVALID),)
 
-    both = tl.reshape(tl.join(_octet(firsts), _octet(seconds)), [WORDS * ROWS, 16])
-    i = tl.arange(0, 16)[None, :]
-    inside = (wanted & (c < lane))[:, None]
-    if WHOLE:
-        target = dense_ptr + (dense_row * (columns // 2) + 16 * c)[:, None]
-        tl.store(target + i, both, mask=inside)
+    both = tl.join(_octet(firsts), _octet(seconds))  # of a word, a group, a half
+    number = tl.arange(0, ROWS)
+    own_row, own_valid, own_dense_row, own_wanted = _source_and_target(
+        number, down, ids_ptr, start, count, out, ROWS
+    )
+    if TURNS:
+        # a turn, its group, half and word are pairs in the order of columns
+        pairs = tl.permute(tl.reshape(both, [WORDS // 4, 4, ROWS, 8, 2]), (2, 0, 3, 4, 1))
+        k = 16 * first + tl.arange(0, 16 * WORDS)[None, :]
+        target = dense_ptr + own_dense_row[:, None] * (columns // 2) + k
+        inside = own_wanted[:, None] & (k < columns // 2)
+        tl.store(target, tl.reshape(pairs, [ROWS, 16 * WORDS]), mask=inside)
     else:
-        target = dense_ptr + (dense_row * columns + 32 * c)[:, None]
-        k = 32 * c[:, None] + 2 * i
-        tl.store(target + 2 * i, both.to(tl.int16), mask=inside & (k < columns))
-        tl.store(target + 2 * i + 1, (both >> 16).to(tl.int16), mask=inside & (k + 1 < columns))
+        begin, whole = columns_of_word(c, lane)
+        i = tl.arange(0, 16)[None, :]
+        k = begin[:, None] + tl.where(whole[:, None], 8 * i, 2 * i)
+        inside = (wanted & (c < lane))[:, None]
+        both = tl.reshape(both, [WORDS * ROWS, 16])
+        if WHOLE:
+            tl.store(dense_ptr + dense_row[:, None] * (columns // 2) + k // 2, both, mask=inside)
+        else:
+            target = dense_ptr + dense_row[:, None] * columns + k
+            tl.store(target, both.to(tl.int16), mask=inside & (k < columns))
+            tl.store(target + 1, (both >> 16).to(tl.int16), mask=inside & (k + 1 < columns))
 
     tl.debug_barrier()  # an escape's slot is another thread's
-    number = tl.arange(0, ROWS)
-    row, valid, dense_row, _ = _source_and_target(number, down, ids_ptr, start, count, out, ROWS)
+    row, valid, dense_row = own_row, own_valid, own_dense_row
     dense = dense_ptr.to(tl.pointer_type(tl.int16), bitcast=True) if WHOLE else dense_ptr
     _patch(
         row_start_ptr, escapes_ptr, row, valid, dense + dense_row * columns, 32 * first, 32 * WORDS, ROWS

@@ -33,3 +33,25 @@ def differ(high, far, G: tl.constexpr, HALF: tl.constexpr):
     BIT: tl.constexpr = 5 if HALF else 2
     moved = far << (BIT - G) if G <= BIT else far >> (G - BIT)
     return high ^ (moved & (0x01010101 << BIT))
+
+
+@triton.jit
+def columns_of_word(c, lane):
+    """Where the columns of a word begin, and whether it is one of the four words of a turn.
+
+    Slot 4 G + 2 H + E is 16 G + 8 H + E columns further there, else 4 G + 2 H + E.
+    """
+    whole = c < lane // 4 * 4
+    return tl.where(whole, c // 4 * 128 + c % 4 * 2, 32 * c), whole
+
+
+@triton.jit
+def slot_of_escape(pattern, base, shift, HALF: tl.constexpr):
+    """What stands in the slot of an escape, 16 bits in an int32: see `Window.slots_of_escapes`."""
+    if HALF:
+        slot = (pattern & 0x83FF) | ((base - 7) << 10)
+    else:
+        exponent = (pattern >> 7) & 0xFF
+        normal = (exponent > shift) & (exponent < 0xFF)
+        slot = (tl.where(normal, pattern - (shift << 7), pattern) & 0x80FF) | ((base - 3) << 8)
+    return slot

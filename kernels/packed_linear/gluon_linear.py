@@ -1,0 +1,481 @@
+"""Products of many rows with packed weights, on Hopper, in Gluon: Triton that says who has what.
+
+    loader, 1 warp          x [256 rows, 64 columns] and words of 128 rows, 128 columns --> shared memory
+    2 warp groups           words of 64 rows --> registers, unpacked --> warp-group instructions with x
+                            [64, 256] sums --> shared memory --> y
+
+What cuBLAS does, with weights from registers: a thread has the words of what it gives to the instruction, so
+nothing is written or moved for that. A group unpacks the next 64 columns while those before are multiplied,
+and the other group does the same beside it. No dense weight is ever in memory.
+
+What is asked for early enough costs nothing. Words come by way of shared memory, as loads to registers share
+a few counters, on which whatever is used first waits for all. Far words and escapes are loaded two turns
+ahead, where their records say, which are loaded one more turn before.
+
+The compiler has to be held back in two places. Waiting is a branch, which nothing is moved across: it stands
+where products are to be asked for before anything is unpacked. And registers of a product under way must not
+be written: the last step of unpacking is made when the products before have ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from neuzip.kernels.gpu import multiprocessors
+from neuzip.kernels.rans.triton_decode import LAUNCHING
+
+from .form import TILE_ROWS, TURN, Layout
+from .torch_ops import PackedTensor, format_of
+
+ROWS, OUT = 256, 128
+"""Of x, and of the weights, that a program multiplies."""
+
+X_STAGES, WORD_STAGES = 4, 2
+"""Blocks of x of 64 columns, and turns of words, in shared memory."""
+
+REGISTERS = 240
+"""Of a thread that multiplies."""
+
+SECONDS_A_TURN = 1.6e-6
+"""That a program takes for a turn, measured on an H200."""
+
+BYTES_A_SECOND, PRODUCTS_A_SECOND, DECODED_A_SECOND, LAUNCHES = 4.0e12, 3.4e14, 0.95e12, 3e-6
+"""What decoding first takes there: weights read by cuBLAS, its products, weights decoded, and once."""
+
+
+def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
+    """Whether this can be done, on a Hopper GPU, and decoding first would take longer there: x [rows, in]."""
+    out, columns = packed.shape
+    return (
+        packed.turn_index.numel() > 0
+        and out % 8 == 0  # rows of y begin at multiples of 16 bytes
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and seconds(len(x), out, columns, multiprocessors(x.device)) < seconds_decoded(len(x), out, columns)
+    )
+
+
+def seconds(rows: int, out: int, columns: int, processors: int) -> float:
+    """What a product takes here: about that."""
+    programs = -(-rows // ROWS) * -(-out // OUT)
+    return float(-(-programs // processors) * columns / TURN * SECONDS_A_TURN)
+
+
+def seconds_decoded(rows: int, out: int, columns: int) -> float:
+    """What it takes to decode the weights and multiply with them."""
+    weights = out * columns
+    product = max(2 * weights / BYTES_A_SECOND, rows * weights / PRODUCTS_A_SECOND)
+    return LAUNCHES + weights / DECODED_A_SECOND + product
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weights.T + bias with fp32 sums: x [rows, in], bias [out], to [rows, out].
+
+    x, bias and the weights have one dtype and are contiguous, and `pays` holds but for the time.
+    """
+    rows, columns = x.shape
+    out = packed.shape[0]
+    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    tiles, planes, lanes = packed.words.shape[:3]
+    swizzled, plain = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
+    blocks = triton.cdiv(out, OUT), triton.cdiv(rows, ROWS)
+    with torch.cuda.device_of(x), LAUNCHING:
+        _many_rows[(min(multiprocessors(x.device), blocks[0] * blocks[1]),)](
+            TensorDescriptor.from_tensor(x, [ROWS, 64], swizzled),
+            TensorDescriptor.from_tensor(y, [ROWS // 2, 64], swizzled),
+            TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [8, 1, 64], plain),
+            packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
+            packed.turn_escapes, bias, packed.base, 2.0**packed.shift, *blocks, tiles, out,
+            TURNS=columns // TURN, LOW=packed.low_bits, HALF=packed.dtype == torch.float16,
+            STAGES=X_STAGES, WORD_STAGES=WORD_STAGES, REGISTERS=REGISTERS, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+_HIGH_PLANES_F16 = gl.constexpr(Layout(format_of(torch.float16), 8).planes - 8)
+_HIGH_PLANES_BF16 = gl.constexpr(Layout(format_of(torch.bfloat16), 8).planes - 8)
+_WORD_BYTES = gl.constexpr(OUT // TILE_ROWS * 64 * 4)
+_THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Rows r and r + 8 of word q of a tile: a warp has the tile, a thread (r, q) both.
+_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1]], [[0, 0, 16], [0, 0, 32], [0, 0, 2], [0, 0, 4], [0, 0, 8]], [[1, 0, 0], [2, 0, 0]], [],
+        [4, 1, 64],
+    )
+)  # fmt: skip
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
+
+
+def _others_escapes() -> str:
+    """PTX: turn high bytes where a thread has several escapes in a turn.
+
+    $0 to $7 are high bytes, $8 to $15 the same before; $16 the thread's first escape, $17 where those behind
+    the first ones of all threads begin, $18 the number of $0, $19 the escapes, $20 the thread.
+    """
+    lines = [
+        "{ .reg .pred p, mine, here; .reg .b32 e, number, shift, bits; .reg .b64 at;",
+        "mov.b32 e, $16; mad.wide.s32 at, $17, 4, $19;",
+        "NEXT_${:uid}: and.b32 bits, e, 0x8000; setp.eq.u32 p, bits, 0; @p bra DONE_${:uid};",
+        "ld.global.b32 e, [at]; add.s64 at, at, 4;",
+        "bfe.u32 bits, e, 16, 5; setp.eq.u32 mine, bits, $20;",
+        "bfe.u32 number, e, 9, 5; sub.u32 number, number, $18;",
+        "bfe.u32 shift, e, 7, 2; shl.b32 shift, shift, 3; and.b32 bits, e, 0x7f; shl.b32 bits, bits, shift;",
+        "@!mine mov.b32 bits, 0;",
+        *(f"setp.eq.u32 here, number, {i}; @here xor.b32 ${i}, ${i}, bits;" for i in range(8)),
+        "bra NEXT_${:uid}; DONE_${:uid}: }",
+    ]
+    return "\n".join(lines)
+
+
+_OTHERS = gl.constexpr(_others_escapes())
+_OTHERS_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + [str(i) for i in range(8)] + ["r", "r", "r", "l", "r"]))
+
+
+@gluon.jit
+def _set_bits(word):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _record(record):
+    """A mask, and where what it speaks of begins."""
+    return record.to(gl.int32), (record >> 32).to(gl.int32)
+
+
+@gluon.jit
+def _load_far(far, record, bit):
+    """The far words of rows r and r + 8, 0 where there is none."""
+    mask, start = _record(record)
+    at = far + start + _set_bits(mask & ~((gl.zeros_like(mask) - 1) << bit))
+    own, next_own = (mask >> bit) & 1, (mask >> (bit + 1)) & 1
+    return gl.load(at, mask=own != 0, other=0), gl.load(at + own, mask=next_own != 0, other=0)
+
+
+@gluon.jit
+def _load_escape(escapes, record, lane):
+    """A thread's first escape in a turn, or one that is nowhere; where those behind all first ones begin."""
+    mask, start = _record(record)
+    at = start + _set_bits(mask & ((1 << lane) - 1))
+    return gl.load(escapes + at, mask=((mask >> lane) & 1) != 0, other=31 << 9), start + _set_bits(mask)
+
+
+@gluon.jit
+def _by_thread(words):
+    return gl.convert_layout(gl.reshape(gl.permute(words, (0, 2, 1)), [128]), _THREADS, assert_trivial=True)
+
+
+@gluon.jit
+def _plane(words, number, GROUP: gl.constexpr):
+    """A word of rows r, and one of rows r + 8, of a plane in shared memory."""
+    tiles = words.index(number).slice(4 * GROUP, 4, dim=0).load(_WORDS)
+    a, b = gl.split(gl.reshape(tiles, [4, 4, 8, 2]))
+    return _by_thread(a), _by_thread(b)
+
+
+@gluon.jit
+def _planes(words, turn, FIRST: gl.constexpr, WIDTH: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """Those planes of a field, WIDTH from FIRST on, that have something of half H of the slots of a turn."""
+    loaded = ()
+    for i in gl.static_range(WIDTH // 2 if WIDTH > 2 else 1):
+        loaded += (_plane(words, turn + FIRST + H * WIDTH // 2 + i, GROUP),)
+    return loaded
+
+
+@gluon.jit
+def _field(planes, WIDTH: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
+    """A field of the slots 4 G to 4 G + 3, a byte each, of row r or r + 8."""
+    word = planes[G % 4 * WIDTH // 8][ROW]
+    return (word >> (G * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)
+
+
+@gluon.jit
+def _low_bytes(words, turn, LOW: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """The low bytes of half of the slots: for each 4 those of row r, then of row r + 8."""
+    lows = ()
+    if LOW == 8:
+        planes = _planes(words, turn, 0, 8, H, GROUP)
+        for g in gl.static_range(4):
+            lows += (planes[g][0], planes[g][1])
+    else:
+        four = _planes(words, turn, 0, 4, H, GROUP) if LOW & 4 else ()
+        two = _planes(words, turn, LOW & 4, 2, H, GROUP) if LOW & 2 else ()
+        one = _planes(words, turn, LOW & 6, 1, H, GROUP) if LOW & 1 else ()
+        for g in gl.static_range(4 * H, 4 * H + 4):
+            for row in gl.static_range(2):
+                low = gl.zeros([128], gl.int32, _THREADS)
+                if LOW & 4:
+                    low = _field(four, 4, g, row)
+                if LOW & 2:
+                    low = (low << 2) | _field(two, 2, g, row)
+                if LOW & 1:
+                    low = (low << 1) | _field(one, 1, g, row)
+                lows += (low << (8 - LOW),)
+    return lows
+
+
+@gluon.jit
+def _high_bytes(
+    words, turn, fars, escape, others, escapes, lane, base4,
+    LOW: gl.constexpr, HALF: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The high bytes of half of the slots, in the same order. Escapes differ in up to 7 bits of theirs."""
+    FAR_BIT: gl.constexpr = 5 if HALF else 2
+    CODES: gl.constexpr = LOW + 2 if HALF else LOW
+    codes = _planes(words, turn, CODES, 2, H, GROUP)
+    middles = _planes(words, turn, LOW, 2, H, GROUP) if HALF else ()
+    uppers = _planes(words, turn, LOW + 4, 1, H, GROUP) if HALF else ()
+    signs = _plane(words, turn + LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16) - 1, GROUP)
+    differing = (escape & 0x7F) << (((escape >> 7) & 3) << 3)
+    number = (escape >> 9) & 31
+    highs = ()
+    for g in gl.static_range(4 * H, 4 * H + 4):
+        for row in gl.static_range(2):
+            code = _field(codes, 2, g, row)
+            if HALF:
+                code = code | (_field(uppers, 1, g, row) << 2)
+            high = base4 - code
+            if HALF:
+                high = (high << 2) | _field(middles, 2, g, row)
+            moved = fars[row] << (FAR_BIT - g) if g <= FAR_BIT else fars[row] >> (g - FAR_BIT)
+            high = (high ^ (moved & (0x01010101 << FAR_BIT))) | ((signs[row] << (7 - g)) & -0x7F7F7F80)
+            highs += (high ^ gl.where(number == 2 * g + row, differing, 0),)
+    return _turn_others(highs, escape, others, escapes, lane, 8 * H)
+
+
+@gluon.jit
+def _turn_others(h, escape, others, escapes, lane, FIRST: gl.constexpr):
+    """High bytes with the other escapes of a thread that has several in a turn. Not pure: see `_pairs`."""
+    return gl.inline_asm_elementwise(
+        _OTHERS, _OTHERS_OPERANDS,
+        [h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], escape, others, FIRST, escapes, lane],
+        dtype=(gl.int32,) * 8, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pairs(low, high):
+    """Two pairs of weights from the bytes of four. Not pure: the compiler leaves it where it stands."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=&r,=r,r,r", [low, high],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _numbers(pair, HALF: gl.constexpr):
+    low, high = (pair & 0xFFFF).to(gl.uint16), ((pair >> 16) & 0xFFFF).to(gl.uint16)
+    both = gl.join(low, high)
+    return both.to(gl.float16, bitcast=True) if HALF else both.to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def _weights(lows, highs, HALF: gl.constexpr):
+    """[64, 64] weights, each thread's as the instruction wants them of it."""
+    groups = ()
+    for g in gl.static_range(4):
+        a0, a2 = _pairs(lows[2 * g], highs[2 * g])
+        a1, a3 = _pairs(lows[2 * g + 1], highs[2 * g + 1])
+        first = gl.join(_numbers(a0, HALF), _numbers(a1, HALF))
+        groups += (gl.join(first, gl.join(_numbers(a2, HALF), _numbers(a3, HALF))),)
+    # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
+    tile = gl.permute(gl.reshape(_all_four(groups), [4, 8, 4, 2, 2, 2, 4]), (0, 4, 1, 6, 5, 2, 3))
+    return gl.convert_layout(gl.reshape(tile, [64, 64]), _WEIGHTS, assert_trivial=True)
+
+
+@gluon.jit
+def _all_four(groups):
+    """As one array, with two axes of 2 after the others that are the bits of their numbers."""
+    return gl.join(gl.join(groups[0], groups[2]), gl.join(groups[1], groups[3]))
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
+    tiles, N, TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the weights of every block of a program."""
+    P: gl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    xs, words, outs, x_there, x_free, words_there, words_free = shared
+    t = gl.arange(0, 128, layout=_THREADS)
+    lane, warp = t % 32, t // 32
+    r, q = lane // 4, lane % 4
+    bit = q % 2 * 16 + 2 * r
+    base4 = base * 0x01010101
+    SECOND: gl.constexpr = min(1, TURNS - 1)
+    THIRD: gl.constexpr = min(2, TURNS - 1)
+    x_number, turn_number = 0, 0
+    for block in range(gl.program_id(0), blocks * rounds, gl.num_programs(0)):
+        n, m = block // rounds, block % rounds
+        tile = gl.minimum(n * 8 + GROUP * 4 + warp, tiles - 1)
+        far_records = far_index + tile.to(gl.int64) * (2 * TURNS) + q // 2
+        records = turn_index + tile.to(gl.int64) * TURNS
+        fars = _load_far(far, gl.load(far_records), bit)
+        escape, others = _load_escape(escapes, gl.load(records), lane)
+        next_fars = _load_far(far, gl.load(far_records + 2 * SECOND), bit)
+        next_escape, next_others = _load_escape(escapes, gl.load(records + SECOND), lane)
+        far_record, record = gl.load(far_records + 2 * THIRD), gl.load(records + THIRD)
+
+        stage = turn_number % WORD_STAGES
+        mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
+        lows = _low_bytes(words, stage * P, LOW, 0, GROUP)
+        highs = _high_bytes(words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 0, GROUP)
+        sums = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, _SUMS))
+        mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
+        for turn in range(TURNS):
+            first = x_number % STAGES
+            weights = _weights(lows, highs, HALF)
+            sums = warpgroup_mma(weights, xs.index(first).permute((1, 0)), sums, is_async=True)
+            x_number += 1
+
+            # The other half of the turn.
+            second = x_number % STAGES
+            mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
+            lows = _low_bytes(words, stage * P, LOW, 1, GROUP)
+            highs = _high_bytes(
+                words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 1, GROUP
+            )
+            mbarrier.arrive(words_free.index(stage), count=1)
+            fars, escape, others = next_fars, next_escape, next_others
+            next_fars = _load_far(far, far_record, bit)
+            next_escape, next_others = _load_escape(escapes, record, lane)
+            later = gl.minimum(turn + 3, TURNS - 1)
+            far_record, record = gl.load(far_records + 2 * later), gl.load(records + later)
+            weights = _weights(lows, highs, HALF)
+            sums = warpgroup_mma(weights, xs.index(second).permute((1, 0)), sums, is_async=True)
+            x_number += 1
+
+            # The first half of the next turn; behind the last one, of whatever is there.
+            turn_number += 1
+            stage = turn_number % WORD_STAGES
+            goes_on = turn + 1 < TURNS
+            mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1, pred=goes_on)
+            mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
+            lows = _low_bytes(words, stage * P, LOW, 0, GROUP)
+            highs = _high_bytes(
+                words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 0, GROUP
+            )
+            sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
+            mbarrier.arrive(x_free.index(first), count=1)
+            mbarrier.arrive(x_free.index(second), count=1)
+        result = warpgroup_mma_wait(0, deps=[sums]) * scale
+        if bias is not None:
+            row = n * 128 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _SUMS))
+            result += gl.load(bias + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+        result = gl.permute(gl.reshape(result.to(y.dtype), [64, 2, 128]), (0, 2, 1))
+        halves = gl.split(result)
+        for half in gl.static_range(2):
+            tma.store_wait(0)
+            outs.index(GROUP).store(gl.permute(halves[half], (1, 0)))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(
+                y, [m * 256 + half * 128, n * 128 + GROUP * 64], outs.index(GROUP)
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply_upper(
+    shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+):  # fmt: skip
+    _multiply(
+        0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+        TURNS, LOW, HALF, STAGES, WORD_STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_lower(
+    shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+):  # fmt: skip
+    _multiply(
+        1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+        TURNS, LOW, HALF, STAGES, WORD_STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    shared, x, words, blocks, rounds, TURNS: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Everything that is multiplied, as soon as there is room for it."""
+    to_x, to_words, _, x_there, x_free, words_there, words_free = shared
+    x_number, turn_number = 0, 0
+    for block in range(gl.program_id(0), blocks * rounds, gl.num_programs(0)):
+        n, m = block // rounds, block % rounds
+        for turn in range(TURNS):
+            stage = turn_number % WORD_STAGES
+            mbarrier.wait(words_free.index(stage), ((turn_number // WORD_STAGES) & 1) ^ 1)
+            mbarrier.expect(words_there.index(stage), P * _WORD_BYTES)
+            for plane in gl.static_range(P):
+                tma.async_copy_global_to_shared(
+                    words, [n * 8, plane, turn * 64], words_there.index(stage),
+                    to_words.index(stage * P + plane),
+                )  # fmt: skip
+            turn_number += 1
+            for half in gl.static_range(2):
+                stage = x_number % STAGES
+                mbarrier.wait(x_free.index(stage), ((x_number // STAGES) & 1) ^ 1)
+                mbarrier.expect(x_there.index(stage), x.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    x, [m * 256, turn * 128 + half * 64], x_there.index(stage), to_x.index(stage)
+                )
+                x_number += 1
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def _many_rows(
+    x, y, words, far_index, far, turn_index, escapes, bias, base, scale, blocks, rounds, tiles, N,
+    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Blocks of 128 columns and 256 rows of y: those that share weights run at the same time."""
+    P: gl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
+    shared = (
+        gl.allocate_shared_memory(x.dtype, [STAGES, 256, 64], x.layout),
+        gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P, 8, 1, 64], words.layout),
+        gl.allocate_shared_memory(y.dtype, [2, 128, 64], y.layout),
+        _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(WORD_STAGES, 1), _barriers(WORD_STAGES, 2),
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply_upper, (
+                shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+                TURNS, LOW, HALF, STAGES, WORD_STAGES,
+            )),
+            (_multiply_lower, (
+                shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+                TURNS, LOW, HALF, STAGES, WORD_STAGES,
+            )),
+            (_load, (shared, x, words, blocks, rounds, TURNS, P, STAGES, WORD_STAGES)),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
