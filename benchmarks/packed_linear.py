@@ -1,6 +1,6 @@
 """Products with packed weights beside cuBLAS with the same weights in bf16, on one GPU.
 
-    python benchmarks/packed_linear.py [--sections products bits] [--rounds 30]
+    python benchmarks/packed_linear.py [--sections products bits] [--rounds 30] [--rows 1 8 16 32 2048]
 
 Each side is what a user calls: `packed_linear.torch_ops.linear`, escapes included, and
 torch's `linear`. The calls of a case lie in one CUDA graph, each with weights of its own, so many that
@@ -10,6 +10,8 @@ What does not decode to the original weights bit for bit, or whose product is fu
 cuBLAS by more than 5 % (the scatter of sums in another order), is not timed: it ends the run. `k = 3` has its
 mantissas rounded to 3 bits beforehand; both sides then multiply with these.
 
+With --rows only products of so many rows are measured; the others stay as they are in the file.
+
 The limit is the bytes read, 2 for bf16, at the speed of a device copy, which is measured in the same run.
 The bits of wikilm-26m are those of all its matrices together; they need the folder that NEUZIP_DATA names.
 """
@@ -17,6 +19,7 @@ The bits of wikilm-26m are those of all its matrices together; they need the fol
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save_sections
+from environment import ROOT, UNKNOWN, describe, describe_gpu, save_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.compress.source import TensorSource
@@ -39,6 +42,7 @@ Row = dict[str, Any]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+RESULTS = ROOT / "benchmarks" / "results" / "packed_linear.json"
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
 AIMS = {1: (1.20, 1.35), 8: (1.1, 1.3), 16: (1.1, 1.3), 32: (1.0, 1.2), 2048: (0.9, 1.0)}
 """Rows of x, and what the issue asks for: times cuBLAS, and what would be better still."""
@@ -53,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rows", nargs="+", type=int, choices=AIMS, default=list(AIMS))
     arguments = parser.parse_args()
     environment = describe("neuzip-toolkit", "torch", "triton")
     if torch.cuda.is_available():
@@ -61,20 +66,39 @@ def main() -> None:
         parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
     torch.manual_seed(0)
     for name in arguments.sections:
-        measured = {name: {"environment": environment, **sections[name](arguments.rounds)}}
+        measured = {name: {"environment": environment, **sections[name](arguments)}}
+        if name == "products":
+            measured[name]["results"] = completed(measured[name]["results"], environment["commit"])
         print(f"saved {save_sections('packed_linear', __doc__.splitlines()[0], measured)}")
 
 
-def products(rounds: int) -> Row:
-    """All shapes with all numbers of rows."""
+def completed(results: list[Row], commit: object) -> list[Row]:
+    """With those of the file for what was not measured now, in the order of SHAPES and of AIMS."""
+    before = json.loads(RESULTS.read_text())["sections"]["products"]["results"] if RESULTS.is_file() else []
+    found = {case_of(row): row for row in before}
+    found.update({case_of(row): {**row, "commit": commit} for row in results})
+    cases = [(shape, *case) for shape in SHAPES for case in (*((rows, 7) for rows in AIMS), (1, 3))]
+    return [found[case] for case in cases if case in found]
+
+
+def case_of(row: Row) -> tuple[object, ...]:
+    """What was multiplied."""
+    return (row["out"], row["in"]), row["rows"], row["kept"]
+
+
+def products(arguments: argparse.Namespace) -> Row:
+    """All shapes with the numbers of rows that are asked for."""
+    rounds = arguments.rounds
     results: list[Row] = []
     with torch.cuda.stream(stream()):
         for out, columns in SHAPES:
             weights = [gaussian(out, columns) for _ in range(max(2, -(-4 * L2 // (out * columns))))]
             packed = [pack(weight) for weight in weights]
-            for rows, aim in AIMS.items():
-                results.append(product(weights, packed, rows, aim, rounds, kept=7))
+            for rows in arguments.rows:
+                results.append(product(weights, packed, rows, AIMS[rows], rounds, kept=7))
                 show(results[-1])
+            if 1 not in arguments.rows:
+                continue
             weights = [rounded(weight) for weight in weights]
             packed = [pack(weight) for weight in weights]
             results.append(product(weights, packed, 1, ROUNDED_AIM, rounds, kept=3))
@@ -168,7 +192,7 @@ def times(sides: Sequence[Sequence[Callable[[], object]]], rounds: int) -> list[
     return [statistics.median(mine) for mine in measured]
 
 
-def bits(_: int) -> Row:
+def bits(_: argparse.Namespace) -> Row:
     """Bits a weight in memory, everything included: the same on a CPU."""
     rows = [
         {"weights": f"N(0, 0.02), {out} x {columns}", "bits": pack(gaussian(out, columns)).bits_per_weight}

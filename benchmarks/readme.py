@@ -333,9 +333,19 @@ def packed_linear(document: dict[str, Any]) -> str:
         f"| weights, out x in | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|\n"
         f"| must | {' | '.join(str(r['must']) for r in aims)} |\n"
         + "\n".join(lines)
-        + f"\n\n{gpu_machine(products['environment'])}; bits: commit "
+        + f"\n\n{gpu_machine({**products['environment'], 'commit': commits(results)})}; bits: commit "
         f"{bits['environment']['commit']}"
     )
+
+
+def commits(results: Sequence[dict[str, Any]]) -> str:
+    """Of products with packed weights which were measured when."""
+    rows: dict[str, list[str]] = {}
+    for r in results:
+        rows.setdefault(r["commit"], []).append(f"{r['rows']:,}")
+    if len(rows) == 1:
+        return next(iter(rows))
+    return ", ".join(f"{commit} ({', '.join(dict.fromkeys(which))} rows)" for commit, which in rows.items())
 
 
 def generate(document: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def check(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = No
     packed, wide = packed_of(weights), None if bias is None else bias.double()
     exact = F.linear(x.double(), weights.double(), wide)
     plain = error(F.linear(x, weights, bias), exact)
-    for poison in (float("nan"), 1e30):
+    for poison in (float("nan"), 6e4):
         torch.full((len(x) + 300, len(weights)), poison, dtype=x.dtype, device=x.device)  # what y is made of
         y = gluon_linear.linear(x, packed, bias)
         assert y.shape == exact.shape and y.dtype == x.dtype
@@ -89,8 +89,8 @@ def test_whatever_the_shift(deviation: float):
 def test_every_column_meets_its_own_weight():
     """Times the identity, nothing rounds: y is the weights, bit for bit."""
     weights = weights_of(264, 1024)
-    weights[:, ::601] *= 2.0**-20  # escapes
-    weights[5, :64:2] = 0  # many of one thread
+    weights[:, 77] *= 2.0**-20  # escapes
+    weights[5, :16] = 0  # several of each of four threads
     x = torch.eye(1024, dtype=torch.bfloat16, device="cuda")
     assert torch.equal(gluon_linear.linear(x, packed_of(weights)), weights.T)
 

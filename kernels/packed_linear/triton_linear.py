@@ -95,8 +95,8 @@ def linear(
             programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=x.device
         )
         _some_rows[(programs,)](
-            parts, x, packed.words, packed.far_index, packed.far_words, packed.base, scale, blocks * turns,
-            out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape,
+            parts, x.view(torch.int32), packed.words, packed.far_index, packed.far_words, packed.base, scale,
+            blocks * turns, out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape,
             num_warps=TILES,
         )  # fmt: skip
         _add_parts[(blocks, wide // 8)](
@@ -379,7 +379,7 @@ def _one_row(
 
 @triton.jit
 def _some_rows(
-    parts, x, words, index, far, base, scale, units, N, M,
+    parts, pairs_of_x, words, index, far, base, scale, units, N, M,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr,
@@ -407,18 +407,18 @@ def _some_rows(
     next_tile, behind = _tile_and_word(tl.minimum(unit + 1, last), warp, q, tiles, W, TURNS)
     next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
     far_a, far_b = _load_far(far, record, c, r, ASM)
-    at_hand = _columns(x, unit % TURNS, M, C, BM, EVEN)
+    at_hand = _columns(pairs_of_x, unit % TURNS, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
         weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, ASM)
-        now = _in_order(at_hand, (following - 1) % TURNS, C, BM)
+        now = _in_order(at_hand, (following - 1) % TURNS, C, HALF, BM)
         ahead = tl.minimum(following, last)
         tile, c = next_tile, behind
         next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
         a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
         far_a, far_b = _load_far(far, next_record, c, r, ASM)
         next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-        at_hand = _columns(x, ahead % TURNS, M, C, BM, EVEN)
+        at_hand = _columns(pairs_of_x, ahead % TURNS, M, C, BM, EVEN)
         if ASM:
             sums = tl.dot(weights, now, sums)
         else:
@@ -480,21 +480,21 @@ def _add_parts(
 
 
 @triton.jit
-def _columns(x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
-    """The 128 columns of x of a turn, as they lie: [BM, 128]."""
-    m, k = tl.arange(0, BM)[:, None], turn * 128 + tl.arange(0, 128)[None, :]
-    inside = (m < M) if EVEN else (m < M) & (k < 32 * C)
-    return tl.load(x + (m * (32 * C) + k), mask=inside, other=0.0)
+def _columns(pairs_of_x, turn, M, C: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):
+    """The 128 columns of x of a turn, as they lie: pairs [BM, 64]."""
+    m, k = tl.arange(0, BM)[:, None], turn * 64 + tl.arange(0, 64)[None, :]
+    inside = (m < M) if EVEN else (m < M) & (k < 16 * C)
+    return tl.load(pairs_of_x + (m * (16 * C) + k), mask=inside, other=0)
 
 
 @triton.jit
-def _in_order(columns, turn, C: tl.constexpr, BM: tl.constexpr):
-    """The same in the order of the instructions: [128, BM]. Words that are no turn hold 32 neighbours."""
+def _in_order(pairs, turn, C: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr):
+    """Columns of x in the order of the instructions: [128, BM]. Words that are no turn hold 32 neighbours."""
     if C % 4 != 0:
-        # q, g, half of an instruction, of a pair
-        parts = tl.permute(tl.reshape(columns, [BM, 4, 8, 2, 2]), (0, 2, 3, 1, 4))
-        columns = tl.where(turn == C // 4, tl.reshape(parts, [BM, 128]), columns)
-    return tl.trans(columns)
+        # q, g, half of an instruction
+        parts = tl.permute(tl.reshape(pairs, [BM, 4, 8, 2]), (0, 2, 3, 1))
+        pairs = tl.where(turn == C // 4, tl.reshape(parts, [BM, 64]), pairs)
+    return tl.trans(tl.reshape(_pair(pairs, HALF), [BM, 128]))
 
 
 @triton.jit
