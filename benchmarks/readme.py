@@ -990,7 +990,11 @@ def memory(document: dict[str, Any]) -> str:
 def short() -> str:
     """The figures that matter most, with their aims, and how many aims were missed in all."""
     sizes = [row for rows in (weights_sizes, ternary_sizes, cache_sizes, delta_sizes) for row in rows()]
-    speeds = [row for rows in (codec_speeds, running_speeds, other_speeds, training_speeds) for row in rows()]
+    speeds = [
+        row
+        for rows in (codec_speeds, product_speeds, running_speeds, other_speeds, training_speeds)
+        for row in rows()
+    ]
     found = table(
         ("what", "size", "what it costs"),
         [(linked(what, title), size, cost) for what, size, cost, title in sizes],
@@ -1118,6 +1122,23 @@ def codec_speeds() -> Iterator[tuple[str, str, str, str, str]]:
 def in_gb(value: float) -> str:
     """A speed as the codec's table has it."""
     return f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def product_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+    """Products with packed weights: the slowest and the fastest shape, for one row of x and for many."""
+    if not is_measured("packed_linear"):
+        return
+    results = load("packed_linear")["sections"]["products"]["results"]
+    told, aims = [], []
+    for rows in (1, 2048):
+        found = [r for r in results if (r["rows"], r["kept"]) == (rows, 7)]
+        ratios = [r["speedup"] for r in found]
+        told.append(f"{min(ratios):.2f}x to {max(ratios):.2f}x")
+        aims.append(aimed(min(ratios), found[0]["must"], f"{found[0]['must']:g}x"))
+    yield (
+        "multiply 1 row and 2,048 with packed weights, five shapes", " and ".join(told), "cuBLAS, bf16",
+        "; ".join(aims), "Products with packed weights",
+    )  # fmt: skip
 
 
 def running_speeds() -> Iterator[tuple[str, str, str, str, str]]:

@@ -1,6 +1,6 @@
 """Weights of fixed width, about 11 bits for bf16, that a product reads as they lie and that lose nothing.
 
-READ THIS FIRST. Six things surprise:
+READ THIS FIRST. Seven things surprise:
 
 1. The low byte of a bf16 stays as it is. Of the high byte, the sign takes 1 bit, and the 7 upper exponent
    bits take a 2-bit *code*: how far they lie below the `base` of the tensor's *window*. The window so holds 8
@@ -27,14 +27,17 @@ READ THIS FIRST. Six things surprise:
    but for one: for N(0, 0.02) it is the six below and two above the window that are far.
 
 4. What is neither in the window nor far is an *escape*, one of some 6,000 weights. Its slot holds the
-   largest code, 3 or 7, and zeros, so that all slots of escapes are worth one number, the tensor's
-   *stand-in*. Its own 16 bits stand in a list, row after row, with its column. What a product must add is
+   largest code, 3 or 7, and else what the slot of a packed weight would: its sign, low byte and middle bits,
+   less the shift if that leaves a normal number. Its own 16 bits stand in a list, row after row, with its
+   column. What a product of few rows must add is
 
-       (weight - stand-in) * x[column]
+       (weight - what its slot is worth) * x[column]
 
 5. Words of 16 rows lie together, those of rows r and r + 8 side by side.
 
-6. Fields are cut into groups of planes whose widths are powers of two, so that none straddles a byte: a low
+6. Four words of a row, a *turn*, share 128 columns out as the threads of a matrix instruction want them.
+
+7. Fields are cut into groups of planes whose widths are powers of two, so that none straddles a byte: a low
    byte of 7 bits is a group of width 4 (the upper ones), one of 2, and one of 1.
 
 A row of K weights is filled up to C words of 32 slots, and rows up to *tiles* of 16. A tile is 4 to 14
@@ -42,9 +45,13 @@ A row of K weights is filled up to C words of 32 slots, and rows up to *tiles* o
 
     words [tiles, planes, C, 8, 2]        row 16 t + r + 8 h has its words at [t, plane, c, r, h]
 
-Word c of a row holds something of its columns 32 c to 32 c + 31, the slots 0 to 31. A group of width w is w
-planes. The four slots 4 g to 4 g + 3 have their bits in its plane g * w // 8, slot 4 g + b in byte b, and
-there from bit g * w % 8 on. The groups, in this order:
+Words 4 t to 4 t + 3 of a row hold something of its columns 128 t to 128 t + 127, 32 slots each:
+
+    slot 4 g + 2 h + e of word 4 t + q     column 128 t + 16 g + 8 h + 2 q + e
+
+If the last words of a row are fewer than four, word c has the columns 32 c to 32 c + 31, in their order. A
+group of width w is w planes. The four slots 4 g to 4 g + 3 have their bits in its plane g * w // 8, slot 4
+g + b in byte b, and there from bit g * w % 8 on. The groups, in this order:
 
     field         width           holds
     low           8               the low byte, or in place of that, as the binary digits of low_bits:
@@ -54,8 +61,8 @@ there from bit g * w % 8 on. The groups, in this order:
     code          1               fp16: the uppermost bit of the code
     sign          1               the sign
 
-Slots without a weight, those beyond K and those of rows that only fill a tile, are like those of escapes: the
-largest code and zeros.
+Slots without a weight, those beyond K and those of rows that only fill a tile, hold the largest code and
+zeros.
 
 So for bf16 with 8 low bits:
 
@@ -92,15 +99,34 @@ An escape is one number of 32 bits:
 The escapes of row r are those from row_start[r] to row_start[r + 1], ascending by column. These starts take
 16 bits each if the tensor has fewer than 65,536 escapes, else 32.
 
-Why so: a thread of a matrix instruction (m16n8k16) needs rows r and r + 8, which are 8 bytes, and a warp 256
-bytes in a run; no K has to be a multiple of anything for that. A word is 32 neighbours, so that x is read in
-its own order by whoever has the word. Escapes cost a product a line of x each, for each row of x; far words
-cost it a bit of a word that it reads anyway. With 3 code bits in place of 2 there would be neither, but a
-twelfth bit.
+Products of many rows have no time to add anything: they turn the slots of escapes into the weights. For them
+escapes are listed once more, by tile and turn, in units of the slots: 2**shift times smaller. What differs
+are 7 bits of a high byte:
+
+    bits   holds
+    0-6    the bits to turn
+    7-8    of which byte, b: the escape is slot 4 g + b
+    9-13   2 g + i, for row r + 8 i
+    15     whether who reads this has to look further
+    16-20  4 r + q, the thread that has word q of rows r and r + 8
+
+    turn_index [tiles, turns, 2]    the threads that have an escape, a bit each; the number of the first entry
+
+Of a turn, the first escape of each thread comes first, by thread. If any thread has more, all of these look
+at what follows, up to an entry without bit 15. There are no such lists, but [0, 0, 2] and [0], where rows
+are not whole turns, where more than one weight of 512 is an escape, and where one of them has no number that
+is 2**shift times smaller, as denormals have not.
+
+Why so: a thread (r, q) of a matrix instruction gives rows r and r + 8, which are 8 bytes, and a warp 256
+bytes in a run. Of 16 columns it gives 2 q, 2 q + 1, 2 q + 8 and 2 q + 9, which are slots of its own word.
+So nothing moves between threads, and x is taken as it lies. Escapes cost a product of few rows a line of x
+each, for each row of x; far words cost it a bit of a word that it reads anyway. With 3 code bits in place
+of 2 there would be neither, but a twelfth bit.
 
 | input                       | what happens                                                      |
 |-----------------------------|-------------------------------------------------------------------|
-| K not a multiple of 32      | slots without a weight are worth the stand-in: x must be 0 there  |
+| K not a multiple of 32      | slots without a weight are worth some number: x must be 0 there   |
+| K not a multiple of 128     | products of many rows decode first                                |
 | rows not a multiple of 16   | words for the others too: one row takes as much as 16             |
 | zeros, denormals, inf, NaN  | escapes, unless the window reaches them; bit for bit as they were |
 | one NaN with a long payload | all low bits are held for all weights: bit for bit means NaNs too |

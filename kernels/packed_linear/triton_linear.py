@@ -2,7 +2,7 @@
 
 A warp takes tiles of 16 rows of the weights, 4 words of every plane at a time. Its thread (r, q) loads the
 words of rows r and r + 8 in word q: unpacked, they are what it has to give to m16n8k16, with no thread asking
-another. Which weights share an instruction is free, as long as x comes in the same order:
+another:
 
     instruction g of a word takes the slots 4 g to 4 g + 3 of 4 words: k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9
 
