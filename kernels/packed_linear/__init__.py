@@ -114,8 +114,8 @@ are 7 bits of a high byte:
 
 Of a turn, the first escape of each thread comes first, by thread. If any thread has more, all of these look
 at what follows, up to an entry without bit 15. There are no such lists, but [0, 0, 2] and [0], where rows
-are not whole turns, where more than one weight of 512 is an escape, and where one of them has no number that
-is 2**shift times smaller, as denormals have not.
+are not whole turns, where more than one weight of 512 is an escape, where they crowd, as in rows of zeros,
+and where one of them has no number that is 2**shift times smaller, as denormals have not.
 
 Why so: a thread (r, q) of a matrix instruction gives rows r and r + 8, which are 8 bytes, and a warp 256
 bytes in a run. Of 16 columns it gives 2 q, 2 q + 1, 2 q + 8 and 2 q + 9, which are slots of its own word.
@@ -126,11 +126,11 @@ of 2 there would be neither, but a twelfth bit.
 | input                       | what happens                                                      |
 |-----------------------------|-------------------------------------------------------------------|
 | K not a multiple of 32      | slots without a weight are worth some number: x must be 0 there   |
-| K not a multiple of 128     | products of many rows decode first                                |
+| K not a multiple of 128     | no lists by turn: products of many rows decode first              |
 | rows not a multiple of 16   | words for the others too: one row takes as much as 16             |
 | zeros, denormals, inf, NaN  | escapes, unless the window reaches them; bit for bit as they were |
 | one NaN with a long payload | all low bits are held for all weights: bit for bit means NaNs too |
-| x infinite                  | weight * x is NaN where the weight is an escape: inf - inf        |
+| x infinite, few rows        | weight * x is NaN where the weight is an escape: inf - inf        |
 | exponents far apart         | many escapes: `bits_per_weight` can reach 47; the caller judges   |
 | more than 65,536 columns    | refused                                                           |
 | no weights at all           | no words, no escapes                                              |

@@ -56,13 +56,12 @@ BYTES_A_SECOND, PRODUCTS_A_SECOND, DECODED_A_SECOND, LAUNCHES = 4.0e12, 3.4e14, 
 
 
 def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
-    """Whether this can be done, on a Hopper GPU, and decoding first would take longer there: x [rows, in]."""
+    """Whether this can be done and decoding first would take longer, for x [rows, in], on a Hopper GPU."""
     out, columns = packed.shape
     return (
         packed.turn_index.numel() > 0
         and packed.dtype == torch.bfloat16  # fp16 was compiled, but has not been run on a GPU yet
         and out % 8 == 0  # rows of y begin at multiples of 16 bytes
-        and torch.cuda.get_device_capability(x.device)[0] == 9
         and seconds(len(x), out, columns, multiprocessors(x.device)) < seconds_decoded(len(x), out, columns)
     )
 
@@ -451,7 +450,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["base", "blocks", "rounds", "tiles", "N"])
 def _many_rows(
     x, y, words, far_index, far, turn_index, escapes, bias, base, scale, blocks, rounds, tiles, N,
     TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,

@@ -333,11 +333,13 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
 
 
 def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """x @ weights.T + bias for x [rows, in] from the packed form; None where decoding first is faster."""
+    """x @ weights.T + bias for x [rows, in] from the packed form; None where decoding first is to be done."""
     if len(x) <= FEW_ROWS:
         from . import triton_linear
 
         return triton_linear.linear(x, packed, bias)
+    if torch.cuda.get_device_capability(x.device)[0] != 9:
+        return None
     from . import gluon_linear
 
     return gluon_linear.linear(x, packed, bias) if gluon_linear.pays(x, packed) else None

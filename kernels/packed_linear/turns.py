@@ -10,12 +10,16 @@ from .form import SLOTS, TILE_ROWS, TURN, Layout, Window
 FEW = 512
 """Of so many weights one may be an escape: with more of them, decoding first is faster."""
 
+OTHERS = 16
+"""Escapes that all threads of a turn look through, at most: those behind the first ones. Rows of zeros have
+hundreds."""
+
 
 def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) -> tuple[Tensor, Tensor]:
     """turn_index int32 [tiles, turns, 2] and turn_escapes int32 [escapes]: see the package's docstring.
 
-    Both are empty, [0, 0, 2] and [0], where rows do not consist of turns, escapes are not few, or one of them
-    is no number 2**shift times smaller. `escapes` and `row_start` are those of a PackedTensor.
+    Both are empty, [0, 0, 2] and [0], where rows do not consist of turns, escapes are not few or crowd in one
+    turn, or one of them is no number 2**shift times smaller. `escapes` and `row_start` are a PackedTensor's.
     """
     out = row_start.numel() - 1
     if columns == 0 or columns % TURN or FEW * escapes.numel() > out * columns:
@@ -43,6 +47,8 @@ def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) ->
     others = torch.zeros_like(counts).index_add_(0, unit, again)
     is_last = torch.ones_like(unit)
     is_last[:-1] = (unit[1:] != unit[:-1]).long()
+    if others.numel() and int(others.max()) > OTHERS:
+        return _nothing(escapes)
     followed = torch.where(again == 1, 1 - is_last, (others[unit] > 0).long())
     masks = torch.zeros_like(counts).index_add_(0, unit, (1 - again) << lane)
     index = torch.stack([masks, counts.cumsum(0) - counts], 1).to(torch.int32)  # modulo 2**32
