@@ -389,30 +389,6 @@ def _multiply(
 
 
 @gluon.jit
-def _multiply_upper(
-    shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-        TURNS, LOW, HALF, STAGES, WORD_STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _multiply_lower(
-    shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-        TURNS, LOW, HALF, STAGES, WORD_STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _load(
     shared, x, words, blocks, rounds, TURNS: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,
     WORD_STAGES: gl.constexpr,
@@ -467,12 +443,12 @@ def _many_rows(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply_upper, (
-                shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+            (_multiply, (
+                0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
                 TURNS, LOW, HALF, STAGES, WORD_STAGES,
             )),
-            (_multiply_lower, (
-                shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
+            (_multiply, (
+                1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
                 TURNS, LOW, HALF, STAGES, WORD_STAGES,
             )),
             (_load, (shared, x, words, blocks, rounds, TURNS, P, STAGES, WORD_STAGES)),
