@@ -444,12 +444,12 @@ def _many_rows(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-                TURNS, LOW, HALF, STAGES, WORD_STAGES,
+                0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
+                tiles, N, TURNS, LOW, HALF, STAGES, WORD_STAGES,
             )),
             (_multiply, (
-                1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds, tiles, N,
-                TURNS, LOW, HALF, STAGES, WORD_STAGES,
+                1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
+                tiles, N, TURNS, LOW, HALF, STAGES, WORD_STAGES,
             )),
             (_load, (shared, x, words, blocks, rounds, TURNS, P, STAGES, WORD_STAGES)),
         ],
