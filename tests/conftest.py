@@ -27,7 +27,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For what test files share: loopback_hub, independent_decoder, and what lies in golden and fuzz.
+# For what test files share: loopback_hub, independent_decoder, gluon_on_a_cpu, and what lies in golden and
+# fuzz.
 sys.path.append(str(ROOT / "tests"))
 pytest.register_assert_rewrite("loopback_hub")
 

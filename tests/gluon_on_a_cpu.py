@@ -1,0 +1,375 @@
+"""A Gluon kernel on a CPU: its own functions, with torch in the place of the GPU. Gluon has no interpreter.
+
+    kernel = OnACpu(gluon_linear._many_rows)   # launched as the kernel is
+    kernel[(programs,)](x, y, ..., num_warps=4)
+
+Each function of `gl.warp_specialize` has a Python thread. One of them runs at a time, until it has to wait or
+lets others go on, which it then leaves the place to. Whatever may be late is as late as can be: copies to
+shared memory arrive when somebody waits for them, and until then there is rubbish; products, and copies from
+shared memory, read it when they are waited for. So what is not waited for, or is written over too early,
+spoils the result. Where all threads wait, the launch raises `Hang` at once. Loads have to stay within their
+tensors, and what a descriptor writes it has to write once.
+
+What this does not show: layouts and what the compiler makes of them, races between the threads of a warp
+group, fences, registers that are written while products read them, and the rounding of fp32 sums, which have
+64 bits here. What a kernel uses and is not here raises NameError, AttributeError or KeyError.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import ptx_on_a_cpu
+import torch
+from triton.experimental.gluon import language
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+NAMES = ("int32", "int64", "float16", "bfloat16", "float32", "uint16")
+RUBBISH = 0x5A5A5A5A
+
+
+class Hang(Exception):
+    """All threads wait."""
+
+
+class Values(torch.Tensor):
+    """A Gluon tensor."""
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> torch.Tensor:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Into a tensor, or one for each thread."""
+
+    values: torch.Tensor
+    at: Any = 0
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.at + torch.as_tensor(offset).long())
+
+
+def load(pointer: Pointer, mask: Any = True, other: float = 0) -> torch.Tensor:
+    mask = torch.as_tensor(mask).expand(pointer.at.shape)
+    at = pointer.at[mask]
+    assert ((at >= 0) & (at < len(pointer.values))).all(), "a load leaves its tensor"
+    loaded = torch.full(pointer.at.shape, other, dtype=pointer.values.dtype)
+    loaded[mask] = pointer.values[at]
+    return loaded.as_subclass(Values)
+
+
+class Memory:
+    """A part of shared memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def index(self, number: int) -> Memory:
+        return Memory(self.slice(number, 1).values[0])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        assert start >= 0
+        return Memory(self.values.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> Memory:
+        return Memory(self.values.permute(order))
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self.values.clone().as_subclass(Values)
+
+    def store(self, values: torch.Tensor) -> None:
+        assert values.shape == self.values.shape and values.dtype == self.values.dtype
+        self.values.copy_(values)
+
+    def spoil(self) -> None:
+        self.values.fill_(math.nan if self.values.is_floating_point() else RUBBISH)
+
+
+class Descriptor:
+    """Of a tensor, block by block: zeros lie around it, and what is written there is lost."""
+
+    def __init__(self, described: TensorDescriptor) -> None:
+        self.values, self.layout = described.base, described.layout
+        self.dtype, self.shape = self.values.dtype, described.block_shape
+        self.block_type = SimpleNamespace(nbytes=math.prod(self.shape) * self.dtype.itemsize)
+        self.times_written = torch.zeros(self.values.shape, dtype=torch.int32)
+
+    def inside(self, at: Sequence[int]) -> tuple[slice, ...]:
+        assert len(at) == len(self.shape) and min(at) >= 0
+        return tuple(slice(start, start + length) for start, length in zip(at, self.shape, strict=True))
+
+    def read(self, at: Sequence[int], memory: Memory) -> None:
+        part, block = self.values[self.inside(at)], torch.zeros(self.shape, dtype=self.dtype)
+        block[tuple(map(slice, part.shape))] = part
+        memory.store(block)
+
+    def write(self, at: Sequence[int], memory: Memory) -> None:
+        part = self.values[self.inside(at)]
+        assert list(memory.values.shape) == self.shape
+        part.copy_(memory.values[tuple(map(slice, part.shape))])
+        self.times_written[self.inside(at)] += 1
+
+
+@dataclass
+class Barrier:
+    count: int
+    arrivals: int = 0
+    missing_bytes: int = 0
+    phase: int = 0
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Sums, and factors of what is still to be added to them."""
+
+    sums: torch.Tensor
+    factors: tuple[tuple[torch.Tensor, Memory], ...] = ()
+
+    def done(self) -> torch.Tensor:
+        sums = self.sums.double()
+        for a, b in self.factors:
+            sums = sums + a.double() @ b.values.double()
+        return sums
+
+
+class Program:
+    """What a program's functions call."""
+
+    def __init__(self, number: int, programs: int) -> None:
+        self.lock = threading.Condition()
+        self.threads = self.waiting = 0
+        self.stepped_back: list[object] = []
+        self.errors: list[BaseException] = []
+        self.barriers: dict[int, Barrier] = {}
+        self.stores: dict[str, list[Callable[[], None]]] = defaultdict(list)
+        self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.number, self.programs = number, programs
+
+    def names(self) -> dict[str, object]:
+        """For the functions of a kernel, what they find in their module."""
+        gl = SimpleNamespace(
+            program_id=lambda axis: self.number, num_programs=lambda axis: self.programs,
+            allocate_shared_memory=allocate_shared_memory, warp_specialize=self.warp_specialize,
+            inline_asm_elementwise=inline_asm_elementwise, load=load, static_range=range,
+            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32).as_subclass(Values),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Values),
+            zeros_like=torch.zeros_like, where=torch.where, minimum=minimum,
+            join=lambda a, b: torch.stack([a, b], -1), split=lambda pairs: pairs.unbind(-1),
+            reshape=torch.reshape, permute=torch.permute,
+            convert_layout=lambda values, layout, assert_trivial: values,
+            SliceLayout=language.SliceLayout, **{name: getattr(torch, name) for name in NAMES},
+        )  # fmt: skip
+        mbarrier = SimpleNamespace(
+            MBarrierLayout=hopper.mbarrier.MBarrierLayout, init=self.init, wait=self.wait, arrive=self.arrive,
+            expect=self.expect,
+        )  # fmt: skip
+        tma = SimpleNamespace(
+            async_copy_global_to_shared=self.copy_in, async_copy_shared_to_global=self.copy_out,
+            store_wait=self.store_wait,
+        )  # fmt: skip
+        return {
+            "gl": gl, "mbarrier": mbarrier, "tma": tma, "fence_async_shared": lambda: None,
+            "warpgroup_mma_init": Products, "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": finished,
+        }  # fmt: skip
+
+    # Threads.
+
+    def warp_specialize(self, calls: list[tuple[Any, tuple]], warps: list[int], registers: list[int]) -> None:
+        assert len(warps) == len(registers) == len(calls) - 1
+        self.threads = len(calls)
+        threads = [
+            threading.Thread(target=self.work, args=call, name=str(i), daemon=True)
+            for i, call in enumerate(calls)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+        assert not any(self.stores.values()), "not waited for"
+        assert not any(b.copies or b.missing_bytes for b in self.barriers.values()), "not waited for"
+
+    def work(self, function: Callable[..., None], arguments: tuple) -> None:
+        with self.lock:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self.errors.append(error)
+            self.threads -= 1
+            self.wake_up()
+
+    def wake_up(self) -> None:
+        self.waiting = 0
+        self.lock.notify_all()
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.waiting += 1
+            if self.waiting < self.threads:
+                self.lock.wait()
+            elif self.stepped_back:
+                del self.stepped_back[0]
+                self.wake_up()
+            else:
+                raise Hang
+
+    def step_back(self) -> None:
+        """Let all others run until they wait."""
+        place = object()
+        self.stepped_back.append(place)
+        self.wait_for(lambda: place not in self.stepped_back)
+
+    # Barriers.
+
+    def at(self, memory: Memory) -> Barrier:
+        return self.barriers[memory.values.data_ptr()]
+
+    def init(self, memory: Memory, count: int) -> None:
+        self.barriers[memory.values.data_ptr()] = Barrier(count)
+
+    def arrive(self, memory: Memory, count: int = 1) -> None:
+        if self.arrived(self.at(memory), count, 0):
+            self.step_back()
+
+    def expect(self, memory: Memory, missing_bytes: int) -> None:
+        self.arrived(self.at(memory), 1, missing_bytes)
+
+    def arrived(self, barrier: Barrier, count: int, missing_bytes: int) -> bool:
+        """Whether this ends a phase."""
+        barrier.arrivals += count
+        barrier.missing_bytes += missing_bytes
+        assert barrier.arrivals <= barrier.count, "too many arrivals"
+        ended = barrier.arrivals == barrier.count and barrier.missing_bytes == 0
+        if ended:
+            barrier.phase, barrier.arrivals = barrier.phase + 1, 0
+            self.wake_up()
+        return ended
+
+    def wait(self, memory: Memory, phase: int, pred: bool = True) -> None:
+        barrier = self.at(memory)
+
+        def ended() -> bool:
+            while barrier.copies:
+                barrier.copies.pop(0)()
+            return barrier.phase & 1 != phase
+
+        if pred:
+            self.wait_for(ended)
+
+    # Copies and products.
+
+    def copy_in(self, tensor: Descriptor, at: Sequence[int], barrier: Memory, memory: Memory) -> None:
+        def copy() -> None:
+            tensor.read(at, memory)
+            self.arrived(self.at(barrier), 0, -tensor.block_type.nbytes)
+
+        memory.spoil()
+        self.at(barrier).copies.append(copy)
+        self.wake_up()
+
+    def copy_out(self, tensor: Descriptor, at: Sequence[int], memory: Memory) -> None:
+        self.stores[threading.current_thread().name].append(lambda: tensor.write(at, memory))
+
+    def store_wait(self, pending: int) -> None:
+        stores = self.stores[threading.current_thread().name]
+        while len(stores) > pending:
+            stores.pop(0)()
+
+    def multiply(self, a: torch.Tensor, b: Memory, products: Products, is_async: bool) -> Products:
+        self.multiplied[threading.current_thread().name].append(a.as_subclass(torch.Tensor))
+        return Products(products.sums, (*products.factors, (a, b)))
+
+
+def finished(pending: int, deps: list[Products]) -> torch.Tensor:
+    assert pending == 0 and len(deps) == 1
+    return deps[0].done()
+
+
+def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:
+    memory = Memory(torch.empty(shape, dtype=dtype))
+    memory.spoil()
+    return memory
+
+
+def minimum(a: Any, b: int) -> Any:
+    return a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b)
+
+
+class OnACpu:
+    """In the place of a kernel. After a launch `multiplied` has the left factors of products, by thread."""
+
+    def __init__(self, kernel: GluonJITFunction) -> None:
+        self.module = dict(kernel.fn.__globals__)  # with the kernel, whose place this will take
+        self.name = kernel.__name__
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return functools.partial(self.launch, grid[0])
+
+    def launch(self, programs: int, *arguments: Any, num_warps: int, **constants: Any) -> None:
+        given = [as_given(one) for one in arguments]
+        self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for number in range(programs):
+            program = Program(number, programs)
+            functions = self.functions(program.names())
+            functions[self.name](*given, **constants)
+            for thread, factors in program.multiplied.items():
+                self.multiplied[thread] += factors
+        for one in given:
+            if isinstance(one, Descriptor):
+                assert one.times_written.unique().tolist() in ([0], [1]), "not all written once"
+
+    def functions(self, names: dict[str, Any]) -> dict[str, Any]:
+        """The functions and constants of the kernel's module, with these names for all else."""
+        for name, value in self.module.items():
+            if isinstance(value, GluonJITFunction):
+                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            elif isinstance(value, language.constexpr):
+                names[name] = value.value
+        return names
+
+
+def as_given(argument: Any) -> Any:
+    if isinstance(argument, TensorDescriptor):
+        return Descriptor(argument)
+    return Pointer(argument.flatten()) if isinstance(argument, torch.Tensor) else argument
+
+
+def inline_asm_elementwise(
+    text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
+) -> Any:
+    assert pack == 1
+    kinds = constraints.split(",")
+    outputs = [f"${i}" for i, kind in enumerate(kinds) if kind.startswith("=")]
+    registers = {}
+    for number, (kind, arg) in enumerate(zip(kinds[len(outputs) :], args, strict=True), len(outputs)):
+        registers[f"${kind if kind.isdigit() else number}"] = bits(arg)  # a digit: that output's register
+
+    def load_at(addresses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        (memory,) = (arg.values for arg in args if isinstance(arg, Pointer))
+        return bits(load(Pointer(memory, (addresses - memory.data_ptr()) // memory.itemsize), mask))
+
+    ptx_on_a_cpu.run(text, registers, args[0].numel(), load_at)
+    results = [ptx_on_a_cpu.signed(registers[name]).int().as_subclass(Values) for name in outputs]
+    return tuple(results) if isinstance(dtype, tuple) else results[0]
+
+
+def bits(argument: Any) -> Any:
+    """As PTX has them: 32 without a sign, or an address."""
+    if isinstance(argument, Pointer):
+        return argument.values.data_ptr() + argument.values.itemsize * argument.at
+    if isinstance(argument, torch.Tensor):
+        return argument.as_subclass(torch.Tensor).long() & 0xFFFFFFFF
+    return argument & 0xFFFFFFFF
