@@ -17,3 +17,9 @@ def multiprocessors(device: torch.device) -> int:
 def early_launches(device: torch.device) -> bool:
     """Whether the card can start a kernel before the one ahead has ended: from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the card has warp groups' instructions: those of compute capability 9.x alone do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

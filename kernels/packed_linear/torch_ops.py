@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
+from neuzip.kernels.gpu import is_hopper
 
 from . import reference
 from .form import TILE_ROWS, Layout, Packed, Window
@@ -338,7 +339,7 @@ def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
         from . import triton_linear
 
         return triton_linear.linear(x, packed, bias)
-    if torch.cuda.get_device_capability(x.device)[0] != 9:
+    if not is_hopper(x.device):
         return None
     from . import gluon_linear
 
