@@ -8,6 +8,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
@@ -48,9 +49,13 @@ def save(name: str, document: dict[str, object]) -> Path:
 
 def save_sections(name: str, what: str, measured: dict[str, object]) -> Path:
     """Put sections, each with its own environment, into the place of those of a result that were there."""
+    return save(name, {"what": what, "sections": {**saved_sections(name), **measured}})
+
+
+def saved_sections(name: str) -> dict[str, Any]:
+    """The sections of a result, none if there is no such file."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    before = json.loads(path.read_text())["sections"] if path.is_file() else {}
-    return save(name, {"what": what, "sections": {**before, **measured}})
+    return dict(json.loads(path.read_text())["sections"]) if path.is_file() else {}
 
 
 def _processor() -> str:

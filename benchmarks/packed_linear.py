@@ -19,7 +19,6 @@ The bits of wikilm-26m are those of all its matrices together; they need the fol
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import ROOT, UNKNOWN, describe, describe_gpu, save_sections
+from environment import UNKNOWN, describe, describe_gpu, save_sections, saved_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.compress.source import TensorSource
@@ -42,7 +41,6 @@ Row = dict[str, Any]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-RESULTS = ROOT / "benchmarks" / "results" / "packed_linear.json"
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
 AIMS = {1: (1.20, 1.35), 8: (1.1, 1.3), 16: (1.1, 1.3), 32: (1.0, 1.2), 2048: (0.9, 1.0)}
 """Rows of x, and what the issue asks for: times cuBLAS, and what would be better still."""
@@ -74,8 +72,8 @@ def main() -> None:
 
 def completed(results: list[Row], commit: object) -> list[Row]:
     """With those of the file for what was not measured now, in the order of SHAPES and of AIMS."""
-    before = json.loads(RESULTS.read_text())["sections"]["products"]["results"] if RESULTS.is_file() else []
-    found = {case_of(row): row for row in before}
+    before = saved_sections("packed_linear").get("products", {"results": []})
+    found = {case_of(row): row for row in before["results"]}
     found.update({case_of(row): {**row, "commit": commit} for row in results})
     cases = [(shape, *case) for shape in SHAPES for case in (*((rows, 7) for rows in AIMS), (1, 3))]
     return [found[case] for case in cases if case in found]
