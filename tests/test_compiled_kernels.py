@@ -8,11 +8,9 @@ driver that has a name only. Nothing runs, and all memory is zeros.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import compile_only
 import pytest
 
 SHARED_MEMORY = 227 << 10
@@ -20,28 +18,19 @@ SHARED_MEMORY = 227 << 10
 
 SETTING = r"""
 import json, re, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+import compile_only
 
-class Card:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+shared = {}
 
-driver.set_active(Card())
-shared, run = {}, JITFunction.run
-
-def compile_only(self, *args, grid, warmup, **kwargs):
-    code = run(self, *args, grid=grid, warmup=True, **kwargs)
-    shared[self.__name__] = max(shared.get(self.__name__, 0), code.metadata.shared)
+def see(function, code, kwargs):
+    name = function.__name__
+    shared[name] = max(shared.get(name, 0), code.metadata.shared)
     before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     reads = "ld.global" in before or "cp.async" in before
-    assert not (wait and reads), f"{self.__name__} reads before the kernel ahead has ended"
+    assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
     assert bool(wait) == bool(kwargs.get("EARLY"))
-    if "fragments" in self.__name__:
+    if "fragments" in name:
         check_lanes(code.asm["ttgir"])
-    return code
 
 def check_lanes(ttgir):
     # Matrix instructions by hand count on element t of an array being in thread t.
@@ -52,7 +41,7 @@ def check_lanes(ttgir):
         in_order = "sizePerThread = [1], threadsPerWarp = [32]", "lane = [[1], [2], [4], [8], [16]]"
         assert any(words in layouts[name] for words in in_order), layouts[name]
 
-JITFunction.run = compile_only
+compile_only.watch(see)
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
 torch.Tensor.new_empty = torch.Tensor.new_zeros
 """
@@ -151,12 +140,6 @@ print(json.dumps(shared))
     ids=["linear heads", "attention", "keys and values", "steps"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", SETTING + launches], env=environment, capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    shared = json.loads(said.stdout)
+    shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path))
     assert len(shared) >= kernels, shared
     assert max(shared.values()) <= SHARED_MEMORY, shared

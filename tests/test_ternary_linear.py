@@ -6,11 +6,9 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import compile_only
 import pytest
 import torch
 from torch import Tensor
@@ -579,21 +577,10 @@ def test_kernels_that_start_early_wait_for_what_they_read(rows: int, device):
 
 COMPILED = """
 import re, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+import compile_only
 from neuzip.kernels.ternary_linear import TernaryWeight, triton_matrix, triton_quantize, triton_vector
 
-class Card:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-
-driver.set_active(Card())
-run = JITFunction.run
-
-def compile_only(self, *args, grid, warmup, **kwargs):
-    code = run(self, *args, grid=grid, warmup=True, **kwargs)
+def see(function, code, kwargs):
     text = code.asm["ttgir"]
     named = dict(re.findall(r"^(#\\w+) = (#ttg.*)$", text, re.M))
     lines = [line for line in text.splitlines() if "mma.sync" in line]
@@ -602,12 +589,11 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     fused = code.asm["ptx"].count("fma.rn.f32")
     early = re.findall(r"ld\\.global\\S*", code.asm["ptx"].partition("griddepcontrol.wait")[0])
     if "griddepcontrol.wait" in code.asm["ptx"]:  # words alone are read before the kernel ahead has ended
-        assert all("evict_first" in load for load in early) and (early or "quantize" in self.__name__)
+        assert all("evict_first" in load for load in early) and (early or "quantize" in function.__name__)
     assert ".ftz" not in code.asm["ptx"] and (fused == 0 or kwargs.get("KIND") == 2)
-    print(self.__name__, len(lines), *found, sep=" | ")
-    return code
+    print(function.__name__, len(lines), *found, sep=" | ")
 
-JITFunction.run = compile_only
+compile_only.watch(see)
 triton_quantize.early_launches = triton_vector.early_launches = lambda device: True
 
 def weight(out, columns, group=None):
@@ -633,13 +619,7 @@ for dtype, out, columns, activation in (
 
 @pytest.mark.slow
 def test_kernels_compile(tmp_path: Path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", COMPILED], env=environment, capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    lines = [line.split(" | ") for line in said.stdout.splitlines()]
+    lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
     assert len({name for name, *_ in lines}) == 7
     by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
     assert len(by_hand) == 16

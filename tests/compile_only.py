@@ -1,0 +1,57 @@
+"""Kernels compiled as they are launched, for a card of compute capability 9.0 that need not be there.
+
+    compile_only.watch(see)              in a process of its own, for which Triton's interpreter is off
+    compile_only.said_by(script, folder) that process, from a test
+
+The driver has a name only: nothing runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+class Card:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def watch(see: Callable[[Any, Any, dict[str, Any]], None]) -> None:
+    """From now on launches compile, and `see` gets the function, what was made of it, and the keywords."""
+    driver.set_active(Card())
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        code = run(self, *args, grid=grid, warmup=True, **kwargs)
+        see(self, code, kwargs)
+        return code
+
+    JITFunction.run = compile_only
+
+
+def said_by(script: str, folder: Path) -> str:
+    """What a script prints, run in a folder that also keeps what is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    return said.stdout
