@@ -32,9 +32,12 @@ from triton.experimental.gluon import language
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 NAMES = ("int32", "int64", "float16", "bfloat16", "float32", "uint16")
 RUBBISH = 0x5A5A5A5A
+TRITON = JITFunction, InterpretedFunction
 
 
 class Hang(Exception):
@@ -335,10 +338,25 @@ class OnACpu:
         """The functions and constants of the kernel's module, with these names for all else."""
         for name, value in self.module.items():
             if isinstance(value, GluonJITFunction):
-                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+                names[name] = with_names(value.fn, names)
+            elif isinstance(value, TRITON):
+                names[name] = with_names(value.fn, operators_of(value.fn))
             elif isinstance(value, language.constexpr):
                 names[name] = value.value
         return names
+
+
+def operators_of(function: Any) -> dict[str, Any]:
+    """What one of Triton's functions may use here, operators aside: others of its module that do the same."""
+    names: dict[str, Any] = {}
+    for name, value in function.__globals__.items():
+        if isinstance(value, TRITON):
+            names[name] = with_names(value.fn, names)
+    return names
+
+
+def with_names(function: Any, names: dict[str, Any]) -> FunctionType:
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def as_given(argument: Any) -> Any:

@@ -169,6 +169,17 @@ class Window:
         kinds[self.exponents], kinds[list(self.far_exponents)] = 1, 2
         return kinds
 
+    @property
+    def settling(self) -> Bits:
+        """For every exponent what is taken from the patterns of escapes: see `settled`.
+
+        >>> Window(0x3F, 1).settling.tolist()[:3], Window(0x3F, 1).settling.tolist()[-2:]
+        ([0, 0, 128], [128, 0])
+        """
+        taken = np.zeros(1 << self.fmt.exponent_bits, np.uint16)
+        taken[self.shift + 1 : -1] = self.shifted
+        return taken
+
     def settled(self, patterns: Bits) -> Bits:
         """Patterns less the shift's exponents where normal numbers are left; the others as they are.
 
@@ -176,8 +187,25 @@ class Window:
         ['0x3f00', '0xff', '0x0', '0xff80']
         """
         exponents = patterns >> self.fmt.mantissa_bits & (1 << self.fmt.exponent_bits) - 1
-        normal = (exponents > self.shift) & (exponents < (1 << self.fmt.exponent_bits) - 1)
-        return np.where(normal, patterns - np.uint16(self.shifted), patterns).astype(np.uint16)
+        return np.asarray(patterns - self.settling[exponents])
+
+    @property
+    def coded(self) -> int:
+        """The bits of a pattern that codes stand for.
+
+        >>> hex(Window(0x3F).coded), hex(Window(15, 0, F16).coded)
+        ('0x7f00', '0x7c00')
+        """
+        return 0x7F00 & -(1 << 8 + Layout(self.fmt, 8).middle_bits)
+
+    @property
+    def farthest(self) -> int:
+        """These bits where the code is the largest, as it is of escapes.
+
+        >>> hex(Window(0x3F, 1).farthest), hex(Window(15, 0, F16).farthest)
+        ('0x3c00', '0x2000')
+        """
+        return (self.exponents.start - self.shift) << self.fmt.mantissa_bits
 
     def slots_of_escapes(self, patterns: Bits) -> Bits:
         """What stands in the slots of escapes: their settled patterns, with the exponent of the largest code.
@@ -185,10 +213,7 @@ class Window:
         >>> [hex(p) for p in Window(0x3F, 1).slots_of_escapes(np.array([0x3F80, 0x80FF, 0], np.uint16))]
         ['0x3c00', '0xbcff', '0x3c00']
         """
-        middle, farthest = Layout(self.fmt, 8).middle_bits, Layout(self.fmt, 8).farthest
-        rest = 0x80FF | (1 << middle) - 1 << 8
-        largest = np.uint16(self.base - farthest << 8 + middle)
-        return np.asarray(self.settled(patterns) & np.uint16(rest) | largest)
+        return np.asarray(self.settled(patterns) & np.uint16(0xFFFF - self.coded) | np.uint16(self.farthest))
 
 
 SHIFTS = {BF16: 16, F16: 1}

@@ -38,6 +38,7 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .form import TILE_ROWS, TURN, Layout
 from .torch_ops import PackedTensor, format_of
+from .triton_slots import high_bytes, low_bytes
 
 ROWS, OUT = 256, 128
 """Of x, and of the weights, that a program multiplies."""
@@ -67,13 +68,13 @@ def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
 
 
 def seconds(rows: int, out: int, columns: int, processors: int) -> float:
-    """What a product takes here: about that."""
+    """About how long a product takes here."""
     programs = -(-rows // ROWS) * -(-out // OUT)
     return float(-(-programs // processors) * columns / TURN * SECONDS_A_TURN)
 
 
 def seconds_decoded(rows: int, out: int, columns: int) -> float:
-    """What it takes to decode the weights and multiply with them."""
+    """About how long it takes to decode the weights and multiply with them."""
     weights = out * columns
     product = max(2 * weights / BYTES_A_SECOND, rows * weights / PRODUCTS_A_SECOND)
     return LAUNCHES + weights / DECODED_A_SECOND + product
@@ -100,9 +101,15 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
             packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
             packed.turn_escapes, bias, packed.base, 2.0**packed.shift, *blocks, tiles, out,
             TURNS=columns // TURN, LOW=packed.low_bits, HALF=packed.dtype == torch.float16,
+            FIRST_HALF=planes_of(packed.layout, range(4)), OTHER_HALF=planes_of(packed.layout, range(4, 8)),
             STAGES=X_STAGES, WORD_STAGES=WORD_STAGES, REGISTERS=REGISTERS, num_warps=4,
         )  # fmt: skip
     return y
+
+
+def planes_of(layout: Layout, groups: range) -> int:
+    """The planes that have something of the slots 4 g to 4 g + 3, for the g of `groups`: a bit each."""
+    return sum(1 << plane for plane in {p.place(g)[0] for p in layout.groups for g in groups})
 
 
 _HIGH_PLANES_F16 = gl.constexpr(Layout(format_of(torch.float16), 8).planes - 8)
@@ -187,73 +194,42 @@ def _plane(words, number, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _planes(words, turn, FIRST: gl.constexpr, WIDTH: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
-    """Those planes of a field, WIDTH from FIRST on, that have something of half H of the slots of a turn."""
-    loaded = ()
-    for i in gl.static_range(WIDTH // 2 if WIDTH > 2 else 1):
-        loaded += (_plane(words, turn + FIRST + H * WIDTH // 2 + i, GROUP),)
-    return loaded
+def _planes(words, turn, other, P: gl.constexpr, WANTED: gl.constexpr, GROUP: gl.constexpr):
+    """Words of all planes of a turn, of rows r, and of rows r + 8; of planes that are not WANTED another."""
+    a = ()
+    b = ()
+    for p in gl.static_range(P):
+        if (WANTED >> p) & 1:
+            of_a, of_b = _plane(words, turn + p, GROUP)
+            a += (of_a,)
+            b += (of_b,)
+        else:
+            a += (other,)
+            b += (other,)
+    return a, b
 
 
 @gluon.jit
-def _field(planes, WIDTH: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
-    """A field of the slots 4 G to 4 G + 3, a byte each, of row r or r + 8."""
-    word = planes[G % 4 * WIDTH // 8][ROW]
-    return (word >> (G * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)
-
-
-@gluon.jit
-def _low_bytes(words, turn, LOW: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
-    """The low bytes of half of the slots: for each 4 those of row r, then of row r + 8."""
-    lows = ()
-    if LOW == 8:
-        planes = _planes(words, turn, 0, 8, H, GROUP)
-        for g in gl.static_range(4):
-            lows += (planes[g][0], planes[g][1])
-    else:
-        four = _planes(words, turn, 0, 4, H, GROUP) if LOW & 4 else ()
-        two = _planes(words, turn, LOW & 4, 2, H, GROUP) if LOW & 2 else ()
-        one = _planes(words, turn, LOW & 6, 1, H, GROUP) if LOW & 1 else ()
-        for g in gl.static_range(4 * H, 4 * H + 4):
-            for row in gl.static_range(2):
-                low = gl.zeros([128], gl.int32, _THREADS)
-                if LOW & 4:
-                    low = _field(four, 4, g, row)
-                if LOW & 2:
-                    low = (low << 2) | _field(two, 2, g, row)
-                if LOW & 1:
-                    low = (low << 1) | _field(one, 1, g, row)
-                lows += (low << (8 - LOW),)
-    return lows
-
-
-@gluon.jit
-def _high_bytes(
+def _bytes(
     words, turn, fars, escape, others, escapes, lane, base4,
-    LOW: gl.constexpr, HALF: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+    P: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, H: gl.constexpr, WANTED: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The high bytes of half of the slots, in the same order. Escapes differ in up to 7 bits of theirs."""
-    FAR_BIT: gl.constexpr = 5 if HALF else 2
-    CODES: gl.constexpr = LOW + 2 if HALF else LOW
-    codes = _planes(words, turn, CODES, 2, H, GROUP)
-    middles = _planes(words, turn, LOW, 2, H, GROUP) if HALF else ()
-    uppers = _planes(words, turn, LOW + 4, 1, H, GROUP) if HALF else ()
-    signs = _plane(words, turn + LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16) - 1, GROUP)
+    """The low and the high bytes of half of the slots: for each 4 those of row r, then of row r + 8.
+
+    Escapes differ in up to 7 bits of their high bytes.
+    """
+    planes = _planes(words, turn, escape, P, WANTED, GROUP)
     differing = (escape & 0x7F) << (((escape >> 7) & 3) << 3)
     number = (escape >> 9) & 31
+    lows = ()
     highs = ()
     for g in gl.static_range(4 * H, 4 * H + 4):
         for row in gl.static_range(2):
-            code = _field(codes, 2, g, row)
-            if HALF:
-                code = code | (_field(uppers, 1, g, row) << 2)
-            high = base4 - code
-            if HALF:
-                high = (high << 2) | _field(middles, 2, g, row)
-            moved = fars[row] << (FAR_BIT - g) if g <= FAR_BIT else fars[row] >> (g - FAR_BIT)
-            high = (high ^ (moved & (0x01010101 << FAR_BIT))) | ((signs[row] << (7 - g)) & -0x7F7F7F80)
+            lows += (low_bytes(planes[row], LOW, g),)
+            high = high_bytes(planes[row], fars[row], base4, LOW, HALF, g)
             highs += (high ^ gl.where(number == 2 * g + row, differing, 0),)
-    return _turn_others(highs, escape, others, escapes, lane, 8 * H)
+    return lows, _turn_others(highs, escape, others, escapes, lane, 8 * H)
 
 
 @gluon.jit
@@ -305,8 +281,8 @@ def _all_four(groups):
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
-    tiles, N, TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr,
+    tiles, N, TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr,
+    OTHER_HALF: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the weights of every block of a program."""
     P: gl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
@@ -332,8 +308,9 @@ def _multiply(
 
         stage = turn_number % WORD_STAGES
         mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
-        lows = _low_bytes(words, stage * P, LOW, 0, GROUP)
-        highs = _high_bytes(words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 0, GROUP)
+        lows, highs = _bytes(
+            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP
+        )
         sums = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, _SUMS))
         mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
         for turn in range(TURNS):
@@ -345,9 +322,21 @@ def _multiply(
             # The other half of the turn.
             second = x_number % STAGES
             mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
-            lows = _low_bytes(words, stage * P, LOW, 1, GROUP)
-            highs = _high_bytes(
-                words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 1, GROUP
+            lows, highs = _bytes(
+                words,
+                stage * P,
+                fars,
+                escape,
+                others,
+                escapes,
+                lane,
+                base4,
+                P,
+                LOW,
+                HALF,
+                1,
+                OTHER_HALF,
+                GROUP,
             )
             mbarrier.arrive(words_free.index(stage), count=1)
             fars, escape, others = next_fars, next_escape, next_others
@@ -365,9 +354,21 @@ def _multiply(
             goes_on = turn + 1 < TURNS
             mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1, pred=goes_on)
             mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
-            lows = _low_bytes(words, stage * P, LOW, 0, GROUP)
-            highs = _high_bytes(
-                words, stage * P, fars, escape, others, escapes, lane, base4, LOW, HALF, 0, GROUP
+            lows, highs = _bytes(
+                words,
+                stage * P,
+                fars,
+                escape,
+                others,
+                escapes,
+                lane,
+                base4,
+                P,
+                LOW,
+                HALF,
+                0,
+                FIRST_HALF,
+                GROUP,
             )
             sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
             mbarrier.arrive(x_free.index(first), count=1)
@@ -429,8 +430,8 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit(do_not_specialize=["base", "blocks", "rounds", "tiles", "N"])
 def _many_rows(
     x, y, words, far_index, far, turn_index, escapes, bias, base, scale, blocks, rounds, tiles, N,
-    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, LOW: gl.constexpr, HALF: gl.constexpr, FIRST_HALF: gl.constexpr,
+    OTHER_HALF: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 128 columns and 256 rows of y: those that share weights run at the same time."""
     P: gl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
@@ -445,11 +446,11 @@ def _many_rows(
         [
             (_multiply, (
                 0, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
-                tiles, N, TURNS, LOW, HALF, STAGES, WORD_STAGES,
+                tiles, N, TURNS, LOW, HALF, FIRST_HALF, OTHER_HALF, STAGES, WORD_STAGES,
             )),
             (_multiply, (
                 1, shared, far_index, far, turn_index, escapes, bias, y, base, scale, blocks, rounds,
-                tiles, N, TURNS, LOW, HALF, STAGES, WORD_STAGES,
+                tiles, N, TURNS, LOW, HALF, FIRST_HALF, OTHER_HALF, STAGES, WORD_STAGES,
             )),
             (_load, (shared, x, words, blocks, rounds, TURNS, P, STAGES, WORD_STAGES)),
         ],

@@ -38,7 +38,7 @@ from neuzip.kernels.triton_sums import sum_rows
 
 from .form import SLOTS, Layout
 from .torch_ops import PackedTensor, format_of
-from .triton_slots import as_start, count_below, differ, slot_of_escape
+from .triton_slots import as_start, count_below, high_bytes, low_bytes, slot_of_escape
 
 TILES = 4
 """Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
@@ -188,47 +188,10 @@ def _load_far(far, record, c, r, ASM: tl.constexpr):
 
 
 @triton.jit
-def _field(words, FIRST: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
-    """A field of 4 slots, a byte each, from planes of a width that begin with FIRST."""
-    word = words[FIRST + G * WIDTH // 8]
-    return (word >> (G * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)
-
-
-@triton.jit
-def _low_bytes(words, LOW: tl.constexpr, G: tl.constexpr):
-    """The low bytes of 4 slots."""
-    if LOW == 8:
-        low = words[G]
-    else:
-        low = words[0] & 0
-        if LOW & 4:
-            low = _field(words, 0, 4, G)
-        if LOW & 2:
-            low = (low << 2) | _field(words, LOW & 4, 2, G)
-        if LOW & 1:
-            low = (low << 1) | _field(words, LOW & 6, 1, G)
-        low = low << (8 - LOW)
-    return low
-
-
-@triton.jit
-def _high_bytes(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
-    """The high bytes of 4 slots."""
-    if HALF:
-        code = _field(words, LOW + 2, 2, G) | (_field(words, LOW + 4, 1, G) << 2)
-        high = ((base4 - code) << 2) | _field(words, LOW, 2, G)
-        sign = words[LOW + 5]
-    else:
-        high = base4 - _field(words, LOW, 2, G)
-        sign = words[LOW + 2]
-    return differ(high, far, G, HALF) | ((sign << (7 - G)) & -0x7F7F7F80)
-
-
-@triton.jit
 def _weights(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
     """Slots 4 G and 4 G + 1, and the next two, of a row."""
-    low = _low_bytes(words, LOW, G)
-    high = _high_bytes(words, far, base4, LOW, HALF, G)
+    low = low_bytes(words, LOW, G)
+    high = high_bytes(words, far, base4, LOW, HALF, G)
     return side_by_side(low, high, ASM)
 
 

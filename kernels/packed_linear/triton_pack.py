@@ -2,7 +2,8 @@
 
 Packing reads the weights three times: the census; the words, with the number of escapes of every row, and all
 far words, of which those that are not zero are then gathered; the escapes, when it is known where those of
-each row begin. The host waits three times: for the census, for the number of far words, and in the end.
+each row begin. The host waits for the census, for the number of far words, for what `turns` asks, and in the
+end.
 
 A thread has one word of every plane of one row, which are 32 weights. 16 threads side by side
 have the rows of a tile, so that words come and go in whole sectors. Rows are therefore *numbered* as their
@@ -421,10 +422,10 @@ def _decode_kernel(
             tl.store(target + 1, (both >> 16).to(tl.int16), mask=inside & (k + 1 < columns))
 
     tl.debug_barrier()  # an escape's slot is another thread's
-    row, valid, dense_row = own_row, own_valid, own_dense_row
     dense = dense_ptr.to(tl.pointer_type(tl.int16), bitcast=True) if WHOLE else dense_ptr
     _patch(
-        row_start_ptr, escapes_ptr, row, valid, dense + dense_row * columns, 32 * first, 32 * WORDS, ROWS
+        row_start_ptr, escapes_ptr, own_row, own_valid, dense + own_dense_row * columns, 32 * first,
+        32 * WORDS, ROWS,
     )  # fmt: skip
 
 

@@ -36,6 +36,43 @@ def differ(high, far, G: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _field(words, FIRST: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr):
+    """A field of 4 slots, a byte each, from planes of a width that begin with FIRST."""
+    word = words[FIRST + G * WIDTH // 8]
+    return (word >> (G * WIDTH % 8)) & (((1 << WIDTH) - 1) * 0x01010101)
+
+
+@triton.jit
+def low_bytes(words, LOW: tl.constexpr, G: tl.constexpr):
+    """The low bytes of 4 slots, from the words of all planes of a row."""
+    if LOW == 8:
+        low = words[G]
+    else:
+        low = words[0] & 0
+        if LOW & 4:
+            low = _field(words, 0, 4, G)
+        if LOW & 2:
+            low = (low << 2) | _field(words, LOW & 4, 2, G)
+        if LOW & 1:
+            low = (low << 1) | _field(words, LOW & 6, 1, G)
+        low = low << (8 - LOW)
+    return low
+
+
+@triton.jit
+def high_bytes(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr):
+    """The high bytes of 4 slots, from the words of all planes of a row, and its far word."""
+    if HALF:
+        code = _field(words, LOW + 2, 2, G) | (_field(words, LOW + 4, 1, G) << 2)
+        high = ((base4 - code) << 2) | _field(words, LOW, 2, G)
+        sign = words[LOW + 5]
+    else:
+        high = base4 - _field(words, LOW, 2, G)
+        sign = words[LOW + 2]
+    return differ(high, far, G, HALF) | ((sign << (7 - G)) & -0x7F7F7F80)
+
+
+@triton.jit
 def columns_of_word(c, lane):
     """Where the columns of a word begin, and whether it is one of the four words of a turn.
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .form import SLOTS, TILE_ROWS, TURN, Layout, Window
+from .form import SLOTS, TILE_ROWS, TURN, Window
 
 FEW = 512
 """Of so many weights one may be an escape: with more of them, decoding first is faster."""
 
 OTHERS = 16
 """Escapes that all threads of a turn look through, at most: those behind the first ones. Rows of zeros have
-hundreds."""
+hundreds, each of which all of these threads wait for."""
 
 
 def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,8 @@ def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) ->
     g, h, q, e = column % TURN // 16, column % 16 // 8, column % 8 // 2, column % 2
     lane = row % 8 * 4 + q
     unit = row // TILE_ROWS * turns + column // TURN
-    entry = _turned(settled, window) | 2 * h + e << 7 | 2 * g + row % TILE_ROWS // 8 << 9 | lane << 16
+    turned = (settled & window.coded ^ window.farthest) >> 8
+    entry = turned | 2 * h + e << 7 | 2 * g + row % TILE_ROWS // 8 << 9 | lane << 16
 
     order = torch.argsort(unit * SLOTS + lane, stable=True)
     unit, lane, entry = unit[order], lane[order], entry[order]
@@ -57,19 +59,11 @@ def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) ->
 
 def _settled(pattern: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """`Window.settled`, and whether it is the number 2**shift times smaller, as zeros and infinities are."""
-    fmt, infinite = window.fmt, (1 << window.fmt.exponent_bits) - 1
-    exponent = pattern >> fmt.mantissa_bits & infinite
-    normal = (exponent > window.shift) & (exponent < infinite)
-    unchanged = (exponent == infinite) | (pattern & 0x7FFF == 0)
-    settled = torch.where(normal, pattern - window.shifted, pattern)
-    return settled, normal | unchanged | (window.shift == 0)
-
-
-def _turned(settled: Tensor, window: Window) -> Tensor:
-    """In which bits of their high bytes escapes differ from what stands in their slots."""
-    layout = Layout(window.fmt, 8)
-    in_slots = window.base - layout.farthest << layout.middle_bits
-    return (settled >> 8 & 0x7F ^ in_slots) & ~((1 << layout.middle_bits) - 1)
+    infinite = (1 << window.fmt.exponent_bits) - 1
+    exponent = pattern >> window.fmt.mantissa_bits & infinite
+    taken = torch.from_numpy(window.settling.astype(np.int64)).to(pattern.device)[exponent]
+    exact = (taken == window.shifted) | (exponent == infinite) | (pattern & 0x7FFF == 0)
+    return pattern - taken, exact
 
 
 def _nothing(escapes: Tensor) -> tuple[Tensor, Tensor]:
