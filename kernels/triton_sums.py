@@ -134,3 +134,52 @@ def _constraints(count, outputs, is_float):
 @triton.constexpr_function
 def _types(outputs, is_float):
     return ((tl.float32 if is_float else tl.int32),) * outputs
+
+
+@triton.jit
+def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The largest, or the sum, of each of some values [32 W] over all threads, which every thread has.
+
+    Values are unsigned int32, in the type int32.
+    """
+    COUNT: tl.constexpr = len(values)
+    results = ()
+    if ASM:
+        results = tl.inline_asm_elementwise(
+            _over_program(COUNT, LARGEST, W), _over_program_constraints(COUNT), values,
+            dtype=_types(COUNT, False), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(len(values)):
+            wide = values[i].to(tl.uint32, bitcast=True).to(tl.int64)
+            one = tl.max(wide, 0) if LARGEST else tl.sum(wide, 0)
+            results += (tl.broadcast_to(one.to(tl.int32), [32 * W]),)
+    return results
+
+
+@triton.constexpr_function
+def _over_program_constraints(count):
+    return ",".join(["=&r"] * count + ["r"] * count)
+
+
+@triton.constexpr_function
+def _over_program(count, largest, warps):
+    of_all = "redux.sync.max.u32" if largest else "redux.sync.add.u32"
+    if warps == 1:
+        return " ".join(f"{of_all} ${i}, ${count + i}, 0xffffffff;" for i in range(count))
+    lines = [
+        f"{{ .shared .align 4 .b8 of_warps[{4 * warps * count}];",
+        ".reg .b32 base, own, lane, value; .reg .pred has;",
+        "mov.u32 base, of_warps; mov.u32 own, %tid.x; and.b32 lane, own, 31; shr.u32 own, own, 5;",
+        f"setp.lt.u32 has, lane, {warps}; shl.b32 lane, lane, 2; shl.b32 own, own, 2;",
+        "add.u32 own, own, base; add.u32 base, base, lane;",
+    ]
+    for i in range(count):
+        lines.append(
+            f"{of_all} value, ${count + i}, 0xffffffff; st.shared.b32 [own + {4 * warps * i}], value;"
+        )
+    lines.append("bar.sync 0;")
+    for i in range(count):
+        lines.append(f"mov.b32 ${i}, 0; @has ld.shared.b32 ${i}, [base + {4 * warps * i}];")
+    lines += [f"{of_all} ${i}, ${i}, 0xffffffff;" for i in range(count)]
+    return " ".join([*lines, "}"])

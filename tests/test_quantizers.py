@@ -193,6 +193,18 @@ def test_the_mean_is_exact_and_has_no_order(dtype: torch.dtype, monkeypatch: pyt
     assert same_bits(mean, magnitudes.mean(x))
 
 
+def test_the_mean_is_cut_off_37_bits_below_the_largest():
+    """And of more than 2**25 magnitudes earlier."""
+    unit = 2.0**-37
+    for small, counted in ((unit, unit), (1.75 * unit, unit), (0.75 * unit, 0)):
+        alone = torch.tensor([[0.75, *[small] * 4095]])
+        exact = (0.75 + 4095 * counted) / 4096
+        assert magnitudes.mean(alone).item() == torch.tensor(exact, dtype=torch.float64).float().item()
+    one = torch.ones(1)
+    assert magnitudes.unit(one, 1 << 25).item() == 2.0**36
+    assert magnitudes.unit(one, (1 << 25) + 1).item() == 2.0**35
+
+
 @pytest.mark.parametrize("peak", [1e-45, 1.2e-38, 1.0, 65504.0, 3e38])
 def test_the_mean_of_equal_numbers_is_that_number(peak: float):
     x = torch.full((2, 77), peak)

@@ -210,8 +210,8 @@ def test_gate_and_up_of_two_shapes_are_refused():
 
 
 def odd_tokens(columns: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, small and large numbers, denormals, ties, NaN and infinities, a token each."""
-    x = gaussian(9, columns, seed=3)
+    """Zeros, small and large numbers, denormals, ties, NaN, infinities, numbers far apart, a token each."""
+    x = gaussian(12, columns, seed=3)
     x[1] = 0
     x[2] *= 1e-6
     x[3] *= 3e-8 if dtype == torch.float16 else 1e-38
@@ -220,6 +220,10 @@ def odd_tokens(columns: int, dtype: torch.dtype) -> Tensor:
     x[6, columns // 2] = torch.nan
     x[7, 0] = -torch.inf
     x[8] = -x[8].abs()
+    x[9] = -0.0
+    x[10] *= torch.exp2(-45 * torch.rand(columns, generator=torch.Generator().manual_seed(4)))
+    x[11] = 0
+    x[11, columns // 3] = 6e-8 if dtype == torch.float16 else 1e-40
     return x.to(dtype)
 
 
@@ -227,7 +231,7 @@ def odd_tokens(columns: int, dtype: torch.dtype) -> Tensor:
 @dtypes
 @pytest.mark.parametrize("clamped", [False, True], ids=["", "clamped"])
 def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clamped: bool, device, poison):
-    for columns in (70, 257):
+    for columns in (1, 70, 257):
         x = odd_tokens(columns, dtype)
         wanted = reference.quantize(x, activation, clamped=clamped)
         codes, scale, total = triton_quantize.quantize(x.to(device), activation, kept(columns), clamped)
@@ -235,6 +239,66 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert not codes[:, columns:].any()
         assert same_bits(scale, wanted.scale[:, 0])
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+@pytest.mark.parametrize("columns", [512, 1000])
+def test_launches_of_the_quantiser_agree(warps: int, columns: int, device):
+    x = tokens(2, columns)
+    for activation in ("int8", "int4"):
+        wanted = reference.quantize(x, activation)
+        codes, scale, total = triton_quantize.quantize(x.to(device), activation, 0, False, warps=warps)
+        assert torch.equal(codes[:, :columns].cpu(), wanted.codes)
+        assert same_bits(scale, wanted.scale[:, 0])
+        assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
+
+
+def patterns(dtype: torch.dtype) -> Tensor:
+    """All finite numbers of 16 bits."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    return x[x.isfinite()]
+
+
+def rows_up_to(peak: float) -> Tensor:
+    """All numbers of bf16 whose magnitude is not above a peak, for each significand that it can have."""
+    peaks = (peak * (1 + torch.arange(128) / 128)).bfloat16()
+    x = patterns(torch.bfloat16)
+    return torch.where(x.abs() > peaks[:, None], peaks[:, None] * x.sign(), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peak", [1.0, 2.0**100, 2.0**-122])
+def test_fp4_of_bf16_needs_eleven_bits(peak: float):
+    """What the compiled kernel does: a product with the reciprocal, rounded to fp16, then to the grid."""
+    for x in rows_up_to(peak):
+        y = (x.float() * (12 / x.float().abs().amax())).half()
+        size = y.abs().double()
+        step = 1 + (size >= 4).double() + 2 * (size >= 8).double()
+        assert torch.equal((y.double() / step).round() * step, quantizers.fp4_e2m1(x).codes.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_int4_may_be_clipped_before_it_is_multiplied(dtype: torch.dtype):
+    """What the compiled kernel does: at numbers of 16 bits whose codes are 7 and -8, whatever the mean is."""
+    x = patterns(dtype).float()
+    for size in (0.0, 1e-7, *torch.logspace(-6, 4 if dtype == torch.float16 else 38, 300).tolist()):
+        divisor = torch.tensor(size) + 1e-5
+        factor = torch.tensor(7**0.5) / divisor
+        most, least = (divisor * (7 / 7**0.5)).to(dtype).float(), (divisor * (-8 / 7**0.5)).to(dtype).float()
+        clipped = x.minimum(most).maximum(least) * factor
+        assert torch.equal(clipped.round(), (x * factor).clamp(-8, 7).round())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peak", [1.0, 2.0**-107, 2.0**-122, 2.0**123])
+@pytest.mark.parametrize("activation", ["int8", "int4", "fp4"])
+def test_kernel_quantises_all_of_bf16(activation: str, peak: float, device):
+    x = rows_up_to(peak)
+    wanted = reference.quantize(x.to(device), activation)
+    codes, scale, total = triton_quantize.quantize(x.to(device), activation, 0, False)
+    assert torch.equal(codes[:, : x.shape[1]], wanted.codes)
+    assert same_bits(scale, wanted.scale[:, 0])
+    assert torch.equal(total, wanted.codes.sum(-1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 1.0])
@@ -352,8 +416,8 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
     [
         (Launch(1, 1), 1024), (Launch(2, 2), 520), (Launch(4, 4, codes_ahead=True), 520),
         (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, places=3), 1024),
-        (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2), 520),
-        (Launch(2, 2, places=8, codes_ahead=True), 520),
+        (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2, sets=1), 520),
+        (Launch(2, 2, places=8, codes_ahead=True, sets=4), 520),
     ],
     ids=str,
 )  # fmt: skip
@@ -594,7 +658,8 @@ def see(function, code, kwargs):
     print(function.__name__, len(lines), *found, sep=" | ")
 
 compile_only.watch(see)
-triton_quantize.early_launches = triton_vector.early_launches = lambda device: True
+for module in (triton_matrix, triton_quantize, triton_vector):
+    module.early_launches = lambda device: True
 
 def weight(out, columns, group=None):
     words = torch.zeros(-(-out // 16), -(-columns // 256), 16, 16, dtype=torch.int32)
@@ -620,7 +685,7 @@ for dtype, out, columns, activation in (
 @pytest.mark.slow
 def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
-    assert len({name for name, *_ in lines}) == 7
+    assert len({name for name, *_ in lines}) == 8
     by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
     assert len(by_hand) == 16
     for _, count, *found in by_hand:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
+from neuzip.kernels.triton_sums import each_of, first_of, of_program, share_sums, sum_rows
 
 
 @triton.jit
@@ -36,6 +36,36 @@ def _share_sums_kernel(
     for i in tl.static_range(each_of(COUNT, W)):
         tl.store(out + i * ALL + t, sums[i])
     tl.store(firsts + t, first)
+
+
+@triton.jit
+def _of_program_kernel(
+    out, values, COUNT: tl.constexpr, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):
+    t = tl.arange(0, 32 * W)
+    loaded = ()
+    for i in tl.static_range(COUNT):
+        loaded += (tl.load(values + i * (32 * W) + t),)
+    results = of_program(loaded, LARGEST, W, ASM)
+    for i in tl.static_range(COUNT):
+        tl.store(out + i * (32 * W) + t, results[i])
+
+
+@pytest.mark.parametrize("largest", [False, True], ids=["sum", "largest"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("warps", [1, 2, 8, 32])
+def test_of_all_threads(warps: int, count: int, largest: bool, device: torch.device) -> None:
+    """Of unsigned numbers, whose sums are below 2**32."""
+    most = 2**32 if largest else 2**32 // (32 * warps)
+    wide = torch.randint(most, (count, 32 * warps))
+    values = torch.where(wide < 2**31, wide, wide - 2**32).int()
+    out = torch.full_like(values, -1).to(device)
+    compiled = isinstance(_of_program_kernel, triton.JITFunction)
+    _of_program_kernel[(3,)](
+        out, values.to(device), count, LARGEST=largest, W=warps, ASM=compiled, num_warps=warps
+    )
+    wanted = wide.amax(1, keepdim=True) if largest else wide.sum(1, keepdim=True)
+    assert torch.equal(out.cpu().long() % 2**32, wanted.expand(-1, 32 * warps))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])

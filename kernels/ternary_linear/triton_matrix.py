@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from neuzip.kernels.gpu import multiprocessors
+from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .triton_quantize import quantize
@@ -24,6 +25,9 @@ from .weight import STEP, TILE, TernaryWeight
 
 CHUNK = 64 << 20
 """Bytes of unpacked weights at a time, or a little more."""
+
+EARLY = True
+"""Whether weights are unpacked while the kernel ahead, which quantises, is still at it."""
 
 UNPACKED = 4
 """Steps of a tile that a program unpacks."""
@@ -71,10 +75,17 @@ def many_tokens(
     dense = torch.empty(TILE * some, STEP * steps, dtype=torch.int8, device=x.device)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, _ = quantize(x, activation, kept, clamped)
+        early = compiled and EARLY and early_launches(x.device)
         for first in range(0, tiles, some):
             words = weight.words[first : first + some]
             _unpack[(words.shape[0], triton.cdiv(steps, UNPACKED))](
-                dense.view(torch.int32), words, steps, STEPS=UNPACKED, num_warps=4
+                dense.view(torch.int32),
+                words,
+                steps,
+                STEPS=UNPACKED,
+                EARLY=early,
+                num_warps=4,
+                launch_pdl=early,
             )
             _multiply(y, codes, scale, dense, weight, bias, TILE * first, launch)
     return y.to(x.dtype)
@@ -114,18 +125,26 @@ def _multiply(
 
 
 @triton.jit
-def _unpack(dense, words, steps, STEPS: tl.constexpr):
-    """int8 of a tile's words, 4 a word of `dense`, whose rows follow each other."""
+def _unpack(dense, words, steps, STEPS: tl.constexpr, EARLY: tl.constexpr):
+    """int8 of a tile's words, 4 a word of `dense`, whose rows follow each other.
+
+    EARLY: starts when the kernel ahead lets it, which is when all kernels before that one have ended, so that
+    nobody reads `dense`; and ends after it, so that who waits for this one has waited for both.
+    """
     tile, step = tl.program_id(0).to(tl.int64), tl.program_id(1) * STEPS
     e = tl.arange(0, 256 * STEPS)
     inside = step + e // 256 < steps
-    word = tl.load(words + (tile * steps + step) * 256 + e, mask=inside, other=0)
+    word = tl.load(
+        words + (tile * steps + step) * 256 + e, mask=inside, other=0, eviction_policy="evict_first"
+    )
     j = tl.arange(0, 4)[None, :]
     four = (word[:, None] >> (2 * j)) & 0x03030303
     four = ((four | -0x7F7F7F80) - 0x01010101) ^ -0x7F7F7F80  # c + 1 less 1, and no byte borrows
     row = dense + tile * 16 * (64 * steps) + step * 64
     target = e // 16 % 16 * (64 * steps) + e // 256 * 64 + e % 16 * 4
     tl.store(row + target[:, None] + j, four, mask=inside[:, None])
+    if EARLY:
+        cuda.gdc_wait()
 
 
 @triton.jit

@@ -1,12 +1,7 @@
 """Activations to codes and scales, in Triton: the quantisers of `kernels.quantizers`, to the last bit.
 
-What the codes are made with are a few numbers of the token, the same for all its activations (`_numbers`).
-They need the largest magnitude, INT4 the mean as well, which is taken in the same fixed point as
-`quantizers.magnitudes` does, so that the order of additions is free.
-
-Rounding is by adding 1.5 * 2**23, whose last place is worth 1: the sum is rounded to nearest, halves to even,
-and its lowest byte is the code. Products and sums must not be fused for that: launch with
-enable_fp_fusion=False.
+A token a program, in its registers from the first to the last; see `triton_codes` for the arithmetic. Top-K,
+which has to find out which activations are the largest, loads them anew for that.
 
     layout of codes    rows         int8 [tokens, padded]
                        fragments    int8 [padded / 256, p, j / 2, 8 blocks, q, j % 2, b, 4]: of each token, in
@@ -16,28 +11,43 @@ enable_fp_fusion=False.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches
-from neuzip.kernels.quantizers.activations import EPSILON, SMALLEST, SQRT_7
-from neuzip.kernels.quantizers.magnitudes import SUM_BITS
+from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.triton_floats import widened
+from neuzip.kernels.triton_sums import of_program
 
+from .triton_codes import (
+    INFINITY,
+    INT8,
+    KINDS,
+    codes_of,
+    factor_and_scale,
+    inverse_of,
+    load_words,
+    numbers,
+    rounded_codes,
+    sum_of_bytes,
+    words_of_run,
+)
 from .weight import STEP, steps_of
 
-KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
-"""How the kernels call the activations."""
-
-INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
-_SUM_BITS, _INFINITY = tl.constexpr(SUM_BITS), tl.constexpr(0x7F800000)
-_SMALL = tl.constexpr((127 - 60) << 23)  # 2**-60
-_SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
+FEW, MANY = 16, 32
+"""Activations of a thread: where each token has a multiprocessor to itself, and where there are more."""
 
 
 def quantize(
-    x: torch.Tensor, activation: str, kept: int, clamped: bool, blocks: int = 0, start_next: bool = False
+    x: torch.Tensor,
+    activation: str,
+    kept: int,
+    clamped: bool,
+    blocks: int = 0,
+    start_next: bool = False,
+    warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
 
@@ -47,118 +57,97 @@ def quantize(
     be complete. Whoever calls holds LAUNCHING, and the device is the current one.
     """
     tokens, columns = x.shape
-    padded = steps_of(columns) * STEP
-    codes = torch.empty(8 * blocks or tokens, padded, dtype=torch.int8, device=x.device)
+    steps = steps_of(columns)
+    codes = torch.empty(8 * blocks or tokens, steps * STEP, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     total = torch.empty(tokens, dtype=torch.int32, device=x.device)
-    block = max(STEP, triton.next_power_of_2(columns))
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
     early = compiled and early_launches(x.device)
-    each = 256 if activation == "int4" else 512  # activations of a warp
+    options = {
+        "CLAMPED": clamped, "BLOCKS": blocks, "START_NEXT": start_next, "EARLY": early, "ASM": compiled,
+        "launch_pdl": early, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if activation == "top_k_int8":
+        block = max(STEP, triton.next_power_of_2(columns))
+        _quantize_top_k[(tokens,)](
+            codes, scale, total, x, columns, steps * STEP, kept, EPSILON, BLOCK=block,
+            num_warps=min(32, max(1, block // 512)), **options,
+        )  # fmt: skip
+        return codes, scale, total
+    x = in_words(x)
+    each = FEW if tokens <= 64 else MANY
+    warps = warps or min(32, max(1, triton.next_power_of_2(triton.cdiv(columns, 32 * each))))
+    turns = triton.cdiv(steps, warps)
     _quantize_kernel[(tokens,)](
-        codes, scale, total, x, columns, padded, 8 * blocks, kept, EPSILON,
-        KIND=KINDS[activation], CLAMPED=clamped, CEIL_LOG2=(columns - 1).bit_length(), BLOCK=block,
-        FRAGMENTS=blocks > 0, START_NEXT=start_next, EARLY=early, ASM=compiled,
-        num_warps=min(32, max(1, block // each)), launch_pdl=early, enable_fp_fusion=False,
+        codes.view(torch.int32), scale, total, x, columns, inverse_of(columns), x.shape[1], steps, EPSILON,
+        KIND=KINDS[activation], W=warps, TURNS=turns,
+        EVEN=x.shape[1] == steps * STEP and steps == turns * warps, num_warps=warps, **options,
     )  # fmt: skip
     return codes, scale, total
 
 
-@triton.jit
-def magnitude_bits(x):
-    """|x| as integers in the same order: those of infinities and NaNs are the largest."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """The same tokens [tokens, in] as 32-bit words can be loaded of: a column of zeros more, if need be."""
+    odd = x.shape[1] % 2 if x.element_size() == 2 else 0
+    return F.pad(x, (0, odd)) if odd or x.data_ptr() % 4 else x
 
 
-@triton.jit
-def fixed_unit(peak_bits, CEIL_LOG2: tl.constexpr):
-    """The power of two that magnitudes are multiplied with to be added as int64, and its inverse: fp64."""
-    finite = tl.where(peak_bits < _INFINITY, peak_bits, 0)
-    wide = finite.to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
-    exponent = tl.where(finite == 0, 0, (wide >> 52) - 1022)
-    power = _SUM_BITS - CEIL_LOG2 - exponent
-    return ((1023 + power) << 52).to(tl.float64, bitcast=True), ((1023 - power) << 52).to(
-        tl.float64, bitcast=True
-    )
-
-
-@triton.jit
-def fixed_point(x, peak_bits, unit, inverse_unit, FAST: tl.constexpr):
-    """Magnitudes in fixed point, cut off: int64; too large by the second result if FAST.
-
-    FAST, for tokens of more than 512 activations: below 2**52 of the units are cut off by adding 2**52 of
-    them in fp64, towards zero, as conversions of 64 bits are slow. fp32 becomes fp64, 2**896 times as small,
-    by moving its bits, right for normal numbers only; so small tokens are lifted by 2**100 first, and in
-    others denormals are below the unit.
-    """
-    if FAST:
-        lift = tl.where(peak_bits < _SMALL, 2.0**100, 1.0).to(tl.float32)
-        ceiling = inverse_unit * 2.0**-844 * lift.to(tl.float64)
-        added = tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; .reg .f64 wide; shr.u32 high, $1, 3; shl.b32 low, $1, 29;"
-            " mov.b64 wide, {low, high}; add.rz.f64 wide, wide, $2; mov.b64 $0, wide; }",
-            "=l,r,d", [(tl.abs(x) * lift).to(tl.int32, bitcast=True), ceiling],
-            dtype=tl.int64, is_pure=True, pack=1,
-        )  # fmt: skip
-        excess = ceiling.to(tl.int64, bitcast=True)
-    else:
-        added = (tl.abs(x).to(tl.float64) * unit).to(tl.int64)
-        excess = tl.zeros([], tl.int64)
-    return added, excess
-
-
-@triton.jit
-def numbers(peak_bits, total, inverse_unit, columns, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr):
-    """What a token's codes are made with, fp32, and its scale, NaN where an activation is not finite.
-
-    total, inverse_unit  of INT4: the sum of the magnitudes in fixed point, and what it is multiplied with
-    """
-    size = peak_bits.to(tl.float32, bitcast=True)
-    if KIND == FP4:
-        seen = size >= _SMALLEST
-        factor = tl.where(seen, size * 0.0625, 1.0)
-        scale = tl.where(seen, tl.math.div_rn(size, 12.0), 0.0)
-    else:
-        most = 127.0
-        if KIND == INT4:
-            size = (total.to(tl.float64) * inverse_unit / columns).to(tl.float32)
-            most = _SQRT_7
-        if CLAMPED:
-            size = tl.maximum(size, epsilon)
-            divisor = size
+@triton.jit(do_not_specialize=["inverse"])
+def _quantize_kernel(
+    codes, scale, total, x, columns, inverse, stride, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A token a program; a thread has 8 activations that follow each other in each turn."""
+    if EARLY and START_NEXT:
+        cuda.gdc_launch_dependents()
+    if EARLY:
+        cuda.gdc_wait()
+    if EARLY and not START_NEXT:
+        cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    WORDS: tl.constexpr = 2 * words_of_run(DTYPE)
+    words = stride * WORDS // 8  # of a token
+    own = x.to(tl.pointer_type(tl.int32), bitcast=True) + token.to(tl.int64) * words
+    eight = tl.arange(0, 32 * W)
+    runs = ()
+    for turn in tl.static_range(TURNS):
+        at = (turn * (32 * W) + eight) * WORDS
+        if WORDS == 8:
+            runs += (load_words(own, at, words, 4, EVEN), load_words(own, at + 4, words, 4, EVEN))
         else:
-            divisor = size + epsilon
-        most = tl.full([], most, tl.float32)
-        factor = tl.math.div_rn(most, divisor)
-        scale = tl.math.div_rn(size, most)
-    return factor, tl.where(peak_bits < _INFINITY, scale, float("nan"))
-
-
-@triton.jit
-def rounded_codes(x, factor, KIND: tl.constexpr, NARROW: tl.constexpr):
-    """int32 whose lowest byte is the code of x, fp32. NARROW: x was of 16 bits, and this is compiled.
-
-    FP4 rounds a quotient. That of NARROW numbers is either on the middle between two codes, and then the
-    product with the reciprocal and one correction give it exactly, or further from it than they err.
-    """
-    if KIND == FP4:
-        if NARROW:
-            lift = tl.where(factor < 2.0**-70, 2.0**100, 1.0).to(tl.float32)  # no remainder is lost
-            divisor = factor * lift
-            reciprocal = tl.math.div_rn(tl.full([], 1.0, tl.float32), divisor)
-            dividend = x * (0.75 * lift)
-            y = dividend * reciprocal
-            y = tl.math.fma(tl.math.fma(-y, divisor, dividend), reciprocal, y)
+            w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
+            runs += ((w0, w1), (w2, w3))
+    by, of_token = numbers(runs, columns, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    of_codes = tl.zeros([32 * W], tl.int32)
+    for turn in tl.static_range(TURNS):
+        first = codes_of(runs[2 * turn], by, DTYPE, KIND, ASM)
+        second = codes_of(runs[2 * turn + 1], by, DTYPE, KIND, ASM)
+        of_codes = sum_of_bytes(second, sum_of_bytes(first, of_codes, ASM), ASM)
+        at = turn * (32 * W) + eight
+        inside = at < steps * 32
+        if BLOCKS > 0:
+            # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) has them.
+            pair, b, p, q, step = at % 2, at // 2 % 2, at // 4 % 2, at // 8 % 4, at // 32
+            target = codes + token * 16 + (4 * step + 2 * p + pair) * (128 * BLOCKS) + 4 * q + b
+            if EVEN:
+                tl.store(target, first)
+                tl.store(target + 2, second)
+            else:
+                tl.store(target, first, mask=inside)
+                tl.store(target + 2, second, mask=inside)
         else:
-            y = tl.math.div_rn(x * 0.75, tl.broadcast_to(factor, x.shape))
-        # Steps are 1 below 4, then 2, and 4 from 8 on; 12 is the most. Tokens not seen are all below 1/2.
-        power = tl.maximum((y.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True), 2.0)
-        y = tl.math.fma(power, -_ROUNDER / 2, tl.math.fma(power, _ROUNDER / 2, y))
-    else:
-        y = x * factor
-        if KIND == INT4:
-            y = tl.clamp(y, -8.0, 7.0)
-    return (y + _ROUNDER).to(tl.int32, bitcast=True)
+            target = codes + token.to(tl.int64) * (steps * 64) + 2 * at
+            target = target[:, None] + tl.arange(0, 2)[None, :]
+            if EVEN:
+                tl.store(target, tl.join(first, second))
+            else:
+                tl.store(target, tl.join(first, second), mask=inside[:, None])
+    (summed,) = of_program((of_codes,), False, W, ASM)
+    one = tl.arange(0, 32 * W)
+    tl.store(scale + token + one, of_token, mask=one == 0)
+    tl.store(total + token + one, summed, mask=one == 0)
 
 
 @triton.jit
@@ -219,12 +208,12 @@ def _largest(size, kept, BITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["kept"])
-def _quantize_kernel(
-    codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, fragment_tokens, kept, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, BLOCK: tl.constexpr,
-    FRAGMENTS: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+def _quantize_top_k(
+    codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, kept, epsilon,
+    CLAMPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, START_NEXT: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A token a program.
+    """INT8 with all but the `kept` largest magnitudes 0: a token a program.
 
     It is loaded anew for every use, from the first-level cache: with all of it in registers, fewer programs
     would run side by side. Other policies keep the compiler from making one load of them.
@@ -237,39 +226,30 @@ def _quantize_kernel(
         cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     # Codes of fragments are stored four at a time: loaded so, no thread has to ask another.
-    TOGETHER: tl.constexpr = 4 if FRAGMENTS else 16
+    TOGETHER: tl.constexpr = 4 if BLOCKS > 0 else 16
     some, i = tl.arange(0, BLOCK // TOGETHER), tl.arange(0, TOGETHER)[None, :]
     k = some[:, None] * TOGETHER + i
     inside = k < columns
     at = x_ptr + token.to(tl.int64) * columns + k
-    size = magnitude_bits(widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last")))
+    x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last"))
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     peak = tl.max(size)
-    total, inverse = tl.zeros([], tl.int64), tl.zeros([], tl.float64)
-    if KIND == INT4:
-        unit, inverse = fixed_unit(peak, CEIL_LOG2)
-        FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
-        x = widened(tl.load(at, mask=inside & (peak < _INFINITY), other=0.0))
-        sizes, excess = fixed_point(x, peak, unit, inverse, FAST)
-        total = tl.sum(sizes) - BLOCK * excess
-    factor, scale = numbers(peak, total, inverse, columns, epsilon, KIND, CLAMPED)
-    NARROW: tl.constexpr = ASM and x_ptr.dtype.element_ty != tl.float32
+    most = tl.full([], 127.0, tl.float32)
+    factor, scale, _ = factor_and_scale(peak.to(tl.float32, bitcast=True), most, epsilon, CLAMPED)
     x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
-    codes = rounded_codes(x, factor, KIND, NARROW).to(tl.int8)
-    wanted = inside & (peak < _INFINITY)
-    if KIND == TOP_K:
-        if x_ptr.dtype.element_ty == tl.float32:
-            wanted &= _largest(size, kept, 31)
-        else:  # in its own 16 bits, which have the same order
-            own = tl.load(at, mask=inside, other=0.0)
-            wanted &= _largest(own.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, kept, 15)
-    codes = tl.where(wanted, codes, 0)
-    if FRAGMENTS:
-        # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) of thread q has them.
+    codes = rounded_codes(x, factor, INT8, False).to(tl.int8)
+    if x_ptr.dtype.element_ty == tl.float32:
+        wanted = _largest(size, kept, 31)
+    else:  # in its own 16 bits, which have the same order
+        own = tl.load(at, mask=inside, other=0.0)
+        wanted = _largest(own.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, kept, 15)
+    codes = tl.where(wanted & inside & (peak < INFINITY), codes, 0)
+    if BLOCKS > 0:
         j, b, p, q, step = some % 4, some // 4 % 2, some // 8 % 2, some // 16 % 4, some // 64
         piece, place = 4 * step + 2 * p + j // 2, 16 * q + 8 * (j % 2) + 4 * b
-        target = ((piece * fragment_tokens + token) * 64 + place)[:, None] + i
+        target = ((piece * (8 * BLOCKS) + token) * 64 + place)[:, None] + i
         tl.store(codes_ptr + target, codes, mask=k < padded)
     else:
         tl.store(codes_ptr + token.to(tl.int64) * padded + k, codes, mask=k < padded)
-    tl.store(scale_ptr + token, scale)
+    tl.store(scale_ptr + token, tl.where(peak < INFINITY, scale, float("nan")))
     tl.store(total_ptr + token, tl.sum(codes.to(tl.int32)))

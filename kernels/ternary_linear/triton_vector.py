@@ -35,16 +35,18 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 
-from .triton_quantize import (
-    INT4,
+from .triton_codes import (
     KINDS,
-    fixed_point,
-    fixed_unit,
-    magnitude_bits,
+    codes_of,
+    four,
+    inverse_of,
+    load_words,
     numbers,
-    quantize,
-    rounded_codes,
+    signed_byte,
+    sum_of_bytes,
+    words_of_run,
 )
+from .triton_quantize import in_words, quantize
 from .weight import STEP, TernaryWeight
 
 _STEP = tl.constexpr(STEP)
@@ -55,6 +57,10 @@ FUSED_TURNS = 8
 
 PLACES = 2
 """For words of some tokens, otherwise: with more, fewer programs run side by side."""
+
+
+SETS = 2
+"""Of sums of some tokens: with 4 no code of a byte is shifted, with 2 or 1 two or three are."""
 
 
 STATIC_BYTES = 48 << 10
@@ -74,6 +80,7 @@ class Launch:
     beside: int = 1  # such groups of warps with tiles of their own in a program
     places: int = PLACES  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
+    sets: int = SETS  # of sums
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -123,7 +130,7 @@ def one_token(
     programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token[(programs,)](
-            tuple(ys), x, tuple(weight.words for weight in weights),
+            tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
             **of_token.options,
@@ -149,8 +156,8 @@ def relu2_glu(
     tiles = gate.words.shape[0]
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
-            y, x, gate.words, gate.scale, up.words, up.scale, *of_token.codes(), gate.shape[0], tiles,
-            UP_ROWS=up.scale.dim() > 0, **of_token.options,
+            y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
+            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **of_token.options,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -160,6 +167,7 @@ class _Token:
     """One token that is multiplied with some weights: how the kernels take it."""
 
     x: torch.Tensor
+    in_words: torch.Tensor
     activation: str
     clamped: bool
     kept: int
@@ -180,15 +188,16 @@ class _Token:
         compiled = isinstance(_one_token, triton.JITFunction)
         launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
         early = compiled and launch.early and early_launches(x.device)
-        turns = triton.cdiv(steps, launch.warps)
+        turns, held = triton.cdiv(steps, launch.warps), in_words(x)
         options = {
-            "K": columns, "steps": steps, "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
-            "CEIL_LOG2": (columns - 1).bit_length(), "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
+            "K": columns, "width": held.shape[1], "inverse": inverse_of(columns), "steps": steps,
+            "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
+            "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
             "TURNS": turns, "AHEAD": min(turns, 8 if launch.warps <= 8 else 4), "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
         }  # fmt: skip
-        return _Token(x, activation, clamped, kept, launch, options)
+        return _Token(x, held, activation, clamped, kept, launch, options)
 
     def empty(self, weight: TernaryWeight) -> torch.Tensor:
         """Memory for a product."""
@@ -233,8 +242,8 @@ def few_tokens(
         codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks, start_next=launch.start)
         _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
-            tokens, out, steps, tiles, blocks, ROWS=weight.scale.dim() > 0,
-            W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles,
+            tokens, out, steps, tiles, BLOCKS=blocks, ROWS=weight.scale.dim() > 0,
+            W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles, SETS=launch.sets,
             PLACES=places, ROUNDS=triton.cdiv(turns, places), CODES_AHEAD=launch.codes_ahead,
             EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
@@ -243,42 +252,12 @@ def few_tokens(
 
 
 @triton.jit
-def _four(tile):
-    """The columns of [T, 4]."""
-    T: tl.constexpr = tile.shape[0]
-    even, odd = tl.split(tl.reshape(tile, [T, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _lowest_bytes(tile, ASM: tl.constexpr):
-    """The lowest bytes of 4 int32 in one: [T] of [T, 4]."""
-    b0, b1, b2, b3 = _four(tile)
-    if ASM:
-        word = tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
-            " prmt.b32 $0, low, high, 0x5410; }",
-            "=r,r,r,r,r", [b0, b1, b2, b3], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        word = (b0 & 0xFF) | (b1 & 0xFF) << 8 | (b2 & 0xFF) << 16 | (b3 & 0xFF) << 24
-    return word
-
-
-@triton.jit
-def _signed_byte(word, B: tl.constexpr):
-    return (word << (24 - 8 * B)) >> 24
-
-
-@triton.jit
 def _multiply_bytes(a, b, W: tl.constexpr):
     """For the interpreter: what 8 rows and 8 columns, 16 products each, add to two sums of every thread."""
     sums = tl.zeros([W, 8, 8, 4], tl.int32)
     for i in tl.static_range(4):
         mine = tl.reshape((a >> (8 * i)) & 0xFF, [W, 8, 1, 4])
-        sums += mine * tl.reshape(_signed_byte(b, i), [W, 1, 8, 4])
+        sums += mine * tl.reshape(signed_byte(b, i), [W, 1, 8, 4])
     left, right = tl.split(tl.reshape(tl.sum(sums, 3), [W, 8, 4, 2]))
     return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
 
@@ -300,21 +279,6 @@ def _mma(a0, a1, a2, a3, b0, b1, sums, W: tl.constexpr, ASM: tl.constexpr):
         l2, r2 = _multiply_bytes(a2, b1, W)
         l3, r3 = _multiply_bytes(a3, b1, W)
         result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
-    return result
-
-
-@triton.jit
-def _sum_of_bytes(word, so_far, ASM: tl.constexpr):
-    """The sum of 4 signed bytes, added to another."""
-    if ASM:
-        result = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, word * 0 + 0x01010101, so_far],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        result = so_far
-        for i in tl.static_range(4):
-            result += _signed_byte(word, i)
     return result
 
 
@@ -347,17 +311,6 @@ def _load_tile(
 
 
 @triton.jit
-def _load_x(x, k, columns, EVEN: tl.constexpr):
-    """The 4 activations from column k on, fp32 [T, 4]; 0 beyond the last."""
-    at = k[:, None] + tl.arange(0, 4)[None, :]
-    if EVEN:
-        loaded = tl.load(x + at)
-    else:
-        loaded = tl.load(x + at, mask=at < columns, other=0.0)
-    return widened(loaded)
-
-
-@triton.jit
 def _load_scales(scales, bias, n, N, ROWS: tl.constexpr):
     """The scale and the bias of rows n, fp32; loaded ahead of what they are added to."""
     scale = tl.load(scales + n, mask=n < N, other=0.0) if ROWS else tl.load(scales)
@@ -384,10 +337,11 @@ def _threads(W: tl.constexpr):
     return t // 32, r, q, r * 16 + q * 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inverse"])
 def _one_token(
-    ys, x, words, scales, biases, codes, token_scale, total, outs, tiles, K, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    ys, x, words, scales, biases, codes, token_scale, total, outs, tiles,
+    K, width, inverse, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -415,27 +369,29 @@ def _one_token(
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
-        EVEN, ASM,
+        x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon, KIND, CLAMPED, W,
+        TURNS, EVEN, ASM,
     )  # fmt: skip
+    sums = ()
     for i in tl.static_range(TILES):
         tile = begin + i
         at_hand = loaded
         if i + 1 < TILES:  # the next tile is under way meanwhile
             loaded = _load_tile(word, tile + 1, count, first, steps, own, there, there, W, AHEAD, EVEN)
-        upper, lower = _sums_of_rows(
-            at_hand, pairs, taken_off, word, tile, count, first, q, steps, own, there, there,
-            codes is not None, W, TURNS, AHEAD, EVEN, ASM,
-        )  # fmt: skip
-        value = _scaled(tl.where(q == 0, upper, lower), own_scale, of_rows[i], bias)
+        sums += _sums_of_rows(
+            at_hand, pairs, word, tile, count, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
+        )
+    sums = _over_warps(sums, taken_off, codes is not None, W, ASM)
+    for i in tl.static_range(TILES):
+        value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
         n += 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inverse"])
 def _one_token_relu2_glu(
-    y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles, K, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, ROWS: tl.constexpr,
+    y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
+    K, width, inverse, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -454,26 +410,26 @@ def _one_token_relu2_glu(
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, K, steps, epsilon, KIND, CLAMPED, CEIL_LOG2, W, TURNS,
-        EVEN, ASM,
+        x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon, KIND, CLAMPED, W,
+        TURNS, EVEN, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
         tile = begin + i
         at_hand = loaded
-        upper, lower = _sums_of_rows(
-            at_hand, pairs, taken_off, gates, tile, tiles, first, q, steps, own, there, there,
-            codes is not None, W, TURNS, AHEAD, EVEN, ASM,
-        )  # fmt: skip
+        sums = _sums_of_rows(
+            at_hand, pairs, gates, tile, tiles, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
+        )
+        upper, lower = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
         lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
         open, open8 = (upper != 0) & (n < N), (lower != 0) & (n + 8 < N)
         at_hand = _load_tile(ups, tile, tiles, first, steps, own, open, open8, W, AHEAD, False)
         if i + 1 < TILES:  # the next tile is under way meanwhile
             loaded = _load_tile(gates, tile + 1, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
-        upper_up, lower_up = _sums_of_rows(
-            at_hand, pairs, taken_off, ups, tile, tiles, first, q, steps, own, open, open8,
-            codes is not None, W, TURNS, AHEAD, False, ASM,
-        )  # fmt: skip
+        sums = _sums_of_rows(
+            at_hand, pairs, ups, tile, tiles, first, q, steps, own, open, open8, W, TURNS, AHEAD, False, ASM
+        )
+        upper_up, lower_up = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
         lower = _gated(lower, lower_up, own_scale, of_ups[2 * i + 1], x.dtype.element_ty, ASM)
         value, where = tl.where(q == 0, upper, lower), n + 8 * q
@@ -499,9 +455,9 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def _codes(
-    x, codes, token_scale, total, first, r, q, K, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, CEIL_LOG2: tl.constexpr, W: tl.constexpr,
-    TURNS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The codes of the token that a thread multiplies with, two words a turn; the scale; what is taken off.
 
@@ -510,35 +466,24 @@ def _codes(
     k = first * _STEP + q * 64 + r // 4 * 32 + r % 4 * 4
     pairs = ()
     if codes is None:
-        xs = ()
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        WORDS: tl.constexpr = words_of_run(DTYPE)
+        words = width * WORDS // 4
+        runs = ()
         for turn in tl.static_range(TURNS):
-            xs += (
-                (_load_x(x, k + turn * W * _STEP, K, EVEN), _load_x(x, k + turn * W * _STEP + 16, K, EVEN)),
-            )
-        size = tl.zeros([32 * W, 4], tl.int32)
+            at = (k // 4 + turn * (W * _STEP // 4)) * WORDS
+            runs += (
+                load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
+            )  # fmt: skip
+        by, own_scale = numbers(runs, K, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+        taken_off = tl.zeros([32 * W], tl.int32)
         for turn in tl.static_range(TURNS):
-            size = tl.maximum(size, tl.maximum(magnitude_bits(xs[turn][0]), magnitude_bits(xs[turn][1])))
-        peak = tl.max(tl.max(size, 1), 0)
-        amount, inverse = tl.zeros([], tl.int64), tl.zeros([], tl.float64)
-        if KIND == INT4:
-            unit, inverse = fixed_unit(peak, CEIL_LOG2)
-            FAST: tl.constexpr = ASM and CEIL_LOG2 >= 10
-            mine = tl.zeros([32 * W, 4], tl.int64)
-            for turn in tl.static_range(TURNS):
-                first_sizes, excess = fixed_point(xs[turn][0], peak, unit, inverse, FAST)
-                second_sizes, excess = fixed_point(xs[turn][1], peak, unit, inverse, FAST)
-                mine += first_sizes + second_sizes
-            amount = tl.sum(tl.sum(mine - 2 * TURNS * excess, 1), 0)
-        factor, own_scale = numbers(peak, amount, inverse, K, epsilon, KIND, CLAMPED)
-        NARROW: tl.constexpr = ASM and x.dtype.element_ty != tl.float32
-        of_codes = tl.zeros([32 * W], tl.int32)
-        for turn in tl.static_range(TURNS):
-            b0 = _lowest_bytes(rounded_codes(xs[turn][0], factor, KIND, NARROW), ASM)
-            b1 = _lowest_bytes(rounded_codes(xs[turn][1], factor, KIND, NARROW), ASM)
-            of_codes = _sum_of_bytes(b1, _sum_of_bytes(b0, of_codes, ASM), ASM)
+            b0 = codes_of(runs[2 * turn], by, DTYPE, KIND, ASM)
+            b1 = codes_of(runs[2 * turn + 1], by, DTYPE, KIND, ASM)
+            taken_off = sum_of_bytes(b1, sum_of_bytes(b0, taken_off, ASM), ASM)
             pairs += ((b0, b1),)
         # Over r: the sum over q and the warps is taken with that of the products.
-        taken_off = tl.sum(tl.reshape(of_codes, [W, 8, 4]), 1, keep_dims=True)
+        taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
     else:
         own_scale = tl.load(token_scale)
@@ -554,14 +499,10 @@ def _codes(
 
 @triton.jit
 def _sums_of_rows(
-    at_hand, pairs, taken_off, words, tile, tiles, first, q, steps, own, there, there8,
-    SUMMED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
-    ASM: tl.constexpr,
+    at_hand, pairs, words, tile, tiles, first, q, steps, own, there, there8,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The sums of rows r and r + 8 of a tile, int32, which every thread has.
-
-    SUMMED: what is taken off is the sum of all codes, and not what a thread has of it.
-    """
+    """What a thread has of the sums of rows r and r + 8 of a tile, int32."""
     zero = tl.zeros([32 * W], tl.int32)
     sums = ()
     for _ in tl.static_range(8):
@@ -571,8 +512,8 @@ def _sums_of_rows(
             later = first + (turn + AHEAD) * W
             mine = first * 0 + tl.minimum(tile, tiles - 1)
             at_hand += (_load_words(words, mine, later, steps, own, there, there8, WHOLE),)
-        v0, v1, v2, v3 = _four(at_hand[turn][0])
-        u0, u1, u2, u3 = _four(at_hand[turn][1])
+        v0, v1, v2, v3 = four(at_hand[turn][0])
+        u0, u1, u2, u3 = four(at_hand[turn][1])
         b0, b1 = pairs[turn]
         added = ()
         for g in tl.static_range(8):
@@ -587,12 +528,26 @@ def _sums_of_rows(
     for c in tl.static_range(4):
         top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
         bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
-    if SUMMED:
-        top, bottom = sum_rows((top, bottom), W, ASM)
-        top, bottom = top - taken_off, bottom - taken_off
-    else:
-        top, bottom = sum_rows((top - taken_off, bottom - taken_off), W, ASM)
     return top, bottom
+
+
+@triton.jit
+def _over_warps(parts, taken_off, SUMMED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Sums of rows, which every thread has, of what threads have of them.
+
+    SUMMED: what is taken off is the sum of all codes, and not what a thread has of it.
+    """
+    if SUMMED:
+        sums = sum_rows(parts, W, ASM)
+        results = ()
+        for i in tl.static_range(len(parts)):
+            results += (sums[i] - taken_off,)
+    else:
+        own = ()
+        for i in tl.static_range(len(parts)):
+            own += (parts[i] - taken_off,)
+        results = sum_rows(own, W, ASM)
+    return results
 
 
 @triton.jit
@@ -602,41 +557,54 @@ def _unscaled(even, odd, C: tl.constexpr):
 
 
 @triton.jit
-def _load_fragments(codes, step, steps, r, q, block, blocks, NB: tl.constexpr, EVEN: tl.constexpr):
+def _load_fragments(
+    codes, step, steps, r, q, block, BLOCKS: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr
+):
     """Of every block of 8 tokens 4 times 4 words of codes: what each instruction takes lies side by side."""
     loaded = ()
     for nb in tl.static_range(NB):
         words = ()
         for i in tl.static_range(4):
-            at = ((step * 4 + i) * (8 * blocks) + 8 * (block + nb) + r) * 16 + q * 4
-            where = codes + at[:, None] + tl.arange(0, 4)[None, :]
+            at = step * (4 * 8 * 16 * BLOCKS) + block * 128 + r * 16 + q * 4
+            where = codes + at[:, None] + tl.arange(0, 4)[None, :] + (i * BLOCKS + nb) * 128
             if EVEN:
-                words += (_four(tl.load(where)),)
+                words += (four(tl.load(where)),)
             else:
-                words += (_four(tl.load(where, mask=(step < steps)[:, None], other=0)),)
+                words += (four(tl.load(where, mask=(step < steps)[:, None], other=0)),)
         loaded += (words,)
     return loaded
 
 
 @triton.jit
-def _multiply_words(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
-    """Add the products of 4 words of rows r and of r + 8 with those of 8 tokens to their sums."""
-    for p in tl.static_range(2):
-        for j in tl.static_range(4):
-            sums = _mma(
-                (v[2 * p] >> (2 * j)) & 0x03030303, (u[2 * p] >> (2 * j)) & 0x03030303,
-                (v[2 * p + 1] >> (2 * j)) & 0x03030303, (u[2 * p + 1] >> (2 * j)) & 0x03030303,
-                codes[2 * p + j // 2][2 * (j % 2)], codes[2 * p + j // 2][2 * (j % 2) + 1], sums, W, ASM,
-            )  # fmt: skip
-    return sums
+def _multiply_words(
+    v, u, codes, sums, FIRST: tl.constexpr, SETS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):
+    """Add the products of 4 words of rows r and of r + 8 with those of 8 tokens to their sums.
+
+    These are in sets, from FIRST on; set s is 4**s times too large, as codes are not shifted all the way.
+    """
+    added = ()
+    for s in tl.static_range(SETS):
+        mask = 0x03030303 << (2 * s) if s < 3 else -0x3F3F3F40
+        of_set = sums[FIRST + s]
+        for p in tl.static_range(2):
+            for j in tl.static_range(s, 4, SETS):
+                a, b = codes[2 * p + j // 2][2 * (j % 2)], codes[2 * p + j // 2][2 * (j % 2) + 1]
+                of_set = _mma(
+                    (v[2 * p] >> (2 * (j - s))) & mask, (u[2 * p] >> (2 * (j - s))) & mask,
+                    (v[2 * p + 1] >> (2 * (j - s))) & mask, (u[2 * p + 1] >> (2 * (j - s))) & mask,
+                    a, b, of_set, W, ASM,
+                )  # fmt: skip
+        added += (of_set,)
+    return added
 
 
 @triton.jit
 def _few_tokens(
-    y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles, blocks,
-    ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr, TN: tl.constexpr,
-    PLACES: tl.constexpr, ROUNDS: tl.constexpr, CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
+    y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr,
+    TN: tl.constexpr, SETS: tl.constexpr, PLACES: tl.constexpr, ROUNDS: tl.constexpr,
+    CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn.
 
@@ -655,7 +623,7 @@ def _few_tokens(
     everyone = t >= 0
     zero = tl.zeros([32 * ALL], tl.int32)
     sums = ()
-    for _ in tl.static_range(TN * NB):
+    for _ in tl.static_range(TN * NB * SETS):
         sums += ((zero, zero, zero, zero),)
     turns = ()
     for turn in tl.static_range(PLACES):
@@ -678,7 +646,7 @@ def _few_tokens(
         own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
         of_tokens += ((own_scale, tl.load(total + m, mask=m < M, other=0)),)
     if CODES_AHEAD:
-        next_fragments = _load_fragments(codes, first, steps, r, q, block, blocks, NB, EVEN)
+        next_fragments = _load_fragments(codes, first, steps, r, q, block, BLOCKS, NB, EVEN)
     for turn in range(0, ROUNDS * PLACES, PLACES):
         later = ()
         for i in tl.static_range(PLACES):
@@ -688,10 +656,10 @@ def _few_tokens(
                 following = step + W
                 if EVEN:  # the last turn loads what it has once more
                     following = tl.minimum(following, steps - W + first)
-                next_fragments = _load_fragments(codes, following, steps, r, q, block, blocks, NB, EVEN)
+                next_fragments = _load_fragments(codes, following, steps, r, q, block, BLOCKS, NB, EVEN)
             else:
-                fragments = _load_fragments(codes, step, steps, r, q, block, blocks, NB, EVEN)
-            sums = _multiply_tiles(turns[i], fragments, sums, TN, NB, ALL, ASM)
+                fragments = _load_fragments(codes, step, steps, r, q, block, BLOCKS, NB, EVEN)
+            sums = _multiply_tiles(turns[i], fragments, sums, TN, NB, SETS, ALL, ASM)
             if ROUNDS > 1:
                 step += PLACES * W
                 later += (_load_tiles(words, tile, tiles, step, steps, own, everyone, TN, False),)
@@ -702,7 +670,12 @@ def _few_tokens(
     for nb in tl.static_range(NB):
         for column in tl.static_range(2):
             for i in tl.static_range(TN):
-                values += (sums[i * NB + nb][column], sums[i * NB + nb][2 + column])
+                upper, lower = zero, zero
+                for s in tl.static_range(SETS):
+                    of_set = sums[(i * NB + nb) * SETS + s]
+                    upper += of_set[column] >> (2 * s)
+                    lower += of_set[2 + column] >> (2 * s)
+                values += (upper, lower)
     added = share_sums(values, value, W, BESIDE, ASM)
     for i in tl.static_range(EACH):
         own_scale, taken_off = of_tokens[i // OF_TOKEN]
@@ -725,13 +698,14 @@ def _load_tiles(words, tile, tiles, step, steps, own, everyone, TN: tl.constexpr
 
 @triton.jit
 def _multiply_tiles(
-    tiles, fragments, sums, TN: tl.constexpr, NB: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
-):
+    tiles, fragments, sums,
+    TN: tl.constexpr, NB: tl.constexpr, SETS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Add the products of the words of TN tiles with those of 8 NB tokens to their sums."""
     added = ()
     for i in tl.static_range(TN):
-        v = _four(tiles[i][0])
-        u = _four(tiles[i][1])
+        v = four(tiles[i][0])
+        u = four(tiles[i][1])
         for nb in tl.static_range(NB):
-            added += (_multiply_words(v, u, fragments[nb], sums[i * NB + nb], W, ASM),)
+            added += _multiply_words(v, u, fragments[nb], sums, (i * NB + nb) * SETS, SETS, W, ASM)
     return added
