@@ -398,6 +398,8 @@ def generated(row: dict[str, Any] | None) -> str:
     if "must" not in row:
         return f"{cell} ({row['ratio']:.2f})"
     aim = f"{'at most' if row['most'] else 'at least'} {row['must']}"
+    if "apart" in row:
+        aim += f" less {100 * row['apart']:.2g} %, which two of the same are apart"
     stretch = f", stretch {row['stretch']}" if row.get("stretch") else ""
     return f"{cell} ({row['ratio']:.3f}{'' if row['met'] else ', **missed**'}, {aim}{stretch})"
 

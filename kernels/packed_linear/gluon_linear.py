@@ -61,7 +61,6 @@ def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
     out, columns = packed.shape
     return (
         packed.turn_index.numel() > 0
-        and packed.dtype == torch.bfloat16  # fp16 is right on a CPU, and has not been run on a GPU yet
         and out % 8 == 0  # rows of y begin at multiples of 16 bytes
         and seconds(len(x), out, columns, multiprocessors(x.device)) < seconds_decoded(len(x), out, columns)
     )

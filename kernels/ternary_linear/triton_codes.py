@@ -136,11 +136,14 @@ def mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM: 
         # What moving bits divides by is 2**896, the difference of the biases; for fp16 2**1008.
         AWAY: tl.constexpr = 1008 if tl.float16 == DTYPE else 896
         start = (exponent + (1023 - 126 - _PRECISION + 52 - AWAY)).to(tl.int64) << 52
-        first, second = start.to(tl.float64, bitcast=True), start.to(tl.float64, bitcast=True)
+        begin = start.to(tl.float64, bitcast=True)
+        pairs = ((begin, begin), (begin, begin))  # as an addition takes long
         for i in tl.static_range(len(runs)):
             for w in tl.static_range(len(runs[i])):
-                first, second = _add_magnitudes(first, second, runs[i][w], DTYPE)
-        sums = first.to(tl.int64, bitcast=True) + second.to(tl.int64, bitcast=True) - 2 * start
+                pairs = (pairs[1], _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], DTYPE))
+        sums = -4 * start
+        for i in tl.static_range(2):
+            sums += pairs[i][0].to(tl.int64, bitcast=True) + pairs[i][1].to(tl.int64, bitcast=True)
     else:
         sums = tl.zeros(peak.shape, tl.int64)
         for i in tl.static_range(len(runs)):

@@ -81,6 +81,7 @@ class Launch:
     places: int = PLACES  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
     sets: int = SETS  # of sums
+    registers: int | None = None  # of a thread, at most
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -90,7 +91,7 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
     """
     warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
     warps = min(warps, triton.next_power_of_2(steps))
-    return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1)
+    return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1, places=8)
 
 
 def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
@@ -152,12 +153,13 @@ def relu2_glu(
     Rows of `up` for which the squared ReLU is 0 are not read. Weights have a scale, or one a row.
     """
     of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
+    options = {**of_token.options, "AHEAD": min(of_token.options["AHEAD"], of_token.options["TURNS"])}
     y = of_token.empty(gate)
     tiles = gate.words.shape[0]
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
             y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
-            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **of_token.options,
+            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **options,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -193,9 +195,10 @@ class _Token:
             "K": columns, "width": held.shape[1], "inverse": inverse_of(columns), "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": min(turns, 8 if launch.warps <= 8 else 4), "TILES": launch.tiles,
+            "TURNS": turns, "AHEAD": min(launch.places, turns * launch.tiles), "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
+            **({"maxnreg": launch.registers} if launch.registers and compiled else {}),
         }  # fmt: skip
         return _Token(x, held, activation, clamped, kept, launch, options)
 
@@ -298,15 +301,16 @@ def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr
 
 
 @triton.jit
-def _load_tile(
+def _load_turns(
     words, tile, tiles, first, steps, own, there, there8,
-    W: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    FROM: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a thread has of a tile in its first AHEAD turns."""
+    """What a thread has in COUNT turns of the tiles from `tile` on, TURNS each, beginning with turn FROM."""
     loaded = ()
-    tile = first * 0 + tl.minimum(tile, tiles - 1)
-    for turn in tl.static_range(AHEAD):
-        loaded += (_load_words(words, tile, first + turn * W, steps, own, there, there8, EVEN),)
+    for turn in tl.static_range(FROM, FROM + COUNT):
+        mine = first * 0 + tl.minimum(tile + turn // TURNS, tiles - 1)
+        step = first + turn % TURNS * W
+        loaded += (_load_words(words, mine, step, steps, own, there, there8, EVEN),)
     return loaded
 
 
@@ -360,7 +364,7 @@ def _one_token(
 
     first, r, q, own = _threads(W)
     there = first >= 0
-    loaded = _load_tile(word, begin, count, first, steps, own, there, there, W, AHEAD, EVEN)
+    loaded = _load_turns(word, begin, count, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -372,15 +376,10 @@ def _one_token(
         x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon, KIND, CLAMPED, W,
         TURNS, EVEN, ASM,
     )  # fmt: skip
-    sums = ()
-    for i in tl.static_range(TILES):
-        tile = begin + i
-        at_hand = loaded
-        if i + 1 < TILES:  # the next tile is under way meanwhile
-            loaded = _load_tile(word, tile + 1, count, first, steps, own, there, there, W, AHEAD, EVEN)
-        sums += _sums_of_rows(
-            at_hand, pairs, word, tile, count, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
-        )
+    sums = _sums_of_rows(
+        loaded, pairs, word, begin, count, first, q, steps, own, there, there,
+        W, TURNS, TILES, AHEAD, EVEN, ASM,
+    )  # fmt: skip
     sums = _over_warps(sums, taken_off, codes is not None, W, ASM)
     for i in tl.static_range(TILES):
         value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
@@ -399,7 +398,7 @@ def _one_token_relu2_glu(
     begin = tl.program_id(0) * TILES
     first, r, q, own = _threads(W)
     there = first >= 0
-    loaded = _load_tile(gates, begin, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
+    loaded = _load_turns(gates, begin, tiles, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -415,20 +414,23 @@ def _one_token_relu2_glu(
     )  # fmt: skip
     for i in tl.static_range(TILES):
         tile = begin + i
-        at_hand = loaded
         sums = _sums_of_rows(
-            at_hand, pairs, gates, tile, tiles, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
-        )
+            loaded, pairs, gates, tile, tiles, first, q, steps, own, there, there,
+            W, TURNS, 1, AHEAD, EVEN, ASM,
+        )  # fmt: skip
         upper, lower = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
         lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
         open, open8 = (upper != 0) & (n < N), (lower != 0) & (n + 8 < N)
-        at_hand = _load_tile(ups, tile, tiles, first, steps, own, open, open8, W, AHEAD, False)
+        of_up = _load_turns(ups, tile, tiles, first, steps, own, open, open8, 0, AHEAD, W, TURNS, False)
         if i + 1 < TILES:  # the next tile is under way meanwhile
-            loaded = _load_tile(gates, tile + 1, tiles, first, steps, own, there, there, W, AHEAD, EVEN)
+            loaded = _load_turns(
+                gates, tile + 1, tiles, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN
+            )
         sums = _sums_of_rows(
-            at_hand, pairs, ups, tile, tiles, first, q, steps, own, open, open8, W, TURNS, AHEAD, False, ASM
-        )
+            of_up, pairs, ups, tile, tiles, first, q, steps, own, open, open8,
+            W, TURNS, 1, AHEAD, False, ASM,
+        )  # fmt: skip
         upper_up, lower_up = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
         lower = _gated(lower, lower_up, own_scale, of_ups[2 * i + 1], x.dtype.element_ty, ASM)
@@ -499,32 +501,55 @@ def _codes(
 
 @triton.jit
 def _sums_of_rows(
-    at_hand, pairs, words, tile, tiles, first, q, steps, own, there, there8,
-    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+    loaded, pairs, words, begin, tiles, first, q, steps, own, there, there8,
+    W: tl.constexpr, TURNS: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """What a thread has of the sums of rows r and r + 8 of a tile, int32."""
+    """What a thread has of the sums of rows r and r + 8 of TILES tiles, int32; AHEAD turns are `loaded`."""
+    results = ()
+    for turn in tl.static_range(TILES * TURNS):
+        if turn + AHEAD < TILES * TURNS:
+            loaded += _load_turns(
+                words, begin, tiles, first, steps, own, there, there8, turn + AHEAD, 1, W, TURNS, WHOLE
+            )
+        if turn % TURNS == 0:
+            sums = _nothing(W)
+        sums = _multiply_turn(loaded[turn], pairs[turn % TURNS], sums, W, ASM)
+        if turn % TURNS == TURNS - 1:
+            results += _of_columns(sums, q)
+    return results
+
+
+@triton.jit
+def _nothing(W: tl.constexpr):
+    """The sums of the 8 instructions, of which a thread has 4 each, before the first."""
     zero = tl.zeros([32 * W], tl.int32)
     sums = ()
     for _ in tl.static_range(8):
         sums += ((zero, zero, zero, zero),)
-    for turn in tl.static_range(TURNS):
-        if turn + AHEAD < TURNS:
-            later = first + (turn + AHEAD) * W
-            mine = first * 0 + tl.minimum(tile, tiles - 1)
-            at_hand += (_load_words(words, mine, later, steps, own, there, there8, WHOLE),)
-        v0, v1, v2, v3 = four(at_hand[turn][0])
-        u0, u1, u2, u3 = four(at_hand[turn][1])
-        b0, b1 = pairs[turn]
-        added = ()
-        for g in tl.static_range(8):
-            mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
-            if g < 4:
-                added += (_mma(v0 & mask, u0 & mask, v1 & mask, u1 & mask, b0, b1, sums[g], W, ASM),)
-            else:
-                added += (_mma(v2 & mask, u2 & mask, v3 & mask, u3 & mask, b0, b1, sums[g], W, ASM),)
-        sums = added
-    # Thread q has columns 2 q and 2 q + 1 of all sums; of sums g, column g counts.
-    top, bottom = zero, zero
+    return sums
+
+
+@triton.jit
+def _multiply_turn(loaded, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of a tile's words in a turn with the token's codes."""
+    v, u = four(loaded[0]), four(loaded[1])
+    added = ()
+    for g in tl.static_range(8):
+        mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
+        added += (
+            _mma(
+                v[g // 4 * 2] & mask, u[g // 4 * 2] & mask, v[g // 4 * 2 + 1] & mask,
+                u[g // 4 * 2 + 1] & mask, codes[0], codes[1], sums[g], W, ASM,
+            ),
+        )  # fmt: skip
+    return added
+
+
+@triton.jit
+def _of_columns(sums, q):
+    """Of sums g column g counts, of which thread q has 2 q and 2 q + 1: what it has of rows r and r + 8."""
+    top, bottom = tl.zeros_like(q), tl.zeros_like(q)
     for c in tl.static_range(4):
         top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
         bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
