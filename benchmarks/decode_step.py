@@ -7,7 +7,7 @@ a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CU
 the model's own code, with fused ones, and compiled by torch.compile. Logits of the first two have to be the
 same bits. --list shows the kernels of one form by name, each with what it takes.
 
-`ring`: how many decoders of `ans` run side by side, how far ahead, in how much room, on how much of the GPU.
+`ring`: how many weights `ans` decodes in one launch, in how much memory.
 
 `prompt`: what a prompt of 2,048 tokens takes without a graph: the host, until all is launched; both; and
 kernels alone, those that run at the same time counted once.
@@ -89,26 +89,18 @@ def steps(arguments: argparse.Namespace) -> None:
 
 
 def ring(arguments: argparse.Namespace) -> None:
-    """Steps of `ans` with other numbers of side streams, weights ahead, slots, multiprocessors."""
+    """Steps of `ans` with other amounts of memory and numbers of weights in a launch."""
     model = made("ans", 2 * arguments.layers)
-    print(f"{'sides':>6} {'ahead':>6} {'room':>5} {'share':>6} {'us a step':>10}")
-    names = ("SIDES", "AHEAD", "ROOM", "SHARE")
-    usual = tuple(getattr(buffers, name) for name in names)
-    for values in (
-        usual, (6, 8, 3, 1.0), (6, 8, 2, 1.0), (1, 1, 2, 1.0), (6, 8, 2, 0.8), (3, 8, 3, 0.8), (9, 8, 3, 0.8),
-        (6, 8, 4, 0.8), (6, 8, 3, 0.73), (6, 8, 3, 0.85), (6, 8, 3, 0.91),
-    ):  # fmt: skip
-        for name, value in zip(names, values, strict=True):
-            setattr(buffers, name, value)
-        buffers._sides.cache_clear()
+    print(f"{'room':>5} {'ahead':>6} {'us a step':>10}")
+    usual = buffers.ROOM, buffers.AHEAD
+    for room, ahead in (usual, (1.0, 8), (2.0, 8), (3.0, 8), (3.25, 8), (3.25, 1)):
+        buffers.ROOM, buffers.AHEAD = room, ahead
         free_memory()
         decoder = GreedyDecoder(model, 1, PROMPT + NEW)
-        sides, ahead, room, share = values
         us = 1e6 * seconds(decoder, model)
-        print(f"{sides:6} {ahead:6} {room:5} {share:6} {us:10.1f}", flush=True)
+        print(f"{room:5} {ahead:6} {us:10.1f}", flush=True)
         del decoder
-    for name, value in zip(names, usual, strict=True):
-        setattr(buffers, name, value)
+    buffers.ROOM, buffers.AHEAD = usual
 
 
 def prompt(arguments: argparse.Namespace) -> None:

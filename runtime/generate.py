@@ -626,7 +626,7 @@ class GreedyDecoder:
         self._compiled: Callable[..., torch.Tensor] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits = self._logits
-        self._room = buffers.Room()
+        self._room: buffers.Room | None = None
         self.fused = FusedStep(())
         """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
 
@@ -782,15 +782,17 @@ class GreedyDecoder:
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-                buffers.joined_at_the_end(self.device) as self._room,
                 fused.in_place(),
             ):
                 self._graph_logits = self._advance()
+                self._room = buffers.room_of_capture(self.device)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
             _set_generator(self.device, drawn)
             raise NotGraphable(self.model, _reason(error)) from error
+        finally:
+            buffers.make_way(self.device)  # of a capture that failed
         self._graph = graph
 
     def _fused_step(self) -> FusedStep:

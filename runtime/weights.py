@@ -44,7 +44,7 @@ from neuzip.kernels.packed_linear import torch_ops as packed_ops
 from neuzip.kernels.packed_linear.form import TILE_ROWS
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
 from neuzip.kernels.rans import triton_encode
-from neuzip.kernels.rans.torch_ops import ResidentTensor
+from neuzip.kernels.rans.torch_ops import ResidentTensor, decode_together
 from neuzip.kernels.rans.triton_decode import ALIGNMENT, LAUNCHING, PATTERNS, CodedTensor, raise_if_corrupt
 
 from . import buffers
@@ -54,7 +54,7 @@ LARGEST = 128 << 20
 """Dense bytes that are decoded at a time, and coded together."""
 
 AHEAD_ROWS = 256
-"""Of x: up to so many, other weights are decoded beside a product. More keep a GPU busy by themselves."""
+"""Of x: up to so many, weights are decoded together with those that follow. Beside more the gain is small."""
 
 TILE = 128
 """Rows of large weights are decoded in multiples of it: whole tiles of a matrix product."""
@@ -173,7 +173,7 @@ class CompressedWeight(torch.Tensor):
     ) -> torch.Tensor:
         """What a product makes of the rows of a part, [rows, in], dense for that moment."""
         if self._traced:
-            return product(part.unit.decode(None))
+            return product(part.unit.dense())
         return buffers.use(part.unit, product, ahead=ahead)
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -440,11 +440,11 @@ class AnsWeight(CompressedWeight):
 
     def _decode_all(self) -> torch.Tensor:
         if len(self.parts) == 1:
-            return self.parts[0].unit.decode(None)
+            return self.parts[0].unit.dense()
         memory = self.residents[0].memory
         dense = memory.new_empty((self._rows, self.stored[-1]), dtype=self.dtype)
         for part in self.parts:
-            dense[part.start : part.stop] = part.unit.decode(None)
+            dense[part.start : part.stop] = part.unit.dense()
         return dense
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -506,15 +506,20 @@ def _packed_parts(packed: PackedTensor, stored: tuple[int, ...], first: int) -> 
         Part(
             start,
             stop,
-            Unit((stop - start) * size, packed.arrays, partial(_unpack, packed, first + start, first + stop)),
+            Unit((stop - start) * size, packed.arrays, (packed, slice(first + start, first + stop)), _unpack),
         )
         for start, stop in _rows_at_a_time(stored, packed.dtype.itemsize)
     )
 
 
-def _unpack(packed: PackedTensor, start: int, stop: int, memory: torch.Tensor | None) -> torch.Tensor:
-    out = None if memory is None else memory.view(packed.dtype).view(stop - start, packed.shape[1])
-    return packed_ops.decode(packed, slice(start, stop), out)
+def _unpack(
+    coded: Sequence[tuple[PackedTensor, slice]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    def one(packed: PackedTensor, rows: slice, memory: torch.Tensor | None) -> torch.Tensor:
+        out = None if memory is None else memory.view(packed.dtype).view(-1, packed.shape[1])
+        return packed_ops.decode(packed, rows, out)
+
+    return [one(*where, memory) for where, memory in zip(coded, memories, strict=True)]
 
 
 # The codes of rANS.
@@ -560,19 +565,23 @@ def _filled_up(plane: torch.Tensor) -> torch.Tensor:
 
 
 def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype) -> Unit:
-    decode = partial(_decode_chunk, resident, number, columns, dtype)
-    return Unit(resident.room(number), (resident.memory,), decode)
+    return Unit(resident.room(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks)
 
 
-def _decode_chunk(
-    resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype, memory: torch.Tensor | None
-) -> torch.Tensor:
-    if resident.memory.device.type == "cpu" and not triton_encode.INTERPRETED.value:
+def _decode_chunks(
+    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    if coded[0][0].memory.device.type == "cpu" and not triton_encode.INTERPRETED.value:
         raise NeuzipError(
             "an AnsWeight on the CPU cannot be decoded", "move the model to a CUDA device before it is used"
         )
-    bits = resident.decode(number)[0] if memory is None else resident.decode_into(memory, number)
-    return bits.view(dtype).view(-1, columns)
+    chunks = [(resident, number) for resident, number, _, _ in coded]
+    there = [memory for memory in memories if memory is not None]
+    if there:
+        bits = decode_together(chunks, there)
+    else:
+        bits = [resident.decode(number)[0] for resident, number in chunks]
+    return [b.view(dtype).view(-1, columns) for b, (_, _, columns, dtype) in zip(bits, coded, strict=True)]
 
 
 # Short cuts take what the functions of torch take, and return NotImplemented where gradients, autocast or
@@ -710,7 +719,7 @@ def _product(func: Any, *args: Any, ahead: bool, **kwargs: Any) -> Any:
 
 
 def _is_few(x: torch.Tensor) -> bool:
-    """Whether x [..., in] has so few rows that other weights are decoded meanwhile."""
+    """Whether x [..., in] has so few rows that weights are decoded together with those that follow."""
     return x.numel() <= AHEAD_ROWS * x.shape[-1]
 
 

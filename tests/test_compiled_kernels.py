@@ -132,12 +132,23 @@ for early in (False, True):
 print(json.dumps(shared))
 """
 
+DECODERS = """
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.rans.triton_decode import Part, decode_parts
+
+row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
+for kind in ((FORMATS["BF16"], 7, 2, 0), (FORMATS["F16"], 10, 1, 0), (FORMATS["F32"], 23, 1, 64)):
+    for parts, blocks in ((1, 0), (1, 1), (8, 1000)):
+        decode_parts([Part(kind, row, blocks, True)] * parts, [out] * parts)
+print(json.dumps(shared))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "kernels"),
-    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3)],
-    ids=["linear heads", "attention", "keys and values", "steps"],
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 1)],
+    ids=["linear heads", "attention", "keys and values", "steps", "decoders"],
 )
 def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
     shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path))

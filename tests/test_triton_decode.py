@@ -338,13 +338,11 @@ def test_what_does_not_fit_is_refused() -> None:
             replace(coded, **change)  # type: ignore[arg-type]
 
 
-def resident(
-    numel: int = BLOCK + 700, *between: int, warps: int | None = None
-) -> tuple[ResidentTensor, bytes]:
+def resident(numel: int = BLOCK + 700, *between: int) -> tuple[ResidentTensor, bytes]:
     """A tensor of `numel` weights, with chunks that start with those named besides 0."""
     fmt = FORMATS["BF16"]
     bits = weights(fmt, numel)
-    return ResidentTensor.of(code(bits, fmt), warps, (0, *between, numel)), bits.tobytes()
+    return ResidentTensor.of(code(bits, fmt), (0, *between, numel)), bits.tobytes()
 
 
 def test_operator_decodes() -> None:
@@ -353,19 +351,18 @@ def test_operator_decodes() -> None:
     assert (out.cpu().numpy().tobytes(), errors.tolist()) == (original, [0])
 
 
-def check_chunks(tensor: ResidentTensor, original: bytes, poison: int) -> None:
+def check_chunks(tensor: ResidentTensor, original: bytes, poison: int, warps: int | None = None) -> None:
     """Each is decoded into memory full of something else, and not a byte beyond what it says it needs."""
     for number in range(tensor.chunks):
         chunk, room = tensor.chunk(number), tensor.room(number)
         out = torch.full((room + GUARD,), poison, dtype=torch.uint8, device=DEVICE)
-        decoded = tensor.decode_into(out, number)
+        (decoded,) = torch_ops.decode_together([(tensor, number)], [out], warps)
         assert decoded.cpu().numpy().tobytes() == original[2 * chunk.start : 2 * chunk.stop]
         assert (out[room:] == poison).all()
 
 
-def test_chunks_are_decoded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_decoded_by_themselves() -> None:
     """One ends and the next starts within a full block, another within the ragged one."""
-    monkeypatch.setattr(torch_ops, "TOGETHER", 1)  # fewer blocks for the interpreter
     tensor, original = resident(2 * BLOCK + 700, BLOCK + 7, 2 * BLOCK + 9)
     assert [tensor.room(i) for i in range(3)] == [4 * BLOCK, 2 * BLOCK + 1400, 1400]
     check_chunks(tensor, original, 0xFF)
@@ -389,7 +386,43 @@ def test_chunks_are_decoded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_chunks_of_any_bounds(between: tuple[int, ...], warps: int, poison: int) -> None:
-    check_chunks(*resident(98 * BLOCK + 700, *between, warps=warps), poison)
+    check_chunks(*resident(98 * BLOCK + 700, *between), poison, warps)
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+def test_chunks_are_decoded_together(warps: int) -> None:
+    """Of several tensors and kinds, more than a launch takes, and each says by itself that it is corrupt."""
+    tensors = [resident(700 * (number + 1), 300)[0] for number in range(5)]
+    tensors.append(resident(2 * BLOCK + 700, BLOCK + 7)[0])
+    fmt = FORMATS["F16"]
+    tensors.append(ResidentTensor.of(code(weights(fmt, BLOCK + 5), fmt)))
+    expected = [[tensor.decode(number)[0] for number in range(tensor.chunks)] for tensor in tensors]
+    chunks = [(tensor, number) for tensor in tensors for number in range(tensor.chunks)]
+    assert len(chunks) > triton_decode.TOGETHER
+    outs = [
+        torch.full((tensor.room(number) + GUARD,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        for tensor, number in chunks
+    ]
+    tensors[1].memory[: 2 * 70].fill_(0xFF)
+    for (tensor, number), out, found in zip(
+        chunks, outs, torch_ops.decode_together(chunks, outs, warps), strict=True
+    ):
+        if tensor is not tensors[1]:
+            assert torch.equal(found, expected[tensors.index(tensor)][number])
+        assert (out[tensor.room(number) :] == 0xFF).all()
+    assert [bool(tensor.decode()[1]) for tensor in tensors] == [tensor is tensors[1] for tensor in tensors]
+
+
+def test_no_parts_are_decoded() -> None:
+    triton_decode.decode_parts([], [])
+    assert torch_ops.decode_together([], []) == []
+
+
+def test_chunks_on_several_devices_share_no_launch() -> None:
+    tensor, _ = resident()
+    outs = [torch.empty(tensor.room(), dtype=torch.uint8, device=device) for device in (DEVICE, "meta")]
+    with pytest.raises(ValueError, match="several devices"):
+        torch_ops.decode_together([(tensor, 0)] * 2, outs)
 
 
 def test_a_moved_resident_tensor_decodes() -> None:

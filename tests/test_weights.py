@@ -420,7 +420,7 @@ def test_small_experts_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> No
     dense = random(5, 8, 40)
     weight = AnsWeight.of(dense)
     assert len(weight.residents) == 3
-    assert [part.unit.decode(None).shape for part in weight.parts] == [(8, 40)] * 5
+    assert [part.unit.dense().shape for part in weight.parts] == [(8, 40)] * 5
     assert all(same_bits(weight[i].dense(), dense[i]) for i in range(5))
     assert len(weight[3].residents) == 1
 
@@ -463,10 +463,9 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
     assert same_bits(F.linear(x, second), F.linear(x, dense))
 
 
-def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_model_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """AnsWeights and exact PackedWeights, experts among them, in a real order of use."""
-    used: list[torch.Tensor] = []
-    on_the_side: list[bool] = []
+    decoded: list[list[torch.Tensor]] = []
     matrices = [random(24, 40, seed=seed) for seed in range(3)]
     experts = random(2, 24, 40, seed=4)
     live = [AnsWeight.of(matrices[0]), PackedWeight.of(matrices[1], exact=True), AnsWeight.of(matrices[2])]
@@ -474,12 +473,9 @@ def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -
     x = random(5, 40, seed=5)
     original = buffers._Ring._decode
 
-    def spy(self: buffers._Ring, unit: buffers.Unit, where: object, stream: object) -> object:
-        span = original(self, unit, where, stream)
-        if span is not None:
-            used.append(unit.sources[0])
-            on_the_side.append(where is not stream)
-        return span
+    def spy(self: buffers._Ring, units: list[buffers.Unit], stream: object) -> None:
+        decoded.append([unit.sources[0] for unit in units])
+        original(self, units, stream)
 
     monkeypatch.setattr(buffers._Ring, "_decode", spy)
     monkeypatch.setattr(buffers, "ROOM", 2)  # not enough for all of them
@@ -488,21 +484,21 @@ def test_weights_of_a_model_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -
         for y, w in zip(got, (matrices[0], experts[1], matrices[1], matrices[2]), strict=True):
             assert same_bits(y, F.linear(x, w))
     order = [live[0].memory0, all_experts.memory0, live[1].words, live[2].memory0]  # type: ignore[attr-defined]
-    assert [id(t) for t in used[:12]] == [id(t) for t in order * 3]
-    assert on_the_side == [False] * 5 + [True] * (len(used) - 5)
+    assert [id(t) for group in decoded for t in group][:12] == [id(t) for t in order * 3]
+    assert [len(group) for group in decoded[:6]] == [1, 1, 1, 1, 3, 3]  # of an expert its block is decoded
     turned = [AnsWeight.of(matrix) for matrix in matrices * 3]  # as a Conv1D has them: x @ w
     short, bias = random(5, 24, seed=7), random(40, seed=8)
     for _ in range(2):
-        on_the_side.clear()
+        decoded.clear()
         for w, matrix in zip(turned, matrices * 3, strict=True):
             assert same_bits(torch.addmm(bias, short, w), torch.addmm(bias, short, matrix))
-    assert any(on_the_side)
-    on_the_side.clear()
+    assert max(len(group) for group in decoded) == 4
+    decoded.clear()
     many = random(weights.AHEAD_ROWS + 1, 40, seed=6)
     for _ in range(2):
         for w, matrix in zip(live, matrices, strict=True):
             assert same_bits(F.linear(many, w), F.linear(many, matrix))
-    assert on_the_side and not any(on_the_side)
+    assert decoded and all(len(group) == 1 for group in decoded)
 
 
 # On a GPU.

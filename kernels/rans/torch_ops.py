@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
 
 import torch
 
@@ -14,21 +12,26 @@ from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from .numbers import BLOCK, SCALE
 from .triton_decode import (
     _OUT,
+    _TENSOR,
     ALIGNMENT,
-    FEW_BLOCKS,
+    COUNTS,
+    FIRST,
+    LAST,
     PATTERNS,
+    ROW,
+    STARTS,
+    TABLES,
     CodedTensor,
     Launch,
+    Part,
+    decode_parts,
     make_launches,
     raise_if_corrupt,
 )
 
-APART = 128
+APART = 256
 """Arrays, and descriptors of chunks, begin at multiples of so many bytes: Triton compiles a kernel once more
 for addresses that are no multiples of 16."""
-
-TOGETHER = 4
-"""Chunks start with every so many programs: for the same reason, as a program's entry has 12 bytes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class Layout:
     kept: int
     group: int
     block_size: int
-    warps: int
     streams: int
 
     @property
@@ -61,8 +63,6 @@ class Layout:
             ("counts", torch.int32, blocks),
             ("tables", torch.int32, SCALE),
             ("exponents", torch.int32, 256),
-            ("programs", torch.int32, 3 * -(-self.full // self.warps)),
-            ("ragged", torch.int32, 3 * (blocks - self.full)),
             ("errors", torch.int32, 1),
         ):
             start = _apart(end)
@@ -86,10 +86,8 @@ class Chunk:
 
     def blocks(self, layout: Layout) -> range:
         """The full blocks that are decoded for it."""
-        together = TOGETHER * layout.warps
-        first = min(self.start // BLOCK, layout.full) // together * together
-        last = -(-self.stop // (BLOCK * layout.warps)) * layout.warps
-        return range(first, max(first, min(last, layout.full)))
+        first = min(self.start // BLOCK, layout.full)
+        return range(first, max(first, min(-(-self.stop // BLOCK), layout.full)))
 
     def ragged(self, layout: Layout) -> bool:
         """Whether the ragged block is decoded too."""
@@ -108,7 +106,7 @@ class Chunk:
 
 # Written out: the operators give their numbers on as they come.
 _SCHEMA = (
-    "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, SymInt warps, "
+    "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, "
     "SymInt streams, SymInt number, SymInt start, SymInt stop"
 )
 
@@ -119,17 +117,15 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 
     The arguments are those of a `ResidentTensor`, which is the way to call it.
     """
-    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
+    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
-    errors = memory.new_zeros(1, dtype=torch.int32)
-    for launch in _launches(memory, layout, chunk):
-        launch.start(memory, out.view(torch.uint8), errors)
-    return out, errors
+    decode_parts([_part(memory, layout, chunk)], [out.view(torch.uint8)])
+    return out, _arrays(memory, layout)["errors"].clone()
 
 
 @decode.register_fake
 def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
-    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
+    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
     return out, memory.new_empty(1, dtype=torch.int32)
 
@@ -139,10 +135,8 @@ def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 )
 def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
-    layout, chunk = Layout(fmt, *numbers[:6]), Chunk(*numbers[6:])
-    errors = _arrays(memory, layout)["errors"]
-    for launch in _launches(memory, layout, chunk):
-        launch.start(memory, out.view(torch.uint8), errors)
+    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    decode_parts([_part(memory, layout, chunk)], [out])
 
 
 @decode_into.register_fake
@@ -154,21 +148,10 @@ def _arrays(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
     return {name: memory[place].view(dtype) for name, dtype, place in layout.arrays()}
 
 
-def _launches(memory: torch.Tensor, layout: Layout, chunk: Chunk) -> list[Launch]:
-    """The launch for the full blocks of a chunk, and the one for the ragged block."""
-    arrays, blocks = _arrays(memory, layout), chunk.blocks(layout)
-    descriptor = memory[layout.descriptors + APART * chunk.number :][:APART].view(torch.int64)
-    launch = Launch(
-        (layout.format, layout.kept, layout.group, layout.block_size), False, layout.warps, descriptor,
-        *(arrays[name] for name in ("starts", "counts", "tables", "exponents", "programs")),
-    )  # fmt: skip
-    launches = []
-    if blocks:
-        programs = arrays["programs"].view(-1, 3)[blocks.start // layout.warps :]
-        launches.append(replace(launch, programs=programs[: -(-len(blocks) // layout.warps)]))
-    if chunk.ragged(layout):
-        launches.append(replace(launch, ragged=True, warps=1, programs=arrays["ragged"].view(-1, 3)))
-    return launches
+def _part(memory: torch.Tensor, layout: Layout, chunk: Chunk) -> Part:
+    row = memory[layout.descriptors + APART * chunk.number :][:APART].view(torch.int64)
+    kind = layout.format, layout.kept, layout.group, layout.block_size
+    return Part(kind, row, len(chunk.blocks(layout)), chunk.ragged(layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,25 +166,20 @@ class ResidentTensor:
     bounds: tuple[int, ...]
     """The weights with which the chunks start, and the end of the last."""
 
-    _prepared: dict[int, list[Launch]] = field(default_factory=dict, init=False, repr=False)
+    _prepared: dict[int, Part] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(
-        cls, coded: CodedTensor, warps: int | None = None, bounds: Sequence[int] | None = None
-    ) -> ResidentTensor:
+    def of(cls, coded: CodedTensor, bounds: Sequence[int] | None = None) -> ResidentTensor:
         """Copy the streams of a tensor of at least one weight together. Raises CorruptStream."""
         bounds = (0, coded.numel) if bounds is None else tuple(bounds)
         if not coded.numel or bounds[0] != 0 or bounds[-1] != coded.numel or sorted(set(bounds)) != [*bounds]:
             raise ValueError(f"{coded.numel} weights have no chunks with the bounds {bounds}")
-        if warps is None:
-            largest = max(stop - start for start, stop in pairwise(bounds))
-            warps = 1 if largest <= FEW_BLOCKS * BLOCK else 4
         parts = [coded.words.view(torch.uint8), *coded.planes.values()]
         if coded.normaliser is not None:
             parts.append(coded.normaliser)
         ends = torch.tensor([-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]).cumsum(0).tolist()
         fmt, kept, group, block_size = coded.kind
-        layout = Layout(fmt.name, coded.numel, kept, group, block_size, warps, ends[-1])
+        layout = Layout(fmt.name, coded.numel, kept, group, block_size, ends[-1])
         nbytes = layout.descriptors + APART * (len(bounds) - 1)
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=coded.words.device)
         moved = []
@@ -216,25 +194,30 @@ class ResidentTensor:
             normaliser=None if coded.normaliser is None else planes[-1],
         )
         errors = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        launches = make_launches([there], memory, [0], [0], errors, warps)
+        launches = make_launches([there], memory, [0], [0], errors)
         raise_if_corrupt(errors, ["the tensor"])
         result = cls(memory, layout, bounds)
-        result._fill(launches)
+        result._fill(launches[0])  # a ragged one has the same arrays
         return result
 
-    def _fill(self, launches: list[Launch]) -> None:
-        """Copy what the launches for the whole tensor need to its place, and what those of chunks do."""
+    def _fill(self, launch: Launch) -> None:
+        """Copy what a launch for the whole tensor needs to its place, and make the rows of chunks."""
         arrays = _arrays(self.memory, self.layout)
-        for launch in launches:
-            for name in ("starts", "counts", "tables", "exponents"):
-                arrays[name].copy_(getattr(launch, name))
-            arrays["ragged" if launch.ragged else "programs"].copy_(launch.programs.view(-1))
-        fields = launches[0].descriptors.shape[1]
+        for name in ("starts", "counts", "tables", "exponents"):
+            arrays[name].copy_(getattr(launch, name))
+        places = {name: place.start for name, _, place in self.layout.arrays()}
         descriptors = self.memory[self.layout.descriptors :].view(torch.int64).view(-1, APART // 8)
-        descriptors[:, :fields] = launches[0].descriptors
-        before = [self.chunk(number).blocks(self.layout).start for number in range(self.chunks)]
+        descriptors[:, : launch.descriptors.shape[1]] = launch.descriptors
+        host = torch.zeros(self.chunks, descriptors.shape[1], dtype=torch.int64)
         size = BLOCK * self.layout.format.bits // 8
-        descriptors[:, _OUT] = torch.tensor(before, dtype=torch.int64).to(self.memory.device) * -size
+        for number, row in enumerate(host):
+            blocks = self.chunk(number).blocks(self.layout)
+            row[_OUT], row[FIRST], row[LAST] = -blocks.start * size, blocks.start, blocks.stop - 1
+            row[_TENSOR], row[ROW] = places["errors"] // 4, self.layout.descriptors + APART * number
+            row[STARTS], row[COUNTS] = places["starts"], places["counts"]
+            row[TABLES] = places["tables"]
+        own = [_OUT, _TENSOR, *range(ROW, LAST + 1)]
+        descriptors[:, own] = host[:, own].to(self.memory.device)
 
     @property
     def nbytes(self) -> int:
@@ -265,21 +248,26 @@ class ResidentTensor:
 
         `out` begins at a multiple of 16 bytes. Raises ValueError if it does not fit.
         """
-        chunk, room = self.chunk(number), self.room(number)
+        if torch.compiler.is_compiling() or type(self.memory) is not torch.Tensor:
+            self._check(out, number)
+            torch.ops.neuzip.decode_into(out, self.memory, *self._arguments(self.chunk(number)))
+        else:  # without the dispatcher, and with what the last call prepared
+            decode_together([(self, number)], [out])
+        return self._patterns(out, number)
+
+    def _check(self, out: torch.Tensor, number: int) -> None:
+        room = self.room(number)
         if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < room:
             raise ValueError(
                 f"the chunk needs {room} bytes of torch.uint8, not {tuple(out.shape)} {out.dtype}"
             )
         if out.device != self.memory.device:
             raise ValueError(f"out is on {out.device}, the coded tensor on {self.memory.device}")
-        if torch.compiler.is_compiling() or type(self.memory) is not torch.Tensor:
-            torch.ops.neuzip.decode_into(out, self.memory, *self._arguments(chunk))
-        else:  # without the dispatcher, and with what the last call prepared
-            if out.data_ptr() % ALIGNMENT:
-                raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
-            for launch in self._launches_of(chunk):
-                launch.start(self.memory, out, self._errors)
-        return out[:room].view(PATTERNS[self.layout.format.bits])[chunk.part(self.layout)]
+
+    def _patterns(self, out: torch.Tensor, number: int) -> torch.Tensor:
+        """Those of a chunk among what was decoded to `out`."""
+        patterns = out[: self.room(number)].view(PATTERNS[self.layout.format.bits])
+        return patterns[self.chunk(number).part(self.layout)]
 
     def on(self, memory: torch.Tensor) -> ResidentTensor:
         """The same tensor in other memory with the same contents."""
@@ -288,18 +276,28 @@ class ResidentTensor:
     def _arguments(self, chunk: Chunk) -> tuple[str | int, ...]:
         layout = self.layout
         return (
-            layout.fmt, layout.numel, layout.kept, layout.group, layout.block_size, layout.warps,
-            layout.streams, chunk.number, chunk.start, chunk.stop,
+            layout.fmt, layout.numel, layout.kept, layout.group, layout.block_size, layout.streams,
+            chunk.number, chunk.start, chunk.stop,
         )  # fmt: skip
 
-    def _launches_of(self, chunk: Chunk) -> list[Launch]:
-        if chunk.number not in self._prepared:
-            self._prepared[chunk.number] = _launches(self.memory, self.layout, chunk)
-        return self._prepared[chunk.number]
+    def _part(self, number: int) -> Part:
+        if number not in self._prepared:
+            self._prepared[number] = _part(self.memory, self.layout, self.chunk(number))
+        return self._prepared[number]
 
-    @cached_property
-    def _errors(self) -> torch.Tensor:
-        return _arrays(self.memory, self.layout)["errors"]
+
+def decode_together(
+    chunks: Sequence[tuple[ResidentTensor, int]], outs: Sequence[torch.Tensor], warps: int | None = None
+) -> list[torch.Tensor]:
+    """What `decode_into` does, of several chunks on one device, which share launches."""
+    if len({out.device for out in outs}) > 1:
+        raise ValueError("chunks on several devices share no launch")
+    for (tensor, number), out in zip(chunks, outs, strict=True):
+        tensor._check(out, number)
+        if out.data_ptr() % ALIGNMENT:
+            raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
+    decode_parts([tensor._part(number) for tensor, number in chunks], outs, warps)
+    return [tensor._patterns(out, number) for (tensor, number), out in zip(chunks, outs, strict=True)]
 
 
 def _apart(nbytes: int) -> int:

@@ -8,7 +8,8 @@ A step waits for two loads, one after the other, so both must be found in the fi
 else may wait: the words of the next run are touched a run ahead, the planes are loaded two runs ahead.
 
 Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their
-last blocks, if shorter than the others, have a launch of their own, in which every store is masked.
+last blocks, if shorter than the others, have a launch of their own, in which every store is masked. Parts
+that lie in memory with all that is known of them share one as well, and need nothing but their addresses.
 
 Nothing is read or written outside the tensors given: words are masked by the end of their block and of their
 tensor, planes by the number of weights. A block whose words do not add up is reported, not believed.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,9 @@ ALIGNMENT = 16
 
 PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """For as many bits, torch's type of a bit pattern."""
+
+TOGETHER = 8
+"""Parts that a launch takes at most."""
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
@@ -115,6 +120,10 @@ _OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES = range(6)
 _WIDTHS = (32, 16, 8, 4, 2, 1)
 _COLUMNS = tl.constexpr(_PLANES + len(_WIDTHS))
 
+# More columns of a part's row, by which positions are after the memory that it is in: bytes before the row
+# itself, where the arrays of its tensor are, its first and last full block.
+ROW, STARTS, COUNTS, TABLES, FIRST, LAST = range(_COLUMNS.value, _COLUMNS.value + 6)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -145,6 +154,55 @@ class Launch:
                 ELEMENT=_ELEMENTS[fmt.bits], ASM=isinstance(_decode_blocks, triton.JITFunction),
                 num_warps=self.warps,
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of a tensor that lie somewhere with all that is known of them: full ones, and the ragged last.
+
+    `row` is its descriptor there, int64, and all that a launch is given.
+    """
+
+    kind: Kind
+    row: torch.Tensor
+    full: int
+    ragged: bool
+
+
+def decode_parts(parts: Sequence[Part], outs: Sequence[torch.Tensor], warps: int | None = None) -> None:
+    """Decode parts to where outputs, uint8, begin: up to TOGETHER of a kind in a launch, and in one more.
+
+    The latter is for ragged blocks. Corrupt tensors are marked where they lie. `warps` a program are chosen
+    by their size if not given.
+    """
+    launches: dict[tuple[Kind, bool], list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
+    for part, out in zip(parts, outs, strict=True):
+        for ragged, blocks in (False, part.full), (True, int(part.ragged)):
+            if blocks:
+                launches.setdefault((part.kind, ragged), []).append((part.row, out, blocks))
+    for (kind, ragged), found in launches.items():
+        for start in range(0, len(found), TOGETHER):
+            _start(kind, ragged, found[start : start + TOGETHER], warps)
+
+
+def _start(
+    kind: Kind, ragged: bool, parts: Sequence[tuple[torch.Tensor, torch.Tensor, int]], warps: int | None
+) -> None:
+    fmt, kept, group, block_size = kind
+    if ragged:
+        warps = 1
+    elif warps is None:
+        warps = 1 if sum(blocks for _, _, blocks in parts) <= FEW_BLOCKS else 4
+    *firsts, programs = accumulate(-(-blocks // warps) for _, _, blocks in parts)
+    none = TOGETHER - len(parts)
+    rows, outs = [row for row, _, _ in parts], [out for _, out, _ in parts]
+    with torch.cuda.device_of(rows[0]), LAUNCHING:  # Triton launches on the current device
+        _decode_parts[(programs,)](
+            *rows, *rows[:1] * none, *outs, *outs[:1] * none, *firsts, *[programs] * none, L=LANES * warps,
+            RAGGED=ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=kept,
+            NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits], ASM=isinstance(_decode_parts, triton.JITFunction),
+            num_warps=warps,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -359,6 +417,9 @@ _HEADER, _SLOTS, _SCALE_BITS = (tl.constexpr(v) for v in (HEADER_WORDS, SCALE - 
 _LOWER = tl.constexpr(LOWER)
 _C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_PLANES = (
     tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES)
+)
+_C_ROW, _C_STARTS, _C_COUNTS, _C_TABLES, _C_FIRST, _C_LAST = (
+    tl.constexpr(v) for v in (ROW, STARTS, COUNTS, TABLES, FIRST, LAST)
 )
 
 # How far ahead of the next word 64 words are touched in every run. A run of Gaussian bf16 takes 41.
@@ -704,22 +765,71 @@ def _decode_blocks(
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Decode L / 32 blocks of one tensor: full ones, or, RAGGED, its last."""
+    """Decode L / 32 blocks of one tensor of a launch: full ones, or, RAGGED, its last."""
+    programs += 3 * tl.program_id(0)
+    row, first, first_number = tl.load(programs), tl.load(programs + 1), tl.load(programs + 2)
+    own, before = descriptors + row * _COLUMNS, first_number - first
+    last = tl.load(own + _C_NUMEL) // _BLOCK - 1
+    _decode(
+        inp, out, starts + before, counts + before, own, tables + row * (_SLOTS + 1), exponents + row * 256,
+        errors, first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, ASM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["p1", "p2", "p3", "p4", "p5", "p6", "p7"])
+def _decode_parts(
+    r0, r1, r2, r3, r4, r5, r6, r7, o0, o1, o2, o3, o4, o5, o6, o7, p1, p2, p3, p4, p5, p6, p7,
+    L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The same of parts that lie anywhere: rows, outputs, first programs. That of the first part is 0."""
+    program = tl.program_id(0)
+    own, out, before = r0, o0, program * 0
+    own, out, before = _from(program, p1, r1, o1, own, out, before)
+    own, out, before = _from(program, p2, r2, o2, own, out, before)
+    own, out, before = _from(program, p3, r3, o3, own, out, before)
+    own, out, before = _from(program, p4, r4, o4, own, out, before)
+    own, out, before = _from(program, p5, r5, o5, own, out, before)
+    own, out, before = _from(program, p6, r6, o6, own, out, before)
+    own, out, before = _from(program, p7, r7, o7, own, out, before)
+    inp = own.to(tl.pointer_type(tl.uint8)) - tl.multiple_of(tl.load(own + _C_ROW), 16)
+    starts = (inp + tl.load(own + _C_STARTS)).to(tl.pointer_type(tl.int64))
+    counts = (inp + tl.load(own + _C_COUNTS)).to(tl.pointer_type(tl.int32))
+    tables = (inp + tl.load(own + _C_TABLES)).to(tl.pointer_type(tl.int32))
+    last = tl.load(own + _C_LAST)
+    first = tl.load(own + _C_NUMEL) // _BLOCK if RAGGED else tl.load(own + _C_FIRST)
+    first += (program - before) * (L // _LANES)
+    _decode(
+        inp, out, starts, counts, own, tables, tables + (_SLOTS + 1), inp.to(tl.pointer_type(tl.int32)),
+        first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _from(program, first, row, output, own, out, before):
+    """A part and its first program, where it begins with that or an earlier one; else what was before."""
+    begun = program >= first
+    return tl.where(begun, row, own), tl.where(begun, output, out), tl.where(begun, first, before)
+
+
+@triton.jit
+def _decode(
+    inp, out, starts, counts, own, tables, exponents, errors, first, last,
+    L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode L / 32 blocks of a tensor from the `first` on, none beyond the `last` full one."""
     W: tl.constexpr = KEPT + 1
     N: tl.constexpr = BITS // 8
     STRIDE: tl.constexpr = BITS if BITS <= 16 else BITS // 4
-    programs += 3 * tl.program_id(0)
-    row, first_block, first_number = tl.load(programs), tl.load(programs + 1), tl.load(programs + 2)
-    own = descriptors + row * _COLUMNS
     numel = tl.load(own + _C_NUMEL)
     lane = tl.arange(0, L) % _LANES
-    block = first_block.to(tl.int64) + tl.arange(0, L) // _LANES
+    block = first.to(tl.int64) + tl.arange(0, L) // _LANES
     if not RAGGED:
         # Where blocks are left over, the last is decoded by several warps: all write the same.
-        block = tl.minimum(block, numel // _BLOCK - 1)
-    number = first_number + (block - first_block).to(tl.int32)
-    start = tl.load(starts + number)
-    count = tl.load(counts + number)
+        block = tl.minimum(block, last)
+    start = tl.load(starts + block)
+    count = tl.load(counts + block)
     # Where the index has run far beyond the words, what is left is very negative, and must not wrap.
     count = tl.maximum(tl.minimum(count, (tl.load(own + _C_WORDS_END) - start) // 2), 0).to(tl.int32)
     words = (inp + start).to(tl.pointer_type(tl.uint16))
@@ -730,8 +840,6 @@ def _decode_blocks(
     limit = tl.where(whole, limit, 0)
     x = _u16(words + 1 + lane, whole) | (_u16(words + 1 + _LANES + lane, whole) << 16)
     p = tl.full([L], _HEADER, tl.int32)
-    tables += row * (_SLOTS + 1)
-    exponents += row * 256
     if L == _LANES:
         # A line of the table each, and three more: the look-ups of the first runs find them in the cache.
         line = tables + tl.arange(0, L) * 128
