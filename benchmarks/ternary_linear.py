@@ -55,13 +55,13 @@ LAUNCHES = {
 }
 """Of 16 tokens, for each shape: warps, tiles of a warp, places for words, sets of sums."""
 
-LAUNCHES_OF_ONE = {
-    (4096, 4096): [(4, 2, True), (8, 1, True), (8, 2, True), (16, 2, True), (4, 1, False)],
-    (14336, 4096): [(4, 4, True), (8, 4, True), (4, 2, False), (4, 1, False), (2, 2, False)],
-    (4096, 14336): [(16, 1, True), (16, 2, True), (8, 2, False), (8, 1, False)],
-    (28672, 8192): [(4, 4, True), (8, 4, True), (4, 2, False), (4, 1, False), (8, 2, False)],
+LAUNCHES_OF_ONE: dict[tuple[int, int], list[tuple[int, int, int, bool, int | None]]] = {
+    (4096, 4096): [(4, 2, 8, True, None), (4, 1, 8, True, None), (8, 2, 4, True, None)],
+    (14336, 4096): [(8, 4, 6, True, 120), (4, 2, 8, True, None), (8, 7, 8, True, None)],
+    (4096, 14336): [(8, 2, 6, True, 120), (8, 2, 8, True, None), (8, 2, 7, True, 128)],
+    (28672, 8192): [(4, 1, 8, False, None), (4, 2, 8, True, None), (8, 4, 8, True, 128)],
 }
-"""Of one token: warps, tiles of a warp, whether programs quantise it themselves."""
+"""Of one token: warps, tiles of a warp, turns under way, whether programs quantise it, registers."""
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
@@ -127,8 +127,10 @@ def launches(rounds: int) -> None:
     for shape in SHAPES:
         weights = rotated(*shape)
         ways: list[Launch | None] = [None]
-        for warps, tiles, fused in LAUNCHES_OF_ONE[shape]:
-            ways += [Launch(warps, tiles, fused=fused, start=s) for s in (False, True)[: 2 - fused]]
+        for warps, tiles, places, fused, registers in LAUNCHES_OF_ONE[shape]:
+            ways.append(
+                Launch(warps, tiles, places=places, fused=fused, start=not fused, registers=registers)
+            )
         x = torch.randn(1, shape[1], device=DEVICE).bfloat16()
         for activation in ACTIVATIONS:
             tried(x, weights, activation, ways, rounds)

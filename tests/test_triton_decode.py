@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from neuzip.compress import lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
-from neuzip.kernels.rans import torch_ops, triton_decode
+from neuzip.kernels.rans import torch_ops, triton_decode, triton_stream
 from neuzip.kernels.rans.numbers import BLOCK
 from neuzip.kernels.rans.torch_ops import ResidentTensor
 from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor
@@ -136,7 +136,69 @@ def test_ragged_sizes(numel: int, group: int) -> None:
     assert decoded([coded], 0xFF) == [bits.tobytes()]
 
 
-@pytest.mark.parametrize("warps", [1, 2, 4])
+def exponents_of(kind: str) -> np.ndarray[Any, Any]:
+    """Those of some blocks and a few weights more, with palettes of all sorts."""
+    rng = np.random.default_rng(0)
+    if kind == "rare":  # a block of symbols of 12 bits each: no run takes more words
+        exponents = np.full(20 * BLOCK + 77, 120)
+        exponents[7 * BLOCK : 8 * BLOCK] = rng.integers(112, 128, BLOCK)
+        return exponents
+    numel = BLOCK + 77
+    choice = {
+        "one": [120], "two": [0, 255], "a few": [118, 119, 120], "16 in a row": range(112, 128),
+        "the lowest": range(16), "the highest": range(240, 256), "gaps": range(90, 122, 2),
+        "zeros": [0, *range(111, 126)],
+    }  # fmt: skip
+    return rng.choice(list(choice[kind]), numel)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["one", "two", "a few", "16 in a row", "the lowest", "the highest", "gaps", "zeros", "rare"],
+)
+def test_every_palette(kind: str) -> None:
+    exponents = exponents_of(kind)
+    bits = np.random.default_rng(1).integers(0, 1 << 16, exponents.size)
+    bits = ((bits & 0x807F) | exponents << 7).astype(np.uint16)
+    coded = code(bits, FORMATS["BF16"])
+    assert triton_decode.streams(coded.kind)
+    for warps in (None, 4):
+        assert decoded([coded], 0xFF, warps) == [bits.tobytes()]
+
+
+def test_words_that_begin_anywhere() -> None:
+    bits = weights(FORMATS["BF16"], BLOCK + 9)
+    coded = code(bits, FORMATS["BF16"])
+    moved = torch.empty(coded.words.numel() + 3, dtype=torch.int16, device=DEVICE)[3:]
+    moved.copy_(coded.words)
+    coded = replace(coded, words=moved)
+    assert decoded([coded], 0xFF) == [bits.tobytes()]
+    outs, _ = outputs([coded], 0)
+    with pytest.raises(ValueError, match="8 warps a program take words that begin at multiples of 16"):
+        triton_decode.prepare([coded], outs, 8)
+
+
+MOST_WORDS = 4 * 32
+"""That a run takes: of each lane one a step."""
+
+
+@given(st.lists(st.integers(0, MOST_WORDS), min_size=63, max_size=63), st.integers(65, 65 + 7))
+def test_property_words_are_there_when_they_are_needed(taken: list[int], p: int) -> None:
+    """The order of copies and waits in `triton_stream.runs`, however many words the runs take."""
+    size, pieces, ahead = triton_stream.PIECE, triton_stream.PIECES, triton_stream.AHEAD
+    groups = [list(range(pieces)), *([] for _ in range(ahead - 1))]
+    for words in [*taken, 0]:
+        there = [piece for group in groups[: len(groups) - (ahead - 1)] for piece in group]
+        begun = [piece for group in groups for piece in group]
+        begins = [len(begun)] if p >= (len(begun) - (pieces - 1)) * size else []
+        groups.append(begins)
+        for piece in {p // size, (p + MOST_WORDS - 1) // size}:
+            assert piece in there
+            assert piece == max(other for other in begun + begins if other % pieces == piece % pieces)
+        p += words
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
 def test_many_tensors_in_one_call(warps: int) -> None:
     """Of several kinds and sizes, mixed: whatever the launch configuration, the same bytes."""
     tensors, originals = [], []
@@ -389,7 +451,7 @@ def test_chunks_of_any_bounds(between: tuple[int, ...], warps: int, poison: int)
     check_chunks(*resident(98 * BLOCK + 700, *between), poison, warps)
 
 
-@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("warps", [1, 4, 8])
 def test_chunks_are_decoded_together(warps: int) -> None:
     """Of several tensors and kinds, more than a launch takes, and each says by itself that it is corrupt."""
     tensors = [resident(700 * (number + 1), 300)[0] for number in range(5)]

@@ -30,9 +30,10 @@ import triton.language as tl
 
 from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 
-from . import CorruptStream
+from . import CorruptStream, triton_stream
 from .model import Table
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
+from .triton_stream import joined
 
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
@@ -47,7 +48,8 @@ TILE = 2048
 """Entries of an index that are summed up at a time."""
 
 FEW_BLOCKS = 4096
-"""Up to so many blocks a program has one warp, with more registers; beyond, four, to fill the card."""
+"""Up to so many blocks a program has one warp, with more registers; beyond, four, to fill the card. What is
+streamed has other programs: see `triton_stream`."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,13 @@ def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
 Kind = tuple[FloatFormat, int, int, int]
 """What a launch is compiled for: format, mantissa bits, group, block size or 0."""
 
+
+def streams(kind: Kind) -> bool:
+    """Whether full blocks are decoded as `triton_stream` does: bf16, nothing dropped, coded in pairs."""
+    fmt, kept, group, block_size = kind
+    return (fmt.bits, fmt.mantissa_bits, kept, group, block_size) == (16, 7, 7, 2, 0)
+
+
 # Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
 _OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES = range(6)
 _WIDTHS = (32, 16, 8, 4, 2, 1)
@@ -145,15 +154,31 @@ class Launch:
 
     def start(self, inp: torch.Tensor, out: torch.Tensor, errors: torch.Tensor) -> None:
         """Decode what lies around `inp` to where `out` begins. Marks corrupt tensors in `errors`."""
-        fmt, kept, group, block_size = self.kind
         with torch.cuda.device_of(inp), LAUNCHING:  # Triton launches on the current device
             _decode_blocks[(self.programs.shape[0],)](
                 inp, out, self.starts, self.counts, self.descriptors, self.programs, self.tables,
-                self.exponents, errors, L=LANES * self.warps, RAGGED=self.ragged, GROUP=group, BITS=fmt.bits,
-                E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=kept, NORM=block_size,
-                ELEMENT=_ELEMENTS[fmt.bits], ASM=isinstance(_decode_blocks, triton.JITFunction),
-                num_warps=self.warps,
+                self.exponents, errors, **_options(self.kind, self.ragged, self.warps),
             )  # fmt: skip
+
+
+def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    fmt, kept, group, block_size = kind
+    stream = streams(kind) and not ragged and warps == triton_stream.WARPS
+    compiled = isinstance(_decode_blocks, triton.JITFunction)
+    return {
+        "L": LANES * warps, "RAGGED": ragged, "GROUP": group, "BITS": fmt.bits, "E": fmt.exponent_bits,
+        "M": fmt.mantissa_bits, "KEPT": kept, "NORM": block_size, "ELEMENT": _ELEMENTS[fmt.bits],
+        "SPLIT": streams(kind), "STREAM": stream, "ASM": compiled, "num_warps": warps,
+        **({"maxnreg": triton_stream.REGISTERS} if stream and compiled else {}),
+    }  # fmt: skip
+
+
+def _warps(kind: Kind, blocks: int, aligned: bool = True) -> int:
+    """Of a program, for so many full blocks, of words that begin at multiples of 16 bytes or not."""
+    if streams(kind) and aligned:
+        return triton_stream.WARPS
+    return 1 if blocks <= FEW_BLOCKS else 4
 
 
 @dataclass(frozen=True)
@@ -188,20 +213,17 @@ def decode_parts(parts: Sequence[Part], outs: Sequence[torch.Tensor], warps: int
 def _start(
     kind: Kind, ragged: bool, parts: Sequence[tuple[torch.Tensor, torch.Tensor, int]], warps: int | None
 ) -> None:
-    fmt, kept, group, block_size = kind
     if ragged:
         warps = 1
     elif warps is None:
-        warps = 1 if sum(blocks for _, _, blocks in parts) <= FEW_BLOCKS else 4
+        warps = _warps(kind, sum(blocks for _, _, blocks in parts))
     *firsts, programs = accumulate(-(-blocks // warps) for _, _, blocks in parts)
     none = TOGETHER - len(parts)
     rows, outs = [row for row, _, _ in parts], [out for _, out, _ in parts]
     with torch.cuda.device_of(rows[0]), LAUNCHING:  # Triton launches on the current device
         _decode_parts[(programs,)](
-            *rows, *rows[:1] * none, *outs, *outs[:1] * none, *firsts, *[programs] * none, L=LANES * warps,
-            RAGGED=ragged, GROUP=group, BITS=fmt.bits, E=fmt.exponent_bits, M=fmt.mantissa_bits, KEPT=kept,
-            NORM=block_size, ELEMENT=_ELEMENTS[fmt.bits], ASM=isinstance(_decode_parts, triton.JITFunction),
-            num_warps=warps,
+            *rows, *rows[:1] * none, *outs, *outs[:1] * none, *firsts, *[programs] * none,
+            **_options(kind, ragged, warps),
         )  # fmt: skip
 
 
@@ -328,7 +350,10 @@ def make_launches(
     first_block[:] = np.cumsum(blocks) - blocks
     full, n_blocks = descriptors[:, _NUMEL] // BLOCK, int(blocks.sum())
     is_ragged = blocks > full
-    warps = warps or (1 if int(full.sum()) <= FEW_BLOCKS else 4)
+    aligned = all(t.words.data_ptr() % ALIGNMENT == 0 for t in tensors)
+    warps = warps or _warps(kind, int(full.sum()), aligned)
+    if warps == triton_stream.WARPS and streams(kind) and not aligned:
+        raise ValueError(f"{warps} warps a program take words that begin at multiples of {ALIGNMENT} bytes")
     shares = ((full + warps - 1) // warps, warps, False), (is_ragged.astype(np.int64), 1, True)
     sizes = [int(programs.sum()) for programs, _, _ in shares]
 
@@ -343,7 +368,13 @@ def make_launches(
     starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
     unused = n_words - (ends[first_block + blocks - 1] - words_before)
     errors[descriptors[:, _TENSOR]] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
-    own = descriptors.contiguous(), starts, counts, _slots(frequencies), _exponents_of(palettes, fmt, group)
+    own = (
+        descriptors.contiguous(),
+        starts,
+        counts,
+        _slots(frequencies, streams(kind)),
+        _exponents_of(palettes, fmt, group),
+    )
     launches = []
     for (_, width, ragged), size in zip(shares, sizes, strict=True):
         if size:
@@ -377,11 +408,16 @@ def _repeat(times: torch.Tensor, total: int) -> torch.Tensor:
     return torch.repeat_interleave(rows, times, output_size=total)
 
 
-def _slots(frequencies: torch.Tensor) -> torch.Tensor:
-    """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20."""
+def _slots(frequencies: torch.Tensor, split: bool) -> torch.Tensor:
+    """For every tensor 4,096 slots: symbol | frequency << 8 | offset << 20.
+
+    `split`: first place in the palette | frequency << 4 | second place << 16 | offset << 20.
+    """
     f = frequencies.reshape(-1)
     symbol = _repeat(f, frequencies.shape[0] * SCALE)
     offset = torch.arange(symbol.numel(), device=f.device) - (torch.cumsum(f, 0) - f)[symbol]
+    if split:
+        return _as_int32(symbol & 15 | f[symbol] << 4 | (symbol >> 4 & 15) << 16 | offset << 20)
     return _as_int32((symbol & 0xFF) | f[symbol] << 8 | offset << 20)
 
 
@@ -496,12 +532,15 @@ def _refill(x, p, words, limit, L: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(x, p, words, limit, tables, exponents, L: tl.constexpr, ASM: tl.constexpr):
+def _step(
+    x, p, words, limit, tables, exponents, SPLIT: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Decode a symbol of every lane: its exponents. `p` counts the words of the block taken so far."""
     entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
-    x = ((entry >> 8) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
+    x = ((entry >> (4 if SPLIT else 8)) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
     x, p = _refill(x, p, words, limit, L, ASM)
-    return x, p, _exponents(entry & 0xFF, exponents)
+    symbol = (entry & 15) | ((entry >> 12) & 0xF0) if SPLIT else entry & 0xFF
+    return x, p, _exponents(symbol, exponents)
 
 
 @triton.jit
@@ -512,31 +551,32 @@ def _exponents(symbol, exponents):
 @triton.jit
 def _run(
     x, p, words, limit, tables, exponents,
-    GROUP: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr, L: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Decode a run: the exponents of four pairs of weights. The last two symbols lie in the state."""
     if GROUP == 2:
-        x, p, e0 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, e1 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, e0 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, e1 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
         if LAST:
             e2 = _exponents(x & 0xFF, exponents)
             e3 = _exponents((x >> 8) & 0xFF, exponents)
         else:
-            x, p, e2 = _step(x, p, words, limit, tables, exponents, L, ASM)
-            x, p, e3 = _step(x, p, words, limit, tables, exponents, L, ASM)
+            x, p, e2 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+            x, p, e3 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
     else:
-        x, p, a0 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, a1 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, a2 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, a3 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, a4 = _step(x, p, words, limit, tables, exponents, L, ASM)
-        x, p, a5 = _step(x, p, words, limit, tables, exponents, L, ASM)
+        x, p, a0 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, a1 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, a2 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, a3 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, a4 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+        x, p, a5 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
         if LAST:
             a6 = _exponents(x & 0xFF, exponents)
             a7 = _exponents((x >> 8) & 0xFF, exponents)
         else:
-            x, p, a6 = _step(x, p, words, limit, tables, exponents, L, ASM)
-            x, p, a7 = _step(x, p, words, limit, tables, exponents, L, ASM)
+            x, p, a6 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
+            x, p, a7 = _step(x, p, words, limit, tables, exponents, SPLIT, L, ASM)
         e0, e1, e2, e3 = a0 | a1 << STRIDE, a2 | a3 << STRIDE, a4 | a5 << STRIDE, a6 | a7 << STRIDE
     return x, p, e0, e1, e2, e3
 
@@ -672,18 +712,13 @@ def _pair_times(pair, factor, BITS: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _two(low, high):
-    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
-
-
-@triton.jit
 def _merge(
     e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor,
     BITS: tl.constexpr, E: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """A lane's 8 weights as BITS / 8 words of 64 bits; the others are without meaning."""
     W: tl.constexpr = KEPT + 1
-    none = tl.zeros_like(_two(e0, e0))
+    none = tl.zeros_like(joined(e0, e0))
     w0, w1, w2, w3, w4, w5, w6, w7 = none, none, none, none, none, none, none, none
     if BITS <= 16:
         p0 = _pair(e0, b8, b4, b2, b1, 0, BITS, M, KEPT)
@@ -694,9 +729,9 @@ def _merge(
             if NORM:
                 p0, p1 = _pair_times(p0, factor, BITS, E), _pair_times(p1, factor, BITS, E)
                 p2, p3 = _pair_times(p2, factor, BITS, E), _pair_times(p3, factor, BITS, E)
-            w0, w1 = _two(p0, p1), _two(p2, p3)
+            w0, w1 = joined(p0, p1), joined(p2, p3)
         else:
-            w0 = _two(p0 | p1 << 16, p2 | p3 << 16)
+            w0 = joined(p0 | p1 << 16, p2 | p3 << 16)
     else:
         low: tl.constexpr = (1 << (BITS // 4)) - 1
         v0 = _assemble(e0 & low, _field(q0, d0, b8, b4, b2, b1, 0, W), BITS, M, KEPT)
@@ -713,7 +748,7 @@ def _merge(
             v4, v5 = _times(v4, factor, BITS, E), _times(v5, factor, BITS, E)
             v6, v7 = _times(v6, factor, BITS, E), _times(v7, factor, BITS, E)
         if BITS == 32:
-            w0, w1, w2, w3 = _two(v0, v1), _two(v2, v3), _two(v4, v5), _two(v6, v7)
+            w0, w1, w2, w3 = joined(v0, v1), joined(v2, v3), joined(v4, v5), joined(v6, v7)
         else:
             w0, w1, w2, w3, w4, w5, w6, w7 = v0, v1, v2, v3, v4, v5, v6, v7
     return w0, w1, w2, w3, w4, w5, w6, w7
@@ -763,7 +798,8 @@ def _store_ragged(
 def _decode_blocks(
     inp, out, starts, counts, descriptors, programs, tables, exponents, errors,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
+    STREAM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of one tensor of a launch: full ones, or, RAGGED, its last."""
     programs += 3 * tl.program_id(0)
@@ -772,7 +808,7 @@ def _decode_blocks(
     last = tl.load(own + _C_NUMEL) // _BLOCK - 1
     _decode(
         inp, out, starts + before, counts + before, own, tables + row * (_SLOTS + 1), exponents + row * 256,
-        errors, first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, ASM,
+        errors, first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, ASM,
     )  # fmt: skip
 
 
@@ -780,7 +816,8 @@ def _decode_blocks(
 def _decode_parts(
     r0, r1, r2, r3, r4, r5, r6, r7, o0, o1, o2, o3, o4, o5, o6, o7, p1, p2, p3, p4, p5, p6, p7,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
+    STREAM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The same of parts that lie anywhere: rows, outputs, first programs. That of the first part is 0."""
     program = tl.program_id(0)
@@ -801,7 +838,7 @@ def _decode_parts(
     first += (program - before) * (L // _LANES)
     _decode(
         inp, out, starts, counts, own, tables, tables + (_SLOTS + 1), inp.to(tl.pointer_type(tl.int32)),
-        first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, ASM,
+        first, last, L, RAGGED, GROUP, BITS, E, M, KEPT, NORM, ELEMENT, SPLIT, STREAM, ASM,
     )  # fmt: skip
 
 
@@ -816,7 +853,8 @@ def _from(program, first, row, output, own, out, before):
 def _decode(
     inp, out, starts, counts, own, tables, exponents, errors, first, last,
     L: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, ASM: tl.constexpr,
+    M: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr, ELEMENT: tl.constexpr, SPLIT: tl.constexpr,
+    STREAM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Decode L / 32 blocks of a tensor from the `first` on, none beyond the `last` full one."""
     W: tl.constexpr = KEPT + 1
@@ -869,56 +907,75 @@ def _decode(
     # Weights from this lane's part of run 0 to the end of the tensor; only a ragged block asks.
     left = (numel - run * _RUN).to(tl.int32) if RAGGED else p
 
-    q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = _load_run(
-        planes32, planes16, planes8, planes4, planes2, planes1, 0, left, W, RAGGED
-    )
-    r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = _load_run(
-        planes32, planes16, planes8, planes4, planes2, planes1,
-        _LANES, left - _LANES * _RUN, W, RAGGED,
-    )  # fmt: skip
-    # Never widened in the loop: that would be a use, and would wait.
     touched = tl.zeros([L], tl.uint16)
-    if L == _LANES:
-        touched |= warm.to(tl.uint16)
-    touching = tl.zeros([L], tl.uint16)
-    factor = tl.zeros([L], tl.float32)
-    for i in range(runs - 1):
-        touched |= touching
-        ahead = p + _AHEAD + 2 * lane
-        touching = tl.load(words + ahead, mask=ahead < limit, other=0)
-        after = tl.minimum(i + 2, runs - 1) * _LANES
-        s0, s1, s2, s3, g0, g1, t8, t4, t2, t1 = _load_run(
-            planes32, planes16, planes8, planes4, planes2, planes1, after, left - after * _RUN, W, RAGGED
+    if STREAM:
+        shared = triton_stream.to_shared(tables, L, ASM)
+        lowest = tl.load(exponents).to(tl.uint32, bitcast=True)
+        highest = tl.load(exponents + 255).to(tl.uint32, bitcast=True)
+        if highest - lowest == (15 << M) * 0x10001:  # a palette of 16 exponents in a row
+            x, p = triton_stream.runs(
+                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, True, M, L, ASM
+            )
+        else:
+            x, p = triton_stream.runs(
+                x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared, False, M, L, ASM
+            )
+    else:
+        q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = _load_run(
+            planes32, planes16, planes8, planes4, planes2, planes1, 0, left, W, RAGGED
         )
+        r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = _load_run(
+            planes32, planes16, planes8, planes4, planes2, planes1,
+            _LANES, left - _LANES * _RUN, W, RAGGED,
+        )  # fmt: skip
+        # Never widened in the loop: that would be a use, and would wait.
+        if L == _LANES:
+            touched |= warm.to(tl.uint16)
+        touching = tl.zeros([L], tl.uint16)
+        factor = tl.zeros([L], tl.float32)
+        for i in range(runs - 1):
+            touched |= touching
+            ahead = p + _AHEAD + 2 * lane
+            touching = tl.load(words + ahead, mask=ahead < limit, other=0)
+            after = tl.minimum(i + 2, runs - 1) * _LANES
+            s0, s1, s2, s3, g0, g1, t8, t4, t2, t1 = _load_run(
+                planes32, planes16, planes8, planes4, planes2, planes1, after, left - after * _RUN, W, RAGGED
+            )
+            if NORM:
+                factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) * (
+                    1 / 256
+                )
+            x, p, e0, e1, e2, e3 = _run(
+                x, p, words, limit, tables, exponents, SPLIT, GROUP, STRIDE, False, L, ASM
+            )
+            w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
+                e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
+            )
+            if RAGGED:
+                at = i * _LANES * _RUN
+                _store_ragged(
+                    elements + run * _RUN + at, left - at, w0, w1, w2, w3, w4, w5, w6, w7, BITS, ELEMENT
+                )
+            else:
+                _store_run(target + i * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
+            q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = r0, r1, r2, r3, f0, f1, c8, c4, c2, c1
+            r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = s0, s1, s2, s3, g0, g1, t8, t4, t2, t1
+
+        last = runs - 1
         if NORM:
-            factor = 1 + tl.load(normaliser + (run + i * _LANES) * _RUN // NORM).to(tl.float32) * (1 / 256)
-        x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, False, L, ASM)
+            at = (run + last * _LANES) * _RUN
+            factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) * (1 / 256)
+        x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, SPLIT, GROUP, STRIDE, True, L, ASM)
         w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
             e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
         )
         if RAGGED:
-            at = i * _LANES * _RUN
+            at = last * _LANES * _RUN
             _store_ragged(
                 elements + run * _RUN + at, left - at, w0, w1, w2, w3, w4, w5, w6, w7, BITS, ELEMENT
             )
         else:
-            _store_run(target + i * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
-        q0, q1, q2, q3, d0, d1, b8, b4, b2, b1 = r0, r1, r2, r3, f0, f1, c8, c4, c2, c1
-        r0, r1, r2, r3, f0, f1, c8, c4, c2, c1 = s0, s1, s2, s3, g0, g1, t8, t4, t2, t1
-
-    last = runs - 1
-    if NORM:
-        at = (run + last * _LANES) * _RUN
-        factor = 1 + tl.load(normaliser + at // NORM, mask=at < numel, other=0).to(tl.float32) * (1 / 256)
-    x, p, e0, e1, e2, e3 = _run(x, p, words, limit, tables, exponents, GROUP, STRIDE, True, L, ASM)
-    w0, w1, w2, w3, w4, w5, w6, w7 = _merge(
-        e0, e1, e2, e3, q0, q1, q2, q3, d0, d1, b8, b4, b2, b1, factor, BITS, E, M, KEPT, NORM
-    )
-    if RAGGED:
-        at = last * _LANES * _RUN
-        _store_ragged(elements + run * _RUN + at, left - at, w0, w1, w2, w3, w4, w5, w6, w7, BITS, ELEMENT)
-    else:
-        _store_run(target + last * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
+            _store_run(target + last * _LANES * N, w0, w1, w2, w3, w4, w5, w6, w7, BITS)
 
     tl.debug_barrier()  # an escape is another lane's weight
     bad = (whole == 0) | ((x >> 16) != 1) | (p != limit)

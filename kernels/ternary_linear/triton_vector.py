@@ -58,10 +58,8 @@ FUSED_TURNS = 8
 PLACES = 2
 """For words of some tokens, otherwise: with more, fewer programs run side by side."""
 
-
 SETS = 2
 """Of sums of some tokens: with 4 no code of a byte is shifted, with 2 or 1 two or three are."""
-
 
 STATIC_BYTES = 48 << 10
 """Shared memory that a program can have without asking the driver for more."""
@@ -74,24 +72,46 @@ class Launch:
     warps: int  # that share the columns of a tile
     tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
-    fused: bool = True  # whether programs quantise one token themselves, where they have few enough turns
+    places: int = PLACES  # for the words of so many turns: of one token turns that are under way
+    # For one token:
+    fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
+    registers: int | None = None  # of a thread, at most
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
-    places: int = PLACES  # for the words of so many turns
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
     sets: int = SETS  # of sums
-    registers: int | None = None  # of a thread, at most
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """At least 4 warps, and as many as leave a thread FUSED_TURNS steps; 2 tiles where warps are many.
+    """By the steps of all tiles that a multiprocessor has: as was fastest on an H200, like the next ones.
 
-    As was fastest on an H200 (benchmarks/results/log.md), like the next.
+    With few, 4 warps ask for all that they have at once. With more, 8 warps have several tiles, so that the
+    token is quantised less often. With most of all, it is quantised once, by a kernel ahead.
     """
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
-    warps = min(warps, triton.next_power_of_2(steps))
-    return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1, places=8)
+    share = tiles * steps / multiprocessors
+    if share > 256:
+        return Launch(_warps(steps, 4), 1, places=8, fused=False, start=True)
+    most = triton.cdiv(tiles, multiprocessors)
+    if share > 64:
+        warps = _warps(steps, 8)
+        together = max(2, 8 // triton.cdiv(steps, warps))
+        return Launch(warps, min(together, most), places=6, registers=120)
+    return Launch(_warps(steps, 4), min(2, most), places=8)
+
+
+def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
+    """Two tiles of a program where warps are many."""
+    warps = _warps(steps, 4)
+    turns = triton.cdiv(steps, warps)
+    places = min(turns, 8 if warps <= 8 else 4)
+    return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1, places=places)
+
+
+def _warps(steps: int, least: int) -> int:
+    """That many, or as many as leave a thread FUSED_TURNS steps; no more than there are steps."""
+    warps = min(16, max(least, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
+    return int(min(warps, triton.next_power_of_2(steps)))
 
 
 def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
@@ -126,6 +146,8 @@ def one_token(
     Each of the weights has a scale, or each has one a row; all have a bias, or none has. The rest is as for
     `ternary_linear`; all arrays are contiguous.
     """
+    tiles = sum(weight.words.shape[0] for weight in weights)
+    launch = launch or one_token_launch(tiles, weights[0].words.shape[1], multiprocessors(x.device))
     of_token = _Token.of(x, weights, activation, clamped, kept, launch)
     ys = [of_token.empty(weight) for weight in weights]
     programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
@@ -152,10 +174,11 @@ def relu2_glu(
 
     Rows of `up` for which the squared ReLU is 0 are not read. Weights have a scale, or one a row.
     """
+    tiles, steps = gate.words.shape[:2]
+    launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device))
     of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
     options = {**of_token.options, "AHEAD": min(of_token.options["AHEAD"], of_token.options["TURNS"])}
     y = of_token.empty(gate)
-    tiles = gate.words.shape[0]
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
             y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
@@ -183,12 +206,10 @@ class _Token:
         activation: str,
         clamped: bool,
         kept: int,
-        launch: Launch | None,
+        launch: Launch,
     ) -> _Token:
         columns, steps = x.shape[1], weights[0].words.shape[1]
-        tiles = sum(weight.words.shape[0] for weight in weights)
         compiled = isinstance(_one_token, triton.JITFunction)
-        launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
         early = compiled and launch.early and early_launches(x.device)
         turns, held = triton.cdiv(steps, launch.warps), in_words(x)
         options = {
