@@ -297,6 +297,43 @@ def test_ctrl_c_ends_the_process_with_130():
     assert (process.returncode, stderr.splitlines()[0]) == (130, "error: interrupted")
 
 
+def test_ctrl_c_that_does_not_wake_the_main_thread_ends_a_transfer():
+    """It came a moment before that thread began to wait, or to another thread."""
+    program = probe_program("""
+        import _thread, threading
+        from neuzip.cli.interrupt import leaving_at_once
+
+        waiting = threading.Lock()
+        waiting.acquire()
+        with leaving_at_once():
+            sys.setswitchinterval(60)  # no other thread runs before this one waits
+            _thread.start_new_thread(lambda: signal.pthread_kill(_thread.get_ident(), signal.SIGINT), ())
+            waiting.acquire()
+    """)
+    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+    assert (said.returncode, said.stdout) == (130, "")
+    assert said.stderr == (
+        "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n"
+    )
+
+
+def test_a_transfer_hears_of_other_signals_and_leaves_nothing_behind():
+    program = probe_program("""
+        import threading
+        from neuzip.cli.interrupt import leaving_at_once
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, lambda *_: out.text("handled"))
+        with leaving_at_once(), leaving_at_once():
+            signal.raise_signal(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.set_wakeup_fd(-1) == -1
+        assert threading.active_count() == 1
+    """)
+    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "handled\n", "")
+
+
 def test_a_reader_that_leaves_is_no_bug():
     program = probe_program("[out.text('x' * 1000) for _ in range(1000)]")
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
