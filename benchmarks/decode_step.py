@@ -1,6 +1,6 @@
 """What a step of decoding is made of: kernels and microseconds, with and without what is fused, on one GPU.
 
-    python benchmarks/decode_step.py [--sections steps ring prompt] [--layers 4] [--list a4.8] [--four-warps]
+    python benchmarks/decode_step.py [--sections steps ring prompt places] [--layers 4] [--list a4.8]
 
 `steps`: models of made-up weights, of some layers of Llama-3-8B's shapes (bf16, packed, ans) and of BitNet
 a4.8's 3B (bf16 3b, a4.8, and a4.8 with keys and values in 3 bits). Each is a CUDA graph with the kernels of
@@ -11,6 +11,9 @@ same bits. --list shows the kernels of one form by name, each with what it takes
 
 `prompt`: what a prompt of 2,048 tokens takes without a graph: the host, until all is launched; both; and
 kernels alone, those that run at the same time counted once.
+
+`places`: bf16 weights that lie elsewhere: in one piece of memory, as transformers loads them, in many, and
+where buffers have come and gone, as `load_model` does. All take turns.
 
 It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
 """
@@ -31,7 +34,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from neuzip.kernels.rans import triton_decode
 from neuzip.runtime import buffers
 from neuzip.runtime.generate import GreedyDecoder
 from neuzip.runtime.residency import compress_parameters
@@ -48,17 +50,14 @@ LONG_PROMPT = 2048
 
 def main() -> None:
     """Print the tables."""
-    sections = {"steps": steps, "ring": ring, "prompt": prompt}
+    sections = {"steps": steps, "ring": ring, "prompt": prompt, "places": places}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--four-warps", action="store_true", help="programs of decoders have four warps")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--list", choices=FORMS, help="show the kernels of this form")
     arguments = parser.parse_args()
-    if arguments.four_warps:
-        triton_decode.FEW_BLOCKS = 0
     with torch.inference_mode():
         for name in arguments.sections:
             sections[name](arguments)
@@ -127,6 +126,48 @@ def prompt(arguments: argparse.Namespace) -> None:
         print(f"{form:9} {1e3 * launched:9.2f} {1e3 * ended:9.2f} {busy / 1e3:9.2f}", flush=True)
         del decoder, model
         free_memory()
+
+
+PLACES = ("as made", "one piece", "one piece, 512 bytes beside", "many pieces", "where buffers were")
+HUGE_PAGE = 2 << 20
+
+
+def places(arguments: argparse.Namespace) -> None:
+    """The median step of the same model with its weights in other places."""
+    steps: dict[str, list[float]] = {place: [] for place in PLACES}
+    models = [moved(made("bf16", arguments.layers), place) for place in PLACES]
+    decoders = {place: GreedyDecoder(m, 1, 256) for place, m in zip(PLACES, models, strict=True)}
+    ids = prompts(models[0].config.vocab_size, 1, PROMPT)
+    order = list(PLACES)
+    for _ in range(8):
+        for place in order:
+            steps[place] += run(decoders[place], ids, 128).step_seconds
+        order.reverse()
+    for place, mine in steps.items():
+        print(f"{place:30} {1e6 * statistics.median(mine):10.1f} us")
+
+
+def moved(model: PreTrainedModel, place: str) -> PreTrainedModel:
+    """A model whose parameters were moved."""
+    parameters = list(model.parameters())
+    torch.cuda.empty_cache()
+    beside = 512 if place.endswith("beside") else 0
+    sizes = [-(-p.nbytes // HUGE_PAGE) * HUGE_PAGE + beside for p in parameters]
+    if place.startswith("one piece"):
+        piece = torch.empty(sum(sizes) + beside, dtype=torch.uint8, device=DEVICE)
+        for parameter, part in zip(parameters, piece[beside:].split(sizes), strict=True):
+            there = part[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            parameter.data = there.copy_(parameter.data)
+    elif place != "as made":
+        buffer = None
+        for number, parameter in enumerate(parameters):
+            if place == "many pieces":
+                torch.cuda.empty_cache()
+            elif number % 8 == 0:
+                buffer = torch.empty(128 * HUGE_PAGE, dtype=torch.uint8, device=DEVICE)
+            parameter.data = parameter.data.clone()
+        del buffer
+    return model
 
 
 def made(form: str, layers: int) -> PreTrainedModel:
