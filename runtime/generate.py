@@ -768,6 +768,10 @@ class GreedyDecoder:
             ) from error
 
     def _capture(self) -> None:
+        with _TURNS:  # to make way would take the memory of a capture beside it
+            self._capture_alone()
+
+    def _capture_alone(self) -> None:
         self.fused = fused = self._fused_step()
         if not any(getattr(layer, "is_initialized", False) for layer in self._cache.layers):
             raise NotGraphable(self.model, "it keeps nothing in the cache that it is given")
@@ -776,7 +780,6 @@ class GreedyDecoder:
         graph, drawn = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.device)
         try:
             with (
-                _TURNS,
                 torch.no_grad(),
                 self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext(),
                 torch.cuda.device(self.device),

@@ -30,12 +30,16 @@ def see(function, code, kwargs):
     assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
     assert bool(wait) == bool(kwargs.get("EARLY"))
     if "fragments" in name:
-        check_lanes(code.asm["ttgir"])
+        check_lanes(code.asm["ttgir"], "mma.sync")
+    if "_decode" in name:
+        check_lanes(code.asm["ttgir"], "vote.sync")
+        own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
+        assert (own > 0) == kwargs["STREAM"] and own + code.metadata.shared <= 48 << 10
 
-def check_lanes(ttgir):
-    # Matrix instructions by hand count on element t of an array being in thread t.
+def check_lanes(ttgir, instruction):
+    # Matrix instructions and votes by hand count on element t of an array being in thread t.
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
-    used = [line for line in ttgir.splitlines() if "mma.sync" in line]
+    used = [line for line in ttgir.splitlines() if instruction in line]
     assert used
     for name in set(re.findall(r"tensor<[^>]*, (#\w+)>", " ".join(used))):
         in_order = "sizePerThread = [1], threadsPerWarp = [32]", "lane = [[1], [2], [4], [8], [16]]"

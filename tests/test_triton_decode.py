@@ -22,7 +22,7 @@ from neuzip.compress import lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
 from neuzip.kernels.rans import torch_ops, triton_decode, triton_stream
-from neuzip.kernels.rans.numbers import BLOCK
+from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS
 from neuzip.kernels.rans.torch_ops import ResidentTensor
 from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor
 
@@ -178,14 +178,16 @@ def test_words_that_begin_anywhere() -> None:
         triton_decode.prepare([coded], outs, 8)
 
 
-MOST_WORDS = 4 * 32
+MOST_WORDS = RUN // 2 * LANES
 """That a run takes: of each lane one a step."""
 
 
-@given(st.lists(st.integers(0, MOST_WORDS), min_size=63, max_size=63), st.integers(65, 65 + 7))
+@given(st.lists(st.integers(0, MOST_WORDS), min_size=RUNS - 1, max_size=RUNS - 1), st.integers(65, 65 + 7))
 def test_property_words_are_there_when_they_are_needed(taken: list[int], p: int) -> None:
     """The order of copies and waits in `triton_stream.runs`, however many words the runs take."""
     size, pieces, ahead = triton_stream.PIECE, triton_stream.PIECES, triton_stream.AHEAD
+    assert f"wait_group {ahead - 1};" in triton_stream._waiting()
+    assert f"next, size, -{size * (pieces - 1)};" in triton_stream._copying()
     groups = [list(range(pieces)), *([] for _ in range(ahead - 1))]
     for words in [*taken, 0]:
         there = [piece for group in groups[: len(groups) - (ahead - 1)] for piece in group]
@@ -502,8 +504,11 @@ def test_memory_or_chunks_that_do_not_fit_are_refused() -> None:
     for out in (good[:-1], good.view(torch.int16), good.view(2, -1)):
         with pytest.raises(ValueError, match="needs 1200 bytes"):
             tensor.decode_into(out)
+    beside = torch.empty(tensor.room() + 1, dtype=torch.uint8, device=DEVICE)[1:]
     with pytest.raises(ValueError, match="not aligned"):
-        tensor.decode_into(torch.empty(tensor.room() + 1, dtype=torch.uint8, device=DEVICE)[1:])
+        tensor.decode_into(beside)
+    with pytest.raises(ValueError, match="not aligned"):
+        torch.ops.neuzip.decode_into(beside, tensor.memory, *tensor._arguments(tensor.chunk(0)))
     coded = code(weights(FORMATS["BF16"], 600), FORMATS["BF16"])
     for bounds in ((0, 599), (1, 600), (0, 300, 300, 600), (0, 400, 300, 600)):
         with pytest.raises(ValueError, match="no chunks"):

@@ -135,6 +135,8 @@ def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 )
 def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
+    if out.data_ptr() % ALIGNMENT:
+        raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
     layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     decode_parts([_part(memory, layout, chunk)], [out])
 

@@ -6,6 +6,7 @@ ballot. Eight weights later the thread has 16 bytes of bf16 to store.
 
 A step waits for two loads, one after the other, so both must be found in the first-level cache, and nothing
 else may wait: the words of the next run are touched a run ahead, the planes are loaded two runs ahead.
+Full blocks of bf16 of which nothing was dropped go another way: see `triton_stream`.
 
 Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their
 last blocks, if shorter than the others, have a launch of their own, in which every store is masked. Parts
@@ -162,7 +163,7 @@ class Launch:
 
 
 def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for. Programs with the warps of `triton_stream` decode as that does."""
     fmt, kept, group, block_size = kind
     stream = streams(kind) and not ragged and warps == triton_stream.WARPS
     compiled = isinstance(_decode_blocks, triton.JITFunction)

@@ -8,8 +8,7 @@ begun in, and are waited for in groups: a run of all lanes waits for what was as
     a warp    a ring of 1,024 words, in four pieces, 2 KB; the planes of four runs, 256 bytes each
 
 A piece is copied when the one whose place it takes has been read. A run takes 128 words at most, so that
-the words of a piece are needed four runs later at the earliest, which is one more than groups are waited
-for.
+the words of a piece are needed five runs later at the earliest; they are waited for after three.
 
 The interpreter has no shared memory: it reads words and planes where they are.
 """
@@ -79,6 +78,10 @@ def runs(
     e2 = exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, ASM)
     e3 = exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, ASM)
     _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, ASM)
+    if ASM:  # pieces that nobody needs may be on their way
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
+        )
     return x, p - skipped
 
 
@@ -125,8 +128,6 @@ def _copy_words(p, piece, end, words, own, lane, ASM: tl.constexpr):
             _copying(), "=r,r,r,r,l,r,r", [p, piece, end, words.to(tl.int64), own, lane],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    else:
-        piece += (p >= (piece - (_PIECES - 1)) * _PIECE).to(tl.int32)
     return piece
 
 
