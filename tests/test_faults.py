@@ -261,7 +261,8 @@ def test_a_pull_that_fails_leaves_nothing_under_the_name_and_goes_on(
     assert f"error: me/model: {message}" in said.stderr, said.stderr[-900:]
     assert not (tmp_path / "copy").exists()
     whole = pushed.repositories["me/model"].tree()
-    for name, data in contents(tmp_path / "copy.neuzip-partial").items():
+    arrived = contents(tmp_path / "copy.neuzip-partial")
+    for name, data in arrived.items():
         assert name.startswith(".cache/") or data == whole[name], f"{name} is half there under its name"
     require_no_token(said.stderr, root=tmp_path)
 
@@ -270,7 +271,8 @@ def test_a_pull_that_fails_leaves_nothing_under_the_name_and_goes_on(
     pushed.requests.clear()
     assert neuzip("pull", "me/model", "copy").exit_code == 0
     got = [r for r in pushed.requests if r.startswith("GET") and r.endswith(tuple(SHARDS))]
-    assert len(got) <= 2, "a shard that had arrived is not fetched again"
+    missing = [name for name in SHARDS if name not in arrived]  # which ones depends on who was first
+    assert sorted(Path(r).name for r in got) == missing, "what had arrived is not fetched again"
     require_pulled(original, tmp_path)
 
 
