@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from neuzip.kernels.rans.triton_decode import TOGETHER
+
 from .driver import capture_of as _graph_of
 
 T = TypeVar("T")
@@ -33,8 +35,8 @@ T = TypeVar("T")
 ROOM = 3.25
 """How many of the largest weights there is memory for: beside parts of 128 MiB, a layer of Llama 3 8B."""
 
-AHEAD = 8
-"""Weights that are decoded together at most."""
+AHEAD = TOGETHER
+"""Weights that are decoded together at most: as many as a launch takes."""
 
 ALIGNMENT = 512
 """Bytes: where weights begin."""

@@ -135,8 +135,6 @@ def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 )
 def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
-    if out.data_ptr() % ALIGNMENT:
-        raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
     layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     decode_parts([_part(memory, layout, chunk)], [out])
 
@@ -296,8 +294,6 @@ def decode_together(
         raise ValueError("chunks on several devices share no launch")
     for (tensor, number), out in zip(chunks, outs, strict=True):
         tensor._check(out, number)
-        if out.data_ptr() % ALIGNMENT:
-            raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
     decode_parts([tensor._part(number) for tensor, number in chunks], outs, warps)
     return [tensor._patterns(out, number) for (tensor, number), out in zip(chunks, outs, strict=True)]
 

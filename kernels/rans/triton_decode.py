@@ -34,7 +34,7 @@ from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 from . import CorruptStream, triton_stream
 from .model import Table
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
-from .triton_stream import joined
+from .triton_stream import joined, refilled
 
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
@@ -140,7 +140,7 @@ class Launch:
     """All blocks of tensors of one kind: either the full ones, or the ragged last ones.
 
     The arrays are on the device and hold no addresses, only positions after those that `start` is given.
-    `programs` is [grid, 2]: row of the descriptor, first block.
+    `programs` is [grid, 3]: row of the descriptor, first block, its number among those of all tensors.
     """
 
     kind: Kind
@@ -199,8 +199,10 @@ def decode_parts(parts: Sequence[Part], outs: Sequence[torch.Tensor], warps: int
     """Decode parts to where outputs, uint8, begin: up to TOGETHER of a kind in a launch, and in one more.
 
     The latter is for ragged blocks. Corrupt tensors are marked where they lie. `warps` a program are chosen
-    by their size if not given.
+    by their size if not given. Raises ValueError for outputs that begin at no multiple of 16 bytes.
     """
+    if any(out.data_ptr() % ALIGNMENT for out in outs):
+        raise ValueError(f"out is not aligned to {ALIGNMENT} bytes")
     launches: dict[tuple[Kind, bool], list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
     for part, out in zip(parts, outs, strict=True):
         for ragged, blocks in (False, part.full), (True, int(part.ragged)):
@@ -524,11 +526,7 @@ def _refill(x, p, words, limit, L: tl.constexpr, ASM: tl.constexpr):
             dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        need = x < _LOWER
-        flags = tl.reshape(need.to(tl.int32), [L // 32, 32])
-        at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
-        x = tl.where(need, (x << 16) | _u16(words + at, need & (at < limit)), x)
-        p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // 32, 32]), [L])
+        x, p = refilled(x, p, words, limit, L)
     return x, p
 
 

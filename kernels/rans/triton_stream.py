@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numbers import LANES, RUN, RUNS, SCALE, SCALE_BITS
+from .numbers import LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
 
 WARPS = 8
 """Of a program. Five programs of 40 KB share a multiprocessor."""
@@ -30,7 +30,7 @@ PIECE, PIECES, AHEAD = 256, 4, 3
 """Words of a piece, pieces of a ring; runs that planes are asked for ahead, and that a group has to end."""
 
 _RUNS, _LANES, _RUN_WORDS = tl.constexpr(RUNS), tl.constexpr(LANES), tl.constexpr(LANES * RUN * 2 // 8)
-_SLOTS, _SCALE_BITS = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS)
+_SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS), tl.constexpr(LOWER)
 _AHEAD, _PIECE, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECE), tl.constexpr(PIECES)
 _TABLE_BYTES = tl.constexpr(4 * SCALE)
 _PLANES_OF_RUN = tl.constexpr(LANES * RUN)
@@ -75,8 +75,8 @@ def runs(
     _wait(own, ASM)
     x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
     x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-    e2 = exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, ASM)
-    e3 = exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, ASM)
+    e2 = _exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, ASM)
+    e3 = _exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, ASM)
     _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, ASM)
     if ASM:  # pieces that nobody needs may be on their way
         tl.inline_asm_elementwise(
@@ -162,11 +162,17 @@ def _copying():
 def _copy_planes(planes8, run, own, lane, ASM: tl.constexpr):
     """Begin to copy a lane's 8 bytes of a run."""
     if ASM:
-        at = own + _RING_BYTES + run % (_AHEAD + 1) * _PLANES_OF_RUN + lane * 8
         tl.inline_asm_elementwise(
             "cp.async.ca.shared.global [$1], [$2], 8; mov.b32 $0, 0;", "=r,r,l",
-            [at, (planes8 + run * _LANES).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            [_place_of(run, own, lane), (planes8 + run * _LANES).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def _place_of(run, own, lane):
+    """Where the planes of a lane's run are in shared memory."""
+    return own + _RING_BYTES + run % (_AHEAD + 1) * _PLANES_OF_RUN + lane * 8
 
 
 @triton.jit
@@ -210,13 +216,22 @@ def _step(
             dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        need = (x >> 16) == 0
-        flags = tl.reshape(need.to(tl.int32), [L // _LANES, _LANES])
-        at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
-        word = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
-        x = tl.where(need, (x << 16) | word, x)
-        p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // _LANES, _LANES]), [L])
-    return x, p, exponents_of(entry, exponents, lowest, IN_A_ROW, M, ASM)
+        x, p = refilled(x, p, words, end, L)
+    return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, ASM)
+
+
+@triton.jit
+def refilled(x, p, words, end, L: tl.constexpr):
+    """States, those that were small with the next words before `end` in the order of lanes, and words taken.
+
+    Without instructions of a warp: for the interpreter.
+    """
+    need = x < _LOWER
+    flags = tl.reshape(need.to(tl.int32), [L // _LANES, _LANES])
+    at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
+    word = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
+    p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // _LANES, _LANES]), [L])
+    return tl.where(need, (x << 16) | word, x), p
 
 
 @triton.constexpr_function
@@ -241,7 +256,7 @@ def _refilling():
 
 
 @triton.jit
-def exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr):
+def _exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr):
     """Of two weights in a word, whose places in a palette are bits 0 to 3 and 16 to 19 of an entry."""
     if not IN_A_ROW:
         found = tl.load(exponents + ((entry & 15) | ((entry >> 12) & 0xF0))).to(tl.uint32, bitcast=True)
@@ -259,21 +274,20 @@ def exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constex
 def _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM: tl.constexpr):
     """Merge the exponents of a lane's 8 weights with what else they have, and store them."""
     if ASM:
-        at = own + _RING_BYTES + run % (_AHEAD + 1) * _PLANES_OF_RUN + lane * 8
         low, high = tl.inline_asm_elementwise(
-            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [at],
+            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [_place_of(run, own, lane)],
             dtype=(tl.uint32, tl.uint32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
         both = tl.load(planes8 + run * _LANES)
         low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
-    w0 = joined(merged(e0, low, 0, ASM), merged(e1, low, 1, ASM))
-    w1 = joined(merged(e2, high, 0, ASM), merged(e3, high, 1, ASM))
+    w0 = joined(_merged(e0, low, 0, ASM), _merged(e1, low, 1, ASM))
+    w1 = joined(_merged(e2, high, 0, ASM), _merged(e3, high, 1, ASM))
     tl.store(target + run * _RUN_WORDS, tl.join(w0, w1))
 
 
 @triton.jit
-def merged(e, fields, HALF: tl.constexpr, ASM: tl.constexpr):
+def _merged(e, fields, HALF: tl.constexpr, ASM: tl.constexpr):
     """Two weights in a word: their exponents, and two bytes of the fields, sign and mantissa each."""
     if ASM:
         twice = tl.inline_asm_elementwise(

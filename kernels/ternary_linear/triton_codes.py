@@ -96,7 +96,7 @@ def _half(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def largest(runs, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _largest(runs, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     """The largest magnitude in a program, as the bits of fp32; infinities and NaNs are the largest."""
     peak = tl.zeros(runs[0][0].shape, tl.int32)
     for i in tl.static_range(len(runs)):
@@ -126,7 +126,7 @@ def _comparing(bf16):
 
 
 @triton.jit
-def mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     """The mean magnitude as `magnitudes.mean` has it, of `count` activations; inverse: see `inverse_of`."""
     # No unit is smaller than that of the smallest normal number: there all denormals are multiples of it.
     SMALLEST: tl.constexpr = 113 if tl.float16 == DTYPE else 1
@@ -197,7 +197,7 @@ def _adding(bf16):
 
 
 @triton.jit
-def numbers(
+def _numbers(
     runs, count, inverse, epsilon,
     DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def numbers(
     The former are the factor (for FP4 what divides), the largest and smallest activation that INT4 tells
     apart, as a pair of 16 bits each, and a mask of codes, 0 where the scale is NaN.
     """
-    peak = largest(runs, DTYPE, W, ASM)
+    peak = _largest(runs, DTYPE, W, ASM)
     size = peak.to(tl.float32, bitcast=True)
     most_x, least_x = peak, peak
     if KIND == FP4:
@@ -220,7 +220,7 @@ def numbers(
     else:
         most = tl.full(size.shape, 127.0, tl.float32)
         if KIND == INT4:
-            size = mean(runs, peak, count, inverse, DTYPE, W, ASM)
+            size = _mean(runs, peak, count, inverse, DTYPE, W, ASM)
             most = tl.full(size.shape, _SQRT_7, tl.float32)
         factor, scale, divisor = factor_and_scale(size, most, epsilon, CLAMPED)
         if KIND == INT4 and ASM and tl.float32 != DTYPE:
@@ -255,8 +255,8 @@ def _pairing(bf16):
 
 
 @triton.jit
-def codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """The codes of a run, a byte each in a word, made with what `numbers` gives."""
+def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The codes of a run, a byte each in a word, made with what `_numbers` gives."""
     factor, most_x, least_x, mask = by
     if ASM and tl.float32 != DTYPE and (KIND != FP4 or tl.bfloat16 == DTYPE):
         word = tl.inline_asm_elementwise(
@@ -266,11 +266,27 @@ def codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr
     else:
         x = _floats(run, DTYPE)
         NARROW: tl.constexpr = ASM and tl.float32 != DTYPE
-        word = lowest_bytes(
+        word = _lowest_bytes(
             rounded_codes(x[0], factor, KIND, NARROW), rounded_codes(x[1], factor, KIND, NARROW),
             rounded_codes(x[2], factor, KIND, NARROW), rounded_codes(x[3], factor, KIND, NARROW), ASM,
         )  # fmt: skip
     return word & mask
+
+
+@triton.jit
+def quantised(
+    runs, count, inverse, epsilon,
+    DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
+    by, scale = _numbers(runs, count, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    pairs = ()
+    summed = tl.zeros([32 * W], tl.int32)
+    for i in tl.static_range(0, len(runs), 2):
+        first, second = _codes_of(runs[i], by, DTYPE, KIND, ASM), _codes_of(runs[i + 1], by, DTYPE, KIND, ASM)
+        summed = _sum_of_bytes(second, _sum_of_bytes(first, summed, ASM), ASM)
+        pairs += ((first, second),)
+    return pairs, scale, summed
 
 
 @triton.constexpr_function
@@ -337,7 +353,7 @@ def rounded_codes(x, factor, KIND: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def lowest_bytes(b0, b1, b2, b3, ASM: tl.constexpr):
+def _lowest_bytes(b0, b1, b2, b3, ASM: tl.constexpr):
     """The lowest bytes of four int32 in one."""
     if ASM:
         word = tl.inline_asm_elementwise(
@@ -357,7 +373,7 @@ def signed_byte(word, B: tl.constexpr):
 
 
 @triton.jit
-def sum_of_bytes(word, so_far, ASM: tl.constexpr):
+def _sum_of_bytes(word, so_far, ASM: tl.constexpr):
     """The sum of 4 signed bytes, added to another."""
     if ASM:
         result = tl.inline_asm_elementwise(

@@ -26,9 +26,6 @@ from .weight import STEP, TILE, TernaryWeight
 CHUNK = 64 << 20
 """Bytes of unpacked weights at a time, or a little more."""
 
-EARLY = True
-"""Whether weights are unpacked while the kernel ahead, which quantises, is still at it."""
-
 UNPACKED = 4
 """Steps of a tile that a program unpacks."""
 
@@ -75,7 +72,7 @@ def many_tokens(
     dense = torch.empty(TILE * some, STEP * steps, dtype=torch.int8, device=x.device)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, _ = quantize(x, activation, kept, clamped)
-        early = compiled and EARLY and early_launches(x.device)
+        early = compiled and early_launches(x.device)
         for first in range(0, tiles, some):
             words = weight.words[first : first + some]
             _unpack[(words.shape[0], triton.cdiv(steps, UNPACKED))](

@@ -25,13 +25,11 @@ from .triton_codes import (
     INFINITY,
     INT8,
     KINDS,
-    codes_of,
     factor_and_scale,
     inverse_of,
     load_words,
-    numbers,
+    quantised,
     rounded_codes,
-    sum_of_bytes,
     words_of_run,
 )
 from .weight import STEP, steps_of
@@ -92,6 +90,17 @@ def in_words(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, odd)) if odd or x.data_ptr() % 4 else x
 
 
+@triton.jit
+def _begin(START_NEXT: tl.constexpr, EARLY: tl.constexpr):
+    """Wait for the kernel ahead, and let the next one start: then, or before that."""
+    if EARLY and START_NEXT:
+        cuda.gdc_launch_dependents()
+    if EARLY:
+        cuda.gdc_wait()
+    if EARLY and not START_NEXT:
+        cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["inverse"])
 def _quantize_kernel(
     codes, scale, total, x, columns, inverse, stride, steps, epsilon,
@@ -99,12 +108,7 @@ def _quantize_kernel(
     EVEN: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A token a program; a thread has 8 activations that follow each other in each turn."""
-    if EARLY and START_NEXT:
-        cuda.gdc_launch_dependents()
-    if EARLY:
-        cuda.gdc_wait()
-    if EARLY and not START_NEXT:
-        cuda.gdc_launch_dependents()
+    _begin(START_NEXT, EARLY)
     token = tl.program_id(0)
     DTYPE: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 2 * words_of_run(DTYPE)
@@ -119,12 +123,9 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    by, of_token = numbers(runs, columns, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
-    of_codes = tl.zeros([32 * W], tl.int32)
+    pairs, of_token, of_codes = quantised(runs, columns, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     for turn in tl.static_range(TURNS):
-        first = codes_of(runs[2 * turn], by, DTYPE, KIND, ASM)
-        second = codes_of(runs[2 * turn + 1], by, DTYPE, KIND, ASM)
-        of_codes = sum_of_bytes(second, sum_of_bytes(first, of_codes, ASM), ASM)
+        first, second = pairs[turn]
         at = turn * (32 * W) + eight
         inside = at < steps * 32
         if BLOCKS > 0:
@@ -218,12 +219,7 @@ def _quantize_top_k(
     It is loaded anew for every use, from the first-level cache: with all of it in registers, fewer programs
     would run side by side. Other policies keep the compiler from making one load of them.
     """
-    if EARLY and START_NEXT:
-        cuda.gdc_launch_dependents()
-    if EARLY:
-        cuda.gdc_wait()
-    if EARLY and not START_NEXT:
-        cuda.gdc_launch_dependents()
+    _begin(START_NEXT, EARLY)
     token = tl.program_id(0)
     # Codes of fragments are stored four at a time: loaded so, no thread has to ask another.
     TOGETHER: tl.constexpr = 4 if BLOCKS > 0 else 16

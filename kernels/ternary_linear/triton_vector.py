@@ -37,13 +37,11 @@ from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 
 from .triton_codes import (
     KINDS,
-    codes_of,
     four,
     inverse_of,
     load_words,
-    numbers,
+    quantised,
     signed_byte,
-    sum_of_bytes,
     words_of_run,
 )
 from .triton_quantize import in_words, quantize
@@ -148,7 +146,7 @@ def one_token(
     """
     tiles = sum(weight.words.shape[0] for weight in weights)
     launch = launch or one_token_launch(tiles, weights[0].words.shape[1], multiprocessors(x.device))
-    of_token = _Token.of(x, weights, activation, clamped, kept, launch)
+    of_token = _Token.of(x, weights, activation, clamped, kept, launch, launch.tiles)
     ys = [of_token.empty(weight) for weight in weights]
     programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
     with torch.cuda.device_of(x), LAUNCHING:
@@ -176,13 +174,12 @@ def relu2_glu(
     """
     tiles, steps = gate.words.shape[:2]
     launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device))
-    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
-    options = {**of_token.options, "AHEAD": min(of_token.options["AHEAD"], of_token.options["TURNS"])}
+    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, 1)
     y = of_token.empty(gate)
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
             y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
-            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **options,
+            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **of_token.options,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -207,7 +204,9 @@ class _Token:
         clamped: bool,
         kept: int,
         launch: Launch,
+        together: int,
     ) -> _Token:
+        """`together`: tiles whose words are under way at once."""
         columns, steps = x.shape[1], weights[0].words.shape[1]
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
@@ -216,7 +215,7 @@ class _Token:
             "K": columns, "width": held.shape[1], "inverse": inverse_of(columns), "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": min(launch.places, turns * launch.tiles), "TILES": launch.tiles,
+            "TURNS": turns, "AHEAD": min(launch.places, turns * together), "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
             **({"maxnreg": launch.registers} if launch.registers and compiled else {}),
@@ -498,13 +497,7 @@ def _codes(
             runs += (
                 load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
             )  # fmt: skip
-        by, own_scale = numbers(runs, K, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
-        taken_off = tl.zeros([32 * W], tl.int32)
-        for turn in tl.static_range(TURNS):
-            b0 = codes_of(runs[2 * turn], by, DTYPE, KIND, ASM)
-            b1 = codes_of(runs[2 * turn + 1], by, DTYPE, KIND, ASM)
-            taken_off = sum_of_bytes(b1, sum_of_bytes(b0, taken_off, ASM), ASM)
-            pairs += ((b0, b1),)
+        pairs, own_scale, taken_off = quantised(runs, K, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
