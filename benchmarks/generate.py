@@ -2,18 +2,19 @@
 
     python benchmarks/generate.py [--sections llama two-gpus wikilm] [--forms bf16 dense packed ans rounded]
 
-`bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others
-are `neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked
-for. The weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose
-steps are one CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median
-step. `dense` takes turns with two more bf16 models, as it should be just as fast: as the faster of them,
-less what they are apart. Rows called compiled are of steps that torch.compile compiled first, those of bf16
-as well, whose ratios are to each other; --no-compile leaves them out. Peak memory is that of torch's
-tensors while the model is loaded and adds 512 tokens to a text. The error of logits is relative, in the
-2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed may have 5 % more of
-it than bf16, the scatter of sums in another order. Where that makes packed take another token, what counts
-is whether the original, reading the same text, takes it too or has it tied with its own: at most TIE
-roundings of bf16 logits apart.
+`bf16` is transformers' own `from_pretrained` of the plain folder, what it is measured against; the others are
+`neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked for. The
+weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one
+CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median step. Where its
+weights happen to lie makes a model up to 0.5 % faster or slower than its like. So `dense`, which should be
+just as fast as bf16, is loaded ALIKE times, with as many bf16 models between, and all take turns: the medians
+are compared, less what the bf16 models are apart. Rows called compiled are of steps that torch.compile
+compiled first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak
+memory is that of torch's tensors while the model is loaded and adds 512 tokens to a text. The error of logits
+is relative, in the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed
+may have 5 % more of it than bf16, the scatter of sums in another order. Where that makes packed take another
+token, what counts is whether the original, reading the same text, takes it too or has it tied with its own:
+at most TIE roundings of bf16 logits apart.
 
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.
@@ -62,6 +63,7 @@ FORMS = ("bf16", *RESIDENCIES)
 KEPT = 3  # mantissa bits of `rounded`
 PROMPT = 32  # tokens before those that are timed
 BATCH_TOKENS = 128
+ALIKE = 3
 TURNS = 6
 LOGIT_ROWS = (1, 16)  # positions at a time, both few enough for the kernels of packed
 WIKILM_TOKENS = 256
@@ -83,7 +85,7 @@ class Target:
 
 
 DECODE, PEAK = "decode, batch 1", "peak memory, load and tokens"
-APART = "decode, batch 1: two models apart"
+APART = "decode, batch 1: models apart"
 COMPILED = ", compiled"
 DFLOAT11, ERROR, SAME = "decode, batch 1, of DFloat11's bound", "error of logits", "logits of the same bits"
 SPREAD = "tokens on two GPUs as on one"
@@ -201,7 +203,7 @@ def llama(arguments: argparse.Namespace, folder: Path, results: Results) -> None
         with timed(f"{form}: loaded"):
             model = load(form, folders)
         results.against_bf16("weights in memory", form, memory(model).total.stored_bytes / 1e9, "GB")
-        decode_one(arguments, form, model, results, folders["plain"])
+        decode_one(arguments, form, model, results, folders)
         for batch in arguments.batches:
             seconds = decode_seconds(model, batch, BATCH_TOKENS)
             results.against_bf16(f"decode, batch {batch}", form, batch / seconds, "tokens/s")
@@ -299,23 +301,40 @@ def from_pretrained(path: Path) -> PreTrainedModel:
 
 
 def decode_one(
-    arguments: argparse.Namespace, form: str, model: PreTrainedModel, results: Results, plain: Path
+    arguments: argparse.Namespace,
+    form: str,
+    model: PreTrainedModel,
+    results: Results,
+    folders: dict[str, Path],
 ) -> None:
     """One text: the speed, and the peak of all since the load began."""
     seconds = decode_seconds(model, 1, arguments.new_tokens)
     peak = peak_bytes(DEVICE) or 0
     results.against_bf16(PEAK, form, peak / 1e9, "GB")
     if form == "dense":
-        seconds, base, again = in_turns(arguments, [model, from_pretrained(plain), from_pretrained(plain)])
-        apart = abs(base / again - 1)
-        results.add(APART, "bf16", 100 * apart, "%")
-        results.add(DECODE, form, 1 / seconds, "tokens/s", min(base, again) / seconds, apart)
+        compare_alike(arguments, model, results, folders)
     else:
         results.against_bf16(DECODE, form, 1 / seconds, "tokens/s")
     if form == "ans":
-        nbytes = sum(path.stat().st_size for path in plain.glob("*.safetensors"))
+        nbytes = sum(path.stat().st_size for path in folders["plain"].glob("*.safetensors"))
         bound = dfloat11_speed() / nbytes
         results.add(DFLOAT11, form, bound, "tokens/s", (1 / seconds) / bound)
+
+
+def compare_alike(
+    arguments: argparse.Namespace, model: PreTrainedModel, results: Results, folders: dict[str, Path]
+) -> None:
+    """The speed of some `dense` models, of which this is one, to that of as many bf16 ones."""
+    models = [model]
+    while len(models) < 2 * ALIKE:
+        models.append(load("dense" if len(models) % 2 == 0 else "bf16", folders))
+    steps = in_turns(arguments, models)
+    dense, bf16 = steps[::2], steps[1::2]
+    apart = max(bf16) / min(bf16) - 1
+    results.add(APART, "bf16", 100 * apart, "%")
+    results.add(APART, "dense", 100 * (max(dense) / min(dense) - 1), "%")
+    seconds, base = statistics.median(dense), statistics.median(bf16)
+    results.add(DECODE, "dense", 1 / seconds, "tokens/s", base / seconds, apart)
 
 
 def in_turns(arguments: argparse.Namespace, models: list[PreTrainedModel]) -> list[float]:
@@ -331,7 +350,9 @@ def in_turns(arguments: argparse.Namespace, models: list[PreTrainedModel]) -> li
         for decoder, mine in order:
             mine += run(decoder, ids, min(BATCH_TOKENS, arguments.new_tokens)).step_seconds
         order.reverse()
-    return [statistics.median(mine) for mine in steps]
+    medians = [statistics.median(mine) for mine in steps]
+    print("  in turns: " + " ".join(f"{1e6 * step:.1f}" for step in medians) + " us", flush=True)
+    return medians
 
 
 def decode_compiled(
