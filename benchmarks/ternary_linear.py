@@ -56,10 +56,10 @@ LAUNCHES = {
 """Of 16 tokens, for each shape: warps, tiles of a warp, places for words, sets of sums."""
 
 LAUNCHES_OF_ONE: dict[tuple[int, int], list[tuple[int, int, int, bool, int | None]]] = {
-    (4096, 4096): [(4, 1, 8, True, None), (8, 2, 4, True, None)],
-    (14336, 4096): [(4, 2, 8, True, None), (8, 7, 8, True, None)],
-    (4096, 14336): [(8, 2, 8, True, None), (8, 2, 7, True, 128)],
-    (28672, 8192): [(4, 2, 8, True, None), (8, 4, 8, True, 128)],
+    (4096, 4096): [(4, 1, 4, True, None), (8, 2, 4, True, None), (4, 2, 8, False, None)],
+    (14336, 4096): [(4, 2, 8, True, None), (8, 4, 5, True, None), (4, 3, 10, False, None)],
+    (4096, 14336): [(8, 1, 5, True, None), (8, 2, 5, True, None), (8, 1, 5, False, None)],
+    (28672, 8192): [(4, 1, 8, False, None), (4, 3, 10, False, 80), (8, 4, 5, True, 96)],
 }
 """Of one token: warps, tiles of a warp, turns under way, whether programs quantise it, registers."""
 

@@ -6,11 +6,15 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 
 from __future__ import annotations
 
+import struct
+from fractions import Fraction
 from pathlib import Path
 
 import compile_only
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
@@ -23,6 +27,7 @@ from neuzip.kernels.ternary_linear import (
     ternary_linear,
     ternary_linears,
     torch_ops,
+    triton_codes,
     triton_matrix,
     triton_quantize,
     triton_vector,
@@ -357,8 +362,12 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
 
 @pytest.mark.parametrize(
     "launch",
-    [Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True)],
-)
+    [
+        Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True),
+        Launch(1, 3, places=1), Launch(1, 4, places=5), Launch(2, 4, places=3), Launch(1, 2, places=40),
+    ],
+    ids=str,
+)  # fmt: skip
 @dtypes
 def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device):
     weights = ternary(50, 520)
@@ -380,6 +389,18 @@ def test_one_long_token(limit: int, device, monkeypatch):
         launch=Launch(1, 1),
     )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
+
+
+@given(st.integers(1, 1 << 16), st.integers(0, 1 << 53), st.integers(1 << 53, 1 << 54), st.integers(-1, 1))
+def test_a_multiply_add_divides_a_sum(count: int, total: int, halves: int, beside: int):
+    """As a division would, to the last bit: any sum, and those next to the middle between two quotients."""
+    nearest, rest = (
+        struct.unpack("<d", struct.pack("<q", bits))[0] for bits in triton_codes.inverse_of(count)
+    )
+    between = count * halves >> (count * halves).bit_length() - 53
+    for number in (total, max(0, min(between + beside, 1 << 53))):
+        product = Fraction(float(Fraction(number) * Fraction(rest)))
+        assert float(number * Fraction(nearest) + product) == float(Fraction(number, count))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -417,6 +438,7 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
         (Launch(1, 1), 1024), (Launch(2, 2), 520), (Launch(4, 4, codes_ahead=True), 520),
         (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, places=3), 1024),
         (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2, sets=1), 520),
+        (Launch(1, 1, halves=False), 520),
         (Launch(2, 2, places=8, codes_ahead=True, sets=4), 520),
     ],
     ids=str,
@@ -651,9 +673,11 @@ def see(function, code, kwargs):
     found = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+xi32, (#\\w+)>", line)}
     assert code.metadata.shared <= 227 << 10
     fused = code.asm["ptx"].count("fma.rn.f32")
-    early = re.findall(r"ld\\.global\\S*", code.asm["ptx"].partition("griddepcontrol.wait")[0])
+    before = code.asm["ptx"].partition("griddepcontrol.wait")[0]
+    early = re.findall(r"ld\\.global\\S*", before)
     if "griddepcontrol.wait" in code.asm["ptx"]:  # words alone are read before the kernel ahead has ended
-        assert all("evict_first" in load for load in early) and (early or "quantize" in function.__name__)
+        assert all("evict_first" in load for load in early)
+        assert early or "cp.async.cg" in before or "quantize" in function.__name__
     assert ".ftz" not in code.asm["ptx"] and (fused == 0 or kwargs.get("KIND") == 2)
     print(function.__name__, len(lines), *found, sep=" | ")
 
@@ -679,6 +703,9 @@ for dtype, out, columns, activation in (
     triton_vector.few_tokens(few, weight(out, columns), None, activation, False, 1)
     triton_matrix.many_tokens(few, weight(out, columns), bias, activation, False, 1)
     triton_matrix.many_tokens(one, weight(out, columns, 128), None, activation, False, 1)
+for out, columns in ((4096, 14336), (8192, 28672), (4096, 65536)):  # rings of 40 KB
+    one = torch.zeros(1, columns, dtype=torch.bfloat16)
+    triton_vector.one_token(one, [weight(out, columns)], [None], "int8", False)
 """
 
 
@@ -687,7 +714,7 @@ def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
     assert len({name for name, *_ in lines}) == 8
     by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
-    assert len(by_hand) == 16
+    assert len(by_hand) == 19
     for _, count, *found in by_hand:
         assert int(count) >= 8
         assert len(found) == 1

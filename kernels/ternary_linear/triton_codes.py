@@ -17,6 +17,7 @@ Products and sums must not be fused where that is not written: launch with enabl
 from __future__ import annotations
 
 import struct
+from fractions import Fraction
 
 import triton
 import triton.language as tl
@@ -33,13 +34,24 @@ INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 _PRECISION, INFINITY = tl.constexpr(PRECISION), tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _MOST_INT4, _LEAST_INT4 = tl.constexpr(7 / SQRT_7), tl.constexpr(-8 / SQRT_7)
-_LOW, _LOW_MASK, _HIGH = tl.constexpr(22), tl.constexpr((1 << 22) - 1), tl.constexpr(2.0**22)
+_LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
+_LOW_BITS, _HIGH_BITS = tl.constexpr((1023 + 52) << 52), tl.constexpr((1023 + 52 + 22) << 52)
+_BOTH = tl.constexpr(2.0**52 + 2.0**74)
 """Of a sum of magnitudes the lower bits, and those above, are added each by themselves."""
 
 
-def inverse_of(count: int) -> int:
-    """The bits of 1 / count as fp64, which is no argument that kernels take."""
-    return int.from_bytes(struct.pack("<d", 1 / count), "little")
+def inverse_of(count: int) -> tuple[int, int]:
+    """The bits of two fp64 whose sum is 1 / count: a multiply-add with them divides sums of magnitudes.
+
+    Right to the last bit: a numerator has 53 bits and count 17, so no quotient is nearly between two fp64.
+    """
+    nearest = 1 / count
+    rest = float(Fraction(1, count) - Fraction(nearest)) or -0.0  # whose bits are no int32
+    return _bits(nearest), _bits(rest)
+
+
+def _bits(number: float) -> int:
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
 @triton.constexpr_function
@@ -126,8 +138,8 @@ def _comparing(bf16):
 
 
 @triton.jit
-def _mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The mean magnitude as `magnitudes.mean` has it, of `count` activations; inverse: see `inverse_of`."""
+def _mean(runs, peak, inverse, rest, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The mean magnitude as `magnitudes.mean` has it; inverse and rest: see `inverse_of`."""
     # No unit is smaller than that of the smallest normal number: there all denormals are multiples of it.
     SMALLEST: tl.constexpr = 113 if tl.float16 == DTYPE else 1
     exponent = tl.maximum(peak >> 23, SMALLEST)
@@ -137,12 +149,14 @@ def _mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM:
         AWAY: tl.constexpr = 1008 if tl.float16 == DTYPE else 896
         start = (exponent + (1023 - 126 - _PRECISION + 52 - AWAY)).to(tl.int64) << 52
         begin = start.to(tl.float64, bitcast=True)
-        pairs = ((begin, begin), (begin, begin))  # as an addition takes long
+        both = begin, begin
+        pairs = both, both, both, both  # as an addition takes long
         for i in tl.static_range(len(runs)):
             for w in tl.static_range(len(runs[i])):
-                pairs = (pairs[1], _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], DTYPE))
-        sums = -4 * start
-        for i in tl.static_range(2):
+                added = _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], DTYPE)
+                pairs = (pairs[1], pairs[2], pairs[3], added)
+        sums = -8 * start
+        for i in tl.static_range(4):
             sums += pairs[i][0].to(tl.int64, bitcast=True) + pairs[i][1].to(tl.int64, bitcast=True)
     else:
         sums = tl.zeros(peak.shape, tl.int64)
@@ -153,17 +167,13 @@ def _mean(runs, peak, count, inverse, DTYPE: tl.constexpr, W: tl.constexpr, ASM:
                 sums += (finite.to(tl.float64) / unit).to(tl.int64)
     low, high = (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
     low, high = of_program((low, high), False, W, ASM)
-    total = high.to(tl.uint32, bitcast=True).to(tl.float64) * _HIGH
-    total += low.to(tl.uint32, bitcast=True).to(tl.float64)
-    if ASM:  # by what the product leaves: right to the last bit, as the inverse is
-        inverse = tl.zeros(total.shape, tl.float64) + inverse.to(tl.float64, bitcast=True)
-        quotient = total * inverse
-        inverse += total * 0
-        rest = tl.math.fma(-quotient, tl.zeros(total.shape, tl.float64) + count, total)
-        quotient = tl.math.fma(rest, inverse, quotient)
-    else:
-        quotient = total / count
-    return (quotient * unit).to(tl.float32)
+    # In the lowest bits of 2**52 and of 2**74 they are fp64 without being converted.
+    low = (low.to(tl.uint32, bitcast=True).to(tl.int64) | _LOW_BITS).to(tl.float64, bitcast=True)
+    high = (high.to(tl.uint32, bitcast=True).to(tl.int64) | _HIGH_BITS).to(tl.float64, bitcast=True)
+    total = (high - _BOTH) + low
+    rest = unit * rest.to(tl.float64, bitcast=True)
+    inverse = unit * inverse.to(tl.float64, bitcast=True)
+    return tl.math.fma(total, inverse, total * rest).to(tl.float32)
 
 
 @triton.jit
@@ -198,7 +208,7 @@ def _adding(bf16):
 
 @triton.jit
 def _numbers(
-    runs, count, inverse, epsilon,
+    runs, inverse, rest, epsilon,
     DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What a token's codes are made with, and its scale, NaN where an activation is not finite: [T] each.
@@ -220,7 +230,7 @@ def _numbers(
     else:
         most = tl.full(size.shape, 127.0, tl.float32)
         if KIND == INT4:
-            size = _mean(runs, peak, count, inverse, DTYPE, W, ASM)
+            size = _mean(runs, peak, inverse, rest, DTYPE, W, ASM)
             most = tl.full(size.shape, _SQRT_7, tl.float32)
         factor, scale, divisor = factor_and_scale(size, most, epsilon, CLAMPED)
         if KIND == INT4 and ASM and tl.float32 != DTYPE:
@@ -275,11 +285,11 @@ def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def quantised(
-    runs, count, inverse, epsilon,
+    runs, inverse, rest, epsilon,
     DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
-    by, scale = _numbers(runs, count, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    by, scale = _numbers(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):

@@ -6,6 +6,8 @@ which has to find out which activations are the largest, loads them anew for tha
     layout of codes    rows         int8 [tokens, padded]
                        fragments    int8 [padded / 256, p, j / 2, 8 blocks, q, j % 2, b, 4]: of each token, in
                                     steps of 256, codes 4 j to 4 j + 3 of word 4 q + 2 p + b
+                       of 4 bits    int8 [padded / 256, p, 8 blocks, q, j / 2, b, 4]: of j and j + 1, in the
+                                    lower and the upper half of a byte
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def quantize(
     kept: int,
     clamped: bool,
     blocks: int = 0,
+    halves: bool = False,
     start_next: bool = False,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +59,8 @@ def quantize(
     """
     tokens, columns = x.shape
     steps = steps_of(columns)
-    codes = torch.empty(8 * blocks or tokens, steps * STEP, dtype=torch.int8, device=x.device)
+    nbytes = steps * STEP // 2 if halves else steps * STEP
+    codes = torch.empty(8 * blocks or tokens, nbytes, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     total = torch.empty(tokens, dtype=torch.int32, device=x.device)
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
@@ -77,8 +81,8 @@ def quantize(
     warps = warps or min(32, max(1, triton.next_power_of_2(triton.cdiv(columns, 32 * each))))
     turns = triton.cdiv(steps, warps)
     _quantize_kernel[(tokens,)](
-        codes.view(torch.int32), scale, total, x, columns, inverse_of(columns), x.shape[1], steps, EPSILON,
-        KIND=KINDS[activation], W=warps, TURNS=turns,
+        codes.view(torch.int32), scale, total, x, *inverse_of(columns), x.shape[1], steps, EPSILON,
+        KIND=KINDS[activation], HALVES=halves, W=warps, TURNS=turns,
         EVEN=x.shape[1] == steps * STEP and steps == turns * warps, num_warps=warps, **options,
     )  # fmt: skip
     return codes, scale, total
@@ -101,11 +105,12 @@ def _begin(START_NEXT: tl.constexpr, EARLY: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["inverse"])
+@triton.jit(do_not_specialize=["inverse", "rest"])
 def _quantize_kernel(
-    codes, scale, total, x, columns, inverse, stride, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    codes, scale, total, x, inverse, rest, stride, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """A token a program; a thread has 8 activations that follow each other in each turn."""
     _begin(START_NEXT, EARLY)
@@ -123,14 +128,21 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(runs, columns, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    pairs, of_token, of_codes = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
         at = turn * (32 * W) + eight
         inside = at < steps * 32
-        if BLOCKS > 0:
-            # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) has them.
-            pair, b, p, q, step = at % 2, at // 2 % 2, at // 4 % 2, at // 8 % 4, at // 32
+        # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) has them.
+        pair, b, p, q, step = at % 2, at // 2 % 2, at // 4 % 2, at // 8 % 4, at // 32
+        if HALVES:
+            target = codes + token * 16 + (2 * step + p) * (128 * BLOCKS) + 4 * q + 2 * pair + b
+            both = (first & 0x0F0F0F0F) | (second << 4) & -0x0F0F0F10
+            if EVEN:
+                tl.store(target, both)
+            else:
+                tl.store(target, both, mask=inside)
+        elif BLOCKS > 0:
             target = codes + token * 16 + (4 * step + 2 * p + pair) * (128 * BLOCKS) + 4 * q + b
             if EVEN:
                 tl.store(target, first)

@@ -35,6 +35,7 @@ from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 
+from . import triton_ring
 from .triton_codes import (
     KINDS,
     four,
@@ -50,8 +51,9 @@ from .weight import STEP, TernaryWeight
 _STEP = tl.constexpr(STEP)
 
 
-FUSED_TURNS = 8
-"""Steps of a thread up to which a product quantises its token itself: it has to keep all activations."""
+FUSED_TURNS, QUANTISED_TURNS = 8, 16
+"""Steps of a thread up to which a product quantises its token itself, as it has to keep all activations; and
+those it should have at most where a kernel ahead does."""
 
 PLACES = 2
 """For words of some tokens, otherwise: with more, fewer programs run side by side."""
@@ -79,23 +81,21 @@ class Launch:
     beside: int = 1  # such groups of warps with tiles of their own in a program
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
     sets: int = SETS  # of sums
+    halves: bool = True  # whether codes of 4 bits come two in a byte
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
     """By the steps of all tiles that a multiprocessor has: as was fastest on an H200, like the next ones.
 
-    With few, 4 warps ask for all that they have at once. With more, 8 warps have several tiles, so that the
-    token is quantised less often. With most of all, it is quantised once, by a kernel ahead.
+    Several tiles of a program make do with one quantisation of the token. With most steps of all, it is
+    quantised once, by a kernel ahead.
     """
-    share = tiles * steps / multiprocessors
-    if share > 256:
-        return Launch(_warps(steps, 4), 1, places=8, fused=False, start=True)
+    if tiles * steps > 256 * multiprocessors:
+        return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
     most = triton.cdiv(tiles, multiprocessors)
-    if share > 64:
-        warps = _warps(steps, 8)
-        together = max(2, 8 // triton.cdiv(steps, warps))
-        return Launch(warps, min(together, most), places=6, registers=120)
-    return Launch(_warps(steps, 4), min(2, most), places=8)
+    if steps > 32:
+        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112)
+    return Launch(_warps(steps, 4), min(3, most), places=10)
 
 
 def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -106,9 +106,9 @@ def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
     return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1, places=places)
 
 
-def _warps(steps: int, least: int) -> int:
-    """That many, or as many as leave a thread FUSED_TURNS steps; no more than there are steps."""
-    warps = min(16, max(least, triton.next_power_of_2(triton.cdiv(steps, FUSED_TURNS))))
+def _warps(steps: int, least: int, turns: int = FUSED_TURNS) -> int:
+    """That many, or as many as leave a thread so many steps; no more than there are steps."""
+    warps = min(16, max(least, triton.next_power_of_2(triton.cdiv(steps, turns))))
     return int(min(warps, triton.next_power_of_2(steps)))
 
 
@@ -116,13 +116,14 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     """4 warps share a tile, 8 where tiles are few; then all words are asked for before there are codes.
 
     Two tiles at once make do with half of the loads of codes, unless warps have next to nothing to do then.
+    So do codes in halves of bytes; with few tiles, to take these apart takes longer.
     """
     few = tiles < 3 * multiprocessors
     warps = min(8 if few else 4, _power_below(steps))
     turns = triton.cdiv(steps, warps)
     together = 2 if blocks > 2 or (blocks == 2 and turns > 2) else 1
     places = turns if turns <= FUSED_TURNS and (few or together == 1) and blocks <= 2 else PLACES
-    return Launch(warps, together, places=places, start=not few)
+    return Launch(warps, together, places=places, start=not few, halves=not few)
 
 
 def _power_below(number: int) -> int:
@@ -211,11 +212,13 @@ class _Token:
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
         turns, held = triton.cdiv(steps, launch.warps), in_words(x)
+        inverse, rest = inverse_of(columns)
         options = {
-            "K": columns, "width": held.shape[1], "inverse": inverse_of(columns), "steps": steps,
+            "width": held.shape[1], "inverse": inverse, "rest": rest, "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": min(launch.places, turns * together), "TILES": launch.tiles,
+            "TURNS": turns, "AHEAD": min(launch.places, turns * together, triton_ring.MOST // launch.warps),
+            "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
             **({"maxnreg": launch.registers} if launch.registers and compiled else {}),
@@ -258,16 +261,20 @@ def few_tokens(
     early = compiled and launch.early and early_launches(x.device)
     turns = triton.cdiv(steps, launch.warps)
     places = min(launch.places, turns)
+    halves = activation == "int4" and launch.halves
     exchanged = 512 * together * launch.tiles * launch.beside * launch.warps
     if exchanged > STATIC_BYTES:
         raise ValueError(f"{launch} exchanges {exchanged} bytes; {STATIC_BYTES} are possible")
     with torch.cuda.device_of(x), LAUNCHING:
-        codes, scale, total = quantize(x, activation, kept, clamped, blocks=blocks, start_next=launch.start)
+        codes, scale, total = quantize(
+            x, activation, kept, clamped, blocks=blocks, halves=halves, start_next=launch.start
+        )
         _few_tokens[(triton.cdiv(tiles, launch.tiles * launch.beside), blocks // together)](
             y, codes.view(torch.int32), scale, total, weight.words, weight.scale, bias,
             tokens, out, steps, tiles, BLOCKS=blocks, ROWS=weight.scale.dim() > 0,
             W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles, SETS=launch.sets,
             PLACES=places, ROUNDS=triton.cdiv(turns, places), CODES_AHEAD=launch.codes_ahead,
+            HALVES=halves,
             EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
@@ -321,16 +328,22 @@ def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr
 
 
 @triton.jit
+def _place_of(words, tile, tiles, warp, steps, own, TURN: tl.constexpr, TURNS: tl.constexpr, W: tl.constexpr):
+    """Where a thread's words are in a turn of the tiles from `tile` on, TURNS each; whether any are."""
+    step = warp + TURN % TURNS * W
+    mine = tl.minimum(tile + TURN // TURNS, tiles - 1).to(tl.int64)
+    return words + (mine * steps + step) * _STEP + own, step < steps
+
+
+@triton.jit
 def _load_turns(
-    words, tile, tiles, first, steps, own, there, there8,
-    FROM: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
+    words, tile, first, steps, own, there, there8,
+    FROM: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What a thread has in COUNT turns of the tiles from `tile` on, TURNS each, beginning with turn FROM."""
+    """What a thread has in COUNT turns of a tile, beginning with turn FROM."""
     loaded = ()
     for turn in tl.static_range(FROM, FROM + COUNT):
-        mine = first * 0 + tl.minimum(tile + turn // TURNS, tiles - 1)
-        step = first + turn % TURNS * W
-        loaded += (_load_words(words, mine, step, steps, own, there, there8, EVEN),)
+        loaded += (_load_words(words, first * 0 + tile, first + turn * W, steps, own, there, there8, EVEN),)
     return loaded
 
 
@@ -361,10 +374,10 @@ def _threads(W: tl.constexpr):
     return t // 32, r, q, r * 16 + q * 4
 
 
-@triton.jit(do_not_specialize=["inverse"])
+@triton.jit(do_not_specialize=["inverse", "rest"])
 def _one_token(
     ys, x, words, scales, biases, codes, token_scale, total, outs, tiles,
-    K, width, inverse, steps, epsilon,
+    width, inverse, rest, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, ASM: tl.constexpr,
@@ -383,8 +396,10 @@ def _one_token(
     begin *= TILES
 
     first, r, q, own = _threads(W)
-    there = first >= 0
-    loaded = _load_turns(word, begin, count, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN)
+    ring = triton_ring.make(first, own, AHEAD, W, ASM)
+    for turn in tl.static_range(AHEAD):
+        at, inside = _place_of(word, begin, count, first, steps, own, turn, TURNS, W)
+        triton_ring.begin(ring, at, inside, turn, AHEAD, EVEN, ASM)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -393,13 +408,22 @@ def _one_token(
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon, KIND, CLAMPED, W,
+        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, W,
         TURNS, EVEN, ASM,
     )  # fmt: skip
-    sums = _sums_of_rows(
-        loaded, pairs, word, begin, count, first, q, steps, own, there, there,
-        W, TURNS, TILES, AHEAD, EVEN, ASM,
-    )  # fmt: skip
+    ALL: tl.constexpr = TILES * TURNS
+    sums = ()
+    for turn in tl.static_range(ALL):
+        if turn % TURNS == 0:
+            of_tile = _nothing(W)
+        at, inside = _place_of(word, begin, count, first, steps, own, turn, TURNS, W)
+        taken = triton_ring.take(ring, at, inside, turn, ALL, AHEAD, ASM)
+        if turn + AHEAD < ALL:
+            at, inside = _place_of(word, begin, count, first, steps, own, turn + AHEAD, TURNS, W)
+            triton_ring.begin(ring, at, inside, turn + AHEAD, AHEAD, EVEN, ASM)
+        of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
+        if turn % TURNS == TURNS - 1:
+            sums += _of_columns(of_tile, q)
     sums = _over_warps(sums, taken_off, codes is not None, W, ASM)
     for i in tl.static_range(TILES):
         value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
@@ -407,50 +431,47 @@ def _one_token(
         n += 16
 
 
-@triton.jit(do_not_specialize=["inverse"])
+@triton.jit(do_not_specialize=["inverse", "rest"])
 def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
-    K, width, inverse, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+    width, inverse, rest, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the gate, and what is open of those of `up`."""
-    begin = tl.program_id(0) * TILES
+    tile = tl.program_id(0) * TILES
     first, r, q, own = _threads(W)
     there = first >= 0
-    loaded = _load_turns(gates, begin, tiles, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN)
+    loaded = _load_turns(gates, tile, first, steps, own, there, there, 0, AHEAD, W, EVEN)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    n = begin * 16 + r
+    n = tile * 16 + r
     of_gates = ()
     of_ups = ()
     for i in tl.static_range(2 * TILES):  # of each tile rows r and r + 8
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon, KIND, CLAMPED, W,
+        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, W,
         TURNS, EVEN, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
-        tile = begin + i
         sums = _sums_of_rows(
-            loaded, pairs, gates, tile, tiles, first, q, steps, own, there, there,
-            W, TURNS, 1, AHEAD, EVEN, ASM,
-        )  # fmt: skip
+            loaded, pairs, gates, tile, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
+        )
         upper, lower = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
         lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
         open, open8 = (upper != 0) & (n < N), (lower != 0) & (n + 8 < N)
-        of_up = _load_turns(ups, tile, tiles, first, steps, own, open, open8, 0, AHEAD, W, TURNS, False)
+        of_up = _load_turns(ups, tile, first, steps, own, open, open8, 0, AHEAD, W, False)
+        following = tl.minimum(tile + 1, tiles - 1)
         if i + 1 < TILES:  # the next tile is under way meanwhile
-            loaded = _load_turns(
-                gates, tile + 1, tiles, first, steps, own, there, there, 0, AHEAD, W, TURNS, EVEN
-            )
+            loaded = _load_turns(gates, following, first, steps, own, there, there, 0, AHEAD, W, EVEN)
         sums = _sums_of_rows(
-            of_up, pairs, ups, tile, tiles, first, q, steps, own, open, open8,
-            W, TURNS, 1, AHEAD, False, ASM,
-        )  # fmt: skip
+            of_up, pairs, ups, tile, first, q, steps, own, open, open8, W, TURNS, AHEAD, False, ASM
+        )
+        tile = following
         upper_up, lower_up = _over_warps(sums, taken_off, codes is not None, W, ASM)
         upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
         lower = _gated(lower, lower_up, own_scale, of_ups[2 * i + 1], x.dtype.element_ty, ASM)
@@ -477,7 +498,7 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def _codes(
-    x, codes, token_scale, total, first, r, q, K, width, inverse, steps, epsilon,
+    x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -497,7 +518,7 @@ def _codes(
             runs += (
                 load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
             )  # fmt: skip
-        pairs, own_scale, taken_off = quantised(runs, K, inverse, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+        pairs, own_scale, taken_off = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
@@ -515,23 +536,17 @@ def _codes(
 
 @triton.jit
 def _sums_of_rows(
-    loaded, pairs, words, begin, tiles, first, q, steps, own, there, there8,
-    W: tl.constexpr, TURNS: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
-    ASM: tl.constexpr,
+    loaded, pairs, words, tile, first, q, steps, own, there, there8,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """What a thread has of the sums of rows r and r + 8 of TILES tiles, int32; AHEAD turns are `loaded`."""
-    results = ()
-    for turn in tl.static_range(TILES * TURNS):
-        if turn + AHEAD < TILES * TURNS:
-            loaded += _load_turns(
-                words, begin, tiles, first, steps, own, there, there8, turn + AHEAD, 1, W, TURNS, WHOLE
-            )
-        if turn % TURNS == 0:
-            sums = _nothing(W)
-        sums = _multiply_turn(loaded[turn], pairs[turn % TURNS], sums, W, ASM)
-        if turn % TURNS == TURNS - 1:
-            results += _of_columns(sums, q)
-    return results
+    """What a thread has of the sums of a tile's rows r and r + 8, int32; AHEAD turns are `loaded`."""
+    sums = _nothing(W)
+    for turn in tl.static_range(TURNS):
+        if turn + AHEAD < TURNS:
+            loaded += _load_turns(words, tile, first, steps, own, there, there8, turn + AHEAD, 1, W, WHOLE)
+        upper, lower = loaded[turn]
+        sums = _multiply_turn(four(upper), four(lower), pairs[turn], sums, W, ASM)
+    return _of_columns(sums, q)
 
 
 @triton.jit
@@ -545,9 +560,8 @@ def _nothing(W: tl.constexpr):
 
 
 @triton.jit
-def _multiply_turn(loaded, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
-    """Add the products of a tile's words in a turn with the token's codes."""
-    v, u = four(loaded[0]), four(loaded[1])
+def _multiply_turn(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of words of rows r and of r + 8, four each, with the token's codes of a turn."""
     added = ()
     for g in tl.static_range(8):
         mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
@@ -597,21 +611,38 @@ def _unscaled(even, odd, C: tl.constexpr):
 
 @triton.jit
 def _load_fragments(
-    codes, step, steps, r, q, block, BLOCKS: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr
-):
-    """Of every block of 8 tokens 4 times 4 words of codes: what each instruction takes lies side by side."""
+    codes, step, steps, r, q, block,
+    BLOCKS: tl.constexpr, NB: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of every block of 8 tokens 4 times 4 words of codes: what each instruction takes lies side by side.
+
+    Codes of 4 bits come two in a byte, and are 16 times as large as they should be afterwards.
+    """
+    LOADS: tl.constexpr = 2 if HALVES else 4
     loaded = ()
     for nb in tl.static_range(NB):
         words = ()
-        for i in tl.static_range(4):
-            at = step * (4 * 8 * 16 * BLOCKS) + block * 128 + r * 16 + q * 4
+        for i in tl.static_range(LOADS):
+            at = step * (LOADS * 128 * BLOCKS) + block * 128 + r * 16 + q * 4
             where = codes + at[:, None] + tl.arange(0, 4)[None, :] + (i * BLOCKS + nb) * 128
             if EVEN:
-                words += (four(tl.load(where)),)
+                some = four(tl.load(where))
             else:
-                words += (four(tl.load(where, mask=(step < steps)[:, None], other=0)),)
+                some = four(tl.load(where, mask=(step < steps)[:, None], other=0))
+            if HALVES:
+                words += (_widened(some[0], some[1]), _widened(some[2], some[3]))
+            else:
+                words += (some,)
         loaded += (words,)
     return loaded
+
+
+@triton.jit
+def _widened(first, second):
+    """The lower halves of the bytes of two words, and the upper ones, each as the upper half of a byte."""
+    return (
+        (first << 4) & -0x0F0F0F10, (second << 4) & -0x0F0F0F10, first & -0x0F0F0F10, second & -0x0F0F0F10
+    )  # fmt: skip
 
 
 @triton.jit
@@ -643,7 +674,8 @@ def _few_tokens(
     y, codes, token_scale, total, words, scales, bias, M, N, steps, tiles,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr,
     TN: tl.constexpr, SETS: tl.constexpr, PLACES: tl.constexpr, ROUNDS: tl.constexpr,
-    CODES_AHEAD: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    CODES_AHEAD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn.
 
@@ -685,7 +717,7 @@ def _few_tokens(
         own_scale = tl.load(token_scale + m, mask=m < M, other=0.0)
         of_tokens += ((own_scale, tl.load(total + m, mask=m < M, other=0)),)
     if CODES_AHEAD:
-        next_fragments = _load_fragments(codes, first, steps, r, q, block, BLOCKS, NB, EVEN)
+        next_fragments = _load_fragments(codes, first, steps, r, q, block, BLOCKS, NB, HALVES, EVEN)
     for turn in range(0, ROUNDS * PLACES, PLACES):
         later = ()
         for i in tl.static_range(PLACES):
@@ -695,9 +727,11 @@ def _few_tokens(
                 following = step + W
                 if EVEN:  # the last turn loads what it has once more
                     following = tl.minimum(following, steps - W + first)
-                next_fragments = _load_fragments(codes, following, steps, r, q, block, BLOCKS, NB, EVEN)
+                next_fragments = _load_fragments(
+                    codes, following, steps, r, q, block, BLOCKS, NB, HALVES, EVEN
+                )
             else:
-                fragments = _load_fragments(codes, step, steps, r, q, block, BLOCKS, NB, EVEN)
+                fragments = _load_fragments(codes, step, steps, r, q, block, BLOCKS, NB, HALVES, EVEN)
             sums = _multiply_tiles(turns[i], fragments, sums, TN, NB, SETS, ALL, ASM)
             if ROUNDS > 1:
                 step += PLACES * W
@@ -718,7 +752,8 @@ def _few_tokens(
     added = share_sums(values, value, W, BESIDE, ASM)
     for i in tl.static_range(EACH):
         own_scale, taken_off = of_tokens[i // OF_TOKEN]
-        result = _scaled(added[i] - taken_off, own_scale, of_rows[i % len(of_rows)], bias)
+        mine = added[i] >> 4 if HALVES else added[i]
+        result = _scaled(mine - taken_off, own_scale, of_rows[i % len(of_rows)], bias)
         token = (value + i) // OF_TOKEN
         m = block * 8 + token // 2 * 8 + token % 2 + 2 * q
         n = (tile + (value + i) % OF_TOKEN // 2) * 16 + (value + i) % 2 * 8 + r
