@@ -6,7 +6,7 @@
 `neuzip.load_model` of the compressed one; `rounded`, with 3 mantissa bits and packed, only if asked for. The
 weights are made up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one
 CUDA graph, with norms and the like fused in all of them alike; a speed is that of the median step. Where its
-weights happen to lie makes a model up to 0.5 % faster or slower than its like. So `dense`, which should be
+weights happen to lie makes a model up to 0.9 % faster or slower than its like. So `dense`, which should be
 just as fast as bf16, is loaded ALIKE times, with as many bf16 models between, and all take turns: the medians
 are compared, less what the bf16 models are apart. Rows called compiled are of steps that torch.compile
 compiled first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak

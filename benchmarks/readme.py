@@ -1032,11 +1032,12 @@ def short() -> str:
 
 
 def cards() -> str:
-    """The GPUs of these figures."""
+    """The GPUs of these figures: none is of several at once."""
     names = ("gpu_codec", "generate", "bitnet", "attention", "linear_cross_entropy", "train_memory")
     documents = [load(name) for name in names if is_measured(name)]
     sections = [part for document in documents for part in (document, *document.get("sections", {}).values())]
-    return " or ".join(sorted({p["environment"]["gpu"]["name"] for p in sections if "environment" in p}))
+    environments = [part["environment"] for part in sections if "environment" in part]
+    return " or ".join(sorted({e["gpu"]["name"] for e in environments if e.get("gpus", 1) == 1}))
 
 
 def linked(what: str, title: str) -> str:
