@@ -399,7 +399,7 @@ def generated(row: dict[str, Any] | None) -> str:
         return f"{cell} ({row['ratio']:.2f})"
     aim = f"{'at most' if row['most'] else 'at least'} {row['must']}"
     if "apart" in row:
-        aim += f" less {100 * row['apart']:.2g} %, which two of the same are apart"
+        aim += f" less {100 * row['apart']:.2g} %, which models of the same are apart"
     stretch = f", stretch {row['stretch']}" if row.get("stretch") else ""
     return f"{cell} ({row['ratio']:.3f}{'' if row['met'] else ', **missed**'}, {aim}{stretch})"
 
@@ -1032,12 +1032,12 @@ def short() -> str:
 
 
 def cards() -> str:
-    """The GPUs of these figures: none is of several at once."""
+    """The GPUs of these figures, none of which is of several at once."""
     names = ("gpu_codec", "generate", "bitnet", "attention", "linear_cross_entropy", "train_memory")
     documents = [load(name) for name in names if is_measured(name)]
-    sections = [part for document in documents for part in (document, *document.get("sections", {}).values())]
-    environments = [part["environment"] for part in sections if "environment" in part]
-    return " or ".join(sorted({e["gpu"]["name"] for e in environments if e.get("gpus", 1) == 1}))
+    sections = [s for d in documents for name, s in d.get("sections", {}).items() if name != "two-gpus"]
+    environments = [part["environment"] for part in documents + sections if "environment" in part]
+    return " or ".join(sorted({environment["gpu"]["name"] for environment in environments}))
 
 
 def linked(what: str, title: str) -> str:

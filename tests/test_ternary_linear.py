@@ -7,6 +7,7 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -378,6 +379,15 @@ def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device)
     assert same_bits(y, reference.ternary_linear(x, weights, clamped=True))
 
 
+def test_one_token_by_what_it_cannot_be(device):
+    weight, x = TernaryWeight.of(ternary(16, 256), device), tokens(1, 256).to(device)
+    beside = replace(weight, words=weight.words.new_zeros(257)[1:].view(weight.words.shape))
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        triton_vector.one_token(x, [beside], [None], "int8", False)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        triton_vector.one_token(x, [weight], [None], "int8", False, launch=Launch(16, 48))
+
+
 @pytest.mark.parametrize("limit", [4, 8])
 def test_one_long_token(limit: int, device, monkeypatch):
     """More turns than words are loaded ahead, and than a program quantises itself."""
@@ -677,11 +687,20 @@ def see(function, code, kwargs):
     early = re.findall(r"ld\\.global\\S*", before)
     if "griddepcontrol.wait" in code.asm["ptx"]:  # words alone are read before the kernel ahead has ended
         assert all("evict_first" in load for load in early)
-        assert early or "cp.async.cg" in before or "quantize" in function.__name__
+        assert early or function.__name__ == "_one_token" or "quantize" in function.__name__
+    if function.__name__ == "_one_token":
+        ahead, turns = kwargs["AHEAD"], kwargs["TILES"] * kwargs["TURNS"]
+        assert not early and before.count("cp.async.cg") == 2 * ahead
+        waits = [int(later) for later in re.findall(r"cp\\.async\\.wait_group (\\d+)", code.asm["ptx"])]
+        assert waits == [min(turns, turn + ahead) - turn - 1 for turn in range(turns)]
+        seen.add(("ring used again", ahead < turns))
+    seen.add(("HALVES", kwargs.get("HALVES")))
     assert ".ftz" not in code.asm["ptx"] and (fused == 0 or kwargs.get("KIND") == 2)
     print(function.__name__, len(lines), *found, sep=" | ")
 
+seen = set()
 compile_only.watch(see)
+triton_vector.multiprocessors = triton_matrix.multiprocessors = lambda device: 132
 for module in (triton_matrix, triton_quantize, triton_vector):
     module.early_launches = lambda device: True
 
@@ -703,9 +722,11 @@ for dtype, out, columns, activation in (
     triton_vector.few_tokens(few, weight(out, columns), None, activation, False, 1)
     triton_matrix.many_tokens(few, weight(out, columns), bias, activation, False, 1)
     triton_matrix.many_tokens(one, weight(out, columns, 128), None, activation, False, 1)
-for out, columns in ((4096, 14336), (8192, 28672), (4096, 65536)):  # rings of 40 KB
+for out, columns in ((14336, 4096), (4096, 14336), (8192, 28672), (4096, 65536)):
     one = torch.zeros(1, columns, dtype=torch.bfloat16)
-    triton_vector.one_token(one, [weight(out, columns)], [None], "int8", False)
+    triton_vector.one_token(one, [weight(out, columns)], [None], "int4", False)
+triton_vector.few_tokens(torch.zeros(9, 256), weight(16 * 400, 256), None, "int4", False)
+assert seen >= {("ring used again", True), ("ring used again", False), ("HALVES", True), ("HALVES", False)}
 """
 
 
@@ -714,7 +735,7 @@ def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
     assert len({name for name, *_ in lines}) == 8
     by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
-    assert len(by_hand) == 19
+    assert len(by_hand) == 21
     for _, count, *found in by_hand:
         assert int(count) >= 8
         assert len(found) == 1

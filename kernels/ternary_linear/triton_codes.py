@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from fractions import Fraction
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -35,11 +36,14 @@ _PRECISION, INFINITY = tl.constexpr(PRECISION), tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _MOST_INT4, _LEAST_INT4 = tl.constexpr(7 / SQRT_7), tl.constexpr(-8 / SQRT_7)
 _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
-_LOW_BITS, _HIGH_BITS = tl.constexpr((1023 + 52) << 52), tl.constexpr((1023 + 52 + 22) << 52)
-_BOTH = tl.constexpr(2.0**52 + 2.0**74)
 """Of a sum of magnitudes the lower bits, and those above, are added each by themselves."""
 
+_LOW_BITS, _HIGH_BITS = tl.constexpr((1023 + 52) << 52), tl.constexpr((1023 + 52 + _LOW.value) << 52)
+_LOW_AND_HIGH = tl.constexpr(2.0**52 + 2.0 ** (52 + _LOW.value))
+"""2**52 and 2**74 as fp64, which have 32 bits of an integer as their lowest; and the sum of both."""
 
+
+@cache
 def inverse_of(count: int) -> tuple[int, int]:
     """The bits of two fp64 whose sum is 1 / count: a multiply-add with them divides sums of magnitudes.
 
@@ -149,8 +153,8 @@ def _mean(runs, peak, inverse, rest, DTYPE: tl.constexpr, W: tl.constexpr, ASM: 
         AWAY: tl.constexpr = 1008 if tl.float16 == DTYPE else 896
         start = (exponent + (1023 - 126 - _PRECISION + 52 - AWAY)).to(tl.int64) << 52
         begin = start.to(tl.float64, bitcast=True)
-        both = begin, begin
-        pairs = both, both, both, both  # as an addition takes long
+        pair = begin, begin
+        pairs = pair, pair, pair, pair  # as an addition takes long
         for i in tl.static_range(len(runs)):
             for w in tl.static_range(len(runs[i])):
                 added = _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], DTYPE)
@@ -167,13 +171,13 @@ def _mean(runs, peak, inverse, rest, DTYPE: tl.constexpr, W: tl.constexpr, ASM: 
                 sums += (finite.to(tl.float64) / unit).to(tl.int64)
     low, high = (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
     low, high = of_program((low, high), False, W, ASM)
-    # In the lowest bits of 2**52 and of 2**74 they are fp64 without being converted.
     low = (low.to(tl.uint32, bitcast=True).to(tl.int64) | _LOW_BITS).to(tl.float64, bitcast=True)
     high = (high.to(tl.uint32, bitcast=True).to(tl.int64) | _HIGH_BITS).to(tl.float64, bitcast=True)
-    total = (high - _BOTH) + low
-    rest = unit * rest.to(tl.float64, bitcast=True)
-    inverse = unit * inverse.to(tl.float64, bitcast=True)
-    return tl.math.fma(total, inverse, total * rest).to(tl.float32)
+    total = (high - _LOW_AND_HIGH) + low
+    left = unit * rest.to(tl.float64, bitcast=True)
+    nearest = unit * inverse.to(tl.float64, bitcast=True)
+    # The interpreter rounds the product too; for all sums that there are its fp32 is the same.
+    return tl.math.fma(total, nearest, total * left).to(tl.float32)
 
 
 @triton.jit

@@ -53,12 +53,14 @@ def quantize(
     """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
 
     Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
-    fragments; what stands there for tokens that x has not is anything. `start_next`: the next kernel may
-    start before x is there. It waits for this one to read what this one writes; what it reads earlier has to
-    be complete. Whoever calls holds LAUNCHING, and the device is the current one.
+    fragments, those of INT4 in `halves` of bytes; what stands there for tokens that x has not is anything.
+    `start_next`: the next kernel may start before x is there. It waits for this one to read what this one
+    writes; what it reads earlier has to be complete. Whoever calls holds LAUNCHING, and the device is the
+    current one.
     """
     tokens, columns = x.shape
     steps = steps_of(columns)
+    assert not halves or (blocks and activation == "int4")
     nbytes = steps * STEP // 2 if halves else steps * STEP
     codes = torch.empty(8 * blocks or tokens, nbytes, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)

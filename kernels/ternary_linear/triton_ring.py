@@ -2,7 +2,8 @@
 
 A thread copies what it will use itself, 16 bytes of row r and of row r + 8 a turn, so no thread waits for
 another. Copies end in the order they were begun in, a group for each turn. A place is filled again when its
-words have been loaded from it: loads and copies of a thread go to shared memory in order.
+words have been loaded from it. Nothing in PTX says that a copy is not ahead of such a load; ptxas keeps them
+in order, and a copy goes to the memory of the card first.
 
 The interpreter has no shared memory: it loads words where they are.
 """
@@ -18,8 +19,8 @@ from .weight import STEP
 TURN_BYTES = 4 * STEP
 """Of a warp's words in a turn: 16 rows of STEP columns."""
 
-MOST = 40
-"""Turns of all warps in the ring of a program: of 48 KB, sums are exchanged in the rest."""
+MOST_TURNS = 40
+"""Of all warps of a program that are under way, at most: of 48 KB, sums are exchanged in the rest."""
 
 _ROWS_BEHIND, _TURN_BYTES = tl.constexpr(STEP // 2), tl.constexpr(TURN_BYTES)
 
@@ -44,7 +45,7 @@ def _making(turns):
 
 
 @triton.jit
-def begin(
+def begin_copy(
     ring, words, inside, TURN: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
 ):
     """Begin to copy the words of a turn, pointers [T]; zeros unless `inside`, which with EVEN all are."""

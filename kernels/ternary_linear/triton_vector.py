@@ -14,8 +14,9 @@ More tokens (`_few_tokens`) come quantised, in the order of the instructions. Th
 sums are those of blocks of 8 tokens. Codes of 16 tokens are more bytes than the weights of a tile, so warps
 with other tiles go through the same columns beside each other: what one loads the others find in the cache.
 
-Several warps share the columns of a tile and add their sums in the end. Kernels load weights before they wait
-for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile.
+Several warps share the columns of a tile and add their sums in the end. Kernels ask for weights before they
+wait for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile: to shared
+memory for one token (`triton_ring`), to registers for more and for the gated unit.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Launch:
     warps: int  # that share the columns of a tile
     tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
-    places: int = PLACES  # for the words of so many turns: of one token turns that are under way
+    places: int = PLACES  # for the words of so many turns; of one token turns that are under way, at most
     # For one token:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
@@ -85,7 +86,7 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """By the steps of all tiles that a multiprocessor has: as was fastest on an H200, like the next ones.
+    """By the steps of all tiles that a multiprocessor has: as was fastest for four shapes on an H200.
 
     Several tiles of a program make do with one quantisation of the token. With most steps of all, it is
     quantised once, by a kernel ahead.
@@ -147,7 +148,15 @@ def one_token(
     """
     tiles = sum(weight.words.shape[0] for weight in weights)
     launch = launch or one_token_launch(tiles, weights[0].words.shape[1], multiprocessors(x.device))
-    of_token = _Token.of(x, weights, activation, clamped, kept, launch, launch.tiles)
+    if any(weight.words.data_ptr() % 16 for weight in weights):
+        raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
+    of_token = _Token.of(
+        x, weights, activation, clamped, kept, launch, launch.tiles, triton_ring.MOST_TURNS // launch.warps
+    )
+    shared = triton_ring.TURN_BYTES * launch.warps * of_token.options["AHEAD"]
+    shared += launch.warps * (64 * launch.tiles + 12)  # sums that are exchanged
+    if shared > STATIC_BYTES:
+        raise ValueError(f"{launch} takes {shared} bytes of shared memory; {STATIC_BYTES} are possible")
     ys = [of_token.empty(weight) for weight in weights]
     programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
     with torch.cuda.device_of(x), LAUNCHING:
@@ -206,8 +215,9 @@ class _Token:
         kept: int,
         launch: Launch,
         together: int,
+        most: int | None = None,
     ) -> _Token:
-        """`together`: tiles whose words are under way at once."""
+        """`together`: tiles whose words are under way at once, in `most` turns."""
         columns, steps = x.shape[1], weights[0].words.shape[1]
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
@@ -217,7 +227,7 @@ class _Token:
             "width": held.shape[1], "inverse": inverse, "rest": rest, "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": min(launch.places, turns * together, triton_ring.MOST // launch.warps),
+            "TURNS": turns, "AHEAD": min(launch.places, turns * together, most or launch.places),
             "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
@@ -328,8 +338,10 @@ def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr
 
 
 @triton.jit
-def _place_of(words, tile, tiles, warp, steps, own, TURN: tl.constexpr, TURNS: tl.constexpr, W: tl.constexpr):
-    """Where a thread's words are in a turn of the tiles from `tile` on, TURNS each; whether any are."""
+def _words_of_turn(
+    words, tile, tiles, warp, steps, own, TURN: tl.constexpr, TURNS: tl.constexpr, W: tl.constexpr
+):
+    """Where they are, for a thread, in the tiles from `tile` on, TURNS each; and whether there are any."""
     step = warp + TURN % TURNS * W
     mine = tl.minimum(tile + TURN // TURNS, tiles - 1).to(tl.int64)
     return words + (mine * steps + step) * _STEP + own, step < steps
@@ -398,8 +410,8 @@ def _one_token(
     first, r, q, own = _threads(W)
     ring = triton_ring.make(first, own, AHEAD, W, ASM)
     for turn in tl.static_range(AHEAD):
-        at, inside = _place_of(word, begin, count, first, steps, own, turn, TURNS, W)
-        triton_ring.begin(ring, at, inside, turn, AHEAD, EVEN, ASM)
+        at, inside = _words_of_turn(word, begin, count, first, steps, own, turn, TURNS, W)
+        triton_ring.begin_copy(ring, at, inside, turn, AHEAD, EVEN, ASM)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -416,11 +428,11 @@ def _one_token(
     for turn in tl.static_range(ALL):
         if turn % TURNS == 0:
             of_tile = _nothing(W)
-        at, inside = _place_of(word, begin, count, first, steps, own, turn, TURNS, W)
+        at, inside = _words_of_turn(word, begin, count, first, steps, own, turn, TURNS, W)
         taken = triton_ring.take(ring, at, inside, turn, ALL, AHEAD, ASM)
         if turn + AHEAD < ALL:
-            at, inside = _place_of(word, begin, count, first, steps, own, turn + AHEAD, TURNS, W)
-            triton_ring.begin(ring, at, inside, turn + AHEAD, AHEAD, EVEN, ASM)
+            at, inside = _words_of_turn(word, begin, count, first, steps, own, turn + AHEAD, TURNS, W)
+            triton_ring.begin_copy(ring, at, inside, turn + AHEAD, AHEAD, EVEN, ASM)
         of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
         if turn % TURNS == TURNS - 1:
             sums += _of_columns(of_tile, q)
