@@ -19,8 +19,10 @@ be written: the last step of unpacking is made when the products before have end
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,6 +48,9 @@ ROWS, OUT = 256, 128
 X_STAGES, WORD_STAGES = 4, 2
 """Blocks of x of 64 columns, and turns of words, in shared memory."""
 
+SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
+"""How x and y, and words, lie in shared memory."""
+
 REGISTERS = 240
 """Of a thread that multiplies."""
 
@@ -57,12 +62,13 @@ BYTES_A_SECOND, PRODUCTS_A_SECOND, DECODED_A_SECOND, LAUNCHES = 4.0e12, 3.4e14, 
 
 
 def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
-    """Whether this can be done and decoding first would take longer, for x [rows, in], on a Hopper GPU."""
+    """Whether this can be done and decoding first would take longer, for x [..., in], on a Hopper GPU."""
     out, columns = packed.shape
+    rows = x.numel() // columns
     return (
         packed.turn_index.numel() > 0
         and out % 8 == 0  # rows of y begin at multiples of 16 bytes
-        and seconds(len(x), out, columns, multiprocessors(x.device)) < seconds_decoded(len(x), out, columns)
+        and seconds(rows, out, columns, multiprocessors(x.device)) < seconds_decoded(rows, out, columns)
     )
 
 
@@ -80,33 +86,50 @@ def seconds_decoded(rows: int, out: int, columns: int) -> float:
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weights.T + bias with fp32 sums: x [rows, in], bias [out], to [rows, out].
+    """x @ weights.T + bias with fp32 sums: x [..., in], bias [out], to [..., out].
 
     x, bias and the weights have one dtype and are contiguous, and `pays` holds but for the time.
     """
-    rows, columns = x.shape
-    out = packed.shape[0]
-    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    out, columns = packed.shape
+    rows = x.numel() // columns
+    y = torch.empty(*x.shape[:-1], out, dtype=x.dtype, device=x.device)
     if x.data_ptr() % 16:
         x = x.clone()
-    tiles, planes, lanes = packed.words.shape[:3]
-    swizzled, plain = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
-    blocks = triton.cdiv(out, OUT), triton.cdiv(rows, ROWS)
+    blocks = -(-out // OUT), -(-rows // ROWS)
+    arrays, constants = packed.once("many rows", _of_weights)
     with torch.cuda.device_of(x), LAUNCHING:
         _many_rows[(min(multiprocessors(x.device), blocks[0] * blocks[1]),)](
-            TensorDescriptor.from_tensor(x, [ROWS, 64], swizzled),
-            TensorDescriptor.from_tensor(y, [ROWS // 2, 64], swizzled),
-            TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [8, 1, 64], plain),
-            packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-            packed.turn_escapes, bias, packed.base, 2.0**packed.shift, *blocks, tiles, out,
-            TURNS=columns // TURN, LOW=packed.low_bits, HALF=packed.dtype == torch.float16,
-            FIRST_HALF=planes_of(packed.layout, range(4)), OTHER_HALF=planes_of(packed.layout, range(4, 8)),
-            STAGES=X_STAGES, WORD_STAGES=WORD_STAGES, REGISTERS=REGISTERS, num_warps=4,
+            TensorDescriptor(x, [rows, columns], [columns, 1], [ROWS, 64], SWIZZLED),
+            TensorDescriptor(y, [rows, out], [out, 1], [ROWS // 2, 64], SWIZZLED),
+            *arrays, bias, packed.base, 2.0**packed.shift, *blocks, packed.words.shape[0], out, **constants,
         )  # fmt: skip
     return y
 
 
-def planes_of(layout: Layout, groups: range) -> int:
+def _of_weights(packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a launch is given of weights, and what it is compiled for."""
+    tiles, planes, lanes = packed.words.shape[:3]
+    first, other = planes_of_halves(packed.layout)
+    arrays = (
+        TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [8, 1, 64], PLAIN),
+        packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
+        packed.turn_escapes,
+    )  # fmt: skip
+    constants = {
+        "TURNS": packed.shape[1] // TURN, "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16,
+        "FIRST_HALF": first, "OTHER_HALF": other, "STAGES": X_STAGES, "WORD_STAGES": WORD_STAGES,
+        "REGISTERS": REGISTERS, "num_warps": 4,
+    }  # fmt: skip
+    return arrays, constants
+
+
+@functools.cache
+def planes_of_halves(layout: Layout) -> tuple[int, int]:
+    """The planes that have something of the first half of the slots, and of the other: a bit each."""
+    return _planes_of(layout, range(4)), _planes_of(layout, range(4, 8))
+
+
+def _planes_of(layout: Layout, groups: range) -> int:
     """The planes that have something of the slots 4 g to 4 g + 3, for the g of `groups`: a bit each."""
     return sum(1 << plane for plane in {p.place(g)[0] for p in layout.groups for g in groups})
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,8 @@ A gradient decodes all of them at once."""
 
 ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
 """The tensors of a PackedTensor."""
+
+T = TypeVar("T")
 
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
@@ -70,6 +73,13 @@ class PackedTensor:
     escapes: torch.Tensor
     turn_index: torch.Tensor
     turn_escapes: torch.Tensor
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, name: str, make: Callable[[PackedTensor], T]) -> T:
+        """What `make` makes of it, for kernels: the same each time, so it is kept under a name."""
+        if name not in self._made:
+            self._made[name] = make(self)
+        return self._made[name]  # type: ignore[no-any-return]
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
@@ -335,7 +345,7 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
 
 def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """x @ weights.T + bias for x [rows, in] from the packed form; None where decoding first is to be done."""
-    if len(x) <= FEW_ROWS:
+    if x.shape[0] <= FEW_ROWS:
         from . import triton_linear
 
         return triton_linear.linear(x, packed, bias)

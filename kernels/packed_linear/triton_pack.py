@@ -115,10 +115,10 @@ def _decode(
     lane = lane_words(columns)
     if ids is None:
         downs, together = -(-(start % TILE_ROWS + count) // TILE_ROWS), TILE_ROWS
-        wide = min(WORDS, triton.next_power_of_2(lane))
+        most = WORDS
     else:
-        downs, together = count, 1
-        wide = min(WORDS_OF_ONE, triton.next_power_of_2(lane))
+        downs, together, most = count, 1, WORDS_OF_ONE
+    wide = min(most, 1 << (lane - 1).bit_length())
     whole = columns == SLOTS * lane and dense.data_ptr() % 4 == 0
     turns = whole and columns % TURN == 0
     with torch.cuda.device_of(dense), LAUNCHING:
