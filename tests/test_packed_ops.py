@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.packed_linear import torch_ops, triton_pack
@@ -542,6 +543,39 @@ def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
     opcheck(ops.packed_decode.default, (3, 9, *packed.arguments))
     opcheck(ops.packed_decode_into.default, (out, 3, *packed.arguments))
     opcheck(ops.packed_rows.default, (ids, *packed.arguments))
+
+
+def test_a_mode_sees_products_as_operators() -> None:
+    """What is not seen is the same, bit for bit, without an operator."""
+    packed, seen = by_reference(gaussian((40, 70), torch.bfloat16)), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    operator = torch.ops.neuzip.packed_linear
+    for shape in ((70,), (3, 70), (2, 100, 70), (2, 0, 70)):
+        x = torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
+        y = torch_ops.linear(x, packed)
+        assert same_bits(y, operator(x, None, *packed.arguments)) and y.is_contiguous()
+        seen.clear()
+        with Watch():
+            assert same_bits(torch_ops.linear(x, packed), y)
+        assert operator.default in seen
+        if x.dim() > 1:
+            rows = torch.vmap(lambda row: torch_ops.linear(row, packed))(x)
+            assert same_bits(rows, torch.stack([torch_ops.linear(row, packed) for row in x]))
+
+
+def test_what_is_made_without_gradients_can_be_written_to_with_them() -> None:
+    packed, trained = by_reference(gaussian((40, 70), torch.bfloat16)), torch.ones(40, requires_grad=True)
+    for rows in (3, 300):
+        with torch.no_grad():
+            y = torch_ops.linear(torch.ones(1, rows, 70, dtype=torch.bfloat16, device=DEVICE), packed)
+        y += trained.to(y)
+        y.sum().backward()
+    assert trained.grad is not None and trained.grad.tolist() == [303] * 40
 
 
 def test_operators_are_compiled_in_one_graph() -> None:

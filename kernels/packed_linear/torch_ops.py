@@ -36,6 +36,7 @@ ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index
 
 T = TypeVar("T")
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
 
@@ -207,7 +208,24 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
-    return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
+    if _is_seen(x, packed.words, bias):
+        return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
+    return _product(x, packed, bias)
+
+
+def _is_seen(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
+
+    To call that takes the host about as long as the launch of a kernel.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or any(type(t) not in _PLAIN or t.is_meta for t in tensors if t is not None)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
+    )
 
 
 # The operators. Their schemas are written out: those of `*weights` cannot be inferred. On a GPU the arrays of
@@ -277,15 +295,7 @@ def _(ids, *weights):  # type: ignore[no-untyped-def]
     "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
 )
 def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
-    packed = PackedTensor.of_arguments(*weights)
-    out, columns = packed.shape
-    flat = x.reshape(math.prod(x.shape[:-1]), columns)
-    y = None
-    if _on_gpu(packed.words) and flat.shape[0] and packed.words.numel():
-        y = _multiply_packed(flat.contiguous(), packed, None if bias is None else bias.contiguous())
-    if y is None:
-        y = _multiply_decoded(flat, packed, bias)
-    return y.view(*x.shape[:-1], out)
+    return _product(x, PackedTensor.of_arguments(*weights), bias)
 
 
 @_linear.register_fake
@@ -343,12 +353,27 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
         dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
 
 
+def _product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What the operator does."""
+    out, columns = packed.shape
+    y = None
+    if _on_gpu(packed.words) and x.numel() and packed.words.numel():
+        y = _multiply_packed(x.contiguous(), packed, None if bias is None else bias.contiguous())
+    if y is None:
+        y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)
+    if y.dim() == x.dim():
+        return y
+    # Not as a view: one that is made without gradients cannot be written to with them.
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], out))  # type: ignore[no-any-return]
+
+
 def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """x @ weights.T + bias for x [rows, in] from the packed form; None where decoding first is to be done."""
-    if x.shape[0] <= FEW_ROWS:
+    """x @ weights.T + bias for x [..., in] from the packed form; None where decoding first is to be done."""
+    columns = packed.shape[1]
+    if x.numel() <= FEW_ROWS * columns:
         from . import triton_linear
 
-        return triton_linear.linear(x, packed, bias)
+        return triton_linear.linear(x.view(-1, columns), packed, bias)
     if not is_hopper(x.device):
         return None
     from . import gluon_linear
