@@ -79,9 +79,12 @@ class CompressedWeight(torch.Tensor):
 
     `stored` is the shape of what is compressed, [out, in] or [experts, out, in]; if `flipped`, the tensor's
     last two dimensions are the other way round. `parts` cover the experts * out rows.
+
+    Products ask these, and not the tensor for its `dim()` or `dtype`: that goes through `__torch_function__`.
     """
 
     stored: tuple[int, ...]
+    stored_dtype: torch.dtype
     flipped: bool
     parts: tuple[Part, ...]
 
@@ -113,7 +116,7 @@ class CompressedWeight(torch.Tensor):
                 device=device,
                 requires_grad=False,
             )
-        made.stored, made.flipped = stored, flipped
+        made.stored, made.stored_dtype, made.flipped = stored, dtype, flipped
         return made
 
     @property
@@ -596,10 +599,20 @@ def _direct(x: Any, *others: Any) -> bool:
     return not torch.is_autocast_enabled(x.device.type)
 
 
+def _is_plain(x: Any, weight: CompressedWeight, bias: Any) -> bool:
+    """Whether a product is of tensors of one dtype, and nothing else has a say."""
+    return (
+        _direct(x, bias)
+        and not weight._traced
+        and not _needs_graph(weight, x, bias)
+        and bool(x.dtype == weight.stored_dtype)
+    )
+
+
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, CompressedWeight) or weight.flipped or weight.dim() != 2:
+    if not isinstance(weight, CompressedWeight) or weight.flipped or len(weight.stored) != 2:
         return NotImplemented
-    if not _direct(x, bias) or weight._traced or _needs_graph(weight, x, bias) or x.dtype != weight.dtype:
+    if not _is_plain(x, weight, bias):
         return NotImplemented
     return weight._linear(x, bias)
 
@@ -607,7 +620,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
     if out is not None or beta != 1 or alpha != 1 or not isinstance(weight, CompressedWeight):
         return NotImplemented
-    if not _direct(x, bias) or weight._traced or _needs_graph(weight, x, bias) or x.dtype != weight.dtype:
+    if not _is_plain(x, weight, bias):
         return NotImplemented
     return _addmm_of(aten.addmm.default, bias, x, weight)
 
@@ -615,7 +628,7 @@ def _addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1, out
 def _embedding(
     ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any
 ) -> Any:
-    if not isinstance(weight, CompressedWeight) or weight.flipped or weight.dim() != 2:
+    if not isinstance(weight, CompressedWeight) or weight.flipped or len(weight.stored) != 2:
         return NotImplemented
     if max_norm is not None or not _direct(ids) or weight._traced or _needs_graph(weight, ids, None):
         return NotImplemented
