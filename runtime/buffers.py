@@ -318,7 +318,7 @@ class _Ring:
 
         In a graph streams wait for each other, and who has lent memory waits for all.
         """
-        if stream not in self._known_on and not self._is_kept:
+        if not self._is_kept and stream not in self._known_on:
             keep(self.memory, stream)
             self._known_on.add(stream)
 

@@ -104,6 +104,18 @@ class Chunk:
         return slice(self.start - before, self.stop - before)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What is the same each time that a chunk is decoded: what is launched, and bytes of its output.
+
+    It needs `room` of them, of which `own` are its weights.
+    """
+
+    part: Part
+    room: int
+    own: slice
+
+
 # Written out: the operators give their numbers on as they come.
 _SCHEMA = (
     "Tensor memory, str fmt, SymInt numel, SymInt kept, SymInt group, SymInt block_size, "
@@ -166,7 +178,7 @@ class ResidentTensor:
     bounds: tuple[int, ...]
     """The weights with which the chunks start, and the end of the last."""
 
-    _prepared: dict[int, Part] = field(default_factory=dict, init=False, repr=False)
+    _prepared: dict[int, Prepared] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, coded: CodedTensor, bounds: Sequence[int] | None = None) -> ResidentTensor:
@@ -256,7 +268,7 @@ class ResidentTensor:
         return self._patterns(out, number)
 
     def _check(self, out: torch.Tensor, number: int) -> None:
-        room = self.room(number)
+        room = self._prepare(number).room
         if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < room:
             raise ValueError(
                 f"the chunk needs {room} bytes of torch.uint8, not {tuple(out.shape)} {out.dtype}"
@@ -266,8 +278,7 @@ class ResidentTensor:
 
     def _patterns(self, out: torch.Tensor, number: int) -> torch.Tensor:
         """Those of a chunk among what was decoded to `out`."""
-        patterns = out[: self.room(number)].view(PATTERNS[self.layout.format.bits])
-        return patterns[self.chunk(number).part(self.layout)]
+        return out[self._prepare(number).own].view(PATTERNS[self.layout.format.bits])
 
     def on(self, memory: torch.Tensor) -> ResidentTensor:
         """The same tensor in other memory with the same contents."""
@@ -280,9 +291,15 @@ class ResidentTensor:
             chunk.number, chunk.start, chunk.stop,
         )  # fmt: skip
 
-    def _part(self, number: int) -> Part:
+    def _prepare(self, number: int) -> Prepared:
         if number not in self._prepared:
-            self._prepared[number] = _part(self.memory, self.layout, self.chunk(number))
+            chunk, size = self.chunk(number), self.layout.format.bits // 8
+            own = chunk.part(self.layout)
+            self._prepared[number] = Prepared(
+                _part(self.memory, self.layout, chunk),
+                self.room(number),
+                slice(own.start * size, own.stop * size),
+            )
         return self._prepared[number]
 
 
@@ -290,11 +307,11 @@ def decode_together(
     chunks: Sequence[tuple[ResidentTensor, int]], outs: Sequence[torch.Tensor], warps: int | None = None
 ) -> list[torch.Tensor]:
     """What `decode_into` does, of several chunks on one device, which share launches."""
-    if len({out.device for out in outs}) > 1:
+    if len(outs) > 1 and len({out.device for out in outs}) > 1:
         raise ValueError("chunks on several devices share no launch")
     for (tensor, number), out in zip(chunks, outs, strict=True):
         tensor._check(out, number)
-    decode_parts([tensor._part(number) for tensor, number in chunks], outs, warps)
+    decode_parts([tensor._prepare(number).part for tensor, number in chunks], outs, warps)
     return [tensor._patterns(out, number) for (tensor, number), out in zip(chunks, outs, strict=True)]
 
 

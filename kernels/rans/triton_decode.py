@@ -18,6 +18,7 @@ tensor, planes by the number of weights. A block whose words do not add up is re
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,6 +163,7 @@ class Launch:
             )  # fmt: skip
 
 
+@functools.cache
 def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
     """What the kernels are compiled for. Programs with the warps of `triton_stream` decode as that does."""
     fmt, kept, group, block_size = kind
