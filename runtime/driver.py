@@ -9,7 +9,7 @@ import torch
 
 
 def capture_of(device: torch.device) -> int:
-    """A number for the graph that the current stream of a device is captured for, or 0."""
+    """A number for the graph that the current stream of a device, with its index, is captured for, or 0."""
     if device.type != "cuda":
         return 0
     stream = torch._C._cuda_getCurrentRawStream(device.index)  # asked for every product: without an object
