@@ -146,17 +146,17 @@ def one_token(
     Each of the weights has a scale, or each has one a row; all have a bias, or none has. The rest is as for
     `ternary_linear`; all arrays are contiguous.
     """
-    tiles = sum(weight.words.shape[0] for weight in weights)
-    launch = launch or one_token_launch(tiles, weights[0].words.shape[1], multiprocessors(x.device))
-    if any(weight.words.data_ptr() % 16 for weight in weights):
-        raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
-    of_token = _Token.of(
-        x, weights, activation, clamped, kept, launch, launch.tiles, triton_ring.MOST_TURNS // launch.warps
-    )
-    shared = triton_ring.TURN_BYTES * launch.warps * of_token.options["AHEAD"]
-    shared += launch.warps * (64 * launch.tiles + 12)  # sums that are exchanged
+    tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
+    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
+    turns = launch.tiles * triton.cdiv(steps, launch.warps)
+    ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
+    # The ring, and sums that are exchanged.
+    shared = launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 12)
     if shared > STATIC_BYTES:
         raise ValueError(f"{launch} takes {shared} bytes of shared memory; {STATIC_BYTES} are possible")
+    if any(weight.words.data_ptr() % 16 for weight in weights):
+        raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
+    of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
     ys = [of_token.empty(weight) for weight in weights]
     programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
     with torch.cuda.device_of(x), LAUNCHING:
@@ -184,7 +184,8 @@ def relu2_glu(
     """
     tiles, steps = gate.words.shape[:2]
     launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device))
-    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, 1)
+    ahead = min(launch.places, triton.cdiv(steps, launch.warps))
+    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, ahead)
     y = of_token.empty(gate)
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
@@ -214,10 +215,9 @@ class _Token:
         clamped: bool,
         kept: int,
         launch: Launch,
-        together: int,
-        most: int | None = None,
+        ahead: int,
     ) -> _Token:
-        """`together`: tiles whose words are under way at once, in `most` turns."""
+        """`ahead`: turns whose words are under way at once."""
         columns, steps = x.shape[1], weights[0].words.shape[1]
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
@@ -227,8 +227,7 @@ class _Token:
             "width": held.shape[1], "inverse": inverse, "rest": rest, "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": min(launch.places, turns * together, most or launch.places),
-            "TILES": launch.tiles,
+            "TURNS": turns, "AHEAD": ahead, "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
             **({"maxnreg": launch.registers} if launch.registers and compiled else {}),
