@@ -535,13 +535,19 @@ def _codes(
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
     else:
         own_scale = tl.load(token_scale)
-        for turn in tl.static_range(TURNS):
-            at = k // 4 + turn * (W * _STEP // 4)
-            inside = first + turn * W < steps
-            pairs += (
-                (tl.load(codes + at, mask=inside, other=0), tl.load(codes + at + 4, mask=inside, other=0)),
-            )
         taken_off = tl.load(total)
+        for turn in tl.static_range(TURNS):
+            at = codes + k // 4 + turn * (W * _STEP // 4)
+            if EVEN:
+                pairs += ((tl.load(at), tl.load(at + 4)),)
+            else:
+                inside = first + turn * W < steps
+                pairs += ((tl.load(at, mask=inside, other=0), tl.load(at + 4, mask=inside, other=0)),)
+        if ASM:  # or loads are moved behind the first wait for words
+            tl.inline_asm_elementwise(
+                "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
     return pairs, own_scale, taken_off
 
 
