@@ -35,7 +35,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,7 @@ Tensor = torch.Tensor
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 RESIDENCIES = {"dense": "dense", "packed": "packed", "ans": "ans", "rounded": "packed"}
 FORMS = ("bf16", *RESIDENCIES)
+LOSSLESS = ("dense", "packed", "ans")
 KEPT = 3  # mantissa bits of `rounded`
 PROMPT = 32  # tokens before those that are timed
 BATCH_TOKENS = 128
@@ -101,7 +102,7 @@ TARGETS = {
     (SAME, "dense"): Target(1.0),
     (SAME, "ans"): Target(1.0),
     (ERROR, "packed"): Target(1.05, 1.0, most=True),
-    **{(SPREAD, form): Target(1.0) for form in ("dense", "packed", "ans")},
+    **{(SPREAD, form): Target(1.0) for form in LOSSLESS},
     **{(what, form): Target(1.0) for what in (GENERATED, GRAPHED) for form in ("dense", "ans")},
     **{(what, "packed"): Target(1.0) for what in (GENERATED_TIES, GRAPHED_TIES)},
 }
@@ -192,7 +193,7 @@ def main() -> None:
 
 def llama(arguments: argparse.Namespace, folder: Path, results: Results) -> None:
     """Speed, memory and logits of every form."""
-    folders = made(arguments, folder)
+    folders = made(arguments, arguments.forms, folder)
     expected: dict[int, Tensor] = {}
     exact: dict[int, Tensor] = {}
     for form in arguments.forms:
@@ -219,26 +220,30 @@ def llama(arguments: argparse.Namespace, folder: Path, results: Results) -> None
     free_memory()
 
 
-def made(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """The checkpoint, plain and compressed, as far as the forms need it."""
+def made(arguments: argparse.Namespace, forms: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The checkpoint, plain and compressed, as far as the forms need it and it is not there yet."""
     paths = {name: folder / name for name in ("plain", "small", "rounded")}
-    if paths["plain"].exists():
-        return paths
-    with timed("written, plain"):
-        nbytes = write_model(paths["plain"], arguments)
-    device = choose("cuda", nbytes) if DEVICE.type == "cuda" else CPU
-    if set(arguments.forms) & {"dense", "packed", "ans"}:
+    if not paths["plain"].exists():
+        with timed("written, plain"):
+            write_model(paths["plain"], arguments)
+    device = choose("cuda", nbytes_of(paths["plain"])) if DEVICE.type == "cuda" else CPU
+    if set(forms) & set(LOSSLESS) and not paths["small"].exists():
         with timed("compressed, lossless"):
             compress(paths["plain"], paths["small"], verify=False, device=device)
-    if "rounded" in arguments.forms:
+    if "rounded" in forms and not paths["rounded"].exists():
         with timed(f"compressed, {KEPT} mantissa bits"):
             rules = rules_of_options(KEPT, "none")
             compress(paths["plain"], paths["rounded"], rules, verify=False, device=device)
     return paths
 
 
-def write_model(folder: Path, arguments: argparse.Namespace) -> int:
-    """Write a checkpoint of shards as `save_pretrained` would; its bytes."""
+def nbytes_of(folder: Path) -> int:
+    """Of the weights of a checkpoint."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def write_model(folder: Path, arguments: argparse.Namespace) -> None:
+    """Write a checkpoint of shards as `save_pretrained` would."""
     config = LlamaConfig(
         vocab_size=arguments.words,
         hidden_size=arguments.hidden,
@@ -282,7 +287,6 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> int:
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
 
 
 def load(form: str, folders: dict[str, Path]) -> PreTrainedModel:
@@ -316,8 +320,7 @@ def decode_one(
     else:
         results.against_bf16(DECODE, form, 1 / seconds, "tokens/s")
     if form == "ans":
-        nbytes = sum(path.stat().st_size for path in folders["plain"].glob("*.safetensors"))
-        bound = dfloat11_speed() / nbytes
+        bound = dfloat11_speed() / nbytes_of(folders["plain"])
         results.add(DFLOAT11, form, bound, "tokens/s", (1 / seconds) / bound)
 
 
@@ -438,10 +441,9 @@ def two_gpus(arguments: argparse.Namespace, folder: Path, results: Results) -> N
     if torch.cuda.device_count() < 2:
         print("two-gpus: left out, as there is one at most")
         return
-    folders = made(arguments, folder)
-    for form in arguments.forms:
-        if form in ("bf16", "rounded"):
-            continue
+    forms = [form for form in arguments.forms if form in LOSSLESS]
+    folders = made(arguments, forms, folder)
+    for form in forms:
         found = []
         for device in (DEVICE, "auto"):
             free_memory()
@@ -469,7 +471,7 @@ def wikilm(arguments: argparse.Namespace, folder: Path, results: Results) -> Non
     original = from_pretrained(plain)
     expected = greedy(original, ids)
     for form in arguments.forms:
-        if form in ("bf16", "rounded"):
+        if form not in LOSSLESS:
             continue
         model = load_model(small, device=DEVICE, residency=RESIDENCIES[form])
         decoder = GreedyDecoder(model, 1, ids.shape[1] + WIKILM_TOKENS)

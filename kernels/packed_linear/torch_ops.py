@@ -208,12 +208,12 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
-    if _is_seen(x, packed.words, bias):
+    if _needs_operator(x, packed.words, bias):
         return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
     return _product(x, packed, bias)
 
 
-def _is_seen(*tensors: torch.Tensor | None) -> bool:
+def _needs_operator(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
 
     To call that takes the host about as long as the launch of a kernel.

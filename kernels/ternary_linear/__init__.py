@@ -6,7 +6,7 @@ order that `reference` fixes: so all implementations give the same bits.
 
 | tokens                    | on a GPU (Triton)                                                          |
 |---------------------------|----------------------------------------------------------------------------|
-| 1                         | one launch, quantisation included; words are masked in registers           |
+| 1                         | one launch, quantisation included, or two for very many weights            |
 | 2 to 64                   | two launches, the first one quantises; weights are read once for 32 tokens |
 | more                      | weights are unpacked to int8, some at a time, for int8 tensor cores        |
 | any, scales of groups     | as for more tokens: slower than bf16 for one token                         |
@@ -23,6 +23,8 @@ can. So what writes the words of a `TernaryWeight` must have completed before a 
 | in not a multiple of 256        | words for the next one; out is filled up to 16 likewise |
 | no tokens, no rows, no columns  | an empty result, zeros                                  |
 | more than 65,536 columns        | refused                                                 |
+| one token, words that begin at  | refused                                                 |
+| no multiple of 16 bytes         |                                                         |
 """
 
 from __future__ import annotations

@@ -132,6 +132,12 @@ def _power_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
+def _check_shared(launch: Launch, nbytes: int) -> None:
+    """Raise ValueError for more shared memory than a program can have."""
+    if nbytes > STATIC_BYTES:
+        raise ValueError(f"{launch} takes {nbytes} bytes of shared memory; {STATIC_BYTES} are possible")
+
+
 def one_token(
     x: torch.Tensor,
     weights: Sequence[TernaryWeight],
@@ -144,16 +150,15 @@ def one_token(
     """The products of x [1, in] with some weights, one launch for all of them: [1, out] each.
 
     Each of the weights has a scale, or each has one a row; all have a bias, or none has. The rest is as for
-    `ternary_linear`; all arrays are contiguous.
+    `ternary_linear`; all arrays are contiguous. Raises ValueError for words that begin at no multiple of 16
+    bytes, and for a launch that takes too much shared memory.
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
     launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
     turns = launch.tiles * triton.cdiv(steps, launch.warps)
     ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
     # The ring, and sums that are exchanged.
-    shared = launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 12)
-    if shared > STATIC_BYTES:
-        raise ValueError(f"{launch} takes {shared} bytes of shared memory; {STATIC_BYTES} are possible")
+    _check_shared(launch, launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 12))
     if any(weight.words.data_ptr() % 16 for weight in weights):
         raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
     of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
@@ -258,7 +263,10 @@ def few_tokens(
     kept: int = 0,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """The same for x [tokens, in]: [tokens, out]. Weights are read once for 32 tokens."""
+    """The same for x [tokens, in]: [tokens, out]. Weights are read once for 32 tokens.
+
+    Raises ValueError for a launch that takes too much shared memory.
+    """
     tokens, out = x.shape[0], weight.shape[0]
     tiles, steps = weight.words.shape[:2]
     compiled = isinstance(_few_tokens, triton.JITFunction)
@@ -271,9 +279,7 @@ def few_tokens(
     turns = triton.cdiv(steps, launch.warps)
     places = min(launch.places, turns)
     halves = activation == "int4" and launch.halves
-    exchanged = 512 * together * launch.tiles * launch.beside * launch.warps
-    if exchanged > STATIC_BYTES:
-        raise ValueError(f"{launch} exchanges {exchanged} bytes; {STATIC_BYTES} are possible")
+    _check_shared(launch, 512 * together * launch.tiles * launch.beside * launch.warps)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, total = quantize(
             x, activation, kept, clamped, blocks=blocks, halves=halves, start_next=launch.start
@@ -283,8 +289,7 @@ def few_tokens(
             tokens, out, steps, tiles, BLOCKS=blocks, ROWS=weight.scale.dim() > 0,
             W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles, SETS=launch.sets,
             PLACES=places, ROUNDS=triton.cdiv(turns, places), CODES_AHEAD=launch.codes_ahead,
-            HALVES=halves,
-            EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
+            HALVES=halves, EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
             num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return y.to(x.dtype)
