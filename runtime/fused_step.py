@@ -1,4 +1,4 @@
-"""A step of decoding with fewer kernels, and the same bits: RMS norms and rotary embeddings are one each.
+"""A step of decoding with fewer kernels, and the same bits: norms, rotary embeddings, gated units.
 
     fused = FusedStep(model.modules())
     with fused.listening():     one step, to see what is asked for
@@ -10,6 +10,9 @@
 What is a norm, and of which kind, is not known by names of models: modules with one vector and an epsilon are
 tried, and functions `apply_rotary_pos_emb` beside the modules of a model. What gives other bits for the
 shapes of a step, as torch may add up in another order one day, stays as it is.
+
+Modules that have nothing of their own and turn out to be SiLU only take notes in a step, until somebody asks
+for what they should have computed. If it is multiplied by a tensor, both are one kernel.
 
 A mask of yes and no becomes numbers once in a step; torch does so in every layer.
 
@@ -32,9 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from neuzip.kernels.step import NORMS, Norm, can_norm, can_rotate, triton_step
+from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate, triton_step
 from neuzip.kernels.ternary_linear import ternary_linears
 
 from .bitlinear import CLAMPED, BitLinear
@@ -46,6 +50,9 @@ STRICT_PROBES = 24
 """The same in fp32, with one large number a row: squares added up in another order show in one of two."""
 
 LARGE = 4096.0
+
+EVERY = 1 << 16
+"""Numbers of 16 bits."""
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys."""
@@ -97,6 +104,61 @@ class _RotarySite:
 
 
 @dataclass
+class _GateSite:
+    """A module that may be SiLU: it has no parameters, and is called with one tensor."""
+
+    module: nn.Module
+    asked: set[tuple[int, torch.dtype, torch.device]] = field(default_factory=set)
+    chosen: set[tuple[int, torch.dtype, torch.device]] = field(default_factory=set)
+
+    def listen(self, *given: Any, **options: Any) -> Any:
+        made = type(self.module).forward(self.module, *given, **options)
+        usual = len(given) == 1 and not options and type(given[0]) is type(made) is Tensor
+        if usual and can_gate(given[0], made):
+            self.asked.add(_gate_key(given[0]))
+        return made
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        usual = len(given) == 1 and not options and type(given[0]) is Tensor
+        if usual and not torch.is_grad_enabled() and _gate_key(given[0]) in self.chosen:
+            return _Noted.of(given[0], self.module)
+        return type(self.module).forward(self.module, *given, **options)
+
+
+class _Noted(Tensor):
+    """What a module makes of `gate`: computed when it is used, unless it is multiplied by its like."""
+
+    gate: Tensor
+    module: nn.Module
+    _made: Tensor | None
+
+    @classmethod
+    def of(cls, gate: Tensor, module: nn.Module) -> _Noted:
+        noted = gate.as_subclass(cls)
+        noted.gate, noted.module, noted._made = gate, module, None
+        return noted
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS and not kwargs and len(args) == 2:
+            noted, other = args if type(args[0]) is cls else reversed(args)
+            if type(other) is Tensor and can_gate(noted.gate, other):
+                return triton_step.gated(noted.gate, other)
+        args, kwargs = tree_map_only(cls, cls._computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _computed(self) -> Tensor:
+        if self._made is None:
+            self._made = type(self.module).forward(self.module, self.gate)
+        return self._made
+
+
+_PRODUCTS = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul}
+
+
+@dataclass
 class _SharedInput:
     """Ternary layers that are called one after the other with the same input."""
 
@@ -132,6 +194,7 @@ class FusedStep:
             for place in beside
             if place is not None and callable(vars(place).get(ROTARY))
         ]
+        self._gates = [_GateSite(module) for module in modules if _may_be_a_gate(module)]
         self._ternary = [m for m in modules if type(m) is BitLinear and "forward" not in vars(m)]
         self._calls: list[tuple[BitLinear, Tensor]] = []
         self._shared: list[_SharedInput] = []
@@ -148,12 +211,18 @@ class FusedStep:
         return any(site.chosen for site in self._rotary)
 
     @property
+    def gates(self) -> int:
+        """How many gated units are one kernel, if what SiLU makes is multiplied by something."""
+        return sum(bool(site.chosen) for site in self._gates)
+
+    @property
     def products(self) -> int:
         """How many products of ternary layers go along with others."""
         return sum(len(shared.layers) - 1 for shared in self._shared)
 
     def __str__(self) -> str:
         parts = [f"{self.norms} norms"] * bool(self.norms) + ["rotary embeddings"] * self.rotary
+        parts += [f"{self.gates} gated units"] * bool(self.gates)
         parts += [f"{self.products} products with others"] * bool(self.products)
         *most, last = parts or ["nothing"]
         return f"{', '.join(most)} and {last}" if most else last
@@ -180,13 +249,25 @@ class FusedStep:
                         site.chosen[shape, dtype] = norm
             for rotary in self._rotary:
                 rotary.chosen = {key for key in rotary.asked if _same_rotation(rotary.original, *key)}
+            self._choose_gates()
         self._shared = list(_sharing(self._calls))
         self._calls.clear()
+
+    def _choose_gates(self) -> None:
+        known: dict[Any, bool] = {}
+        for site in self._gates:
+            for asked in site.asked:
+                kind = type(site.module), asked, _flags(site.module)
+                if kind not in known:
+                    known[kind] = _is_silu(site.module, *asked)
+                if known[kind]:
+                    site.chosen.add(asked)
 
     @contextmanager
     def _with(self, of_norms: str, of_rotary: str, *, masks: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            for site in self._norms:
+            sites: list[_NormSite | _GateSite] = [*self._norms, *self._gates]
+            for site in sites:
                 vars(site.module)["forward"] = getattr(site, of_norms)
                 stack.callback(vars(site.module).pop, "forward")
             for rotary in self._rotary:
@@ -269,6 +350,16 @@ def _norm_site(module: nn.Module) -> _NormSite | None:
     return _NormSite(module, weight, eps)
 
 
+def _may_be_a_gate(module: nn.Module) -> bool:
+    """Whether a module has nothing but a forward method of its class."""
+    parts = *module.children(), *module.buffers(), *module.parameters()
+    return not parts and "forward" not in vars(module)
+
+
+def _gate_key(gate: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return gate.shape[-1] if gate.dim() else 1, gate.dtype, gate.device
+
+
 def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
     """What may make a module of a class another than the next one."""
     plain = (bool, int, float, str)
@@ -328,6 +419,22 @@ def _same_rotation(
         if not all(
             same_bits(*pair) for pair in zip(triton_step.rotated(*given), original(*given), strict=True)
         ):
+            return False
+    return True
+
+
+def _is_silu(module: nn.Module, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a module makes of every number of 16 bits what the gated unit makes of it: NaNs any."""
+    rows = -(-EVERY // columns)
+    numbers = torch.arange(rows * columns, device=device) % EVERY - EVERY // 2
+    gate = numbers.to(torch.int16).view(dtype).view(rows, columns)
+    opened = type(module).forward(module, gate)
+    if not isinstance(opened, Tensor) or opened.dtype != dtype or opened.shape != gate.shape:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    for up in (torch.ones_like(gate), _random(generator, gate.shape, dtype)):
+        found, expected = triton_step.gated(gate, up), opened * up
+        if not ((_bits(found) == _bits(expected)) | (found.isnan() & expected.isnan())).all():
             return False
     return True
 

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.kernels.step import can_find, triton_step
 
 from . import buffers
 from .fused_step import FusedStep, same_bits
@@ -372,6 +373,13 @@ def _decode(
     return tokens
 
 
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """The token of the largest logit of each row of [batch, words]: of equal ones the first."""
+    if logits.is_cuda and can_find(logits):
+        return triton_step.largest(logits)  # torch has a row in one block, which takes 35 us
+    return logits.argmax(dim=-1)
+
+
 def _drawn(logits: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
     """A token for each row of logits [batch, words], drawn as transformers does."""
     no_ids: Any = None  # of the text so far, which these warpers do not look at
@@ -682,7 +690,7 @@ class GreedyDecoder:
             where = torch.arange(tokens, device=self.device)
             logits = self._read(self._eager, ids.to(self.device), where)
             self._logits = logits[:, -1].clone()  # a model may give those of the whole prompt
-            self._token.copy_(logits[:, -1:].argmax(dim=-1))
+            self._token[:, 0].copy_(_largest(logits[:, -1]))
             self._position.fill_(tokens)
         self._length = tokens
         return self._token[:, 0]
@@ -716,7 +724,7 @@ class GreedyDecoder:
         All that changes from step to step lies in tensors: the graph holds nothing else.
         """
         logits = self._read(self._compiled or self._eager, self._token, self._position)
-        self._token.copy_(logits[:, -1:].argmax(dim=-1))
+        self._token[:, 0].copy_(_largest(logits[:, -1]))
         self._position.add_(1)
         return logits[:, -1]
 

@@ -1,16 +1,19 @@
-"""Norms and rotary embeddings in one kernel: torch's bits, or nothing is fused."""
+"""Norms, rotary embeddings and gated units in one kernel: torch's bits, or nothing is fused."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -188,7 +191,139 @@ def test_keys_and_values_are_stored_where_they_belong(
         assert torch.equal(bits(room), bits(right))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gated_unit_has_the_bits_of_torch(dtype: torch.dtype) -> None:
+    """Of every gate there is. The interpreter takes NumPy's exponentials: there those are the right ones."""
+    gate = torch.arange(-(1 << 15), 1 << 15, device=DEVICE).to(torch.int16).view(dtype)
+    for up in (torch.ones_like(gate), special(random(*gate.shape, dtype=dtype))):
+        assert step.can_gate(gate, up)
+        found = triton_step.gated(gate, up)
+        opened = F.silu(gate)
+        if DEVICE.type == "cpu":
+            with np.errstate(all="ignore"):
+                wide = gate.float().numpy()
+                opened = torch.from_numpy(wide / (1 + np.exp(-wide))).to(dtype)
+            torch.testing.assert_close(opened, F.silu(gate), equal_nan=True)
+        expected = opened * up
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(bits(found)[~found.isnan()], bits(expected)[~found.isnan()])
+    torch.testing.assert_close(found, reference.gated(gate, up), equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [1, 511, 513])
+def test_a_gated_unit_of_any_size(count: int) -> None:
+    gate, up = (random(1, count, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    torch.testing.assert_close(triton_step.gated(gate, up), reference.gated(gate, up))
+
+
+def test_other_gated_units_are_left_alone() -> None:
+    x = torch.zeros(2, 4, dtype=torch.bfloat16)
+    assert step.can_gate(x, x)
+    for other in (x[:1], x.half(), x.mT.contiguous().mT):
+        assert not step.can_gate(x, other) and not step.can_gate(other, x)
+    assert not step.can_gate(x.float(), x.float()) and not step.can_gate(x[:0], x[:0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2047), (2, 2049), (1, 9000)])
+def test_the_largest_is_where_torch_says(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x = random(rows, columns + 3, dtype=dtype)[:, :columns]  # a part of wider rows
+    inf, nan = float("inf"), float("nan")
+    for values in ((), (60_000.0,), (-inf,), (inf, inf), (nan, inf), (nan, nan)):
+        for value in values:
+            x[:, torch.randint(columns, (1,))] = value
+        assert step.can_find(x) and torch.equal(triton_step.largest(x), x.argmax(-1))
+    for value in (0.0, -0.0, 1e-40, -1.0, -inf, nan):  # all are alike: the first
+        x.fill_(value)
+        assert triton_step.largest(x).tolist() == [0] * rows
+        if columns > 2047:
+            x[:, columns - 1] = x[:, 5] = 0.5
+            assert triton_step.largest(x).tolist() == [0 if value != value else 5] * rows
+    x.fill_(-0.0)[:, columns - 1] = 0.0  # equal
+    assert triton_step.largest(x).tolist() == [0] * rows
+
+
+@hypothesis.given(row=st.lists(st.integers(-(1 << 15), (1 << 15) - 1), min_size=7, max_size=7))
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_property_the_largest(row: list[int]) -> None:
+    """Of any bits."""
+    x = torch.tensor([row], dtype=torch.int16, device=DEVICE).view(torch.float16)
+    assert torch.equal(triton_step.largest(x), x.argmax(-1))
+
+
+def test_other_rows_are_left_to_torch() -> None:
+    x = torch.zeros(2, 4)
+    assert step.can_find(x) and not step.can_find(x.double()) and not step.can_find(x.mT)
+    assert not step.can_find(x[0]) and not step.can_find(x[:0]) and not step.can_find(x.int())
+
+
 # What is chosen.
+
+
+class Silu(nn.Module):
+    """As the interpreter computes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) if x.is_cuda else triton_step.gated(x, torch.ones_like(x))
+
+
+def gated_unit(activation: nn.Module, use: Callable[[Tensor, Tensor], Tensor]) -> FusedStep:
+    """What a step with a unit fuses. The bits are those of before."""
+    gate, up = (random(1, 1, 320, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    fused = FusedStep([activation])
+    with torch.no_grad():
+        expected = use(activation(gate), up)
+        with fused.listening():
+            assert torch.equal(use(activation(gate), up), expected)
+        fused.choose()
+        with fused.in_place():
+            found = use(activation(gate), up)
+    assert type(found) is Tensor and torch.equal(bits(found), bits(expected))
+    assert "forward" not in vars(activation)
+    return fused
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "act * up": lambda y, up: y * up,
+    "up * act": lambda y, up: up * y,
+    "mul": torch.mul,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_silu_and_a_product_are_one_kernel(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated, calls = triton_step.gated, []
+    fused = gated_unit(Silu(), USES[use])
+    assert str(fused) == "1 gated units"
+    monkeypatch.setattr(triton_step, "gated", lambda *given: calls.append(0) or gated(*given))
+    with torch.no_grad(), fused.in_place():
+        y = fused._gates[0].module(random(1, 1, 320, dtype=torch.bfloat16))
+        found = USES[use](y, random(1, 1, 320, dtype=torch.bfloat16))
+    assert type(found) is Tensor
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, up: y + up,
+        lambda y, up: y * 2.0,
+        lambda y, up: y * y,
+        lambda y, up: y * up[..., :1],
+        lambda y, up: y * up.float(),
+        lambda y, up: torch.cat([y, up * y]),
+        lambda y, up: F.linear(y, up[0].expand(3, 320)),
+    ],
+)
+def test_what_silu_makes_may_be_used_otherwise(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    fused = gated_unit(Silu(), use)
+    assert fused.gates == 1
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Identity(), nn.Dropout().eval()])
+def test_other_activations_stay_as_they_are(activation: nn.Module) -> None:
+    fused = gated_unit(activation, lambda y, up: y * up)
+    assert str(fused) == "nothing"
 
 
 @pytest.mark.parametrize(

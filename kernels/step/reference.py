@@ -1,4 +1,4 @@
-"""RMS norms and rotary embeddings in torch: as models write them, and in the order of additions of a GPU."""
+"""Norms, rotary embeddings and gated units in torch: as models write them, and as a GPU adds up."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ MOST_THREADS = 512
 
 MOST_COLUMNS = 1 << 14
 MOST_WIDTH = 512
+MOST_ROWS = 65_535
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm, mean: Tensor | None = None) -> Tensor:
@@ -45,6 +46,12 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     return turned(q), turned(k)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of tensors of one shape."""
+    wide = gate.to(torch.float32)
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
 def threads(rows: int, columns: int) -> int:
@@ -108,6 +115,30 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and len({tensor.device for tensor in (q, k, cos, sin)}) == 1
         and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and all(tensor.stride(-1) == 1 for tensor in (q, k, cos, sin))
+    )
+
+
+def can_gate(gate: Tensor, up: Tensor) -> bool:
+    """Whether the fast form takes such tensors: of one shape and dtype, bf16 or fp16, and contiguous."""
+    return (
+        gate.shape == up.shape
+        and gate.dtype == up.dtype
+        and gate.dtype in (torch.bfloat16, torch.float16)
+        and gate.device == up.device
+        and gate.is_contiguous()
+        and up.is_contiguous()
+        and gate.numel() > 0
+    )
+
+
+def can_find(x: Tensor) -> bool:
+    """Whether the fast form takes such a matrix: [B, N] of bf16, fp16 or fp32 in rows."""
+    return (
+        x.dim() == 2
+        and x.numel() > 0
+        and len(x) <= MOST_ROWS
+        and x.stride(1) == 1
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )
 
 

@@ -1,4 +1,4 @@
-"""RMS norms, rotary embeddings and the store of keys and values in Triton: one launch each, bits as in torch.
+"""What `kernels.step` lists, in Triton: one launch each, `largest` two. The bits are those of torch.
 
 Nothing may be fused to more exact arithmetic: launch with enable_fp_fusion=False.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
+from triton.language.extra import cuda, libdevice
 
 from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.rans.triton_decode import LAUNCHING
@@ -19,6 +19,9 @@ from .reference import NORMS, VECTOR, Norm, threads
 
 KEPT_TURNS = 4
 """Turns of a thread up to which it keeps a row in its registers; of more it reads the row again."""
+
+GATED_BLOCK, LARGEST_BLOCK = 512, 2048
+"""Numbers of a program."""
 
 _LLAMA, _GEMMA = tl.constexpr(NORMS.index("llama")), tl.constexpr(NORMS.index("gemma"))
 _VECTOR = tl.constexpr(VECTOR)
@@ -61,6 +64,40 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
             num_warps=1, launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of tensors where `can_gate` says so."""
+    y = torch.empty_like(gate)
+    compiled = isinstance(_gated, triton.JITFunction)
+    early = compiled and early_launches(gate.device)
+    with torch.cuda.device_of(gate), LAUNCHING:
+        _gated[(triton.cdiv(gate.numel(), GATED_BLOCK),)](
+            y, gate, up, gate.numel(), BLOCK=GATED_BLOCK, EARLY=early, COMPILED=compiled,
+            num_warps=2, launch_pdl=early, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def largest(x: Tensor) -> Tensor:
+    """Where the largest number of each row of x [B, N] is, int64 [B], where `can_find` says so.
+
+    As `Tensor.argmax`: of equal ones the first, and a NaN is larger than all.
+    """
+    rows, columns = x.shape
+    parts = triton.cdiv(columns, LARGEST_BLOCK)
+    keys = torch.empty(rows, parts, dtype=torch.int64, device=x.device)
+    places = torch.empty(rows, dtype=torch.int64, device=x.device)
+    early = isinstance(_largest, triton.JITFunction) and early_launches(x.device)
+    with torch.cuda.device_of(x), LAUNCHING:
+        _largest[(parts, rows)](
+            keys, x, x.stride(0), columns, BLOCK=LARGEST_BLOCK, EARLY=early, num_warps=4, launch_pdl=early,
+        )  # fmt: skip
+        _place_of_largest[(rows,)](
+            places, keys, parts, BLOCK=triton.next_power_of_2(parts), EARLY=early, num_warps=1,
+            launch_pdl=early,
+        )  # fmt: skip
+    return places
 
 
 def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: Tensor) -> None:
@@ -167,6 +204,56 @@ def _rotate(
     a = widened(rounded(own * c, DTYPE, COMPILED))
     b = widened(rounded(other * s, DTYPE, COMPILED))
     tl.store(y + at, rounded(a + b, DTYPE, COMPILED), mask=there)
+
+
+@triton.jit
+def _gated(
+    y, gate, up, count, BLOCK: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Some numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    x = widened(tl.load(gate + at, mask=there, other=0.0))
+    linear = widened(tl.load(up + at, mask=there, other=0.0))
+    if COMPILED:
+        power = libdevice.exp(-x)  # exact to the last bits, as CUDA's: tl.exp is not
+    else:
+        power = tl.exp(-x)
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    opened = widened(rounded(tl.div_rn(x, 1.0 + power), DTYPE, COMPILED))
+    tl.store(y + at, rounded(opened * linear, DTYPE, COMPILED), mask=there)
+
+
+@triton.jit
+def _largest(keys, x, row, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The largest key of a part of a row: order of the number in the upper half, place in the lower one."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < columns
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    wide = widened(tl.load(x + tl.program_id(1).to(tl.int64) * row + at, mask=there, other=0.0))
+    order = wide.to(tl.int32, bitcast=True)
+    order = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+    order = tl.where(wide == 0, 0, tl.where(wide != wide, 0x7FFFFFFF, order))
+    key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - at)
+    key = tl.where(there, key, -0x8000000000000000)
+    tl.store(keys + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), tl.max(key, 0))
+
+
+@triton.jit
+def _place_of_largest(places, keys, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Of a row's parts."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    key = tl.max(tl.load(keys + row * parts + at, mask=at < parts, other=-0x8000000000000000), 0)
+    tl.store(places + row, 0xFFFFFFFF - (key & 0xFFFFFFFF))
 
 
 @triton.jit
