@@ -361,9 +361,10 @@ def _gate_key(gate: Tensor) -> tuple[int, torch.dtype, torch.device]:
 
 
 def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
-    """What may make a module of a class another than the next one."""
-    plain = (bool, int, float, str)
-    return frozenset((name, value) for name, value in vars(module).items() if isinstance(value, plain))
+    """What may make a module of a class another than the next one: its attributes, functions among them."""
+    plain = (bool, int, float, str, tuple)
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return frozenset((name, v if isinstance(v, plain) else id(v)) for name, v in own.items())
 
 
 def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm | None:

@@ -320,6 +320,26 @@ def test_what_silu_makes_may_be_used_otherwise(use: Callable[[Tensor, Tensor], T
     assert fused.gates == 1
 
 
+def test_activations_of_one_class_may_be_of_two_kinds() -> None:
+    class Activation(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    silu = Silu().forward
+    modules = [Activation(function) for function in (silu, F.gelu, silu)]
+    fused, x = FusedStep(modules), random(1, 1, 320, dtype=torch.bfloat16)
+    with torch.no_grad(), fused.listening():
+        expected = [module(x) * x for module in modules]
+    fused.choose()
+    assert [bool(site.chosen) for site in fused._gates] == [True, False, True]
+    with torch.no_grad(), fused.in_place():
+        assert all(torch.equal(module(x) * x, y) for module, y in zip(modules, expected, strict=True))
+
+
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Identity(), nn.Dropout().eval()])
 def test_other_activations_stay_as_they_are(activation: nn.Module) -> None:
     fused = gated_unit(activation, lambda y, up: y * up)
