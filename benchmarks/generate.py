@@ -6,15 +6,15 @@
 `neuzip.load_model` of the compressed one; `rounded` has 3 mantissa bits and is packed. The weights are made
 up: N(0, 0.02), norms 1. All forms decode with the same `GreedyDecoder`, whose steps are one CUDA graph, with
 norms and the like fused in all of them alike; a speed is that of the median step. Where its weights happen to
-lie makes a model up to 0.9 % faster or slower than its like. So `dense`, which should be just as fast as
+lie makes a model up to 1.9 % faster or slower than its like. So `dense`, which should be just as fast as
 bf16, is loaded ALIKE times, with as many bf16 models between, and all take turns: the medians are compared,
-less what the bf16 models are apart. Rows called compiled are of steps that torch.compile compiled first,
-those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak memory is that of
-torch's tensors while the model is loaded and adds 512 tokens to a text. The error of logits is relative, in
-the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed may have 5 % more
-of it than bf16, the scatter of sums in another order. Where that makes packed take another token, what counts
-is whether the original, reading the same text, takes it too or has it tied with its own: at most TIE
-roundings of bf16 logits apart.
+less what the bf16 models are apart, 1 % at most. Rows called compiled are of steps that torch.compile
+compiled first, those of bf16 as well, whose ratios are to each other; --no-compile leaves them out. Peak
+memory is that of torch's tensors while the model is loaded and adds 512 tokens to a text. The error of logits
+is relative, in the 2-norm, to a forward pass in fp64 (norms in fp32, as the model's code has them); packed
+may have 5 % more of it than bf16, the scatter of sums in another order. Where that makes packed take another
+token, what counts is whether the original, reading the same text, takes it too or has it tied with its own:
+at most TIE roundings of bf16 logits apart.
 
 DFloat11 decodes all weights for each token. Its bound is what its decode kernel alone takes for that, by
 benchmarks/results/gpu_codec.json: everything else would come on top.

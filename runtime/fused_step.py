@@ -70,16 +70,16 @@ class _NormSite:
     asked: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
     chosen: dict[tuple[torch.Size, torch.dtype], Norm] = field(default_factory=dict)
 
-    def listen(self, x: Any, *more: Any, **options: Any) -> Any:
-        if isinstance(x, Tensor) and not more and not options:
+    def listen(self, *given: Any, **options: Any) -> Any:
+        if (x := _alone(given, options)) is not None:
             self.asked.add((x.shape, x.dtype))
-        return type(self.module).forward(self.module, x, *more, **options)
+        return type(self.module).forward(self.module, *given, **options)
 
-    def forward(self, x: Any, *more: Any, **options: Any) -> Any:
-        usual = not more and not options and type(x) is Tensor and not torch.is_grad_enabled()
-        norm = self.chosen.get((x.shape, x.dtype)) if usual else None
-        if norm is None or not x.is_contiguous():
-            return type(self.module).forward(self.module, x, *more, **options)
+    def forward(self, *given: Any, **options: Any) -> Any:
+        x = None if torch.is_grad_enabled() else _alone(given, options)
+        norm = None if x is None else self.chosen.get((x.shape, x.dtype))
+        if x is None or norm is None or not x.is_contiguous():
+            return type(self.module).forward(self.module, *given, **options)
         return triton_step.rms_norm(x, self.weight, self.eps, norm)
 
 
@@ -108,20 +108,20 @@ class _GateSite:
     """A module that may be SiLU: it has no parameters, and is called with one tensor."""
 
     module: nn.Module
-    asked: set[tuple[int, torch.dtype, torch.device]] = field(default_factory=set)
-    chosen: set[tuple[int, torch.dtype, torch.device]] = field(default_factory=set)
+    asked: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
+    chosen: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
 
     def listen(self, *given: Any, **options: Any) -> Any:
         made = type(self.module).forward(self.module, *given, **options)
-        usual = len(given) == 1 and not options and type(given[0]) is type(made) is Tensor
-        if usual and can_gate(given[0], made):
-            self.asked.add(_gate_key(given[0]))
+        x = _alone(given, options)
+        if x is not None and type(made) is Tensor and can_gate(x, made):
+            self.asked.add((x.dtype, x.device))
         return made
 
     def forward(self, *given: Any, **options: Any) -> Any:
-        usual = len(given) == 1 and not options and type(given[0]) is Tensor
-        if usual and not torch.is_grad_enabled() and _gate_key(given[0]) in self.chosen:
-            return _Noted.of(given[0], self.module)
+        x = None if torch.is_grad_enabled() else _alone(given, options)
+        if x is not None and (x.dtype, x.device) in self.chosen:
+            return _Noted.of(x, self.module)
         return type(self.module).forward(self.module, *given, **options)
 
 
@@ -350,14 +350,15 @@ def _norm_site(module: nn.Module) -> _NormSite | None:
     return _NormSite(module, weight, eps)
 
 
+def _alone(given: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """The tensor with which a module is called, if that is all."""
+    return given[0] if len(given) == 1 and not options and type(given[0]) is Tensor else None
+
+
 def _may_be_a_gate(module: nn.Module) -> bool:
     """Whether a module has nothing but a forward method of its class."""
     parts = *module.children(), *module.buffers(), *module.parameters()
     return not parts and "forward" not in vars(module)
-
-
-def _gate_key(gate: Tensor) -> tuple[int, torch.dtype, torch.device]:
-    return gate.shape[-1] if gate.dim() else 1, gate.dtype, gate.device
 
 
 def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
@@ -424,11 +425,9 @@ def _same_rotation(
     return True
 
 
-def _is_silu(module: nn.Module, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_silu(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a module makes of every number of 16 bits what the gated unit makes of it: NaNs any."""
-    rows = -(-EVERY // columns)
-    numbers = torch.arange(rows * columns, device=device) % EVERY - EVERY // 2
-    gate = numbers.to(torch.int16).view(dtype).view(rows, columns)
+    gate = torch.arange(-EVERY // 2, EVERY // 2, device=device).to(torch.int16).view(dtype)
     opened = type(module).forward(module, gate)
     if not isinstance(opened, Tensor) or opened.dtype != dtype or opened.shape != gate.shape:
         return False

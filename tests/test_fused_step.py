@@ -340,6 +340,17 @@ def test_activations_of_one_class_may_be_of_two_kinds() -> None:
         assert all(torch.equal(module(x) * x, y) for module, y in zip(modules, expected, strict=True))
 
 
+def test_modules_may_be_called_by_keyword() -> None:
+    modules, x = (LlamaRMSNorm(256).to(DEVICE), Silu()), random(1, 256, dtype=torch.float32)
+    fused = FusedStep(modules)
+    with torch.no_grad():
+        expected = modules[0](hidden_states=x), modules[1](x=x)
+        for calls in (fused.listening(), fused.in_place()):
+            with calls:
+                found = modules[0](hidden_states=x), modules[1](x=x)
+            assert all(torch.equal(y, z) for y, z in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Identity(), nn.Dropout().eval()])
 def test_other_activations_stay_as_they_are(activation: nn.Module) -> None:
     fused = gated_unit(activation, lambda y, up: y * up)

@@ -21,7 +21,7 @@ MOST_THREADS = 512
 
 MOST_COLUMNS = 1 << 14
 MOST_WIDTH = 512
-MOST_ROWS = 65_535
+MOST_ROWS = 65_535  # programs of a launch in its second dimension
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm, mean: Tensor | None = None) -> Tensor:

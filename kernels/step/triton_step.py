@@ -67,7 +67,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of tensors where `can_gate` says so."""
+    """silu(gate) * up, of tensors of one shape where `can_gate` says so: of that shape and dtype."""
     y = torch.empty_like(gate)
     compiled = isinstance(_gated, triton.JITFunction)
     early = compiled and early_launches(gate.device)
