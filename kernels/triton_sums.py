@@ -138,48 +138,69 @@ def _types(outputs, is_float):
 
 @triton.jit
 def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The largest, or the sum, of each of some values [32 W] over all threads, which every thread has.
+    """Over all threads, of each of some values [32 W]: of the first LARGEST the largest, of others the sum.
 
-    Values are unsigned int32, in the type int32.
+    There are at most 4, unsigned int32 in the type int32. Results are scalars.
     """
     COUNT: tl.constexpr = len(values)
     results = ()
     if ASM:
+        base = tl.inline_asm_elementwise(
+            _room(COUNT, W), "=r,r", [LARGEST], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise(
+            _of_warps(COUNT, LARGEST), _of_warps_constraints(COUNT), values + (base,),  # noqa: RUF005
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         results = tl.inline_asm_elementwise(
-            _over_program(COUNT, LARGEST, W), _over_program_constraints(COUNT), values,
+            _over_warps(COUNT, LARGEST, W), _over_warps_constraints(COUNT), [base],
             dtype=_types(COUNT, False), is_pure=False, pack=1,
         )  # fmt: skip
     else:
         for i in tl.static_range(len(values)):
             wide = values[i].to(tl.uint32, bitcast=True).to(tl.int64)
-            one = tl.max(wide, 0) if LARGEST else tl.sum(wide, 0)
-            results += (tl.broadcast_to(one.to(tl.int32), [32 * W]),)
+            one = tl.max(wide, 0) if i < LARGEST else tl.sum(wide, 0)
+            results += (one.to(tl.int32),)
     return results
 
 
 @triton.constexpr_function
-def _over_program_constraints(count):
-    return ",".join(["=&r"] * count + ["r"] * count)
+def _stride(count):
+    return 4 if count == 1 else 16 if count > 2 else 8
 
 
 @triton.constexpr_function
-def _over_program(count, largest, warps):
-    of_all = "redux.sync.max.u32" if largest else "redux.sync.add.u32"
-    if warps == 1:
-        return " ".join(f"{of_all} ${i}, ${count + i}, 0xffffffff;" for i in range(count))
-    lines = [
-        f"{{ .shared .align 4 .b8 of_warps[{4 * warps * count}];",
-        ".reg .b32 base, own, lane, value; .reg .pred has;",
-        "mov.u32 base, of_warps; mov.u32 own, %tid.x; and.b32 lane, own, 31; shr.u32 own, own, 5;",
-        f"setp.lt.u32 has, lane, {warps}; shl.b32 lane, lane, 2; shl.b32 own, own, 2;",
-        "add.u32 own, own, base; add.u32 base, base, lane;",
-    ]
+def _room(count, warps):
+    return f"{{ .shared .align 16 .b8 of_warps[{_stride(count) * warps}]; mov.u32 $0, of_warps; }}"
+
+
+@triton.constexpr_function
+def _of_warps_constraints(count):
+    return ",".join(["=r"] + ["r"] * (count + 1))
+
+
+@triton.constexpr_function
+def _of_warps(count, largest):
+    lines = [f"{{ .reg .b32 own, of_warp<{count}>; mov.u32 own, %tid.x; shr.u32 own, own, 5;"]
+    lines += [f"mad.lo.u32 own, own, {_stride(count)}, ${count + 1};"]
     for i in range(count):
-        lines.append(
-            f"{of_all} value, ${count + i}, 0xffffffff; st.shared.b32 [own + {4 * warps * i}], value;"
-        )
-    lines.append("bar.sync 0;")
+        lines += [f"redux.sync.{'max' if i < largest else 'add'}.u32 of_warp{i}, ${i + 1}, 0xffffffff;"]
     for i in range(count):
-        lines.append(f"mov.b32 ${i}, 0; @has ld.shared.b32 ${i}, [base + {4 * warps * i}];")
-    lines += [f"{of_all} ${i}, ${i}, 0xffffffff;" for i in range(count)]
+        lines += [f"st.shared.b32 [own + {4 * i}], of_warp{i};"]
+    return " ".join([*lines, "mov.b32 $0, 0; }"])
+
+
+@triton.constexpr_function
+def _over_warps_constraints(count):
+    return ",".join(["=&r"] * count + ["r"])
+
+
+@triton.constexpr_function
+def _over_warps(count, largest, warps):
+    lines = ["{ .reg .b32 at; .reg .pred has; mov.u32 at, %laneid; bar.sync 0;"]
+    lines += [f"setp.lt.u32 has, at, {warps}; mad.lo.u32 at, at, {_stride(count)}, ${count};"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(count)]
+    lines += [f"@has ld.shared.b32 ${i}, [at + {4 * i}];" for i in range(count)]
+    for i in range(count):
+        lines += [f"redux.sync.{'max' if i < largest else 'add'}.u32 ${i}, ${i}, 0xffffffff;"]
     return " ".join([*lines, "}"])

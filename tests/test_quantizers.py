@@ -193,16 +193,28 @@ def test_the_mean_is_exact_and_has_no_order(dtype: torch.dtype, monkeypatch: pyt
     assert same_bits(mean, magnitudes.mean(x))
 
 
-def test_the_mean_is_cut_off_37_bits_below_the_largest():
-    """And of more than 2**25 magnitudes earlier."""
-    unit = 2.0**-37
+@pytest.mark.parametrize(("peak", "above"), [(0.75, 8), (0.0625, 8), (255.0, 8), (256.0, 20), (0.06, -4)])
+def test_the_mean_is_cut_off_40_bits_below_a_power_of_two_above_the_largest(peak: float, above: int):
+    unit = 2.0 ** (above - 40)
     for small, counted in ((unit, unit), (1.75 * unit, unit), (0.75 * unit, 0)):
-        alone = torch.tensor([[0.75, *[small] * 4095]])
-        exact = (0.75 + 4095 * counted) / 4096
+        alone = torch.tensor([[peak, *[small] * 4095]])
+        exact = (alone[0, 0].item() + 4095 * counted) / 4096
         assert magnitudes.mean(alone).item() == torch.tensor(exact, dtype=torch.float64).float().item()
-    one = torch.ones(1)
-    assert magnitudes.unit(one, 1 << 25).item() == 2.0**36
-    assert magnitudes.unit(one, (1 << 25) + 1).item() == 2.0**35
+
+
+@pytest.mark.parametrize(
+    ("n", "bits"), [(1, 40), (1 << 14, 40), (1 << 15, 39), (1 << 17, 37), (1 << 25, 37), ((1 << 25) + 1, 36)]
+)
+def test_of_more_magnitudes_fewer_bits_are_added(n: int, bits: int):
+    assert magnitudes.sum_bits(n) == bits
+    assert magnitudes.unit(torch.ones(1), n).item() == 2.0 ** (bits - 8)
+
+
+@given(st.floats(2**-149, 2.0**127, width=32), st.integers(1, 1 << 26))
+def test_magnitudes_have_as_many_bits_as_they_may_but_for_twelve(peak: float, n: int):
+    unit = magnitudes.unit(torch.tensor([peak]), n).item()
+    bits = magnitudes.sum_bits(n)
+    assert 2.0 ** (bits - magnitudes.SPAN) <= peak * unit < 2.0**bits
 
 
 @pytest.mark.parametrize("peak", [1e-45, 1.2e-38, 1.0, 65504.0, 3e38])

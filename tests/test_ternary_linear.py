@@ -366,6 +366,7 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
     [
         Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True),
         Launch(1, 3, places=1), Launch(1, 4, places=5), Launch(2, 4, places=3), Launch(1, 2, places=40),
+        Launch(1, 2, places=3, next_at_once=False), Launch(2, 1, next_at_once=False),
     ],
     ids=str,
 )  # fmt: skip
@@ -377,6 +378,21 @@ def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device)
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int8", True, launch=launch
     )
     assert same_bits(y, reference.ternary_linear(x, weights, clamped=True))
+
+
+@dtypes
+@pytest.mark.parametrize("peak", [0.0, 6e-5, 0.06, 0.0625, 255.0, 256.0, 3e4])
+def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
+    """Also of those whose mean a kernel begins to add up with the wrong unit."""
+    weights = ternary(16, 300)
+    x = gaussian(1, 300, seed=5).clamp(-1, 1)
+    x[0, 7] = -1
+    x[0, 8:40] *= torch.exp2(-torch.arange(32))
+    x = (x * peak).to(dtype)
+    [y] = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False, launch=Launch(2, 1)
+    )
+    assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
 
 
 def test_one_token_by_what_it_cannot_be(device):

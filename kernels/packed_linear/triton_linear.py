@@ -268,8 +268,6 @@ def _one_row(
     What is multiplied is loaded AHEAD turns before, and the records that say where far words are, as many
     before these.
     """
-    if EARLY:
-        cuda.gdc_launch_dependents()
     T: tl.constexpr = 32 * W
     EL: tl.constexpr = 2 * W  # escapes of a row at a time
     P: tl.constexpr = LOW + (_HIGH_PLANES_F16 if HALF else _HIGH_PLANES_BF16)
@@ -322,6 +320,8 @@ def _one_row(
         records += (_record(index, k, k < C, EVEN),)
         coming, pairs = _behind(coming, 1), _behind(pairs, 1)
         fars, records = _behind(fars, 1), _behind(records, 1)
+    if EARLY:
+        cuda.gdc_launch_dependents()  # all words have been asked for
     for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
         fix += off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)

@@ -6,7 +6,8 @@ are compared, INT4 is clipped, FP4 of bf16 is rounded. Other steps are fp32.
 
     largest magnitude  of each thread, then of all in one exchange
     mean (INT4)        magnitudes become fp64 by moving their bits, which makes them a power of two smaller,
-                       denormals too. Added to 2**52 of the unit towards zero they are cut off to the unit
+                       denormals too. Added to 2**52 of the unit towards zero they are cut off to the unit.
+                       Sums are exchanged with the largest, as if that were one for which most units are right
     codes              rounded by adding 1.5 * 2**23, whose last place is worth 1: its lowest byte is the code
     FP4 of bf16        12 |x| / peak is in the middle of two codes or 1 / 1785 of itself away from it, as both
                        have 8 bits. The 11 of fp16 tell that apart, and fp32 errs by less
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.quantizers.activations import SMALLEST, SQRT_7
-from neuzip.kernels.quantizers.magnitudes import PRECISION
+from neuzip.kernels.quantizers.magnitudes import SPAN, USUAL
 from neuzip.kernels.triton_floats import widened
 from neuzip.kernels.triton_sums import of_program
 
@@ -32,7 +33,7 @@ KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 """How the kernels call the activations."""
 
 INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
-_PRECISION, INFINITY = tl.constexpr(PRECISION), tl.constexpr(0x7F800000)
+INFINITY, _SPAN, _USUAL = tl.constexpr(0x7F800000), tl.constexpr(SPAN), tl.constexpr(USUAL + 126)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _MOST_INT4, _LEAST_INT4 = tl.constexpr(7 / SQRT_7), tl.constexpr(-8 / SQRT_7)
 _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
@@ -112,8 +113,8 @@ def _half(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _largest(runs, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The largest magnitude in a program, as the bits of fp32; infinities and NaNs are the largest."""
+def _largest(runs, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The largest magnitude of each thread, as bits of its dtype; infinities and NaNs are the largest."""
     peak = tl.zeros(runs[0][0].shape, tl.int32)
     for i in tl.static_range(len(runs)):
         for w in tl.static_range(len(runs[i])):
@@ -129,10 +130,17 @@ def _largest(runs, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
                 peak = tl.maximum(peak & 0x7FFF0000, runs[i][w] & 0x7FFF0000) | lower
     if tl.float32 != DTYPE:
         peak = tl.maximum(peak & 0x7FFF, peak >> 16)
-    (of_all,) = of_program((peak,), True, W, ASM)
-    if tl.float32 != DTYPE:
-        of_all = _half(of_all, DTYPE).to(tl.int32, bitcast=True)
-    return of_all
+    return peak
+
+
+@triton.jit
+def _as_fp32(bits, DTYPE: tl.constexpr):
+    """The bits of fp32 of what has these bits in another dtype."""
+    if tl.float32 == DTYPE:
+        result = bits
+    else:
+        result = _half(bits, DTYPE).to(tl.int32, bitcast=True)
+    return result
 
 
 @triton.constexpr_function
@@ -142,16 +150,61 @@ def _comparing(bf16):
 
 
 @triton.jit
-def _mean(runs, peak, inverse, rest, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The mean magnitude as `magnitudes.mean` has it; inverse and rest: see `inverse_of`."""
-    # No unit is smaller than that of the smallest normal number: there all denormals are multiples of it.
+def _largest_and_mean(
+    runs, inverse, rest, DTYPE: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):
+    """The largest magnitude of a token, as the bits of fp32, and the mean as `magnitudes.mean` has it.
+
+    inverse and rest: see `inverse_of`. Compiled, magnitudes are added as for most tokens, while the largest
+    is looked for; where that is wrong they are added once more.
+    """
+    own = _largest(runs, DTYPE, ASM)
+    if ASM:
+        low, high = _sums(runs, own * 0 + _USUAL, DTYPE, BITS, ASM)
+        peak, low, high = of_program((own, low, high), 1, W, ASM)
+        peak = _as_fp32(peak, DTYPE)
+        above = _exponent_above(peak, DTYPE)
+        if above != _USUAL:
+            low, high = _sums(runs, own * 0 + above, DTYPE, BITS, ASM)
+            low, high = of_program((low, high), 0, W, ASM)
+    else:
+        (peak,) = of_program((own,), 1, W, ASM)
+        peak = _as_fp32(peak, DTYPE)
+        above = _exponent_above(peak, DTYPE)
+        low, high = _sums(runs, tl.where(peak < INFINITY, above, 0), DTYPE, BITS, ASM)
+        low, high = of_program((low, high), 0, W, ASM)
+    low = (low.to(tl.uint32, bitcast=True).to(tl.int64) | _LOW_BITS).to(tl.float64, bitcast=True)
+    high = (high.to(tl.uint32, bitcast=True).to(tl.int64) | _HIGH_BITS).to(tl.float64, bitcast=True)
+    total = (high - _LOW_AND_HIGH) + low
+    unit = _power_of_two(above - BITS)
+    left = unit * rest.to(tl.float64, bitcast=True)
+    nearest = unit * inverse.to(tl.float64, bitcast=True)
+    # The interpreter rounds the product too; for all sums that there are its fp32 is the same.
+    return peak, tl.math.fma(total, nearest, total * left).to(tl.float32)
+
+
+@triton.jit
+def _exponent_above(peak, DTYPE: tl.constexpr):
+    """Of the power of two that `magnitudes.unit` takes for a peak, with these bits: its exponent, and 126."""
+    # None is smaller than that of the smallest normal number: there all denormals are multiples of the unit.
     SMALLEST: tl.constexpr = 113 if tl.float16 == DTYPE else 1
-    exponent = tl.maximum(peak >> 23, SMALLEST)
-    unit = ((exponent + (1023 - 126 - _PRECISION)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    FROM: tl.constexpr = _USUAL + 20 * _SPAN  # above all exponents
+    return FROM - (FROM - tl.maximum(peak >> 23, SMALLEST)) // _SPAN * _SPAN
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """fp64, for an exponent and 126."""
+    return ((exponent + (1023 - 126)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _sums(runs, above, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """The magnitudes of each thread, cut off BITS below the exponent `above`, added: lower and upper bits."""
     if ASM:
         # What moving bits divides by is 2**896, the difference of the biases; for fp16 2**1008.
         AWAY: tl.constexpr = 1008 if tl.float16 == DTYPE else 896
-        start = (exponent + (1023 - 126 - _PRECISION + 52 - AWAY)).to(tl.int64) << 52
+        start = (above + (1023 - 126 - BITS + 52 - AWAY)).to(tl.int64) << 52
         begin = start.to(tl.float64, bitcast=True)
         pair = begin, begin
         pairs = pair, pair, pair, pair  # as an addition takes long
@@ -163,21 +216,15 @@ def _mean(runs, peak, inverse, rest, DTYPE: tl.constexpr, W: tl.constexpr, ASM: 
         for i in tl.static_range(4):
             sums += pairs[i][0].to(tl.int64, bitcast=True) + pairs[i][1].to(tl.int64, bitcast=True)
     else:
-        sums = tl.zeros(peak.shape, tl.int64)
+        unit = _power_of_two(above - BITS)
+        sums = tl.zeros(runs[0][0].shape, tl.int64)
         for i in tl.static_range(len(runs)):
             x = _floats(runs[i], DTYPE)
             for w in tl.static_range(4):
-                finite = tl.where(peak < INFINITY, tl.abs(x[w]), 0.0)
+                # Of what is not finite there is no mean.
+                finite = tl.where(tl.abs(x[w]) < float("inf"), tl.abs(x[w]), 0.0)
                 sums += (finite.to(tl.float64) / unit).to(tl.int64)
-    low, high = (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
-    low, high = of_program((low, high), False, W, ASM)
-    low = (low.to(tl.uint32, bitcast=True).to(tl.int64) | _LOW_BITS).to(tl.float64, bitcast=True)
-    high = (high.to(tl.uint32, bitcast=True).to(tl.int64) | _HIGH_BITS).to(tl.float64, bitcast=True)
-    total = (high - _LOW_AND_HIGH) + low
-    left = unit * rest.to(tl.float64, bitcast=True)
-    nearest = unit * inverse.to(tl.float64, bitcast=True)
-    # The interpreter rounds the product too; for all sums that there are its fp32 is the same.
-    return tl.math.fma(total, nearest, total * left).to(tl.float32)
+    return (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
 
 
 @triton.jit
@@ -212,15 +259,22 @@ def _adding(bf16):
 
 @triton.jit
 def _numbers(
-    runs, inverse, rest, epsilon,
-    DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+    runs, inverse, rest, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
+    BITS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What a token's codes are made with, and its scale, NaN where an activation is not finite: [T] each.
 
     The former are the factor (for FP4 what divides), the largest and smallest activation that INT4 tells
     apart, as a pair of 16 bits each, and a mask of codes, 0 where the scale is NaN.
     """
-    peak = _largest(runs, DTYPE, W, ASM)
+    each = tl.zeros(runs[0][0].shape, tl.int32)
+    if KIND == INT4:
+        peak, mean = _largest_and_mean(runs, inverse, rest, DTYPE, BITS, W, ASM)
+        mean += each.to(tl.float32)
+    else:
+        (peak,) = of_program((_largest(runs, DTYPE, ASM),), 1, W, ASM)
+        peak = _as_fp32(peak, DTYPE)
+    peak += each
     size = peak.to(tl.float32, bitcast=True)
     most_x, least_x = peak, peak
     if KIND == FP4:
@@ -234,7 +288,7 @@ def _numbers(
     else:
         most = tl.full(size.shape, 127.0, tl.float32)
         if KIND == INT4:
-            size = _mean(runs, peak, inverse, rest, DTYPE, W, ASM)
+            size = mean
             most = tl.full(size.shape, _SQRT_7, tl.float32)
         factor, scale, divisor = factor_and_scale(size, most, epsilon, CLAMPED)
         if KIND == INT4 and ASM and tl.float32 != DTYPE:
@@ -289,11 +343,11 @@ def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def quantised(
-    runs, inverse, rest, epsilon,
-    DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+    runs, inverse, rest, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
+    BITS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
-    by, scale = _numbers(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    by, scale = _numbers(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, BITS, W, ASM)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):

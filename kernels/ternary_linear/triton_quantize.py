@@ -20,6 +20,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers.activations import EPSILON
+from neuzip.kernels.quantizers.magnitudes import sum_bits
 from neuzip.kernels.triton_floats import widened
 from neuzip.kernels.triton_sums import of_program
 
@@ -84,7 +85,7 @@ def quantize(
     turns = triton.cdiv(steps, warps)
     _quantize_kernel[(tokens,)](
         codes.view(torch.int32), scale, total, x, *inverse_of(columns), x.shape[1], steps, EPSILON,
-        KIND=KINDS[activation], HALVES=halves, W=warps, TURNS=turns,
+        KIND=KINDS[activation], BITS=sum_bits(columns), HALVES=halves, W=warps, TURNS=turns,
         EVEN=x.shape[1] == steps * STEP and steps == turns * warps, num_warps=warps, **options,
     )  # fmt: skip
     return codes, scale, total
@@ -110,9 +111,9 @@ def _begin(START_NEXT: tl.constexpr, EARLY: tl.constexpr):
 @triton.jit(do_not_specialize=["inverse", "rest"])
 def _quantize_kernel(
     codes, scale, total, x, inverse, rest, stride, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, EARLY: tl.constexpr,
-    ASM: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
+    TURNS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A token a program; a thread has 8 activations that follow each other in each turn."""
     _begin(START_NEXT, EARLY)
@@ -130,7 +131,7 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    pairs, of_token, of_codes = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, BITS, W, ASM)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
         at = turn * (32 * W) + eight
@@ -159,10 +160,10 @@ def _quantize_kernel(
                 tl.store(target, tl.join(first, second))
             else:
                 tl.store(target, tl.join(first, second), mask=inside[:, None])
-    (summed,) = of_program((of_codes,), False, W, ASM)
+    (summed,) = of_program((of_codes,), 0, W, ASM)
     one = tl.arange(0, 32 * W)
     tl.store(scale + token + one, of_token, mask=one == 0)
-    tl.store(total + token + one, summed, mask=one == 0)
+    tl.store(total + token + one, summed + one, mask=one == 0)
 
 
 @triton.jit

@@ -7,8 +7,9 @@ c + 1, 0 to 2 for codes c, so the sum of the token's codes is taken off in the e
 One token (`_one_token`) is one column of the 8 that an instruction multiplies with. The 8 instructions of a
 tile, (p, j), take the codes 4 j to 4 j + 3 of words 2 p and 2 p + 1 of each thread, and what is asked for
 stands in column 4 p + j of their own sums: so thread (r, q) needs the activations of one of the 8 only, no
-two threads have the same, and the quantiser's work is shared out as well. As an instruction has sums
-of its own, no bits have to be shifted: they are 4**j times too large, which a shift of the sums repairs.
+two threads have the same, and the quantiser's work is shared out as well. As an instruction has sums of its
+own, no bits have to be shifted: they are 4**j times too large, which a shift of the sums repairs. Nor is the
+last of four codes masked: what the others add to its sums stands in the same column of theirs.
 
 More tokens (`_few_tokens`) come quantised, in the order of the instructions. Their words are shifted, and the
 sums are those of blocks of 8 tokens. Codes of 16 tokens are more bytes than the weights of a tile, so warps
@@ -32,6 +33,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
+from neuzip.kernels.quantizers.magnitudes import sum_bits
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
@@ -78,6 +80,7 @@ class Launch:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
     registers: int | None = None  # of a thread, at most
+    next_at_once: bool = True  # the next kernel starts when there is room, not when all words are asked for
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
@@ -88,14 +91,15 @@ class Launch:
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
     """By the steps of all tiles that a multiprocessor has: as was fastest for four shapes on an H200.
 
-    Several tiles of a program make do with one quantisation of the token. With most steps of all, it is
-    quantised once, by a kernel ahead.
+    Several tiles of a program make do with one quantisation of the token.
     """
-    if tiles * steps > 256 * multiprocessors:
-        return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
     most = triton.cdiv(tiles, multiprocessors)
     if steps > 32:
-        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112)
+        if tiles * steps > 256 * multiprocessors:
+            return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
+        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112, next_at_once=False)
+    if tiles * steps > 256 * multiprocessors:
+        return Launch(_warps(steps, 8), min(7, triton.cdiv(most, 2)), places=5)
     return Launch(_warps(steps, 4), min(3, most), places=10)
 
 
@@ -169,7 +173,7 @@ def one_token(
             tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
-            **of_token.options,
+            NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
         )  # fmt: skip
     return [y.to(x.dtype) for y in ys]
 
@@ -230,7 +234,7 @@ class _Token:
         inverse, rest = inverse_of(columns)
         options = {
             "width": held.shape[1], "inverse": inverse, "rest": rest, "steps": steps,
-            "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
+            "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped, "BITS": sum_bits(columns),
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
             "TURNS": turns, "AHEAD": ahead, "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
@@ -394,9 +398,9 @@ def _threads(W: tl.constexpr):
 def _one_token(
     ys, x, words, scales, biases, codes, token_scale, total, outs, tiles,
     width, inverse, rest, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one y, one after the other: W warps share the columns, a step each in turn."""
     program = tl.program_id(0)
@@ -418,16 +422,18 @@ def _one_token(
         triton_ring.begin_copy(ring, at, inside, turn, AHEAD, EVEN, ASM)
     if EARLY:
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+        if NEXT_AT_ONCE:
+            cuda.gdc_launch_dependents()
     n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, W,
-        TURNS, EVEN, ASM,
+        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, BITS,
+        W, TURNS, EVEN, ASM,
     )  # fmt: skip
     ALL: tl.constexpr = TILES * TURNS
+    LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
     sums = ()
     for turn in tl.static_range(ALL):
         if turn % TURNS == 0:
@@ -437,6 +443,8 @@ def _one_token(
         if turn + AHEAD < ALL:
             at, inside = _words_of_turn(word, begin, count, first, steps, own, turn + AHEAD, TURNS, W)
             triton_ring.begin_copy(ring, at, inside, turn + AHEAD, AHEAD, EVEN, ASM)
+        if EARLY and not NEXT_AT_ONCE and turn == LAST_ASKED:
+            cuda.gdc_launch_dependents()  # earlier, its words would be ahead of these
         of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
         if turn % TURNS == TURNS - 1:
             sums += _of_columns(of_tile, q)
@@ -450,9 +458,9 @@ def _one_token(
 @triton.jit(do_not_specialize=["inverse", "rest"])
 def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
-    width, inverse, rest, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
-    UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    width, inverse, rest, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
+    TILES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the gate, and what is open of those of `up`."""
     tile = tl.program_id(0) * TILES
@@ -469,8 +477,8 @@ def _one_token_relu2_glu(
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, W,
-        TURNS, EVEN, ASM,
+        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, BITS,
+        W, TURNS, EVEN, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
         sums = _sums_of_rows(
@@ -515,8 +523,8 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 @triton.jit
 def _codes(
     x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The codes of the token that a thread multiplies with, two words a turn; the scale; what is taken off.
 
@@ -534,7 +542,9 @@ def _codes(
             runs += (
                 load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
             )  # fmt: skip
-        pairs, own_scale, taken_off = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+        pairs, own_scale, taken_off = quantised(
+            runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, BITS, W, ASM
+        )
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
@@ -586,7 +596,7 @@ def _multiply_turn(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
     """Add the products of words of rows r and of r + 8, four each, with the token's codes of a turn."""
     added = ()
     for g in tl.static_range(8):
-        mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -0x3F3F3F40
+        mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -1
         added += (
             _mma(
                 v[g // 4 * 2] & mask, u[g // 4 * 2] & mask, v[g // 4 * 2 + 1] & mask,
@@ -601,9 +611,18 @@ def _of_columns(sums, q):
     """Of sums g column g counts, of which thread q has 2 q and 2 q + 1: what it has of rows r and r + 8."""
     top, bottom = tl.zeros_like(q), tl.zeros_like(q)
     for c in tl.static_range(4):
-        top = tl.where(q == c, _unscaled(sums[2 * c][0], sums[2 * c + 1][1], c), top)
-        bottom = tl.where(q == c, _unscaled(sums[2 * c][2], sums[2 * c + 1][3], c), bottom)
+        top = tl.where(q == c, _unscaled(sums, 0, c), top)
+        bottom = tl.where(q == c, _unscaled(sums, 2, c), bottom)
     return top, bottom
+
+
+@triton.jit
+def _unscaled(sums, ROW: tl.constexpr, C: tl.constexpr):
+    """What the instructions 2 C and 2 C + 1 give together, of rows r or (ROW 2) r + 8."""
+    even, odd = sums[2 * C][ROW], sums[2 * C + 1][ROW + 1]
+    if C % 2 == 1:  # the last of four, and all others
+        odd -= sums[2 * C][ROW + 1] + sums[2 * C - 1][ROW + 1] + sums[2 * C - 2][ROW + 1]
+    return (even >> (4 * (C % 2))) + (odd >> (4 * (C % 2) + 2))
 
 
 @triton.jit
@@ -623,12 +642,6 @@ def _over_warps(parts, taken_off, SUMMED: tl.constexpr, W: tl.constexpr, ASM: tl
             own += (parts[i] - taken_off,)
         results = sum_rows(own, W, ASM)
     return results
-
-
-@triton.jit
-def _unscaled(even, odd, C: tl.constexpr):
-    """What the instructions 2 C and 2 C + 1 give together."""
-    return (even >> (4 * (C % 2))) + (odd >> (4 * (C % 2) + 2))
 
 
 @triton.jit
