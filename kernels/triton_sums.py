@@ -142,18 +142,33 @@ def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
 
     There are at most 4, unsigned int32 in the type int32. Results are scalars.
     """
+    return of_program_in(room(len(values), 1, W, ASM), 0, values, LARGEST, W, ASM)
+
+
+@triton.jit
+def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Shared memory for the exchange of so many values, ROUNDS times: `of_program_in`."""
+    where = 0
+    if ASM:
+        where = tl.inline_asm_elementwise(
+            _room(COUNT, ROUNDS, W), "=r,r", [COUNT], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return where
+
+
+@triton.jit
+def of_program_in(where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The same, by the room of one of the rounds, which may be those of a loop."""
     COUNT: tl.constexpr = len(values)
     results = ()
     if ASM:
-        base = tl.inline_asm_elementwise(
-            _room(COUNT, W), "=r,r", [LARGEST], dtype=tl.int32, is_pure=False, pack=1
-        )
+        where += number * (_stride(COUNT) * W)
         tl.inline_asm_elementwise(
-            _of_warps(COUNT, LARGEST), _of_warps_constraints(COUNT), values + (base,),  # noqa: RUF005
+            _of_warps(COUNT, LARGEST), _of_warps_constraints(COUNT), values + (where,),  # noqa: RUF005
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         results = tl.inline_asm_elementwise(
-            _over_warps(COUNT, LARGEST, W), _over_warps_constraints(COUNT), [base],
+            _over_warps(COUNT, LARGEST, W), _over_warps_constraints(COUNT), [where],
             dtype=_types(COUNT, False), is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -170,8 +185,9 @@ def _stride(count):
 
 
 @triton.constexpr_function
-def _room(count, warps):
-    return f"{{ .shared .align 16 .b8 of_warps[{_stride(count) * warps}]; mov.u32 $0, of_warps; }}"
+def _room(count, rounds, warps):
+    nbytes = _stride(count) * warps * rounds
+    return f"{{ .shared .align 16 .b8 of_warps[{nbytes}]; mov.u32 $0, of_warps; }}"
 
 
 @triton.constexpr_function

@@ -13,9 +13,9 @@ AT_A_TIME = 1 << 22
 PRECISION = 40
 """Bits of magnitudes that are added, at most: see `unit`."""
 
-SPAN, USUAL = 12, 8
-"""Magnitudes are cut off below a power of two whose exponent is 8 and a multiple of 12: the same for all rows
-whose largest is 1/16 to 256, so that a kernel can begin to add before it knows which that is."""
+SPAN, USUAL = 8, 7
+"""Magnitudes are cut off below a power of two whose exponent is 7 and a multiple of 8: the same for all rows
+whose largest is 1/2 to 128, so that a kernel can begin to add before it knows which that is."""
 
 
 def check_floats(x: Tensor) -> None:
@@ -37,9 +37,9 @@ def mean(x: Tensor) -> Tensor:
     """The mean magnitude of each row, fp32 [..., 1] for [..., n]; 0 if n is 0, NaN where one is not finite.
 
     Magnitudes are cut to multiples of 1 / `unit` and added as int64, which has no order; the sum is then
-    rounded to fp64, divided by n and rounded to fp32. What the mean loses by cutting is less than 2**-28 of
-    the largest magnitude for n up to 2**14 (2**-25 up to 2**25), and nothing at all if the magnitudes span
-    fewer than 2**20 in bf16, 2**17 in fp16, 2**4 in fp32.
+    rounded to fp64, divided by n and rounded to fp32. What the mean loses by cutting is less than 2**-32 of
+    the largest magnitude for n up to 2**14 (2**-29 up to 2**25), and nothing at all if the magnitudes span
+    fewer than 2**24 in bf16, 2**21 in fp16, 2**8 in fp32.
     """
     n = x.shape[-1]
     if n == 0:

@@ -27,7 +27,7 @@ import triton.language as tl
 from neuzip.kernels.quantizers.activations import SMALLEST, SQRT_7
 from neuzip.kernels.quantizers.magnitudes import SPAN, USUAL
 from neuzip.kernels.triton_floats import widened
-from neuzip.kernels.triton_sums import of_program
+from neuzip.kernels.triton_sums import of_program, of_program_in, room
 
 KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 """How the kernels call the activations."""
@@ -160,13 +160,17 @@ def _largest_and_mean(
     """
     own = _largest(runs, DTYPE, ASM)
     if ASM:
-        low, high = _sums(runs, own * 0 + _USUAL, DTYPE, BITS, ASM)
-        peak, low, high = of_program((own, low, high), 1, W, ASM)
-        peak = _as_fp32(peak, DTYPE)
-        above = _exponent_above(peak, DTYPE)
-        if above != _USUAL:
-            low, high = _sums(runs, own * 0 + above, DTYPE, BITS, ASM)
-            low, high = of_program((low, high), 0, W, ASM)
+        where = room(3, 2, W, ASM)
+        above, right, again = tl.full([], 0, tl.int32), tl.full([], _USUAL, tl.int32), True
+        peak, low, high = above, above, above
+        while again:  # once or twice; the code of a branch would be in the way of those that do not take it
+            above = right
+            own_sums = _sums(runs, own * 0 + above, DTYPE, BITS, ASM)
+            second = (above != _USUAL).to(tl.int32)
+            peak, low, high = of_program_in(where, second, (own, own_sums[0], own_sums[1]), 1, W, ASM)
+            peak = _as_fp32(peak, DTYPE)
+            right = _exponent_above(peak, DTYPE)
+            again = (above == _USUAL) & (tl.abs(2 * (peak >> 23) - (2 * _USUAL - _SPAN + 1)) >= _SPAN)
     else:
         (peak,) = of_program((own,), 1, W, ASM)
         peak = _as_fp32(peak, DTYPE)
@@ -189,7 +193,7 @@ def _exponent_above(peak, DTYPE: tl.constexpr):
     # None is smaller than that of the smallest normal number: there all denormals are multiples of the unit.
     SMALLEST: tl.constexpr = 113 if tl.float16 == DTYPE else 1
     FROM: tl.constexpr = _USUAL + 20 * _SPAN  # above all exponents
-    return FROM - (FROM - tl.maximum(peak >> 23, SMALLEST)) // _SPAN * _SPAN
+    return FROM - ((FROM - tl.maximum(peak >> 23, SMALLEST)) & -_SPAN)
 
 
 @triton.jit
@@ -206,11 +210,12 @@ def _sums(runs, above, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexp
         AWAY: tl.constexpr = 1008 if tl.float16 == DTYPE else 896
         start = (above + (1023 - 126 - BITS + 52 - AWAY)).to(tl.int64) << 52
         begin = start.to(tl.float64, bitcast=True)
+        shifts = _shifts(above, DTYPE)
         pair = begin, begin
         pairs = pair, pair, pair, pair  # as an addition takes long
         for i in tl.static_range(len(runs)):
             for w in tl.static_range(len(runs[i])):
-                added = _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], DTYPE)
+                added = _add_magnitudes(pairs[0][0], pairs[0][1], runs[i][w], shifts, DTYPE)
                 pairs = (pairs[1], pairs[2], pairs[3], added)
         sums = -8 * start
         for i in tl.static_range(4):
@@ -228,18 +233,19 @@ def _sums(runs, above, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexp
 
 
 @triton.jit
-def _add_magnitudes(first, second, word, DTYPE: tl.constexpr):
+def _add_magnitudes(first, second, word, shifts, DTYPE: tl.constexpr):
     """Add the magnitudes of a word to two sums that cut them off."""
     if tl.float32 == DTYPE:
         second, first = tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; .reg .f64 wide; shl.b32 low, $2, 29; shr.u32 high, $2, 3;"
+            "{ .reg .b32 low, high; .reg .f64 wide; mul.lo.u32 low, $2, $5; shr.u32 high, $2, $6;"
             " and.b32 high, high, 0x0FFFFFFF; mov.b64 wide, {low, high}; add.rz.f64 $0, $3, wide;"
             " mov.f64 $1, $4; }",
-            "=&d,=&d,r,d,d", [word, first, second], dtype=(tl.float64, tl.float64), is_pure=True, pack=1,
+            "=&d,=&d,r,d,d,r,r", [word, first, second, shifts[0], shifts[1]],
+            dtype=(tl.float64, tl.float64), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         first, second = tl.inline_asm_elementwise(
-            _adding(tl.bfloat16 == DTYPE), "=&d,=&d,r,d,d", [word, first, second],
+            _adding(tl.bfloat16 == DTYPE), "=&d,=&d,r,d,d,r,r", [word, first, second, shifts[0], shifts[1]],
             dtype=(tl.float64, tl.float64), is_pure=True, pack=1,
         )  # fmt: skip
     return first, second
@@ -247,14 +253,32 @@ def _add_magnitudes(first, second, word, DTYPE: tl.constexpr):
 
 @triton.constexpr_function
 def _adding(bf16):
-    left, right, kept = ("shl.b32 high, $2, 13;", "shr.u32 high, $2, 3;", "0x0FFFE000")
-    if not bf16:
-        left, right, kept = ("shl.b32 high, $2, 10;", "shr.u32 high, $2, 6;", "0x01FFFC00")
+    kept = "0x0FFFE000" if bf16 else "0x01FFFC00"
     lines = ["{ .reg .b32 low, high; .reg .f64 wide; mov.b32 low, 0;"]
-    for i, moved in enumerate((left, right)):
+    for i, moved in enumerate(("mul.lo.u32 high, $2, $5;", "shr.u32 high, $2, $6;")):
         lines += [f"{moved} and.b32 high, high, {kept}; mov.b64 wide, {{low, high}};"]
         lines += [f"add.rz.f64 ${i}, ${3 + i}, wide;"]
     return " ".join([*lines, "}"])
+
+
+@triton.jit
+def _shifts(above, DTYPE: tl.constexpr):
+    """What words are multiplied with and shifted by, to be moved.
+
+    They are registers that depend on what a loop changes: or all that is moved would be kept in registers.
+    """
+    return tl.inline_asm_elementwise(
+        _shifting(DTYPE), "=r,=r,r", [above], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+@triton.constexpr_function
+def _shifting(dtype):
+    left, right = {tl.float32: (29, 3), tl.bfloat16: (13, 3), tl.float16: (10, 6)}[dtype]
+    return (
+        f"{{ .reg .b32 nothing; shr.u32 nothing, $2, 31; add.u32 $0, nothing, {1 << left};"
+        f" add.u32 $1, nothing, {right}; }}"
+    )
 
 
 @triton.jit
