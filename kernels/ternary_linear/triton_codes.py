@@ -170,6 +170,7 @@ def _largest_and_mean(
             peak, low, high = of_program_in(where, second, (own, own_sums[0], own_sums[1]), 1, W, ASM)
             peak = _as_fp32(peak, DTYPE)
             right = _exponent_above(peak, DTYPE)
+            # Whether that is the usual one, in fewer steps.
             again = (above == _USUAL) & (tl.abs(2 * (peak >> 23) - (2 * _USUAL - _SPAN + 1)) >= _SPAN)
     else:
         (peak,) = of_program((own,), 1, W, ASM)

@@ -162,7 +162,7 @@ def one_token(
     turns = launch.tiles * triton.cdiv(steps, launch.warps)
     ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
     # The ring, and sums that are exchanged.
-    _check_shared(launch, launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 12))
+    _check_shared(launch, launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32))
     if any(weight.words.data_ptr() % 16 for weight in weights):
         raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
     of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
