@@ -465,6 +465,7 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
         (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, places=3), 1024),
         (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2, sets=1), 520),
         (Launch(1, 1, halves=False), 520),
+        (Launch(1, 1, next_at_once=False), 520),
         (Launch(2, 2, places=8, codes_ahead=True, sets=4), 520),
     ],
     ids=str,

@@ -75,12 +75,12 @@ class Launch:
     warps: int  # that share the columns of a tile
     tiles: int  # of a warp: one after the other for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
+    next_at_once: bool = True  # the next kernel starts when there is room, not when all words are asked for
     places: int = PLACES  # for the words of so many turns; of one token turns that are under way, at most
     # For one token:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
     registers: int | None = None  # of a thread, at most
-    next_at_once: bool = True  # the next kernel starts when there is room, not when all words are asked for
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
     codes_ahead: bool = False  # whether codes are loaded a turn ahead
@@ -99,7 +99,7 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
             return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
         return Launch(_warps(steps, 8), min(2, most), places=5, registers=112, next_at_once=False)
     if tiles * steps > 256 * multiprocessors:
-        return Launch(_warps(steps, 8), min(7, triton.cdiv(most, 2)), places=5)
+        return Launch(_warps(steps, 8), min(7, triton.cdiv(most, 2)), places=5, start=True)
     return Launch(_warps(steps, 4), min(3, most), places=10)
 
 
@@ -128,7 +128,8 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     turns = triton.cdiv(steps, warps)
     together = 2 if blocks > 2 or (blocks == 2 and turns > 2) else 1
     places = turns if turns <= FUSED_TURNS and (few or together == 1) and blocks <= 2 else PLACES
-    return Launch(warps, together, places=places, start=not few, halves=not few)
+    at_once = tiles < 10 * multiprocessors
+    return Launch(warps, together, places=places, start=not few, halves=not few, next_at_once=at_once)
 
 
 def _power_below(number: int) -> int:
@@ -293,8 +294,9 @@ def few_tokens(
             tokens, out, steps, tiles, BLOCKS=blocks, ROWS=weight.scale.dim() > 0,
             W=launch.warps, BESIDE=launch.beside, NB=together, TN=launch.tiles, SETS=launch.sets,
             PLACES=places, ROUNDS=triton.cdiv(turns, places), CODES_AHEAD=launch.codes_ahead,
-            HALVES=halves, EVEN=steps % (launch.warps * places) == 0, EARLY=early, ASM=compiled,
-            num_warps=launch.warps * launch.beside, launch_pdl=early, enable_fp_fusion=False,
+            HALVES=halves, EVEN=steps % (launch.warps * places) == 0, EARLY=early,
+            NEXT_AT_ONCE=launch.next_at_once, ASM=compiled, num_warps=launch.warps * launch.beside,
+            launch_pdl=early, enable_fp_fusion=False,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -710,7 +712,7 @@ def _few_tokens(
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, NB: tl.constexpr,
     TN: tl.constexpr, SETS: tl.constexpr, PLACES: tl.constexpr, ROUNDS: tl.constexpr,
     CODES_AHEAD: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    ASM: tl.constexpr,
+    NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """16 TN BESIDE columns of y for 8 NB tokens: W warps share the columns of x, a step each in turn.
 
@@ -736,7 +738,8 @@ def _few_tokens(
         turns += (_load_tiles(words, tile, tiles, first + turn * W, steps, own, everyone, TN, EVEN),)
     if EARLY:
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+        if NEXT_AT_ONCE:
+            cuda.gdc_launch_dependents()
     # What this thread has in the end: values of a token follow each other, of each tile rows r and r + 8.
     OF_TOKEN: tl.constexpr = 2 * TN
     EACH: tl.constexpr = each_of(4 * NB * TN, W)
@@ -773,6 +776,8 @@ def _few_tokens(
                 later += (_load_tiles(words, tile, tiles, step, steps, own, everyone, TN, False),)
         if ROUNDS > 1:
             turns = later
+    if EARLY and not NEXT_AT_ONCE:
+        cuda.gdc_launch_dependents()
 
     values = ()
     for nb in tl.static_range(NB):
