@@ -5,7 +5,8 @@ product of 16 tokens with ternary weights, they were half of the time. Here a wa
 waits once, and reads what it is to add up.
 
 Arrays have one dimension and an element for each thread. An exchange has shared memory of its own and does
-not wait for its readers, so it must not be in a loop that is not written out.
+not wait for its readers, so it must not be in a loop that is not written out, unless each round has some of
+its own: `of_program_in`.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def of_program_in(where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The same, by the room of one of the rounds, which may be those of a loop."""
+    """What `of_program` gives, by way of the `room` that the round of this number has."""
     COUNT: tl.constexpr = len(values)
     results = ()
     if ASM:
@@ -181,6 +182,7 @@ def of_program_in(where, number, values, LARGEST: tl.constexpr, W: tl.constexpr,
 
 @triton.constexpr_function
 def _stride(count):
+    """Bytes of a warp: as many as can be read at once."""
     return 4 if count == 1 else 16 if count > 2 else 8
 
 

@@ -247,6 +247,17 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("columns", [1 << 14, 1 << 15, 1 << 17])
+def test_the_largest_sums_of_magnitudes_fit(columns: int, device):
+    """Of as many as a sum may have, just below the power of two under which they are cut off."""
+    x = torch.full((1, columns), 127.5).bfloat16()
+    wanted = reference.quantize(x, "int4")
+    codes, scale, _ = triton_quantize.quantize(x.to(device), "int4", 0, False)
+    assert torch.equal(codes.cpu(), wanted.codes)
+    assert same_bits(scale, wanted.scale[:, 0])
+    assert scale.item() == torch.tensor(127.5).div(7**0.5).item()
+
+
 @pytest.mark.parametrize("warps", [1, 2, 4])
 @pytest.mark.parametrize("columns", [512, 1000])
 def test_launches_of_the_quantiser_agree(warps: int, columns: int, device):

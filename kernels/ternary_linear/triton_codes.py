@@ -33,7 +33,8 @@ KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 """How the kernels call the activations."""
 
 INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
-INFINITY, _SPAN, _USUAL = tl.constexpr(0x7F800000), tl.constexpr(SPAN), tl.constexpr(USUAL + 126)
+INFINITY, _SPAN = tl.constexpr(0x7F800000), tl.constexpr(SPAN)
+_USUAL = tl.constexpr(USUAL + 126)  # as fp32 has the exponents of what is below
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _MOST_INT4, _LEAST_INT4 = tl.constexpr(7 / SQRT_7), tl.constexpr(-8 / SQRT_7)
 _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
@@ -176,7 +177,7 @@ def _largest_and_mean(
         (peak,) = of_program((own,), 1, W, ASM)
         peak = _as_fp32(peak, DTYPE)
         above = _exponent_above(peak, DTYPE)
-        low, high = _sums(runs, tl.where(peak < INFINITY, above, 0), DTYPE, BITS, ASM)
+        low, high = _sums(runs, above, DTYPE, BITS, ASM)
         low, high = of_program((low, high), 0, W, ASM)
     low = (low.to(tl.uint32, bitcast=True).to(tl.int64) | _LOW_BITS).to(tl.float64, bitcast=True)
     high = (high.to(tl.uint32, bitcast=True).to(tl.int64) | _HIGH_BITS).to(tl.float64, bitcast=True)

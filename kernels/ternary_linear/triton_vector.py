@@ -91,15 +91,16 @@ class Launch:
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
     """By the steps of all tiles that a multiprocessor has: as was fastest for four shapes on an H200.
 
-    Several tiles of a program make do with one quantisation of the token.
+    Several tiles of a program make do with one quantisation of the token. With most steps of all and many
+    columns, it is quantised once, by a kernel ahead.
     """
-    most = triton.cdiv(tiles, multiprocessors)
-    if steps > 32:
-        if tiles * steps > 256 * multiprocessors:
-            return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
-        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112, next_at_once=False)
-    if tiles * steps > 256 * multiprocessors:
+    most, many = triton.cdiv(tiles, multiprocessors), tiles * steps > 256 * multiprocessors
+    if many and steps > 32:
+        return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
+    if many:
         return Launch(_warps(steps, 8), min(7, triton.cdiv(most, 2)), places=5, start=True)
+    if steps > 32:
+        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112, next_at_once=False)
     return Launch(_warps(steps, 4), min(3, most), places=10)
 
 
@@ -121,7 +122,8 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     """4 warps share a tile, 8 where tiles are few; then all words are asked for before there are codes.
 
     Two tiles at once make do with half of the loads of codes, unless warps have next to nothing to do then.
-    So do codes in halves of bytes; with few tiles, to take these apart takes longer.
+    So do codes in halves of bytes; with few tiles, to take these apart takes longer. With very many, words of
+    the next kernel would be in the way.
     """
     few = tiles < 3 * multiprocessors
     warps = min(8 if few else 4, _power_below(steps))
