@@ -158,14 +158,25 @@ def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def of_program_in(where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """What `of_program` gives, by way of the `room` that the round of this number has."""
+def of_program_in(
+    where,
+    number,
+    values,
+    LARGEST: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+    MOST: tl.constexpr = None,
+):
+    """What `of_program` gives, by way of the `room` that the round of this number has.
+
+    MOST: what a warp has of a sum is taken to be at most that.
+    """
     COUNT: tl.constexpr = len(values)
     results = ()
     if ASM:
         where += number * (_stride(COUNT) * W)
         tl.inline_asm_elementwise(
-            _of_warps(COUNT, LARGEST), _of_warps_constraints(COUNT), values + (where,),  # noqa: RUF005
+            _of_warps(COUNT, LARGEST, MOST), _of_warps_constraints(COUNT), values + (where,),  # noqa: RUF005
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         results = tl.inline_asm_elementwise(
@@ -175,7 +186,11 @@ def of_program_in(where, number, values, LARGEST: tl.constexpr, W: tl.constexpr,
     else:
         for i in tl.static_range(len(values)):
             wide = values[i].to(tl.uint32, bitcast=True).to(tl.int64)
-            one = tl.max(wide, 0) if i < LARGEST else tl.sum(wide, 0)
+            if i < LARGEST:
+                one = tl.max(wide, 0)
+            else:
+                of_warps = tl.sum(tl.reshape(wide, [W, 32]), 1)
+                one = tl.sum(of_warps if MOST is None else tl.minimum(of_warps, MOST), 0)
             results += (one.to(tl.int32),)
     return results
 
@@ -198,12 +213,14 @@ def _of_warps_constraints(count):
 
 
 @triton.constexpr_function
-def _of_warps(count, largest):
+def _of_warps(count, largest, most):
     lines = [f"{{ .reg .b32 own, of_warp<{count}>; mov.u32 own, %tid.x; shr.u32 own, own, 5;"]
     lines += [f"mad.lo.u32 own, own, {_stride(count)}, ${count + 1};"]
     for i in range(count):
         lines += [f"redux.sync.{'max' if i < largest else 'add'}.u32 of_warp{i}, ${i + 1}, 0xffffffff;"]
     for i in range(count):
+        if most is not None and i >= largest:
+            lines += [f"min.u32 of_warp{i}, of_warp{i}, {most};"]
         lines += [f"st.shared.b32 [own + {4 * i}], of_warp{i};"]
     return " ".join([*lines, "mov.b32 $0, 0; }"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -193,7 +194,7 @@ def test_the_mean_is_exact_and_has_no_order(dtype: torch.dtype, monkeypatch: pyt
     assert same_bits(mean, magnitudes.mean(x))
 
 
-@pytest.mark.parametrize(("peak", "above"), [(0.75, 7), (0.5, 7), (127.0, 7), (128.0, 15), (0.49, -1)])
+@pytest.mark.parametrize(("peak", "above"), [(0.75, 0), (0.5, 0), (127.0, 7), (128.0, 8), (0.49, -1)])
 def test_the_mean_is_cut_off_40_bits_below_a_power_of_two_above_the_largest(peak: float, above: int):
     unit = 2.0 ** (above - 40)
     for small, counted in ((unit, unit), (1.75 * unit, unit), (0.75 * unit, 0)):
@@ -207,14 +208,14 @@ def test_the_mean_is_cut_off_40_bits_below_a_power_of_two_above_the_largest(peak
 )
 def test_of_more_magnitudes_fewer_bits_are_added(n: int, bits: int):
     assert magnitudes.sum_bits(n) == bits
-    assert magnitudes.unit(torch.ones(1), n).item() == 2.0 ** (bits - 7)
+    assert magnitudes.unit(torch.ones(1), n).item() == 2.0 ** (bits - 1)
 
 
 @given(st.floats(2**-149, 2.0**127, width=32), st.integers(1, 1 << 26))
-def test_magnitudes_have_as_many_bits_as_they_may_but_for_eight(peak: float, n: int):
+def test_magnitudes_have_as_many_bits_as_they_may(peak: float, n: int):
     unit = magnitudes.unit(torch.tensor([peak]), n).item()
     bits = magnitudes.sum_bits(n)
-    assert 2.0 ** (bits - magnitudes.SPAN) <= peak * unit < 2.0**bits
+    assert 2.0 ** (bits - 1) <= peak * unit < 2.0**bits
 
 
 @pytest.mark.parametrize("peak", [1e-45, 1.2e-38, 1.0, 65504.0, 3e38])
@@ -227,7 +228,70 @@ def test_a_mean_of_nothing_is_zero_and_of_anything_not_finite_is_nan():
     assert magnitudes.mean(torch.ones(2, 0)).tolist() == [[0], [0]]
     assert magnitudes.mean(torch.ones(0, 3)).shape == (0, 1)
     bad = torch.tensor([[1, torch.nan], [torch.inf, 1], [1, 3]])
-    assert magnitudes.mean(bad).isnan()[:, 0].tolist() == [True, True, False]
+    for mean in (magnitudes.mean, magnitudes.mean_by_fours):
+        assert mean(torch.ones(2, 0)).tolist() == [[0], [0]]
+        assert mean(torch.ones(0, 3)).shape == (0, 1)
+        assert mean(bad).isnan()[:, 0].tolist() == [True, True, False]
+
+
+def mean_by_fours(row: np.ndarray) -> np.float32:
+    """Step by step, as a kernel goes: from one unit to the next, until the total is small enough."""
+    size = np.abs(np.concatenate([row, np.zeros(-len(row) % 4)]).astype(np.float32)).reshape(-1, 4)
+    with np.errstate(over="ignore", under="ignore"):
+        runs = ((size[:, 0] + size[:, 1]) + (size[:, 2] + size[:, 3])).tolist()
+        if not all(map(math.isfinite, runs)):
+            return np.float32(math.nan)
+        unit = (len(row) - 1).bit_length() - 44
+        while (total := sum(int(Fraction(run) / Fraction(2) ** unit) for run in runs)) >= 1 << 48:
+            if unit >= 67:
+                return np.float32(math.nan)
+            unit += 13
+        return np.float32(total) * np.float32(1 / len(row)) * np.float32(2.0**unit)
+
+
+@given(
+    x=hnp.arrays(np.float32, st.integers(1, 40), elements=floats), power=st.integers(-140, 130),
+    dtype=st.sampled_from(list(DTYPES.values())),
+)  # fmt: skip
+def test_means_by_fours_are_those_of_their_steps(x: np.ndarray, power: int, dtype: torch.dtype):
+    row = torch.from_numpy(x).mul(2.0**power).to(dtype)
+    found = magnitudes.mean_by_fours(row)
+    assert same_bits(found, torch.tensor([mean_by_fours(row.float().numpy())]))
+
+
+def below_the_limit_once_cut() -> list[float]:
+    """4,096 runs, 2**48 units but for what is cut off: halves of 4,000, with the next unit all of those."""
+    small = [8191.5 * 2.0**-30] * 4000
+    large = 2.0**18 - math.fsum(small)
+    first = float(np.float32(large - 1))
+    runs = [*small, first, large - first, *[0.0] * 94]
+    return [number for run in runs for number in (run, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "mean"),
+    [
+        ([64.0, 0, 0, 0], 16), ([64 - 2.0**-18, 0, 0, 0], 16 - 2.0**-20), ([2.0**120], 2.0**120),
+        ([2.0**123], math.nan), (below_the_limit_once_cut(), 16),
+    ],
+    ids=["at the limit", "below it", "the largest", "too large", "below it once cut"],
+)  # fmt: skip
+def test_the_unit_is_the_first_that_does(row: list[float], mean: float):
+    found = magnitudes.mean_by_fours(torch.tensor([row, row]))
+    assert same_bits(found, torch.tensor([[mean], [mean]], dtype=torch.float32))
+    assert np.array_equal(mean_by_fours(np.array(row)), np.float32(mean), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_mean_by_fours_is_nearly_exact_and_runs_have_no_order(dtype: torch.dtype, monkeypatch):
+    x = gaussian(3, 1004, dtype=dtype) * 10
+    mean = magnitudes.mean_by_fours(x)
+    exact = x.double().abs().mean(-1, keepdim=True)
+    assert ((mean / exact - 1).abs() < 2.0**-22).all()
+    turned = x.unflatten(-1, (-1, 4))[:, torch.randperm(251)].flatten(-2)
+    assert same_bits(mean, magnitudes.mean_by_fours(turned))
+    monkeypatch.setattr(magnitudes, "AT_A_TIME", 10)
+    assert same_bits(mean, magnitudes.mean_by_fours(x))
 
 
 # Ternary weights.
@@ -553,10 +617,29 @@ def test_empty_zero_denormal_and_huge_tokens(quantizer: Callable[..., q.Quantize
     zeros = quantizer(torch.tensor([[0.0, -0.0]], dtype=torch.bfloat16))
     assert zeros.codes.tolist() == [[0, 0]] and zeros.scale.item() == 0
     assert quantizer(torch.tensor([[1e-45, -1e-40, 1e-39]])).codes.tolist() == [[0, 0, 0]]
-    huge = quantizer(torch.tensor([[3.4e38, -3.4e38, 0.0]]))
+    most = 2e34 if quantizer is q.int4_absmean else 3.4e38
+    huge = quantizer(torch.tensor([[most, -most, 0.0]]))
     assert huge.codes[0, 0] > 0 > huge.codes[0, 1] and huge.scale.isfinite().all()
     one = quantizer(torch.tensor([[2.5]]))
     assert one.dequantize().item() == pytest.approx(2.5, rel=0.25)
+
+
+def test_int4_has_no_scale_for_what_it_cannot_add_up():
+    huge = q.int4_absmean(torch.tensor([[3.4e38, 3.4e38, 0.0], [1e38, 1.0, 0.0]]))
+    assert huge.codes.tolist() == [[0, 0, 0]] * 2 and huge.scale.isnan().all()
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-3, 3, width=32)),
+    st.sampled_from([1, 100.0]),
+)
+def test_int4_takes_the_nearest_code_but_for_those_next_to_the_middle(x: np.ndarray, factor: float):
+    x[0] *= factor
+    tokens = q.int4_absmean(torch.from_numpy(x))
+    divisor = Fraction(tokens.scale.item()) + Fraction(q.EPSILON) / Fraction(7**0.5)
+    for value, code in zip(x.tolist(), tokens.codes.tolist(), strict=True):
+        exact = min(max(Fraction(value) / divisor, Fraction(-8)), Fraction(7))
+        assert abs(exact - code) <= Fraction(1, 2) + Fraction(1, 1 << 19)
 
 
 def test_fp4_works_down_to_the_smallest_peak_it_sees():

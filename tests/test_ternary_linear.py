@@ -6,16 +6,12 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import compile_only
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
@@ -28,7 +24,6 @@ from neuzip.kernels.ternary_linear import (
     ternary_linear,
     ternary_linears,
     torch_ops,
-    triton_codes,
     triton_matrix,
     triton_quantize,
     triton_vector,
@@ -247,15 +242,16 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("columns", [1 << 14, 1 << 15, 1 << 17])
-def test_the_largest_sums_of_magnitudes_fit(columns: int, device):
-    """Of as many as a sum may have, just below the power of two under which they are cut off."""
-    x = torch.full((1, columns), 127.5).bfloat16()
+@pytest.mark.parametrize("size", [0.0, 2.0**-20, 15.9375, 16.0, 127.5, 1e30, 1e32])
+@pytest.mark.parametrize("columns", [4, 100, 1 << 14, 1 << 17])
+def test_sums_of_magnitudes_fit(columns: int, size: float, device):
+    """Just below what the first unit does for, and where all that threads and warps have is too large."""
+    x = torch.full((1, columns), size).bfloat16()
     wanted = reference.quantize(x, "int4")
     codes, scale, _ = triton_quantize.quantize(x.to(device), "int4", 0, False)
-    assert torch.equal(codes.cpu(), wanted.codes)
+    assert torch.equal(codes[:, :columns].cpu(), wanted.codes)
     assert same_bits(scale, wanted.scale[:, 0])
-    assert scale.item() == torch.tensor(127.5).div(7**0.5).item()
+    assert scale.item() == pytest.approx(x[0, 0].item() / 7**0.5, rel=2**-22)
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4])
@@ -294,16 +290,21 @@ def test_fp4_of_bf16_needs_eleven_bits(peak: float):
         assert torch.equal((y.double() / step).round() * step, quantizers.fp4_e2m1(x).codes.double())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_int4_may_be_clipped_before_it_is_multiplied(dtype: torch.dtype):
-    """What the compiled kernel does: at numbers of 16 bits whose codes are 7 and -8, whatever the mean is."""
-    x = patterns(dtype).float()
-    for size in (0.0, 1e-7, *torch.logspace(-6, 4 if dtype == torch.float16 else 38, 300).tolist()):
-        divisor = torch.tensor(size) + 1e-5
-        factor = torch.tensor(7**0.5) / divisor
-        most, least = (divisor * (7 / 7**0.5)).to(dtype).float(), (divisor * (-8 / 7**0.5)).to(dtype).float()
-        clipped = x.minimum(most).maximum(least) * factor
-        assert torch.equal(clipped.round(), (x * factor).clamp(-8, 7).round())
+@pytest.mark.parametrize("peak", [1.0, 1e-5, 2.0**40])
+def test_int4_of_all_numbers_on_a_gpu(dtype: torch.dtype, peak: float):
+    """Which rounds fused multiply-adds once, where the reference rounds fp64 twice."""
+    x = patterns(dtype)
+    rows = torch.stack(
+        [(peak * (1 + i / 16) * torch.tensor(1.0)).to(dtype) * torch.ones_like(x) for i in range(16)]
+    )
+    rows = torch.where(x.abs() > rows, x.sign() * rows, x).to(dtype)
+    rows = rows[:, rows[-1].isfinite()].contiguous()
+    wanted = reference.quantize(rows, "int4")
+    codes, scale, _ = triton_quantize.quantize(rows.cuda(), "int4", 0, False)
+    assert torch.equal(codes[:, : rows.shape[1]].cpu(), wanted.codes)
+    assert same_bits(scale, wanted.scale[:, 0])
 
 
 @pytest.mark.gpu
@@ -392,9 +393,10 @@ def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device)
 
 
 @dtypes
-@pytest.mark.parametrize("peak", [0.0, 6e-5, 0.49, 0.5, 127.0, 128.0, 3e4])
+@pytest.mark.parametrize("peak", [0.0, 6e-5, 0.5, 128.0, 3e4, 1e20, 1e32])
 def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
-    """Also of those whose mean a kernel begins to add up with the wrong unit."""
+    """Also of those whose mean a kernel begins to add up with too small a unit."""
+    peak = min(peak, torch.finfo(dtype).max)
     weights = ternary(16, 300)
     x = gaussian(1, 300, seed=5).clamp(-1, 1)
     x[0, 7] = -1
@@ -426,18 +428,6 @@ def test_one_long_token(limit: int, device, monkeypatch):
         launch=Launch(1, 1),
     )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
-
-
-@given(st.integers(1, 1 << 16), st.integers(0, 1 << 53), st.integers(1 << 53, 1 << 54), st.integers(-1, 1))
-def test_a_multiply_add_divides_a_sum(count: int, total: int, halves: int, beside: int):
-    """As a division would, to the last bit: any sum, and those next to the middle between two quotients."""
-    nearest, rest = (
-        struct.unpack("<d", struct.pack("<q", bits))[0] for bits in triton_codes.inverse_of(count)
-    )
-    between = count * halves >> (count * halves).bit_length() - 53
-    for number in (total, max(0, min(between + beside, 1 << 53))):
-        product = Fraction(float(Fraction(number) * Fraction(rest)))
-        assert float(number * Fraction(nearest) + product) == float(Fraction(number, count))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

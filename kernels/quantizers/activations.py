@@ -20,6 +20,9 @@ EPSILON = 1e-5
 
 SQRT_7 = math.sqrt(7)
 
+ZERO_OF_INT4 = torch.tensor(8 / 15, dtype=torch.float32).item()
+"""Where 0 is between -8 and 7."""
+
 SMALLEST = 2.0**-122
 """The smallest peak that FP4 codes tell from 0: a sixteenth of it is a normal number."""
 
@@ -56,12 +59,17 @@ def int8_absmax(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) -
 def int4_absmean(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) -> QuantizedTokens:
     """beta / sqrt(7) RoundClip(sqrt(7) / (beta + epsilon) X, -8, 7), beta = mean(|X|): Q_INT4, equation (7).
 
-    In fp32: codes = round((sqrt(7) / (beta + epsilon)) * x), scale = beta / sqrt(7), beta as
-    `magnitudes.mean` has it. `clamped` as for `int8_absmax`.
+    In fp32: scale = beta / sqrt(7), beta as `magnitudes.mean_by_fours` has it. To be clipped for nothing,
+    codes are found by their place between -8 and 7: with fused multiply-adds codes = round(15 place - 8) and
+    place = ((sqrt(7) / 15) / (beta + epsilon)) x + 8 / 15, at least 0 and at most 1, which is right but for
+    what is within 2**-20 of the middle between two codes. `clamped` as for `int8_absmax`.
     """
-    x = _tokens(x, epsilon)
-    beta, divisor = _divisor(magnitudes.mean(x), epsilon, clamped)
-    return QuantizedTokens(_codes(x * quotient(SQRT_7, divisor), -8, 7), _surfaced(quotient(beta, SQRT_7)))
+    beta = magnitudes.mean_by_fours(_tokens(x, epsilon))
+    beta, divisor = _divisor(beta, epsilon, clamped)
+    factor = quotient(SQRT_7 / 15, divisor)
+    # In fp64, as torch does not fuse: where that rounds twice, the code is 0 either way.
+    place = (x.double() * factor.double() + ZERO_OF_INT4).float().clamp(0, 1)
+    return QuantizedTokens(_codes(15 * place.double() - 8, -8, 7), _surfaced(quotient(beta, SQRT_7)))
 
 
 def fp4_e2m1(x: Tensor) -> QuantizedTokens:

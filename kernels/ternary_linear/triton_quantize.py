@@ -20,7 +20,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers.activations import EPSILON
-from neuzip.kernels.quantizers.magnitudes import sum_bits
+from neuzip.kernels.quantizers.magnitudes import first_unit
 from neuzip.kernels.triton_floats import widened
 from neuzip.kernels.triton_sums import of_program
 
@@ -29,7 +29,6 @@ from .triton_codes import (
     INT8,
     KINDS,
     factor_and_scale,
-    inverse_of,
     load_words,
     quantised,
     rounded_codes,
@@ -84,8 +83,8 @@ def quantize(
     warps = warps or min(32, max(1, triton.next_power_of_2(triton.cdiv(columns, 32 * each))))
     turns = triton.cdiv(steps, warps)
     _quantize_kernel[(tokens,)](
-        codes.view(torch.int32), scale, total, x, *inverse_of(columns), x.shape[1], steps, EPSILON,
-        KIND=KINDS[activation], BITS=sum_bits(columns), HALVES=halves, W=warps, TURNS=turns,
+        codes.view(torch.int32), scale, total, x, 1 / columns, first_unit(columns), x.shape[1], steps,
+        EPSILON, KIND=KINDS[activation], HALVES=halves, W=warps, TURNS=turns,
         EVEN=x.shape[1] == steps * STEP and steps == turns * warps, num_warps=warps, **options,
     )  # fmt: skip
     return codes, scale, total
@@ -108,10 +107,10 @@ def _begin(START_NEXT: tl.constexpr, EARLY: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["inverse", "rest"])
+@triton.jit(do_not_specialize=["unit"])
 def _quantize_kernel(
-    codes, scale, total, x, inverse, rest, stride, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
+    codes, scale, total, x, inverse, unit, stride, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
     TURNS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr,
     EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +130,7 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, BITS, W, ASM)
+    pairs, of_token, of_codes = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
         at = turn * (32 * W) + eight
@@ -246,7 +245,7 @@ def _quantize_top_k(
     size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     peak = tl.max(size)
     most = tl.full([], 127.0, tl.float32)
-    factor, scale, _ = factor_and_scale(peak.to(tl.float32, bitcast=True), most, epsilon, CLAMPED)
+    factor, scale = factor_and_scale(peak.to(tl.float32, bitcast=True), most, most, epsilon, CLAMPED)
     x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
     codes = rounded_codes(x, factor, INT8, False).to(tl.int8)
     if x_ptr.dtype.element_ty == tl.float32:

@@ -33,7 +33,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
-from neuzip.kernels.quantizers.magnitudes import sum_bits
+from neuzip.kernels.quantizers.magnitudes import first_unit
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
@@ -42,7 +42,6 @@ from . import triton_ring
 from .triton_codes import (
     KINDS,
     four,
-    inverse_of,
     load_words,
     quantised,
     signed_byte,
@@ -234,10 +233,9 @@ class _Token:
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
         turns, held = triton.cdiv(steps, launch.warps), in_words(x)
-        inverse, rest = inverse_of(columns)
         options = {
-            "width": held.shape[1], "inverse": inverse, "rest": rest, "steps": steps,
-            "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped, "BITS": sum_bits(columns),
+            "width": held.shape[1], "inverse": 1 / columns, "unit": first_unit(columns), "steps": steps,
+            "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
             "TURNS": turns, "AHEAD": ahead, "TILES": launch.tiles,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
@@ -398,11 +396,11 @@ def _threads(W: tl.constexpr):
     return t // 32, r, q, r * 16 + q * 4
 
 
-@triton.jit(do_not_specialize=["inverse", "rest"])
+@triton.jit(do_not_specialize=["unit"])
 def _one_token(
     ys, x, words, scales, biases, codes, token_scale, total, outs, tiles,
-    width, inverse, rest, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+    width, inverse, unit, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -433,7 +431,7 @@ def _one_token(
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, BITS,
+        x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon, KIND, CLAMPED,
         W, TURNS, EVEN, ASM,
     )  # fmt: skip
     ALL: tl.constexpr = TILES * TURNS
@@ -459,10 +457,10 @@ def _one_token(
         n += 16
 
 
-@triton.jit(do_not_specialize=["inverse", "rest"])
+@triton.jit(do_not_specialize=["unit"])
 def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
-    width, inverse, rest, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr,
+    width, inverse, unit, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     ROWS: tl.constexpr, UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
     TILES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -481,7 +479,7 @@ def _one_token_relu2_glu(
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon, KIND, CLAMPED, BITS,
+        x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon, KIND, CLAMPED,
         W, TURNS, EVEN, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
@@ -526,8 +524,8 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def _codes(
-    x, codes, token_scale, total, first, r, q, width, inverse, rest, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
+    x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
     EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The codes of the token that a thread multiplies with, two words a turn; the scale; what is taken off.
@@ -546,9 +544,7 @@ def _codes(
             runs += (
                 load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
             )  # fmt: skip
-        pairs, own_scale, taken_off = quantised(
-            runs, inverse, rest, epsilon, DTYPE, KIND, CLAMPED, BITS, W, ASM
-        )
+        pairs, own_scale, taken_off = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
