@@ -42,9 +42,6 @@ _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
 _MOST = tl.constexpr((1 << 27) - 1)
 """What threads and warps give of one at most: 32 warps of 32 threads do not overflow, and it is too large."""
 
-_WIDE_RUNS = tl.constexpr(8)
-"""Runs of 16 bits that are kept as fp32, so that they are widened once; with more, registers are few."""
-
 
 def _ptx(number: float) -> str:
     """A number as PTX has constants of fp32."""
@@ -229,16 +226,6 @@ def _widening(dtype):
 
 
 @triton.jit
-def _as_words(run, DTYPE: tl.constexpr):
-    """A run of 16 bits as one of fp32."""
-    x = _floats(run, DTYPE)
-    return (
-        x[0].to(tl.int32, bitcast=True), x[1].to(tl.int32, bitcast=True),
-        x[2].to(tl.int32, bitcast=True), x[3].to(tl.int32, bitcast=True),
-    )  # fmt: skip
-
-
-@triton.jit
 def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     W: tl.constexpr, ASM: tl.constexpr,
@@ -306,16 +293,11 @@ def quantised(
     W: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
-    WIDE: tl.constexpr = KIND == INT4 and ASM and tl.float32 != DTYPE and len(runs) <= _WIDE_RUNS
-    HELD: tl.constexpr = tl.float32 if WIDE else DTYPE
-    held = ()
-    for i in tl.static_range(len(runs)):
-        held += (_as_words(runs[i], DTYPE) if WIDE else runs[i],)
-    by, scale = _numbers(held, inverse, unit, epsilon, HELD, KIND, CLAMPED, W, ASM)
+    by, scale = _numbers(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
-        first, second = _codes_of(held[i], by, HELD, KIND, ASM), _codes_of(held[i + 1], by, HELD, KIND, ASM)
+        first, second = _codes_of(runs[i], by, DTYPE, KIND, ASM), _codes_of(runs[i + 1], by, DTYPE, KIND, ASM)
         summed = _sum_of_bytes(second, _sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
     return pairs, scale, summed
