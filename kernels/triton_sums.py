@@ -14,6 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+OVER = tl.constexpr((1 << 27) - 1)
+"""What a warp has of a sum that is too large: 32 of them are not."""
+
 
 @triton.jit
 def sum_rows(values, W: tl.constexpr, ASM: tl.constexpr):
@@ -159,24 +162,21 @@ def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def of_program_in(
-    where,
-    number,
-    values,
-    LARGEST: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
-    MOST: tl.constexpr = None,
+    where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, over=None
 ):
     """What `of_program` gives, by way of the `room` that the round of this number has.
 
-    MOST: what a warp has of a sum is taken to be at most that.
+    over, int32 [32 W]: not 0 where the last value is larger than it says. Its warp's sum is then `OVER`.
     """
     COUNT: tl.constexpr = len(values)
     results = ()
     if ASM:
         where += number * (_stride(COUNT) * W)
+        given = values + (where,)  # noqa: RUF005
+        if over is not None:
+            given += (over,)
         tl.inline_asm_elementwise(
-            _of_warps(COUNT, LARGEST, MOST), _of_warps_constraints(COUNT), values + (where,),  # noqa: RUF005
+            _of_warps(COUNT, LARGEST, over is not None), _of_warps_constraints(len(given)), given,
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         results = tl.inline_asm_elementwise(
@@ -190,7 +190,9 @@ def of_program_in(
                 one = tl.max(wide, 0)
             else:
                 of_warps = tl.sum(tl.reshape(wide, [W, 32]), 1)
-                one = tl.sum(of_warps if MOST is None else tl.minimum(of_warps, MOST), 0)
+                if over is not None and i == COUNT - 1:
+                    of_warps = tl.where(tl.max(tl.reshape(over, [W, 32]), 1) != 0, OVER, of_warps)
+                one = tl.sum(of_warps, 0)
             results += (one.to(tl.int32),)
     return results
 
@@ -209,18 +211,21 @@ def _room(count, rounds, warps):
 
 @triton.constexpr_function
 def _of_warps_constraints(count):
-    return ",".join(["=r"] + ["r"] * (count + 1))
+    return ",".join(["=r"] + ["r"] * count)
 
 
 @triton.constexpr_function
-def _of_warps(count, largest, most):
+def _of_warps(count, largest, over):
     lines = [f"{{ .reg .b32 own, of_warp<{count}>; mov.u32 own, %tid.x; shr.u32 own, own, 5;"]
     lines += [f"mad.lo.u32 own, own, {_stride(count)}, ${count + 1};"]
     for i in range(count):
         lines += [f"redux.sync.{'max' if i < largest else 'add'}.u32 of_warp{i}, ${i + 1}, 0xffffffff;"]
+    if over:
+        lines += [
+            f".reg .pred over; setp.ne.u32 over, ${count + 2}, 0; vote.sync.any.pred over, over, 0xffffffff;"
+        ]
+        lines += [f"selp.b32 of_warp{count - 1}, {OVER.value}, of_warp{count - 1}, over;"]
     for i in range(count):
-        if most is not None and i >= largest:
-            lines += [f"min.u32 of_warp{i}, of_warp{i}, {most};"]
         lines += [f"st.shared.b32 [own + {4 * i}], of_warp{i};"]
     return " ".join([*lines, "mov.b32 $0, 0; }"])
 

@@ -241,11 +241,11 @@ def mean_by_fours(row: np.ndarray) -> np.float32:
         runs = ((size[:, 0] + size[:, 1]) + (size[:, 2] + size[:, 3])).tolist()
         if not all(map(math.isfinite, runs)):
             return np.float32(math.nan)
-        unit = (len(row) - 1).bit_length() - 44
-        while (total := sum(int(Fraction(run) / Fraction(2) ** unit) for run in runs)) >= 1 << 48:
-            if unit >= 67:
+        unit = (len(row) - 1).bit_length() - 41
+        while (total := sum(int(Fraction(run) / Fraction(2) ** unit) for run in runs)) >= 1 << 44:
+            if unit >= 72:
                 return np.float32(math.nan)
-            unit += 13
+            unit += 11
         return np.float32(total) * np.float32(1 / len(row)) * np.float32(2.0**unit)
 
 
@@ -260,9 +260,9 @@ def test_means_by_fours_are_those_of_their_steps(x: np.ndarray, power: int, dtyp
 
 
 def below_the_limit_once_cut() -> list[float]:
-    """4,096 runs, 2**48 units but for what is cut off: halves of 4,000, with the next unit all of those."""
-    small = [8191.5 * 2.0**-30] * 4000
-    large = 2.0**18 - math.fsum(small)
+    """4,096 runs, 2**44 units but for what is cut off: halves of 4,000, with the next unit all of those."""
+    small = [2047.5 * 2.0**-27] * 4000
+    large = 2.0**17 - math.fsum(small)
     first = float(np.float32(large - 1))
     runs = [*small, first, large - first, *[0.0] * 94]
     return [number for run in runs for number in (run, 0, 0, 0)]
@@ -271,10 +271,10 @@ def below_the_limit_once_cut() -> list[float]:
 @pytest.mark.parametrize(
     ("row", "mean"),
     [
-        ([64.0, 0, 0, 0], 16), ([64 - 2.0**-18, 0, 0, 0], 16 - 2.0**-20), ([2.0**120], 2.0**120),
-        ([2.0**123], math.nan), (below_the_limit_once_cut(), 16),
+        ([32.0, 0, 0, 0], 8), ([32 - 2.0**-19, 0, 0, 0], 8 - 2.0**-21), ([2.0**118], 2.0**118),
+        ([2.0**123], 2.0**123), ([2.0**124], math.nan), (below_the_limit_once_cut(), 8),
     ],
-    ids=["at the limit", "below it", "the largest", "too large", "below it once cut"],
+    ids=["at the limit", "below it", "large", "the largest", "too large", "below it once cut"],
 )  # fmt: skip
 def test_the_unit_is_the_first_that_does(row: list[float], mean: float):
     found = magnitudes.mean_by_fours(torch.tensor([row, row]))

@@ -242,7 +242,7 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("size", [0.0, 2.0**-20, 15.9375, 16.0, 127.5, 1e30, 1e32])
+@pytest.mark.parametrize("size", [0.0, 2.0**-20, 7.96875, 8.0, 127.5, 1e28, 1e30])
 @pytest.mark.parametrize("columns", [4, 100, 1 << 14, 1 << 17])
 def test_sums_of_magnitudes_fit(columns: int, size: float, device):
     """Just below what the first unit does for, and where all that threads and warps have is too large."""
@@ -252,6 +252,13 @@ def test_sums_of_magnitudes_fit(columns: int, size: float, device):
     assert torch.equal(codes[:, :columns].cpu(), wanted.codes)
     assert same_bits(scale, wanted.scale[:, 0])
     assert scale.item() == pytest.approx(x[0, 0].item() / 7**0.5, rel=2**-22)
+
+
+@pytest.mark.parametrize("columns", [4, 1 << 14, 1 << 17])
+def test_magnitudes_that_all_are_too_large(columns: int, device):
+    x = torch.full((1, columns), 3e38).bfloat16()
+    codes, scale, _ = triton_quantize.quantize(x.to(device), "int4", 0, False)
+    assert not codes.any() and scale.isnan().all()
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4])

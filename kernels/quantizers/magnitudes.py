@@ -14,7 +14,7 @@ AT_A_TIME = 1 << 22
 PRECISION = 40
 """Bits of magnitudes that are added, at most: see `unit`."""
 
-TOTAL_BITS, UNIT_STEP, LAST_UNIT = 48, 13, 67
+TOTAL_BITS, UNIT_STEP, LAST_UNIT = 44, 11, 72
 """Of `mean_by_fours`: bits of a total, what is between units, and from which unit on no other is tried."""
 
 
@@ -54,11 +54,11 @@ def mean_by_fours(x: Tensor) -> Tensor:
 
     Four that follow each other are added in fp32, (a + b) + (c + d), with zeros behind the last. Those sums
     are cut to multiples of a unit and added as int64, which has no order. Times 1 / n and times the unit, in
-    fp32, that total is the mean. The unit is `first_unit`, or the first 2**13, 2**26 and so on times as large
-    with which the total is below 2**48: so nobody has to look for the largest magnitude first.
+    fp32, that total is the mean. The unit is `first_unit`, or the first 2**11, 2**22 and so on times as large
+    with which the total is below 2**44: so nobody has to look for the largest magnitude first.
 
-    0 if n is 0; NaN where not all is finite, or the sum is too large: 2**127, and sometimes from 2**115 on.
-    What cutting takes from the mean is less than n 2**-45, or n 2**-37 of it where another unit is taken.
+    0 if n is 0; NaN where not all is finite, or the sum is too large: 2**126, and sometimes from 2**116 on.
+    What cutting takes from the mean is less than n 2**-42, or n 2**-34 of it where another unit is taken.
     """
     n = x.shape[-1]
     if n == 0:
@@ -69,8 +69,8 @@ def mean_by_fours(x: Tensor) -> Tensor:
 
 
 def first_unit(n: int) -> int:
-    """The exponent of the unit that does for n magnitudes of a mean below 16."""
-    return (n - 1).bit_length() - TOTAL_BITS + 4
+    """The exponent of the unit that does for n magnitudes of a mean below 8."""
+    return (n - 1).bit_length() - TOTAL_BITS + 3
 
 
 def quotient(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -35,12 +35,9 @@ INFINITY = tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
 _LAST_UNIT, _UNIT_STEP = tl.constexpr(LAST_UNIT), tl.constexpr(UNIT_STEP)
-_TOO_LARGE = tl.constexpr(1 << TOTAL_BITS)
+_TOTAL_BITS, _TOO_LARGE = tl.constexpr(TOTAL_BITS), tl.constexpr(1 << TOTAL_BITS)
 _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
 """Of a total the lower bits, and those above, are added each by themselves."""
-
-_MOST = tl.constexpr((1 << 27) - 1)
-"""What threads and warps give of one at most: 32 warps of 32 threads do not overflow, and it is too large."""
 
 
 def _ptx(number: float) -> str:
@@ -153,8 +150,10 @@ def _mean(runs, inverse, unit, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.con
     total = turn.to(tl.int64)
     again = True
     while again:
-        low, high = _sums(runs, unit, DTYPE, ASM)
-        low, high = of_program_in(where, turn & 1, (low, high), 0, W, ASM, _MOST)
+        sums = _sums(runs, unit, DTYPE, ASM)
+        low, high = (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
+        over = (sums >> 32).to(tl.int32) >> (_TOTAL_BITS - 32)
+        low, high = of_program_in(where, turn & 1, (low, high), 0, W, ASM, over)
         total = (_unsigned(high) << _LOW) + _unsigned(low)
         again = (total >= _TOO_LARGE) & (unit < _LAST_UNIT)
         unit += tl.where(again, _UNIT_STEP, 0)
@@ -171,7 +170,7 @@ def _unsigned(number):
 
 @triton.jit
 def _sums(runs, unit, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Of each thread the sums of its runs' magnitudes, cut off to 2**unit, added: lower and upper bits."""
+    """Of each thread the sums of its runs' magnitudes, cut off to 2**unit, added: int64."""
     if ASM:
         # What moving bits divides by is 2**896, the difference of the biases.
         start = (unit + (1023 + 52 - 896)).to(tl.int64) << 52
@@ -188,7 +187,7 @@ def _sums(runs, unit, DTYPE: tl.constexpr, ASM: tl.constexpr):
             of_run = (tl.abs(a) + tl.abs(b)) + (tl.abs(c) + tl.abs(d))
             cut = tl.where(of_run < float("inf"), of_run.to(tl.float64) * units, 2.0**53)
             sums += tl.minimum(cut, 2.0**53).to(tl.int64)
-    return (sums & _LOW_MASK).to(tl.int32), tl.minimum(sums >> _LOW, _MOST).to(tl.int32)
+    return sums
 
 
 @triton.jit
