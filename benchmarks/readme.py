@@ -1032,12 +1032,19 @@ def short() -> str:
 
 
 def cards() -> str:
-    """The GPUs of these figures, none of which is of several at once."""
-    names = ("gpu_codec", "generate", "bitnet", "attention", "linear_cross_entropy", "train_memory")
-    documents = [load(name) for name in names if is_measured(name)]
-    sections = [s for d in documents for name, s in d.get("sections", {}).items() if name != "two-gpus"]
-    environments = [part["environment"] for part in documents + sections if "environment" in part]
-    return " or ".join(sorted({environment["gpu"]["name"] for environment in environments}))
+    """The GPU of most of these figures, none of which is of several at once, and those of the others."""
+    whats = {
+        "gpu_codec": "lossless codes", "generate": "packed weights", "bitnet": "ternary weights",
+        "attention": "attention", "linear_cross_entropy": "loss", "train_memory": "training",
+    }  # fmt: skip
+    found: dict[str, list[str]] = {}
+    for name in filter(is_measured, whats):
+        document = load(name)
+        parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
+        for card in {part["environment"]["gpu"]["name"] for part in parts if "environment" in part}:
+            found.setdefault(card, []).append(whats[name])
+    usual, *others = sorted(found, key=lambda card: -len(found[card]))
+    return usual + "".join(f", {' and '.join(found[card])} on one {card}" for card in others)
 
 
 def linked(what: str, title: str) -> str:
