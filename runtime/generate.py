@@ -36,7 +36,7 @@ from .fused_step import FusedStep, same_bits
 from .kv_cache import KVCache, StaticKVLayer
 from .load import load_config, load_tokenizer, quiet_transformers
 from .residency import has_experts
-from .static_cache import FixedLayer, Places, static_cache
+from .static_cache import FixedLayer, Places, can_pad, static_cache
 
 if TYPE_CHECKING:
     from transformers import (
@@ -592,7 +592,7 @@ class GreedyDecoder:
     `graphed` says whether a step is a CUDA graph. It is one unless `graph` is False, the model lies elsewhere
     than on one GPU, or it keeps something else than keys and values. Raises NotGraphable if it cannot be one.
     With `kv_bits` keys and values are kept in as many bits. Without `fuse` a graph has the kernels that the
-    model's own code launches: see `fused_step`.
+    model's own code launches: see `fused_step`, and `static_cache` of heads that no fused attention takes.
 
     With `compiled` steps, not prompts, go through torch.compile, which fuses the small operations between the
     products. These leave out roundings that the model's own code makes, so that logits are not the same bits,
@@ -623,7 +623,7 @@ class GreedyDecoder:
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._places = Places(self._position)
         self._cache = (
-            static_cache(model.config, max_length, self._places)
+            static_cache(model.config, max_length, self._places, padded=fuse and can_pad(model))
             if kv_bits is None
             else KVCache(model.config, kv_bits, max_length=max_length, places=self._places)
         )
@@ -789,7 +789,7 @@ class GreedyDecoder:
         try:
             with (
                 torch.no_grad(),
-                self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext(),
+                self._cache.attention(self.model),
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
@@ -849,8 +849,7 @@ class GreedyDecoder:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """On the stream of the graph, between what was asked for before and what is asked for next."""
-        packed = self._cache.attention(self.model) if isinstance(self._cache, KVCache) else nullcontext()
-        with _TURNS, torch.no_grad(), packed:
+        with _TURNS, torch.no_grad(), self._cache.attention(self.model):
             if self._stream is None:
                 yield
                 return

@@ -1,19 +1,40 @@
-"""A cache of keys and values of fixed size: all that changes from step to step lies in tensors."""
+"""A cache of keys and values of fixed size: all that changes from step to step lies in tensors.
+
+    cache = static_cache(model.config, max_length, places, padded=can_pad(model))
+    with cache.attention(model):
+        ...
+
+Of heads whose width is no multiple of 8, torch's fused attention takes none in 16 bits: scores, mask, softmax
+and products become kernels by themselves, in fp32, for which keys and values are copied in each step. So rows
+of a `padded` cache are wider, with zeros behind, and within `attention(model)` so are queries: scores are the
+same but for the order of sums, and what the zeros of values give is cut off.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import StaticCache
+from transformers import AttentionInterface, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from neuzip.kernels.step import triton_step
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ATTENTION = "neuzip_padded"
+"""The name under which transformers knows the attention to padded keys and values."""
+
+MULTIPLE = 8
+"""Of numbers of 16 bits: 16 bytes, as fused kernels load them."""
 
 
 @dataclass
@@ -31,18 +52,21 @@ class Places:
 class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a layer, written where `places` says.
 
-    transformers' own counts tokens in every layer, three small kernels each.
+    transformers' own counts tokens in every layer, three small kernels each. `padded`: keys and values, if
+    they are equally wide, become a multiple of 8 wide.
     """
 
-    def __init__(self, max_length: int, places: Places) -> None:
+    def __init__(self, max_length: int, places: Places, padded: bool = False) -> None:
         super().__init__(max_length)
-        self.places = places
+        self.places, self.padded = places, padded
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        widths = key_states.shape[3], value_states.shape[3]
+        more = -widths[0] % MULTIPLE if self.padded and widths[0] == widths[1] else 0
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.max_cache_len, states.shape[3])
+            states.new_zeros(*states.shape[:2], self.max_cache_len, states.shape[3] + more)
             for states in (key_states, value_states)
         )
         for states in (self.keys, self.values):
@@ -52,7 +76,7 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add tokens, [B, H, T, width]: all keys and values, of which a mask tells what counts."""
+        """Add tokens, [B, H, T, width]: all keys and values, padded, of which a mask tells what counts."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -62,8 +86,8 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         if self.keys.is_cuda and fits and not torch.compiler.is_compiling():
             triton_step.store((self.keys, self.values), (key_states, value_states), places)
         else:
-            self.keys.index_copy_(2, places, key_states)
-            self.values.index_copy_(2, places, value_states)
+            self.keys[..., : key_states.shape[3]].index_copy_(2, places, key_states)
+            self.values[..., : value_states.shape[3]].index_copy_(2, places, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -71,15 +95,75 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         return self.places.tokens[0] if self.is_initialized else 0  # type: ignore[return-value]
 
 
-def static_cache(config: PreTrainedConfig, max_length: int, places: Places) -> StaticCache:
+class FixedCache(StaticCache):
+    """The layers of a model, most of them `FixedLayer`."""
+
+    padded = False
+
+    @contextmanager
+    def attention(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let a model attend to what is padded, if it is."""
+        before = model.config._attn_implementation
+        if self.padded:
+            model.config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
+
+
+def static_cache(
+    config: PreTrainedConfig, max_length: int, places: Places, *, padded: bool = False
+) -> FixedCache:
     """A cache whose keys and values stay where they are, all layers as long as the text.
 
     One with a sliding window would count its tokens in Python, which a CUDA graph does not repeat. The window
     is in the mask as well, so that the result is the same: see `not_fixed`.
     """
-    cache = StaticCache(config=config, max_cache_len=max_length)
+    cache = FixedCache(config=config, max_cache_len=max_length)
+    cache.padded = padded
     cache.layers = [
-        FixedLayer(max_length, places) if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else layer
+        FixedLayer(max_length, places, padded)
+        if type(layer) in (StaticLayer, StaticSlidingWindowLayer)
+        else layer
         for layer in cache.layers
     ]
     return cache
+
+
+def can_pad(model: PreTrainedModel) -> bool:
+    """Whether padding the heads of a model lets fused attention take them, and it can be given that."""
+    config = model.config
+    if config.get_text_config(decoder=True) is not config or config._attn_implementation != "sdpa":
+        return False
+    if model.dtype not in (torch.bfloat16, torch.float16) or not all(p.is_cuda for p in model.parameters()):
+        return False
+    heads, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    width = getattr(config, "head_dim", None) or (heads and size and size // heads)
+    return bool(width and width % MULTIPLE and getattr(model, "_supports_attention_backend", False))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [B, H', T, width], and more of keys, to [B, T, H', width]."""
+    width, more = query.shape[-1], key.shape[-1] - query.shape[-1]
+    if more:
+        query, scaling = F.pad(query, (0, more)), width**-0.5 if scaling is None else scaling
+    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    return found[..., :width] if more else found, None
+
+
+def _mask(*given: Any, **options: Any) -> Any:
+    """What SDPA's masks are at present: `fused_step` changes that."""
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*given, **options)
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, _mask)
