@@ -1041,7 +1041,7 @@ def cards() -> str:
     for name in filter(is_measured, whats):
         document = load(name)
         parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
-        for card in {part["environment"]["gpu"]["name"] for part in parts if "environment" in part}:
+        for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
     usual, *others = sorted(found, key=lambda card: -len(found[card]))
     return usual + "".join(f", {' and '.join(found[card])} on one {card}" for card in others)

@@ -623,7 +623,9 @@ class GreedyDecoder:
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._places = Places(self._position)
         self._cache = (
-            static_cache(model.config, max_length, self._places, padded=fuse and can_pad(model))
+            static_cache(
+                model.config, max_length, self._places, padded=fuse and not compiled and can_pad(model)
+            )
             if kv_bits is None
             else KVCache(model.config, kv_bits, max_length=max_length, places=self._places)
         )
@@ -789,7 +791,7 @@ class GreedyDecoder:
         try:
             with (
                 torch.no_grad(),
-                self._cache.attention(self.model),
+                self._attention(),
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),  # that a failure leaves the other
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
@@ -846,10 +848,15 @@ class GreedyDecoder:
         self._position.zero_()
         self._token.zero_()
 
+    def _attention(self) -> AbstractContextManager[None]:
+        """Within which a model attends to what is in the cache."""
+        cache = self._cache
+        return cache.attention(self.model) if isinstance(cache, KVCache) else cache.attention()
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         """On the stream of the graph, between what was asked for before and what is asked for next."""
-        with _TURNS, torch.no_grad(), self._cache.attention(self.model):
+        with _TURNS, torch.no_grad(), self._attention():
             if self._stream is None:
                 yield
                 return

@@ -40,7 +40,7 @@ from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.kernels.quantizers.kv import Range
 
-from .static_cache import Places
+from .static_cache import Places, head_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -438,7 +438,9 @@ def not_readable(model: PreTrainedModel) -> str | None:
         return "it does not let its attention be chosen"
     if getattr(text, "num_kv_shared_layers", None):
         return "its layers share keys and values"
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = head_width(text)
+    if width is None:
+        return "its config does not say one width of heads for all layers"
     group = text.num_attention_heads // (
         getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     )

@@ -1,13 +1,13 @@
 """A cache of keys and values of fixed size: all that changes from step to step lies in tensors.
 
     cache = static_cache(model.config, max_length, places, padded=can_pad(model))
-    with cache.attention(model):
+    with cache.attention():
         ...
 
 Of heads whose width is no multiple of 8, torch's fused attention takes none in 16 bits: scores, mask, softmax
 and products become kernels by themselves, in fp32, for which keys and values are copied in each step. So rows
-of a `padded` cache are wider, with zeros behind, and within `attention(model)` so are queries: scores are the
-same but for the order of sums, and what the zeros of values give is cut off.
+of a `padded` cache are wider, with zeros behind, and within `attention()` so are queries of such keys: scores
+are the same but for the order of sums, and what the zeros of values give is cut off.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, StaticCache
+from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.kernels.step import triton_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-ATTENTION = "neuzip_padded"
-"""The name under which transformers knows the attention to padded keys and values."""
 
 MULTIPLE = 8
 """Of numbers of 16 bits: 16 bytes, as fused kernels load them."""
@@ -101,15 +98,20 @@ class FixedCache(StaticCache):
     padded = False
 
     @contextmanager
-    def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let a model attend to what is padded, if it is."""
-        before = model.config._attn_implementation
-        if self.padded:
-            model.config._attn_implementation = ATTENTION
+    def attention(self) -> Iterator[None]:
+        """Let models attend to what is padded, if it is; under the name sdpa, which some look at."""
+        if not self.padded:
+            yield
+            return
+        own = ALL_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend  # the same for whoever else attends meanwhile
         try:
             yield
         finally:
-            model.config._attn_implementation = before
+            if own is None:
+                del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
+            else:
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 def static_cache(
@@ -138,9 +140,17 @@ def can_pad(model: PreTrainedModel) -> bool:
         return False
     if model.dtype not in (torch.bfloat16, torch.float16) or not all(p.is_cuda for p in model.parameters()):
         return False
-    heads, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
-    width = getattr(config, "head_dim", None) or (heads and size and size // heads)
+    width = head_width(config)
     return bool(width and width % MULTIPLE and getattr(model, "_supports_attention_backend", False))
+
+
+def head_width(config: PreTrainedConfig) -> int | None:
+    """Of a model's heads, if it says, and all are alike."""
+    try:
+        heads, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+        return getattr(config, "head_dim", None) or (heads and size and size // heads)
+    except RuntimeError:  # of a config whose layers have other widths each
+        return None
 
 
 def _attend(
@@ -152,18 +162,9 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [B, H', T, width], and more of keys, to [B, T, H', width]."""
+    """SDPA as transformers calls it: query [B, H', T, width] to [B, T, H', width], and keys may be wider."""
     width, more = query.shape[-1], key.shape[-1] - query.shape[-1]
     if more:
         query, scaling = F.pad(query, (0, more)), width**-0.5 if scaling is None else scaling
     found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    return found[..., :width] if more else found, None
-
-
-def _mask(*given: Any, **options: Any) -> Any:
-    """What SDPA's masks are at present: `fused_step` changes that."""
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*given, **options)
-
-
-AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, _mask)
+    return found[..., :width].contiguous() if more else found, None

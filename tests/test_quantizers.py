@@ -259,22 +259,23 @@ def test_means_by_fours_are_those_of_their_steps(x: np.ndarray, power: int, dtyp
     assert same_bits(found, torch.tensor([mean_by_fours(row.float().numpy())]))
 
 
-def below_the_limit_once_cut() -> list[float]:
-    """4,096 runs, 2**44 units but for what is cut off: halves of 4,000, with the next unit all of those."""
-    small = [2047.5 * 2.0**-27] * 4000
-    large = 2.0**17 - math.fsum(small)
-    first = float(np.float32(large - 1))
-    runs = [*small, first, large - first, *[0.0] * 94]
-    return [number for run in runs for number in (run, 0, 0, 0)]
+def below_the_limit_once_cut(n: int, part: float) -> list[float]:
+    """More than 2**44 units, but for what is cut off: of most fours a part of one; of the next unit, all."""
+    unit, count = 2.0 ** magnitudes.first_unit(n), n // 4 - 96
+    large = (1 << 44) + int(count * part * 0.75) - int(count * (2000 + part))
+    rest = large % (1 << 20)  # both have 24 bits
+    runs = [*[2000 + part] * count, large - rest, rest, *[0.0] * 94]
+    return [number * unit for run in runs for number in (run, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(
     ("row", "mean"),
     [
         ([32.0, 0, 0, 0], 8), ([32 - 2.0**-19, 0, 0, 0], 8 - 2.0**-21), ([2.0**118], 2.0**118),
-        ([2.0**123], 2.0**123), ([2.0**124], math.nan), (below_the_limit_once_cut(), 8),
+        ([2.0**123], 2.0**123), ([2.0**124], math.nan), (below_the_limit_once_cut(1 << 14, 0.5), 8),
+        (below_the_limit_once_cut(1 << 17, 1 - 2.0**-10), 8),
     ],
-    ids=["at the limit", "below it", "large", "the largest", "too large", "below it once cut"],
+    ids=["at the limit", "below it", "large", "the largest", "too large", "below it once cut", "far below"],
 )  # fmt: skip
 def test_the_unit_is_the_first_that_does(row: list[float], mean: float):
     found = magnitudes.mean_by_fours(torch.tensor([row, row]))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.runtime import generate
-from neuzip.runtime.fused_step import _additive_masks
 from neuzip.runtime.generate import GreedyDecoder
-from neuzip.runtime.static_cache import ATTENTION, Places, can_pad, static_cache
+from neuzip.runtime.static_cache import Places, can_pad, head_width, static_cache
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -37,7 +37,7 @@ def test_padded_heads_give_the_same():
         expected = model(ids).logits
         places = Places(torch.arange(6))
         cache = static_cache(model.config, 9, places, padded=True)
-        with cache.attention(model):
+        with cache.attention():
             prompt = model(ids[:, :6], past_key_values=cache, position_ids=places.tokens[None]).logits
             places.tokens = torch.tensor([6])
             step = model(ids[:, 6:], past_key_values=cache, position_ids=places.tokens[None]).logits
@@ -48,25 +48,33 @@ def test_padded_heads_give_the_same():
             assert states[:, :, :7, :12].any(-1).all() and not states[..., 12:].any()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_decoder_with_padded_heads(compiled: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_decoder_with_padded_heads(monkeypatch: pytest.MonkeyPatch):
     model, ids = llama(12), texts()
     plain = GreedyDecoder(model, 2, 20)
     monkeypatch.setattr(generate, "can_pad", lambda model: True)
-    padded = GreedyDecoder(model, 2, 20, compiled=compiled)
+    padded = GreedyDecoder(model, 2, 20)
     assert torch.equal(padded.generate(ids, 8), plain.generate(ids, 8))
     torch.testing.assert_close(padded.logits, plain.logits)
     assert padded.cache_bytes == plain.cache_bytes * 16 // 12
     assert GreedyDecoder(model, 2, 20, fuse=False)._cache.padded is False
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_attention_is_what_it_was_after_a_failure():
     model = llama(12)
-    cache = static_cache(model.config, 9, Places(torch.arange(6)), padded=True)
-    with pytest.raises(IndexError), cache.attention(model):
-        model(torch.tensor([[1000]]), past_key_values=cache)
-    assert model.config._attn_implementation == "sdpa"
+    for padded in (True, False):
+        cache = static_cache(model.config, 9, Places(torch.arange(1)), padded=padded)
+        with pytest.raises(IndexError), cache.attention():
+            model(torch.tensor([[1000]]), past_key_values=cache)
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def test_others_attend_as_ever_meanwhile():
+    model, other, ids = llama(12), llama(10), texts()
+    with torch.no_grad():
+        expected = other(ids).logits
+        with static_cache(model.config, 9, Places(torch.arange(6)), padded=True).attention():
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+            assert torch.equal(other(ids).logits, expected)
 
 
 def test_keys_and_values_of_other_widths_stay_as_they_are():
@@ -75,11 +83,23 @@ def test_keys_and_values_of_other_widths_stay_as_they_are():
     assert keys.shape[-1] == 12 and values.shape[-1] == 10
 
 
-@pytest.mark.parametrize("change", ["", "width", "dtype", "device", "attention", "config", "fixed"])
+class Unlike(SimpleNamespace):
+    """A config whose layers have heads of several widths, as transformers has them: it raises if asked."""
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("ambiguous")
+
+
+@pytest.mark.parametrize("change", ["", "width", "dtype", "device", "attention", "config", "fixed", "unlike"])
 def test_which_models_are_padded(change: str):
     """By what they say of themselves; the weights of one that is on a GPU are not needed."""
     config = llama(16 if change == "width" else 12).config
     config._attn_implementation = "eager" if change == "attention" else "sdpa"
+    assert head_width(config) == (16 if change == "width" else 12)
+    if change == "unlike":
+        config = Unlike(get_text_config=lambda decoder: config, _attn_implementation="sdpa")
+        assert head_width(config) is None
     model = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda decoder: None) if change == "config" else config,
         dtype=torch.float32 if change == "dtype" else torch.bfloat16,
@@ -87,21 +107,6 @@ def test_which_models_are_padded(change: str):
         _supports_attention_backend=change != "fixed",
     )
     assert can_pad(model) == (change == "")  # type: ignore[arg-type]
-
-
-def test_masks_are_those_of_a_fused_step():
-    model, masks, places = llama(12), [], Places(torch.arange(6))
-    cache = static_cache(model.config, 9, places, padded=True)
-    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, given, options: masks.append(options["attention_mask"]), with_kwargs=True
-    )
-    with cache.attention(model), torch.no_grad(), hook:
-        assert model.config._attn_implementation == ATTENTION
-        for context in (nullcontext(), nullcontext(), _additive_masks()):
-            with context:
-                model(texts()[:, : len(places.tokens)], past_key_values=cache)
-            places.tokens = places.tokens[-1:] + 1
-    assert [mask.dtype for mask in masks[1:]] == [torch.bool, torch.float32]
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ def int4_absmean(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) 
     In fp32: scale = beta / sqrt(7), beta as `magnitudes.mean_by_fours` has it. To be clipped for nothing,
     codes are found by their place between -8 and 7: with fused multiply-adds codes = round(15 place - 8) and
     place = ((sqrt(7) / 15) / (beta + epsilon)) x + 8 / 15, at least 0 and at most 1, which is right but for
-    what is within 2**-20 of the middle between two codes. `clamped` as for `int8_absmax`.
+    what is within 2**-19 of the middle between two codes. `clamped` as for `int8_absmax`.
     """
     beta = magnitudes.mean_by_fours(_tokens(x, epsilon))
     beta, divisor = _divisor(beta, epsilon, clamped)

@@ -57,8 +57,9 @@ def mean_by_fours(x: Tensor) -> Tensor:
     fp32, that total is the mean. The unit is `first_unit`, or the first 2**11, 2**22 and so on times as large
     with which the total is below 2**44: so nobody has to look for the largest magnitude first.
 
-    0 if n is 0; NaN where not all is finite, or the sum is too large: 2**126, and sometimes from 2**116 on.
-    What cutting takes from the mean is less than n 2**-42, or n 2**-34 of it where another unit is taken.
+    0 if n is 0; NaN where not all is finite, or the sum is too large: 2**126, or sometimes 2**116.
+    What cutting takes from the mean is less than the unit, and less than n 2**-34 of it if another unit than
+    the first is taken.
     """
     n = x.shape[-1]
     if n == 0:
@@ -120,8 +121,8 @@ def _mean_by_fours(rows: Tensor) -> Tensor:
     last = -(-(LAST_UNIT - first) // UNIT_STEP)
     finite = sums.isfinite().all(-1, keepdim=True)
     sums = torch.where(finite, sums, 0)
-    # Rounded, the sum says which unit is the first that does, or that it is the one before.
-    below = torch.frexp(sums.sum(-1, keepdim=True) * (1 - 2.0**-30)).exponent - first - TOTAL_BITS
+    # Which is the first that does hangs on what is cut off: it is this one, by a little less, or the next.
+    below = torch.frexp(sums.sum(-1, keepdim=True) * (1 - 2.0**-10)).exponent - first - TOTAL_BITS
     step = (below + (UNIT_STEP - 1)).div(UNIT_STEP, rounding_mode="floor").clamp(min=0)
     total = _total(sums, first + UNIT_STEP * step)
     more = total >= 1 << TOTAL_BITS

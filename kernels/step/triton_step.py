@@ -101,7 +101,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: Tensor) -> None:
-    """Write keys and values [B, H, T, width] to rows `places`, int64 [T], of rooms [B, H, N, width].
+    """Write keys and values [B, H, T, width] to rows `places`, int64 [T], of rooms [B, H, N, width or more].
 
     As two calls of `Tensor.index_copy_`, but that what is to go beyond a room is dropped. Widths of keys and
     of values may differ.
