@@ -68,8 +68,9 @@ def int4_absmean(x: Tensor, *, epsilon: float = EPSILON, clamped: bool = False) 
     beta, divisor = _divisor(beta, epsilon, clamped)
     factor = quotient(SQRT_7 / 15, divisor)
     # In fp64, as torch does not fuse: where that rounds twice, the code is 0 either way.
-    place = (x.double() * factor.double() + ZERO_OF_INT4).float().clamp(0, 1)
-    return QuantizedTokens(_codes(15 * place.double() - 8, -8, 7), _surfaced(quotient(beta, SQRT_7)))
+    place = x.double().mul_(factor).add_(ZERO_OF_INT4).float().clamp_(0, 1).nan_to_num_(ZERO_OF_INT4)
+    codes = place.double().mul_(15).sub_(8).round_().to(torch.int8)
+    return QuantizedTokens(codes, _surfaced(quotient(beta, SQRT_7)))
 
 
 def fp4_e2m1(x: Tensor) -> QuantizedTokens:
