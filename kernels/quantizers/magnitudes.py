@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,12 +43,7 @@ def mean(x: Tensor) -> Tensor:
     the largest magnitude for n up to 2**14 (2**-29 up to 2**25), and nothing at all if the magnitudes span
     fewer than 2**24 in bf16, 2**21 in fp16, 2**8 in fp32.
     """
-    n = x.shape[-1]
-    if n == 0:
-        return largest(x)
-    rows = x.reshape(-1, n)
-    blocks = [_mean(block) for block in torch.split(rows, max(1, AT_A_TIME // n))]
-    return torch.cat(blocks).reshape(*x.shape[:-1], 1) if blocks else largest(x)
+    return _of_rows(_mean, x)
 
 
 def mean_by_fours(x: Tensor) -> Tensor:
@@ -61,12 +58,7 @@ def mean_by_fours(x: Tensor) -> Tensor:
     What cutting takes from the mean is less than the unit, and less than n 2**-34 of it if another unit than
     the first is taken.
     """
-    n = x.shape[-1]
-    if n == 0:
-        return largest(x)
-    rows = x.reshape(-1, n)
-    blocks = [_mean_by_fours(block) for block in torch.split(rows, max(1, AT_A_TIME // n))]
-    return torch.cat(blocks).reshape(*x.shape[:-1], 1) if blocks else largest(x)
+    return _of_rows(_mean_by_fours, x)
 
 
 def first_unit(n: int) -> int:
@@ -103,6 +95,15 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
+def _of_rows(mean_of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """[..., 1] for [..., n], some rows at a time; 0 if n is 0."""
+    n = x.shape[-1]
+    if x.numel() == 0:
+        return largest(x)
+    blocks = [mean_of(rows) for rows in torch.split(x.reshape(-1, n), max(1, AT_A_TIME // n))]
+    return torch.cat(blocks).reshape(*x.shape[:-1], 1)
+
+
 def _mean(rows: Tensor) -> Tensor:
     n = rows.shape[-1]
     peak = largest(rows)
@@ -121,7 +122,7 @@ def _mean_by_fours(rows: Tensor) -> Tensor:
     last = -(-(LAST_UNIT - first) // UNIT_STEP)
     finite = sums.isfinite().all(-1, keepdim=True)
     sums = torch.where(finite, sums, 0)
-    # Which is the first that does hangs on what is cut off: it is this one, by a little less, or the next.
+    # By a sum that is a little too small it is this unit, or the next, as so much may be cut off.
     below = torch.frexp(sums.sum(-1, keepdim=True) * (1 - 2.0**-10)).exponent - first - TOTAL_BITS
     step = (below + (UNIT_STEP - 1)).div(UNIT_STEP, rounding_mode="floor").clamp(min=0)
     total = _total(sums, first + UNIT_STEP * step)
