@@ -1043,8 +1043,8 @@ def cards() -> str:
         parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
         for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
-    usual, *others = sorted(found, key=lambda card: -len(found[card]))
-    return usual + "".join(f", {' and '.join(found[card])} on one {card}" for card in others)
+    names = sorted(found, key=lambda card: -len(found[card]))
+    return ", ".join([*names[:1], *(f"{' and '.join(found[card])} on one {card}" for card in names[1:])])
 
 
 def linked(what: str, title: str) -> str:

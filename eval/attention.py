@@ -42,6 +42,7 @@ from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime import attention as runtime
 from neuzip.runtime.generate import input_device, positions
 from neuzip.runtime.load import load_config, versions
+from neuzip.runtime.overrides import overridden
 from neuzip.runtime.speed import device_name
 
 from .allocation import Allocation, Option, allocate
@@ -346,11 +347,8 @@ def _wrapped(
             after(Call(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
         return found
 
-    ALL_ATTENTION_FUNCTIONS[name] = watch  # of this instance, on top of what is registered
-    try:
+    with overridden(ALL_ATTENTION_FUNCTIONS, name, watch):
         yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-untyped-call]
 
 
 @torch.inference_mode()

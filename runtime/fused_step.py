@@ -42,6 +42,7 @@ from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate, tri
 from neuzip.kernels.ternary_linear import ternary_linears
 
 from .bitlinear import CLAMPED, BitLinear
+from .overrides import overridden
 
 PROBES = 6
 """Made-up inputs in the dtype of a step that have to give the same bits."""
@@ -324,15 +325,8 @@ def _additive_masks() -> Iterator[None]:
             return mask
         return torch.zeros_like(mask, dtype=options["dtype"]).masked_fill_(~mask, float("-inf"))
 
-    own = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = additive
-    try:
+    with overridden(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", additive):
         yield
-    finally:
-        if own is None:
-            del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
-        else:
-            ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 def _norm_site(module: nn.Module) -> _NormSite | None:

@@ -622,10 +622,9 @@ class GreedyDecoder:
         self.device = input_device(model)
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._places = Places(self._position)
+        self._fuse = fuse and not compiled
         self._cache = (
-            static_cache(
-                model.config, max_length, self._places, padded=fuse and not compiled and can_pad(model)
-            )
+            static_cache(model.config, max_length, self._places, padded=self._fuse and can_pad(model))
             if kv_bits is None
             else KVCache(model.config, kv_bits, max_length=max_length, places=self._places)
         )
@@ -640,7 +639,6 @@ class GreedyDecoder:
         self.fused = FusedStep(())
         """What is one kernel in a graph, where a model's own code has many. The bits are the same."""
 
-        self._fuse = fuse and not compiled
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = _stream_of(self.device)

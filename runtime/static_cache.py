@@ -27,6 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.kernels.step import triton_step
 
+from .overrides import overridden
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -95,7 +97,10 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
 class FixedCache(StaticCache):
     """The layers of a model, most of them `FixedLayer`."""
 
-    padded = False
+    @property
+    def padded(self) -> bool:
+        """Whether keys and values may be wider than the heads of the model."""
+        return any(isinstance(layer, FixedLayer) and layer.padded for layer in self.layers)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -103,15 +108,9 @@ class FixedCache(StaticCache):
         if not self.padded:
             yield
             return
-        own = ALL_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend  # the same for whoever else attends meanwhile
-        try:
+        # It is the same for whoever else attends meanwhile.
+        with overridden(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend):
             yield
-        finally:
-            if own is None:
-                del ALL_ATTENTION_FUNCTIONS["sdpa"]  # type: ignore[no-untyped-call]
-            else:
-                ALL_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 def static_cache(
@@ -123,7 +122,6 @@ def static_cache(
     is in the mask as well, so that the result is the same: see `not_fixed`.
     """
     cache = FixedCache(config=config, max_cache_len=max_length)
-    cache.padded = padded
     cache.layers = [
         FixedLayer(max_length, places, padded)
         if type(layer) in (StaticLayer, StaticSlidingWindowLayer)

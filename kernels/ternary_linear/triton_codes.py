@@ -45,7 +45,7 @@ def _ptx(number: float) -> str:
     return "0f" + struct.pack(">f", number).hex()
 
 
-_ZERO, _FIFTEEN = _ptx(_ZERO_INT4.value), _ptx(15)
+_ZERO, _FIFTEEN = _ptx(ZERO_OF_INT4), _ptx(15)
 _ROUND, _ROUND_FROM_8 = _ptx(_ROUNDER.value), _ptx(_ROUNDER.value - 8)
 
 
