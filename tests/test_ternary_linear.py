@@ -388,6 +388,8 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
         Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True),
         Launch(1, 3, places=1), Launch(1, 4, places=5), Launch(2, 4, places=3), Launch(1, 2, places=40),
         Launch(1, 2, places=3, next_at_once=False), Launch(2, 1, next_at_once=False),
+        Launch(1, 4, places=2, head=1), Launch(1, 3, places=2, head=5), Launch(2, 3, places=3, head=40),
+        Launch(2, 4, places=1, head=3, next_at_once=False), Launch(2, 2, places=1, head=2, fused=False),
     ],
     ids=str,
 )  # fmt: skip

@@ -17,7 +17,9 @@ with other tiles go through the same columns beside each other: what one loads t
 
 Several warps share the columns of a tile and add their sums in the end. Kernels ask for weights before they
 wait for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile: to shared
-memory for one token (`triton_ring`), to registers for more and for the gated unit.
+memory for one token (`triton_ring`), to registers for more and for the gated unit. The next kernel's words
+are asked for then, too, and what is asked for behind them comes late. So while a token is on its way, the
+first words are taken to registers, and the last ones asked for in their place: quantising waits for nothing.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class Launch:
     # For one token:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
+    head: int = 0  # turns whose words are taken, and others asked for, before there are codes: at most
     registers: int | None = None  # of a thread, at most
     # For more tokens:
     beside: int = 1  # such groups of warps with tiles of their own in a program
@@ -88,19 +91,19 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """By the steps of all tiles that a multiprocessor has: as was fastest for four shapes on an H200.
+    """By columns, and tiles that a multiprocessor has: as was fastest for four shapes on an H100.
 
-    Several tiles of a program make do with one quantisation of the token. With most steps of all and many
-    columns, it is quantised once, by a kernel ahead.
+    Several tiles of a program make do with one quantisation of the token; of long ones they are fewer. With
+    most steps of all and many columns, it is quantised once, by a kernel ahead.
     """
-    most, many = triton.cdiv(tiles, multiprocessors), tiles * steps > 256 * multiprocessors
-    if many and steps > 32:
+    if steps <= 32:
+        tiles_each = min(2 if steps > 16 else 3, triton.cdiv(tiles, multiprocessors))
+        return Launch(_warps(steps, 4), tiles_each, places=8, head=4)
+    if tiles * steps > 256 * multiprocessors:
         return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
-    if many:
-        return Launch(_warps(steps, 8), min(7, triton.cdiv(most, 2)), places=5, start=True)
-    if steps > 32:
-        return Launch(_warps(steps, 8), min(2, most), places=5, registers=112, next_at_once=False)
-    return Launch(_warps(steps, 4), min(3, most), places=10)
+    if tiles > 2 * multiprocessors:
+        return Launch(_warps(steps, 8), 2, places=5, head=2, registers=112, next_at_once=False)
+    return Launch(_warps(steps, 8), 1, places=4, head=4, registers=112)
 
 
 def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -175,7 +178,7 @@ def one_token(
             tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
-            NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
+            HEAD=min(launch.head, turns - ahead), NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
         )  # fmt: skip
     return [y.to(x.dtype) for y in ys]
 
@@ -402,7 +405,7 @@ def _one_token(
     width, inverse, unit, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
+    HEAD: tl.constexpr, EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one y, one after the other: W warps share the columns, a step each in turn."""
     program = tl.program_id(0)
@@ -426,31 +429,39 @@ def _one_token(
         cuda.gdc_wait()
         if NEXT_AT_ONCE:
             cuda.gdc_launch_dependents()
+    ALL: tl.constexpr = TILES * TURNS
+    LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
+    QUANTISED: tl.constexpr = codes is not None
+    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN)
+    if HEAD > 0 or QUANTISED:
+        _keep_order(first, ASM)
+    head = ()
+    for turn in tl.static_range(HEAD):
+        taken = _take_turn(ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, ASM)
+        head += (taken,)
     n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon, KIND, CLAMPED,
-        W, TURNS, EVEN, ASM,
-    )  # fmt: skip
-    ALL: tl.constexpr = TILES * TURNS
-    LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
+        token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
+    )
     sums = ()
     for turn in tl.static_range(ALL):
         if turn % TURNS == 0:
             of_tile = _nothing(W)
-        at, inside = _words_of_turn(word, begin, count, first, steps, own, turn, TURNS, W)
-        taken = triton_ring.take(ring, at, inside, turn, ALL, AHEAD, ASM)
-        if turn + AHEAD < ALL:
-            at, inside = _words_of_turn(word, begin, count, first, steps, own, turn + AHEAD, TURNS, W)
-            triton_ring.begin_copy(ring, at, inside, turn + AHEAD, AHEAD, EVEN, ASM)
+        if turn < HEAD:
+            taken = head[turn]
+        else:
+            taken = _take_turn(
+                ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, ASM
+            )
         if EARLY and not NEXT_AT_ONCE and turn == LAST_ASKED:
             cuda.gdc_launch_dependents()  # earlier, its words would be ahead of these
         of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
         if turn % TURNS == TURNS - 1:
             sums += _of_columns(of_tile, q)
-    sums = _over_warps(sums, taken_off, codes is not None, W, ASM)
+    sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
     for i in tl.static_range(TILES):
         value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
@@ -478,15 +489,18 @@ def _one_token_relu2_glu(
     for i in tl.static_range(2 * TILES):  # of each tile rows r and r + 8
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
+    QUANTISED: tl.constexpr = codes is not None
+    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN)
+    if QUANTISED:
+        _keep_order(first, ASM)
     pairs, own_scale, taken_off = _codes(
-        x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon, KIND, CLAMPED,
-        W, TURNS, EVEN, ASM,
-    )  # fmt: skip
+        token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
+    )
     for i in tl.static_range(TILES):
         sums = _sums_of_rows(
             loaded, pairs, gates, tile, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
         )
-        upper, lower = _over_warps(sums, taken_off, codes is not None, W, ASM)
+        upper, lower = _over_warps(sums, taken_off, QUANTISED, W, ASM)
         upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
         lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
         open, open8 = (upper != 0) & (n < N), (lower != 0) & (n + 8 < N)
@@ -498,7 +512,7 @@ def _one_token_relu2_glu(
             of_up, pairs, ups, tile, first, q, steps, own, open, open8, W, TURNS, AHEAD, False, ASM
         )
         tile = following
-        upper_up, lower_up = _over_warps(sums, taken_off, codes is not None, W, ASM)
+        upper_up, lower_up = _over_warps(sums, taken_off, QUANTISED, W, ASM)
         upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
         lower = _gated(lower, lower_up, own_scale, of_ups[2 * i + 1], x.dtype.element_ty, ASM)
         value, where = tl.where(q == 0, upper, lower), n + 8 * q
@@ -523,34 +537,28 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def _codes(
-    x, codes, token_scale, total, first, r, q, width, inverse, unit, steps, epsilon,
-    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+def _load_token(
+    x, codes, token_scale, total, first, r, q, width, steps,
+    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the token that a thread multiplies with, two words a turn; the scale; what is taken off.
+    """A thread's part of a token: two runs of activations a turn, or what `_codes` gives if there are codes.
 
     Thread (r, q) has those of instruction r = 4 p + j only: codes 4 j to 4 j + 3 of words 2 p and 2 p + 1.
     """
     k = first * _STEP + q * 64 + r // 4 * 32 + r % 4 * 4
-    pairs = ()
+    loaded = ()
     if codes is None:
-        DTYPE: tl.constexpr = x.dtype.element_ty
-        WORDS: tl.constexpr = words_of_run(DTYPE)
+        WORDS: tl.constexpr = words_of_run(x.dtype.element_ty)
         words = width * WORDS // 4
-        runs = ()
         for turn in tl.static_range(TURNS):
             at = (k // 4 + turn * (W * _STEP // 4)) * WORDS
-            runs += (
+            loaded += (
                 load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
             )  # fmt: skip
-        pairs, own_scale, taken_off = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
-        # Over r: the sum over q and the warps is taken with that of the products.
-        taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
-        taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
     else:
         own_scale = tl.load(token_scale)
         taken_off = tl.load(total)
+        pairs = ()
         for turn in tl.static_range(TURNS):
             at = codes + k // 4 + turn * (W * _STEP // 4)
             if EVEN:
@@ -558,12 +566,47 @@ def _codes(
             else:
                 inside = first + turn * W < steps
                 pairs += ((tl.load(at, mask=inside, other=0), tl.load(at + 4, mask=inside, other=0)),)
-        if ASM:  # or loads are moved behind the first wait for words
-            tl.inline_asm_elementwise(
-                "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
+        loaded = (pairs, own_scale, taken_off)
+    return loaded
+
+
+@triton.jit
+def _keep_order(first, ASM: tl.constexpr):
+    """Loads are not moved from before to behind this, to where words are waited for."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _codes(
+    loaded, inverse, unit, epsilon, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The codes that a thread multiplies with, two words a turn; the token's scale; what is taken off."""
+    if QUANTISED:
+        pairs, own_scale, taken_off = loaded
+    else:
+        pairs, own_scale, taken_off = quantised(loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+        # Over r: the sum over q and the warps is taken with that of the products.
+        taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
+        taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
     return pairs, own_scale, taken_off
+
+
+@triton.jit
+def _take_turn(
+    ring, words, tile, tiles, warp, steps, own, TURN: tl.constexpr, ALL: tl.constexpr, AHEAD: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The words of a turn, of rows r and r + 8, whose place is filled with those of AHEAD turns later."""
+    at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN, TURNS, W)
+    taken = triton_ring.take(ring, at, inside, TURN, ALL, AHEAD, ASM)
+    if TURN + AHEAD < ALL:
+        at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN + AHEAD, TURNS, W)
+        triton_ring.begin_copy(ring, at, inside, TURN + AHEAD, AHEAD, EVEN, ASM)
+    return taken
 
 
 @triton.jit
