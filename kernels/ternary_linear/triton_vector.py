@@ -19,7 +19,7 @@ Several warps share the columns of a tile and add their sums in the end. Kernels
 wait for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile: to shared
 memory for one token (`triton_ring`), to registers for more and for the gated unit. The next kernel's words
 are asked for then, too, and what is asked for behind them comes late. So while a token is on its way, the
-first words are taken to registers, and the last ones asked for in their place: quantising waits for nothing.
+first words are taken to registers, and others asked for in their place before that token is quantised.
 """
 
 from __future__ import annotations
