@@ -6,6 +6,7 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from neuzip.kernels.ternary_linear import (
     torch_ops,
     triton_matrix,
     triton_quantize,
+    triton_ring,
     triton_vector,
 )
 from neuzip.kernels.ternary_linear.triton_vector import Launch
@@ -417,6 +419,19 @@ def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False, launch=Launch(2, 1)
     )
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 132, 200])
+def test_launches_of_one_token_fit(multiprocessors: int):
+    """Their registers, and words and sums in shared memory."""
+    for tiles, steps in itertools.product((1, 40, 264, 265, 896, 5000), (*range(1, 140, 3), 500)):
+        launch = triton_vector.one_token_launch(tiles, steps, multiprocessors)
+        turns = launch.tiles * -(-steps // launch.warps)
+        held = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
+        of_warp = triton_ring.TURN_BYTES * held + 64 * launch.tiles + 32
+        assert held > 0 and launch.warps * of_warp <= triton_vector.STATIC_BYTES
+        assert launch.warps <= steps * 2 and launch.warps * 32 * (launch.registers or 128) <= 65536
+        assert not launch.fused or steps > 128 or turns <= launch.tiles * triton_vector.FUSED_TURNS
 
 
 def test_one_token_by_what_it_cannot_be(device):
