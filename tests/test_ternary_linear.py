@@ -28,7 +28,6 @@ from neuzip.kernels.ternary_linear import (
     torch_ops,
     triton_matrix,
     triton_quantize,
-    triton_ring,
     triton_vector,
 )
 from neuzip.kernels.ternary_linear.triton_vector import Launch
@@ -405,6 +404,18 @@ def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device)
     assert same_bits(y, reference.ternary_linear(x, weights, clamped=True))
 
 
+@pytest.mark.parametrize("columns", [512, 1000])
+@activations
+def test_words_that_are_taken_ahead_of_codes(activation: str, columns: int, device):
+    several, x = [ternary(n, columns) for n in (50, 16, 70)], tokens(1, columns)
+    ys = triton_vector.one_token(
+        x.to(device), [TernaryWeight.of(weights, device) for weights in several], [None] * 3, activation,
+        False, kept(columns), Launch(2, 3, places=2, head=3),
+    )  # fmt: skip
+    for y, weights in zip(ys, several, strict=True):
+        assert same_bits(y, reference.ternary_linear(x, weights, activation=activation))
+
+
 @dtypes
 @pytest.mark.parametrize("peak", [0.0, 6e-5, 0.5, 128.0, 3e4, 1e20, 1e32])
 def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
@@ -423,15 +434,14 @@ def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
 
 @pytest.mark.parametrize("multiprocessors", [16, 132, 200])
 def test_launches_of_one_token_fit(multiprocessors: int):
-    """Their registers, and words and sums in shared memory."""
+    """Words and sums in shared memory, registers, and activations that a thread has to keep."""
     for tiles, steps in itertools.product((1, 40, 264, 265, 896, 5000), (*range(1, 140, 3), 500)):
         launch = triton_vector.one_token_launch(tiles, steps, multiprocessors)
-        turns = launch.tiles * -(-steps // launch.warps)
-        held = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
-        of_warp = triton_ring.TURN_BYTES * held + 64 * launch.tiles + 32
-        assert held > 0 and launch.warps * of_warp <= triton_vector.STATIC_BYTES
-        assert launch.warps <= steps * 2 and launch.warps * 32 * (launch.registers or 128) <= 65536
-        assert not launch.fused or steps > 128 or turns <= launch.tiles * triton_vector.FUSED_TURNS
+        turns, ahead, head = triton_vector.turns_of(launch, steps)
+        assert triton_vector.shared_bytes(launch, ahead) <= triton_vector.STATIC_BYTES
+        assert ahead > 0 and 0 <= head <= launch.tiles * turns - ahead
+        assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536
+        assert not launch.fused or steps > 128 or turns <= triton_vector.FUSED_TURNS
 
 
 def test_one_token_by_what_it_cannot_be(device):
@@ -718,6 +728,7 @@ COMPILED = """
 import re, torch, triton
 import compile_only
 from neuzip.kernels.ternary_linear import TernaryWeight, triton_matrix, triton_quantize, triton_vector
+from neuzip.kernels.ternary_linear.triton_vector import Launch
 
 def see(function, code, kwargs):
     text = code.asm["ttgir"]
@@ -732,17 +743,48 @@ def see(function, code, kwargs):
         assert all("evict_first" in load for load in early)
         assert early or function.__name__ == "_one_token" or "quantize" in function.__name__
     if function.__name__ == "_one_token":
-        ahead, turns = kwargs["AHEAD"], kwargs["TILES"] * kwargs["TURNS"]
+        ahead, head, turns = kwargs["AHEAD"], kwargs["HEAD"], kwargs["TILES"] * kwargs["TURNS"]
         assert not early and before.count("cp.async.cg") == 2 * ahead
-        waits = [int(later) for later in re.findall(r"cp\\.async\\.wait_group (\\d+)", code.asm["ptx"])]
-        assert waits == [min(turns, turn + ahead) - turn - 1 for turn in range(turns)]
-        seen.add(("ring used again", ahead < turns))
+        assert code.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
+        replay(code.asm["ptx"], ahead, head, turns)
+        seen.update({("ring used again", ahead < turns), ("head", head > 0)})
     seen.add(("HALVES", kwargs.get("HALVES")))
     clipped = code.asm["ptx"].count("fma.rn.sat.f32")  # by INT4, a code each, and another one rounds
     assert ".ftz" not in code.asm["ptx"] and (fused == clipped or kwargs.get("KIND") == 2)
     assert not clipped or kwargs["KIND"] == 1
     seen.add(("clipped", kwargs.get("KIND") == 1 and clipped > 0))
     print(function.__name__, len(lines), *found, sep=" | ")
+
+EVENTS = re.compile(
+    r"cp\\.async\\.cg\\S* \\[%r\\d+ \\+ (?P<copy>\\d+)\\]|(?P<commit>cp\\.async\\.commit_group)"
+    r"|cp\\.async\\.wait_group (?P<wait>\\d+)|(?P<exchange>redux\\.sync)"
+    r"|ld\\.shared\\.v4\\.b32 \\{[^}]*\\}, \\[%r\\d+ \\+ (?P<load>\\d+)\\]"
+)
+
+def replay(ptx, ahead, head, turns):
+    # What a thread copies to the ring and loads from it, in order: two pieces of 16 bytes a turn.
+    copies, begun, there, loads, before_codes = 0, 0, 0, 0, None
+    for event in EVENTS.finditer(ptx):
+        what, at = event.lastgroup, event.group(event.lastgroup)
+        if what == "copy":
+            turn = copies // 2
+            assert int(at) == turn % ahead * 1024 + copies % 2 * 512
+            assert turn < ahead or loads >= 2 * (turn - ahead + 1)  # what was there has been loaded
+            copies += 1
+        elif what == "commit":
+            begun += 1
+            assert copies == 2 * begun
+        elif what == "wait":
+            there = begun - int(at)
+        elif what == "load":
+            turn = loads // 2
+            assert int(at) == turn % ahead * 1024 + loads % 2 * 512
+            assert turn < there <= turn + 1  # it has arrived, and no later one is waited for
+            loads += 1
+        elif before_codes is None:
+            before_codes = loads
+    assert copies == loads == 2 * turns
+    assert before_codes in (None, 2 * head)  # None: a kernel ahead makes the codes
 
 seen = set()
 compile_only.watch(see)
@@ -772,9 +814,14 @@ for out, columns in ((14336, 4096), (4096, 14336), (8192, 28672), (4096, 65536))
     one = torch.zeros(1, columns, dtype=torch.bfloat16)
     triton_vector.one_token(one, [weight(out, columns)], [None], "int4", False)
 triton_vector.one_token(torch.zeros(1, 70), [weight(1, 70)], [None], "int4", False)
+for launch in (
+    Launch(1, 3, places=1, head=2), Launch(4, 3, places=2, head=40, next_at_once=False),
+    Launch(2, 2, places=1, head=2, fused=False), Launch(2, 3, places=5, head=1, fused=False),
+):
+    triton_vector.one_token(torch.zeros(1, 1024), [weight(90, 1024)], [None], "fp4", False, launch=launch)
 triton_vector.few_tokens(torch.zeros(9, 256), weight(16 * 400, 256), None, "int4", False)
-assert seen >= {("ring used again", True), ("ring used again", False), ("HALVES", True), ("HALVES", False),
-                 ("clipped", True)}
+assert seen >= {(name, value) for name in ("ring used again", "head", "HALVES") for value in (True, False)}
+assert ("clipped", True) in seen
 """
 
 
@@ -783,7 +830,7 @@ def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
     assert len({name for name, *_ in lines}) == 8
     by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
-    assert len(by_hand) == 22
+    assert len(by_hand) == 26
     for _, count, *found in by_hand:
         assert int(count) >= 8
         assert len(found) == 1

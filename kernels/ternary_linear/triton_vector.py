@@ -91,19 +91,38 @@ class Launch:
 
 
 def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """By columns, and tiles that a multiprocessor has: as was fastest for four shapes on an H100.
+    """By columns, and tiles that a multiprocessor has: from what was fastest for four shapes on an H100.
 
     Several tiles of a program make do with one quantisation of the token; of long ones they are fewer. With
     most steps of all and many columns, it is quantised once, by a kernel ahead.
     """
     if steps <= 32:
-        tiles_each = min(2 if steps > 16 else 3, triton.cdiv(tiles, multiprocessors))
-        return Launch(_warps(steps, 4), tiles_each, places=8, head=4)
+        warps, tiles_each = _warps(steps, 4), min(2 if steps > 16 else 3, triton.cdiv(tiles, multiprocessors))
+        return Launch(warps, tiles_each, places=_ring_places(warps, tiles_each, steps), head=4)
     if tiles * steps > 256 * multiprocessors:
         return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
+    warps = _warps(steps, 8)
     if tiles > 2 * multiprocessors:
-        return Launch(_warps(steps, 8), 2, places=5, head=2, registers=112, next_at_once=False)
-    return Launch(_warps(steps, 8), 1, places=4, head=4, registers=112)
+        return Launch(warps, 2, places=5, head=2, registers=128, next_at_once=False)
+    return Launch(warps, 1, places=_ring_places(warps, 1, steps), head=4, registers=128)
+
+
+def _ring_places(warps: int, tiles: int, steps: int) -> int:
+    """For the words of all turns of a program, if the ring holds them, or for 32 KB: more were slower."""
+    turns = tiles * triton.cdiv(steps, warps)
+    return turns if turns * warps <= triton_ring.MOST_TURNS else 32 // warps
+
+
+def turns_of(launch: Launch, steps: int) -> tuple[int, int, int]:
+    """Of one token: turns of a tile; of a program, those asked for at once, and taken ahead of the codes."""
+    turns = triton.cdiv(steps, launch.warps)
+    ahead = min(launch.places, launch.tiles * turns, triton_ring.MOST_TURNS // launch.warps)
+    return turns, ahead, min(launch.head, launch.tiles * turns - ahead)
+
+
+def shared_bytes(launch: Launch, ahead: int) -> int:
+    """Of a program for one token: the ring, and sums that are exchanged."""
+    return launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32)
 
 
 def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -164,10 +183,8 @@ def one_token(
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
     launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
-    turns = launch.tiles * triton.cdiv(steps, launch.warps)
-    ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
-    # The ring, and sums that are exchanged.
-    _check_shared(launch, launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32))
+    _, ahead, head = turns_of(launch, steps)
+    _check_shared(launch, shared_bytes(launch, ahead))
     if any(weight.words.data_ptr() % 16 for weight in weights):
         raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
     of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
@@ -178,7 +195,7 @@ def one_token(
             tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
-            HEAD=min(launch.head, turns - ahead), NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
+            HEAD=head, NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
         )  # fmt: skip
     return [y.to(x.dtype) for y in ys]
 
@@ -430,14 +447,16 @@ def _one_token(
         if NEXT_AT_ONCE:
             cuda.gdc_launch_dependents()
     ALL: tl.constexpr = TILES * TURNS
-    LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
+    START_NEXT: tl.constexpr = EARLY and not NEXT_AT_ONCE
     QUANTISED: tl.constexpr = codes is not None
     token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN)
     if HEAD > 0 or QUANTISED:
         _keep_order(first, ASM)
     head = ()
     for turn in tl.static_range(HEAD):
-        taken = _take_turn(ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, ASM)
+        taken = _take_turn(
+            ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, START_NEXT, ASM
+        )
         head += (taken,)
     n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
@@ -454,10 +473,8 @@ def _one_token(
             taken = head[turn]
         else:
             taken = _take_turn(
-                ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, ASM
+                ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, START_NEXT, ASM
             )
-        if EARLY and not NEXT_AT_ONCE and turn == LAST_ASKED:
-            cuda.gdc_launch_dependents()  # earlier, its words would be ahead of these
         of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
         if turn % TURNS == TURNS - 1:
             sums += _of_columns(of_tile, q)
@@ -598,14 +615,20 @@ def _codes(
 @triton.jit
 def _take_turn(
     ring, words, tile, tiles, warp, steps, own, TURN: tl.constexpr, ALL: tl.constexpr, AHEAD: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of a turn, of rows r and r + 8, whose place is filled with those of AHEAD turns later."""
+    """The words of a turn, of rows r and r + 8, whose place is filled with those of AHEAD turns later.
+
+    START_NEXT: the next kernel may start when the last are asked for; earlier, its words would be ahead.
+    """
     at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN, TURNS, W)
     taken = triton_ring.take(ring, at, inside, TURN, ALL, AHEAD, ASM)
     if TURN + AHEAD < ALL:
         at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN + AHEAD, TURNS, W)
         triton_ring.begin_copy(ring, at, inside, TURN + AHEAD, AHEAD, EVEN, ASM)
+    LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
+    if START_NEXT and TURN == LAST_ASKED:
+        cuda.gdc_launch_dependents()
     return taken
 
 
