@@ -428,7 +428,7 @@ ALIKE = 1.01
 
 
 def of_twins(sections: dict[str, Any]) -> str:
-    """How far int8 is from int8 measured once more, where it was."""
+    """Beside what others are compared, and how far int8 is from int8 measured once more, where it was."""
     results = sections["products"]["results"] if "products" in sections else []
     off = [
         abs(r["times_int8_again"] - 1)
@@ -473,11 +473,13 @@ def ternary_product(row: dict[str, Any]) -> str:
 
 def ternary_sparse(results: list[dict[str, Any]]) -> str:
     """Top-K inputs and closed gates, beside what leaves nothing out."""
-    lines = [
-        f"| {r['what']} | {r['out']} x {r['in']} | {r['tokens']:,} | {r['us']:.1f} us "
-        f"| {r['beside_us']:.1f} us | {r['beside_us'] / r['us']:.2f} |"
-        for r in results
-    ]
+    lines = []
+    for r in results:
+        ratio = r["beside_us"] / r["us"]
+        lines.append(
+            f"| {r['what']} | {r['out']} x {r['in']} | {r['tokens']:,} | {r['us']:.1f} us "
+            f"| {r['beside_us']:.1f} us | {ratio:.2f}{', **slower**' if ratio < 1 else ''} |"
+        )
     return (
         "| what a4.8 leaves out | weights, out x in | tokens | time | that beside it | times as fast |\n"
         "|---|---|---|---|---|---|\n" + "\n".join(lines)
