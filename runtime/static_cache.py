@@ -4,10 +4,11 @@
     with cache.attention():
         ...
 
-Of heads whose width is no multiple of 8, torch's fused attention takes none in 16 bits: scores, mask, softmax
-and products become kernels by themselves, in fp32, for which keys and values are copied in each step. So rows
-of a `padded` cache are wider, with zeros behind, and within `attention()` so are queries of such keys: scores
-are the same but for the order of sums, and what the zeros of values give is cut off.
+Of heads whose width is no multiple of 8, torch's fused attention takes none in 16 bits that come with a mask,
+as steps do: scores, mask, softmax and products become kernels by themselves, in fp32, for which keys and
+values are copied in each step. So rows of a `padded` cache are wider, with zeros behind, and within
+`attention()` so are queries of such keys: scores are the same but for the order of sums, and what the zeros
+of values give is cut off.
 """
 
 from __future__ import annotations

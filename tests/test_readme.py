@@ -110,7 +110,16 @@ def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, 
     products += [
         {**shape, "tokens": 16, "activation": "int8", "us": 20.0, "speedup": 2.0, "times_int8": 1.0},
     ]
-    sparse = [{"what": "half", "out": 64, "in": 32, "tokens": 16, "us": 4.0, "beside_us": 6.0}]
+    again = {"int8": 1.06, "int4": 1.02, "fp4": 1.005}  # times that of int8 when it is measured once more
+    products += [
+        {**shape, "tokens": 99, "activation": name, "us": 9.0, "speedup": 4.0, "times_int8": 1.0,
+         "times_int8_again": times}
+        for name, times in again.items()
+    ]  # fmt: skip
+    sparse = [
+        {"what": "half", "out": 64, "in": 32, "tokens": 16, "us": 4.0, "beside_us": 6.0},
+        {"what": "worse", "out": 64, "in": 32, "tokens": 16, "us": 6.0, "beside_us": 4.0},
+    ]
     sections = {
         "products": {"environment": CARD, "results": products},
         "sparse": {"environment": CARD, "results": sparse},
@@ -122,7 +131,12 @@ def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, 
         "| 3.33, **slower** (12.0 us) | 4.99 (8.0 us) |"
     ) in figures
     assert "| 64 x 32 | 16 | 4.0 / 5.0 | 40.0 us | 2.00, **missed** (20.0 us) |  |  |" in figures
+    assert (
+        "| 99 | 4.0 / 5.0 | 40.0 us | 4.00 (9.0 us) | 4.00, **slower** (9.0 us) | 4.00 (9.0 us) |" in figures
+    )
+    assert "(which are up to 1.060 apart) is above 1.01" in figures
     assert "| half | 64 x 32 | 16 | 4.0 us | 6.0 us | 1.50 |" in figures
+    assert "| worse | 64 x 32 | 16 | 6.0 us | 4.0 us | 0.67, **slower** |" in figures
     assert figures.count("a card, driver 1.2") == 1
 
 

@@ -437,7 +437,7 @@ def test_launches_of_one_token_fit(multiprocessors: int):
     """Words and sums in shared memory, registers, and activations that a thread has to keep."""
     for tiles, steps in itertools.product((1, 40, 264, 265, 896, 5000), (*range(1, 140, 3), 500)):
         launch = triton_vector.one_token_launch(tiles, steps, multiprocessors)
-        turns, ahead, head = triton_vector.turns_of(launch, steps)
+        turns, (ahead, head) = -(-steps // launch.warps), triton_vector.ahead_and_head(launch, steps)
         assert triton_vector.shared_bytes(launch, ahead) <= triton_vector.STATIC_BYTES
         assert ahead > 0 and 0 <= head <= launch.tiles * turns - ahead
         assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536

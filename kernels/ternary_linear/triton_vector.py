@@ -113,11 +113,11 @@ def _ring_places(warps: int, tiles: int, steps: int) -> int:
     return turns if turns * warps <= triton_ring.MOST_TURNS else 32 // warps
 
 
-def turns_of(launch: Launch, steps: int) -> tuple[int, int, int]:
-    """Of one token: turns of a tile; of a program, those asked for at once, and taken ahead of the codes."""
-    turns = triton.cdiv(steps, launch.warps)
-    ahead = min(launch.places, launch.tiles * turns, triton_ring.MOST_TURNS // launch.warps)
-    return turns, ahead, min(launch.head, launch.tiles * turns - ahead)
+def ahead_and_head(launch: Launch, steps: int) -> tuple[int, int]:
+    """Of a program for one token: turns asked for at once, and those taken before there are codes."""
+    turns = launch.tiles * triton.cdiv(steps, launch.warps)
+    ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
+    return ahead, min(launch.head, turns - ahead)
 
 
 def shared_bytes(launch: Launch, ahead: int) -> int:
@@ -183,7 +183,7 @@ def one_token(
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
     launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
-    _, ahead, head = turns_of(launch, steps)
+    ahead, head = ahead_and_head(launch, steps)
     _check_shared(launch, shared_bytes(launch, ahead))
     if any(weight.words.data_ptr() % 16 for weight in weights):
         raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
