@@ -23,3 +23,12 @@ def early_launches(device: torch.device) -> bool:
 def is_hopper(device: torch.device) -> bool:
     """Whether the card has warp groups' instructions: those of compute capability 9.x alone do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def counts_bits(device: torch.device) -> bool:
+    """Whether matrix instructions on single bits are fast: those of compute capabilities 8.0 to 9.x are.
+
+    For later ones ptxas makes some hundred instructions of one. The interpreter has them.
+    """
+    return device.type != "cuda" or (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0)

@@ -21,6 +21,7 @@ import struct
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from neuzip.kernels.quantizers.activations import SMALLEST, SQRT_7, ZERO_OF_INT4
 from neuzip.kernels.quantizers.magnitudes import LAST_UNIT, TOTAL_BITS, UNIT_STEP
@@ -34,6 +35,9 @@ INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
+_KEPT_RUNS, _KEPT_OF_16_WARPS = tl.constexpr(14), tl.constexpr(8)
+"""Of a thread that are widened once if they are added up as well; more would leave too few registers."""
+
 _LAST_UNIT, _UNIT_STEP = tl.constexpr(LAST_UNIT), tl.constexpr(UNIT_STEP)
 _TOTAL_BITS, _TOO_LARGE = tl.constexpr(TOTAL_BITS), tl.constexpr(1 << TOTAL_BITS)
 _LOW, _LOW_MASK = tl.constexpr(22), tl.constexpr((1 << 22) - 1)
@@ -66,14 +70,17 @@ def four(tile):
 
 
 @triton.jit
-def load_words(x, at, words, COUNT: tl.constexpr, EVEN: tl.constexpr):
-    """COUNT words, 2 or 4, from `at` [T] on; 0 from `words` on, unless EVEN."""
-    where = at[:, None] + tl.arange(0, COUNT)[None, :]
-    pointer = x.to(tl.pointer_type(tl.int32), bitcast=True) + where
+def load_words(x, at, words, BEHIND: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr):
+    """COUNT words, 2 or 4, from BEHIND behind `at` [T] on; 0 from `words` on, unless EVEN.
+
+    Pointers to `at` are made first: what is behind them is then a constant of the load.
+    """
+    behind = BEHIND + tl.arange(0, COUNT)[None, :]
+    pointer = (x.to(tl.pointer_type(tl.int32), bitcast=True) + at)[:, None] + behind
     if EVEN:
         loaded = tl.load(pointer)
     else:
-        loaded = tl.load(pointer, mask=where < words, other=0)
+        loaded = tl.load(pointer, mask=at[:, None] + behind < words, other=0)
     if COUNT == 4:
         result = four(loaded)
     else:
@@ -112,14 +119,14 @@ def _largest(runs, DTYPE: tl.constexpr, ASM: tl.constexpr):
                 peak = tl.maximum(peak, runs[i][w] & 0x7FFFFFFF)
             elif ASM:
                 peak = tl.inline_asm_elementwise(
-                    _comparing(tl.bfloat16 == DTYPE), "=r,r,r", [runs[i][w], peak],
+                    _comparing(tl.bfloat16 == DTYPE, cuda_capability_geq(8, 6)), "=r,r,r", [runs[i][w], peak],
                     dtype=tl.int32, is_pure=True, pack=1,
                 )  # fmt: skip
             else:
                 lower = tl.maximum(peak & 0x7FFF, runs[i][w] & 0x7FFF)
                 peak = tl.maximum(peak & 0x7FFF0000, runs[i][w] & 0x7FFF0000) | lower
     if tl.float32 != DTYPE:
-        peak = tl.maximum(peak & 0x7FFF, peak >> 16)
+        peak = tl.maximum(peak & 0x7FFF, (peak >> 16) & 0x7FFF)
     return peak
 
 
@@ -134,8 +141,11 @@ def _as_fp32(bits, DTYPE: tl.constexpr):
 
 
 @triton.constexpr_function
-def _comparing(bf16):
+def _comparing(bf16, of_magnitudes):
+    """The larger magnitudes, whatever the signs are then; compute capability 8.0 takes two instructions."""
     kind = "bf16x2" if bf16 else "f16x2"
+    if of_magnitudes:
+        return f"max.NaN.xorsign.abs.{kind} $0, $1, $2;"
     return f"{{ .reg .b32 size; and.b32 size, $1, 0x7FFF7FFF; max.NaN.{kind} $0, size, $2; }}"
 
 
@@ -225,6 +235,25 @@ def _widening(dtype):
 
 
 @triton.jit
+def _all_widened(runs, DTYPE: tl.constexpr):
+    """Runs of fp32."""
+    wide = ()
+    for i in tl.static_range(len(runs)):
+        wide += (
+            tl.inline_asm_elementwise(
+                _widened(DTYPE), "=r,=r,=r,=r,r,r", runs[i], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+            ),
+        )  # fmt: skip
+    return wide
+
+
+@triton.constexpr_function
+def _widened(dtype):
+    lines = [line.replace("$2", "$5").replace("$1", "$4") for line in _widening(dtype)]
+    return " ".join([*lines, *(f"mov.b32 ${i}, x{i};" for i in range(4)), "}"])
+
+
+@triton.jit
 def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     W: tl.constexpr, ASM: tl.constexpr,
@@ -247,7 +276,7 @@ def _numbers(
             seen = size >= _SMALLEST
             scale = tl.where(seen, tl.math.div_rn(size, each + 12.0), 0.0)
             if ASM and tl.bfloat16 == DTYPE:
-                factor = tl.math.div_rn(each + 12.0, tl.where(seen, size, 1.0))
+                factor = (each + 12.0) / tl.where(seen, size, 1.0)  # 2 units of the last place are no matter
                 factor = tl.where(seen, factor, 0.0)
             else:
                 factor = tl.where(seen, size * 0.0625, 1.0)
@@ -268,7 +297,7 @@ def factor_and_scale(size, over, most, epsilon, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr):
     """The codes of a run, a byte each in a word, made with what `_numbers` gives."""
     factor, mask = by
     if ASM and (KIND != FP4 or tl.bfloat16 == DTYPE):
@@ -283,20 +312,28 @@ def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexp
             rounded_codes(x[0], factor, KIND, NARROW), rounded_codes(x[1], factor, KIND, NARROW),
             rounded_codes(x[2], factor, KIND, NARROW), rounded_codes(x[3], factor, KIND, NARROW), ASM,
         )  # fmt: skip
-    return word & mask
+    if MASKED:
+        word &= mask
+    return word
 
 
 @triton.jit
 def quantised(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
-    W: tl.constexpr, ASM: tl.constexpr,
+    W: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
-    by, scale = _numbers(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    ROOM: tl.constexpr = len(runs) <= (_KEPT_RUNS if W <= 8 else _KEPT_OF_16_WARPS)
+    KEPT: tl.constexpr = ASM and KIND == INT4 and tl.float32 != DTYPE and ROOM
+    OF: tl.constexpr = tl.float32 if KEPT else DTYPE
+    if KEPT:
+        runs = _all_widened(runs, DTYPE)
+    by, scale = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
-        first, second = _codes_of(runs[i], by, DTYPE, KIND, ASM), _codes_of(runs[i + 1], by, DTYPE, KIND, ASM)
+        first = _codes_of(runs[i], by, OF, KIND, ASM, MASKED)
+        second = _codes_of(runs[i + 1], by, OF, KIND, ASM, MASKED)
         summed = _sum_of_bytes(second, _sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
     return pairs, scale, summed

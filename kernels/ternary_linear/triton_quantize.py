@@ -122,13 +122,15 @@ def _quantize_kernel(
     words = stride * WORDS // 8  # of a token
     own = x.to(tl.pointer_type(tl.int32), bitcast=True) + token.to(tl.int64) * words
     eight = tl.arange(0, 32 * W)
+    at = eight * WORDS
+    OF_TURN: tl.constexpr = 32 * W * WORDS
     runs = ()
     for turn in tl.static_range(TURNS):
-        at = (turn * (32 * W) + eight) * WORDS
         if WORDS == 8:
-            runs += (load_words(own, at, words, 4, EVEN), load_words(own, at + 4, words, 4, EVEN))
+            run = load_words(own, at, words, turn * OF_TURN, 4, EVEN)
+            runs += (run, load_words(own, at, words, turn * OF_TURN + 4, 4, EVEN))
         else:
-            w0, w1, w2, w3 = load_words(own, at, words, 4, EVEN)
+            w0, w1, w2, w3 = load_words(own, at, words, turn * OF_TURN, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
     pairs, of_token, of_codes = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
     for turn in tl.static_range(TURNS):

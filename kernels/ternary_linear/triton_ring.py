@@ -1,9 +1,13 @@
 """Words of weights by way of shared memory: asked for long before they are used, and held in no register.
 
-A thread copies what it will use itself, 16 bytes of row r and of row r + 8 a turn, so no thread waits for
-another. Copies end in the order they were begun in, a group for each turn. A place is filled again when its
-words have been loaded from it. Nothing in PTX says that a copy is not ahead of such a load; ptxas keeps them
-in order, and a copy goes to the memory of the card first.
+A thread copies 16 bytes of row r and of row r + 8 a turn, and gets the words of matrix instructions, which
+others of its warp have copied: `ldmatrix` gives thread (r, q) words q, 4 + q, 8 + q and 12 + q of both rows.
+Of rows that are 64 bytes long, every other would lie in the same banks; so the four pieces of a row change
+places with each other, in another way for every second row.
+
+Copies end in the order they were begun in, a group for each turn. A place is filled again when its words have
+been loaded from it. Nothing in PTX says that a copy is not ahead of such a load; ptxas keeps them in order,
+and a copy goes to the memory of the card first.
 
 The interpreter has no shared memory: it loads words where they are.
 """
@@ -19,29 +23,29 @@ from .weight import STEP
 TURN_BYTES = 4 * STEP
 """Of a warp's words in a turn: 16 rows of STEP columns."""
 
-MOST_TURNS = 40
-"""Of all warps of a program that are under way, at most: of 48 KB, sums are exchanged in the rest."""
-
 _ROWS_BEHIND, _TURN_BYTES = tl.constexpr(STEP // 2), tl.constexpr(TURN_BYTES)
 
 
 @triton.jit
-def make(warp, own, AHEAD: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """Where each thread has its words in a ring of AHEAD turns of W warps; `own` says where in a turn."""
-    ring = warp * (AHEAD * _TURN_BYTES) + own * 4
+def make(warp, r, q, AHEAD: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """A ring of AHEAD turns of W warps: where a thread copies words to, and the two places it loads from."""
+    of_warp = warp * (AHEAD * _TURN_BYTES)
+    to = of_warp + r * 64 + (q ^ (r // 2)) * 16
+    # Thread 8 m + i names row i of the m-th of four matrices: rows up to 7, from 8 on, and both once more.
+    m, i = r // 2, r % 2 * 4 + q
+    at = of_warp + m % 2 * (_TURN_BYTES // 2) + i * 64 + (m // 2 ^ (i // 2)) * 16
     if ASM:
-        ring = tl.inline_asm_elementwise(
-            _making(W * AHEAD), "=r,r", [ring], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    return ring
+        base = tl.inline_asm_elementwise(
+            _making(W * AHEAD), "=r,r", [warp], dtype=tl.int32, is_pure=False, pack=1
+        )
+        to += base
+        at += base
+    return to, at, at ^ 32
 
 
 @triton.constexpr_function
 def _making(turns):
-    return (
-        f"{{ .shared .align 16 .b8 ring[{TURN_BYTES * turns}]; .reg .b32 base; mov.u32 base, ring;"
-        " add.u32 $0, base, $1; }"
-    )
+    return f"{{ .shared .align 64 .b8 ring[{TURN_BYTES * turns}]; mov.u32 $0, ring; }}"
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def begin_copy(
     """Begin to copy the words of a turn, pointers [T]; zeros unless `inside`, which with EVEN all are."""
     if ASM:
         tl.inline_asm_elementwise(
-            _copying(TURN % AHEAD, EVEN), "=r,r,l,r", [ring, words.to(tl.int64), tl.where(inside, 16, 0)],
+            _copying(TURN % AHEAD, EVEN), "=r,r,l,r", [ring[0], words.to(tl.int64), tl.where(inside, 16, 0)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -69,18 +73,18 @@ def _copying(place, even):
 
 @triton.jit
 def take(
-    ring, words, inside, TURN: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr
+    ring, words, inside, q, TURN: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr
 ):
     """The four words of rows r and of rows r + 8 in one of TURNS turns, when they are there."""
     if ASM:
         LATER: tl.constexpr = (TURN + AHEAD if TURN + AHEAD < TURNS else TURNS) - TURN - 1
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _taking(TURN % AHEAD, LATER), "=r,=r,=r,=r,=r,=r,=r,=r,r", [ring],
+            _taking(TURN % AHEAD, LATER), "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [ring[1], ring[2]],
             dtype=(tl.int32,) * 8, is_pure=False, pack=1,
         )  # fmt: skip
-        upper, lower = (a, b, c, d), (e, f, g, h)
+        upper, lower = (a, c, e, g), (b, d, f, h)
     else:
-        at = words[:, None] + tl.arange(0, 4)[None, :]
+        at = (words - 3 * q)[:, None] + 4 * tl.arange(0, 4)[None, :]
         upper = four(tl.load(at, mask=inside[:, None], other=0))
         lower = four(tl.load(at + _ROWS_BEHIND, mask=inside[:, None], other=0))
     return upper, lower
@@ -89,7 +93,8 @@ def take(
 @triton.constexpr_function
 def _taking(place, later):
     at = TURN_BYTES * place
+    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     return (
-        f"cp.async.wait_group {later}; ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$8 + {at}];"
-        f" ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$8 + {at + TURN_BYTES // 2}];"
+        f"cp.async.wait_group {later}; bar.warp.sync 0xffffffff;"
+        f" {load} {{$0, $1, $2, $3}}, [$8 + {at}]; {load} {{$4, $5, $6, $7}}, [$9 + {at}];"
     )

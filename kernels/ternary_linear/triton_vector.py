@@ -1,19 +1,17 @@
-"""Products of a few tokens with ternary weights, in Triton, by matrix instructions on 8-bit integers.
+"""Products of a few tokens with ternary weights, in Triton, by matrix instructions on bits and on bytes.
 
-A warp takes tiles of 16 rows and 256 columns. Its thread (r, q) loads words 4 q to 4 q + 3 of rows r and
-r + 8: masked, they are what it has to give to m16n8k32, with no thread asking another. What is multiplied are
-c + 1, 0 to 2 for codes c, so the sum of the token's codes is taken off in the end.
+A warp takes tiles of 16 rows and 256 columns, of which its thread (r, q) has four words of rows r and r + 8:
+they are what it has to give to an instruction, with no thread asking another. What is multiplied are c + 1, 0
+to 2 for codes c, so the sum of the token's codes is taken off in the end.
 
-One token (`_one_token`) is one column of the 8 that an instruction multiplies with. The 8 instructions of a
-tile, (p, j), take the codes 4 j to 4 j + 3 of words 2 p and 2 p + 1 of each thread, and what is asked for
-stands in column 4 p + j of their own sums: so thread (r, q) needs the activations of one of the 8 only, no
-two threads have the same, and the quantiser's work is shared out as well. As an instruction has sums of its
-own, no bits have to be shifted: they are 4**j times too large, which a shift of the sums repairs. Nor is the
-last of four codes masked: what the others add to its sums stands in the same column of theirs.
+One token (`_one_token`) is multiplied bit by bit, with words as they come (`triton_planes`), or with masked
+words where a card has no such instructions and where tokens are long (`triton_bytes`). Either way a thread
+quantises a part of its own, so that work is shared out as well.
 
-More tokens (`_few_tokens`) come quantised, in the order of the instructions. Their words are shifted, and the
-sums are those of blocks of 8 tokens. Codes of 16 tokens are more bytes than the weights of a tile, so warps
-with other tiles go through the same columns beside each other: what one loads the others find in the cache.
+More tokens (`_few_tokens`) come quantised, in the order of the instructions. Their words are masked and
+shifted, and the sums are those of blocks of 8 tokens. Codes of 16 tokens are more bytes than the weights of a
+tile, so warps with other tiles go through the same columns beside each other: what one loads the others find
+in the cache.
 
 Several warps share the columns of a tile and add their sums in the end. Kernels ask for weights before they
 wait for the kernel ahead of them (programmatic dependent launch), so that memory is busy meanwhile: to shared
@@ -25,7 +23,7 @@ first words are taken to registers, and others asked for in their place before t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,20 +31,20 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from neuzip.kernels.gpu import early_launches, multiprocessors
+from neuzip.kernels.gpu import counts_bits, early_launches, multiprocessors
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.quantizers.magnitudes import first_unit
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 
-from . import triton_ring
+from . import triton_bytes, triton_planes, triton_ring
 from .triton_codes import (
+    INT4,
     KINDS,
     four,
     load_words,
     quantised,
-    signed_byte,
     words_of_run,
 )
 from .triton_quantize import in_words, quantize
@@ -68,6 +66,9 @@ SETS = 2
 STATIC_BYTES = 48 << 10
 """Shared memory that a program can have without asking the driver for more."""
 
+CODE_BYTES = 14 << 10
+"""Of it, at most, for the codes of one token: words are to have the rest."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -81,6 +82,7 @@ class Launch:
     # For one token:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
+    bits: bool = True  # multiplied bit by bit, where the card can and a thread has few enough turns
     head: int = 0  # turns whose words are taken, and others asked for, before there are codes: at most
     registers: int | None = None  # of a thread, at most
     # For more tokens:
@@ -90,39 +92,54 @@ class Launch:
     halves: bool = True  # whether codes of 4 bits come two in a byte
 
 
-def one_token_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """By columns, and tiles that a multiprocessor has: from what was fastest for four shapes on an H100.
+def one_token_launch(tiles: int, steps: int, multiprocessors: int, narrow: bool = False) -> Launch:
+    """By columns, and tiles that a multiprocessor has: from what was fastest for 15 shapes on an H100.
 
     Several tiles of a program make do with one quantisation of the token; of long ones they are fewer. With
-    most steps of all and many columns, it is quantised once, by a kernel ahead.
+    most steps of all and many columns, it is quantised once, by a kernel ahead. What counts besides is that
+    all programs of two kernels fit beside each other, or just those of one: the last few of the next kernel
+    would begin late. So registers are limited. Codes of 4 bits (`narrow`) are made from what takes more.
     """
+    each = triton.cdiv(tiles, multiprocessors)
+    if steps <= 16:
+        if each > (6 if steps % 4 == 0 else 3):
+            fitting = 6 * multiprocessors < 4 * triton.cdiv(tiles, 3) <= 8 * multiprocessors
+            return Launch(_warps(steps, 8), 3, places=4, head=2, registers=64 if fitting else 80)
+        return Launch(_warps(steps, 4), min(2, each), places=6, head=2, registers=96)
     if steps <= 32:
-        warps, tiles_each = _warps(steps, 4), min(2 if steps > 16 else 3, triton.cdiv(tiles, multiprocessors))
-        return Launch(warps, tiles_each, places=_ring_places(warps, tiles_each, steps), head=4)
+        warps = _warps(steps, 4 if each > 4 else 8)
+        return Launch(warps, min(2, each), places=32 // warps, head=4, registers=128)
     if tiles * steps > 256 * multiprocessors:
         return Launch(_warps(steps, 4, QUANTISED_TURNS), 2, places=10, fused=False, start=True)
     warps = _warps(steps, 8)
-    if tiles > 2 * multiprocessors:
-        return Launch(warps, 2, places=5, head=2, registers=128, next_at_once=False)
-    return Launch(warps, 1, places=_ring_places(warps, 1, steps), head=4, registers=128)
+    if each > 2 or warps > 8:
+        return Launch(warps, min(2, each), places=5, head=2, registers=128, next_at_once=False)
+    turns = triton.cdiv(steps, warps)
+    registers = (104 if narrow else 64) if turns <= 5 else 128 if narrow or turns > 7 else 104
+    return Launch(warps, 1, places=triton.cdiv(turns, 2), head=5, registers=registers)
 
 
-def _ring_places(warps: int, tiles: int, steps: int) -> int:
-    """For the words of all turns of a program, if the ring holds them, or for 32 KB: more were slower."""
-    turns = tiles * triton.cdiv(steps, warps)
-    return turns if turns * warps <= triton_ring.MOST_TURNS else 32 // warps
+def ahead_and_head(launch: Launch, steps: int, codes: int) -> tuple[int, int]:
+    """Of a program for one token: turns asked for at once, and those taken before there are codes.
 
-
-def ahead_and_head(launch: Launch, steps: int) -> tuple[int, int]:
-    """Of a program for one token: turns asked for at once, and those taken before there are codes."""
+    `codes`: bytes of shared memory that codes take.
+    """
     turns = launch.tiles * triton.cdiv(steps, launch.warps)
-    ahead = min(launch.places, turns, triton_ring.MOST_TURNS // launch.warps)
+    room = STATIC_BYTES - shared_bytes(launch, 0, codes)
+    ahead = min(launch.places, turns, max(1, room // (triton_ring.TURN_BYTES * launch.warps)))
     return ahead, min(launch.head, turns - ahead)
 
 
-def shared_bytes(launch: Launch, ahead: int) -> int:
-    """Of a program for one token: the ring, and sums that are exchanged."""
-    return launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32)
+def shared_bytes(launch: Launch, ahead: int, codes: int) -> int:
+    """Of a program for one token: the ring, codes, and sums that are exchanged."""
+    return codes + launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32)
+
+
+def code_bytes(launch: Launch, steps: int, activation: str) -> int:
+    """Of shared memory for the codes of one token: 0 if they stay in registers."""
+    turns = triton.cdiv(steps, launch.warps)
+    nbytes = triton_planes.nbytes(launch.warps, turns, activation == "int4")
+    return nbytes if launch.bits and turns <= FUSED_TURNS and nbytes <= CODE_BYTES else 0
 
 
 def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
@@ -182,9 +199,12 @@ def one_token(
     bytes, and for a launch that takes too much shared memory.
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
-    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device))
-    ahead, head = ahead_and_head(launch, steps)
-    _check_shared(launch, shared_bytes(launch, ahead))
+    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device), activation == "int4")
+    if not counts_bits(x.device):
+        launch = replace(launch, bits=False)
+    codes = code_bytes(launch, steps, activation)
+    ahead, head = ahead_and_head(launch, steps, codes)
+    _check_shared(launch, shared_bytes(launch, ahead, codes))
     if any(weight.words.data_ptr() % 16 for weight in weights):
         raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
     of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
@@ -195,7 +215,7 @@ def one_token(
             tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
-            HEAD=head, NEXT_AT_ONCE=launch.next_at_once, **of_token.options,
+            HEAD=head, NEXT_AT_ONCE=launch.next_at_once, BITS=codes > 0, **of_token.options,
         )  # fmt: skip
     return [y.to(x.dtype) for y in ys]
 
@@ -215,13 +235,14 @@ def relu2_glu(
     """
     tiles, steps = gate.words.shape[:2]
     launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device))
+    bits = counts_bits(x.device) and code_bytes(launch, steps, activation) > 0
     ahead = min(launch.places, triton.cdiv(steps, launch.warps))
     of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, ahead)
     y = of_token.empty(gate)
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
             y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
-            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, **of_token.options,
+            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, BITS=bits, **of_token.options,
         )  # fmt: skip
     return y.to(x.dtype)
 
@@ -322,37 +343,6 @@ def few_tokens(
 
 
 @triton.jit
-def _multiply_bytes(a, b, W: tl.constexpr):
-    """For the interpreter: what 8 rows and 8 columns, 16 products each, add to two sums of every thread."""
-    sums = tl.zeros([W, 8, 8, 4], tl.int32)
-    for i in tl.static_range(4):
-        mine = tl.reshape((a >> (8 * i)) & 0xFF, [W, 8, 1, 4])
-        sums += mine * tl.reshape(signed_byte(b, i), [W, 1, 8, 4])
-    left, right = tl.split(tl.reshape(tl.sum(sums, 3), [W, 8, 4, 2]))
-    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
-
-
-@triton.jit
-def _mma(a0, a1, a2, a3, b0, b1, sums, W: tl.constexpr, ASM: tl.constexpr):
-    """m16n8k32 of unsigned weights and signed activations, four a word; returns the thread's 4 sums."""
-    if ASM:
-        result = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
-            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        l0, r0 = _multiply_bytes(a0, b0, W)
-        l1, r1 = _multiply_bytes(a1, b0, W)
-        l2, r2 = _multiply_bytes(a2, b1, W)
-        l3, r3 = _multiply_bytes(a3, b1, W)
-        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
-    return result
-
-
-@triton.jit
 def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr):
     """The 4 words that a thread has of row r, and those of row r + 8, of a tile and step: [T, 4] each."""
     at = words + (tile.to(tl.int64) * steps + step)[:, None] * _STEP
@@ -368,13 +358,20 @@ def _load_words(words, tile, step, steps, own, there, there8, EVEN: tl.constexpr
 
 
 @triton.jit
-def _words_of_turn(
-    words, tile, tiles, warp, steps, own, TURN: tl.constexpr, TURNS: tl.constexpr, W: tl.constexpr
-):
-    """Where they are, for a thread, in the tiles from `tile` on, TURNS each; and whether there are any."""
-    step = warp + TURN % TURNS * W
-    mine = tl.minimum(tile + TURN // TURNS, tiles - 1).to(tl.int64)
-    return words + (mine * steps + step) * _STEP + own, step < steps
+def _tiles_of(words, tile, tiles, warp, steps, own, TILES: tl.constexpr):
+    """Where a thread's words of TILES tiles from `tile` on begin."""
+    of_tiles = ()
+    for i in tl.static_range(TILES):
+        mine = tl.minimum(tile + i, tiles - 1).to(tl.int64)
+        of_tiles += (words + (mine * steps + warp) * _STEP + own,)
+    return of_tiles
+
+
+@triton.jit
+def _words_of_turn(of_tiles, warp, steps, TURN: tl.constexpr, W: tl.constexpr):
+    """Where they are, for a thread, in one of the turns of tiles; and whether there are any."""
+    STEPS: tl.constexpr = TURN // len(of_tiles) * W
+    return of_tiles[TURN % len(of_tiles)] + STEPS * _STEP, warp + STEPS < steps
 
 
 @triton.jit
@@ -422,9 +419,10 @@ def _one_token(
     width, inverse, unit, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
-    HEAD: tl.constexpr, EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
+    HEAD: tl.constexpr, EARLY: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, BITS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of one y, one after the other: W warps share the columns, a step each in turn."""
+    """TILES tiles of one y: W warps share the columns, a step each in turn."""
     program = tl.program_id(0)
     begin, before = program, 0
     y, word, scale, bias, N, count = ys[0], words[0], scales[0], biases[0], outs[0], tiles[0]
@@ -438,9 +436,12 @@ def _one_token(
     begin *= TILES
 
     first, r, q, own = _threads(W)
-    ring = triton_ring.make(first, own, AHEAD, W, ASM)
+    NARROW: tl.constexpr = KIND == INT4
+    ring = triton_ring.make(first, r, q, AHEAD, W, ASM)
+    to, codes_at = _room(first, r, q, W, TURNS, BITS, NARROW, ASM)
+    words_of_tiles = _tiles_of(word, begin, count, first, steps, own, TILES)
     for turn in tl.static_range(AHEAD):
-        at, inside = _words_of_turn(word, begin, count, first, steps, own, turn, TURNS, W)
+        at, inside = _words_of_turn(words_of_tiles, first, steps, turn, W)
         triton_ring.begin_copy(ring, at, inside, turn, AHEAD, EVEN, ASM)
     if EARLY:
         cuda.gdc_wait()
@@ -449,14 +450,12 @@ def _one_token(
     ALL: tl.constexpr = TILES * TURNS
     START_NEXT: tl.constexpr = EARLY and not NEXT_AT_ONCE
     QUANTISED: tl.constexpr = codes is not None
-    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN)
+    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 1, 4, BITS)
     if HEAD > 0 or QUANTISED:
         _keep_order(first, ASM)
     head = ()
     for turn in tl.static_range(HEAD):
-        taken = _take_turn(
-            ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, START_NEXT, ASM
-        )
+        taken = _take_turn(ring, words_of_tiles, first, q, steps, turn, ALL, AHEAD, W, EVEN, START_NEXT, ASM)
         head += (taken,)
     n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
@@ -465,19 +464,26 @@ def _one_token(
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
+    kept = triton_planes.put(to, pairs, r, NARROW, ASM) if BITS else pairs
+    of_tiles = ()
+    for _ in tl.static_range(TILES):
+        of_tiles += (_nothing(W, BITS),)
+    for turn in tl.static_range(TURNS):
+        mine = triton_planes.take(codes_at, kept, r, turn, W, NARROW, ASM) if BITS else kept[turn]
+        added = ()
+        for i in tl.static_range(TILES):
+            if turn * TILES + i < HEAD:
+                taken = head[turn * TILES + i]
+            else:
+                taken = _take_turn(
+                    ring, words_of_tiles, first, q, steps, turn * TILES + i, ALL, AHEAD, W, EVEN,
+                    START_NEXT, ASM,
+                )  # fmt: skip
+            added += (_multiply(taken[0], taken[1], mine, of_tiles[i], W, BITS, NARROW, ASM),)
+        of_tiles = added
     sums = ()
-    for turn in tl.static_range(ALL):
-        if turn % TURNS == 0:
-            of_tile = _nothing(W)
-        if turn < HEAD:
-            taken = head[turn]
-        else:
-            taken = _take_turn(
-                ring, word, begin, count, first, steps, own, turn, ALL, AHEAD, W, TURNS, EVEN, START_NEXT, ASM
-            )
-        of_tile = _multiply_turn(taken[0], taken[1], pairs[turn % TURNS], of_tile, W, ASM)
-        if turn % TURNS == TURNS - 1:
-            sums += _of_columns(of_tile, q)
+    for i in tl.static_range(TILES):
+        sums += _of_rows(of_tiles[i], q, BITS, NARROW)
     sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
     for i in tl.static_range(TILES):
         value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
@@ -490,12 +496,14 @@ def _one_token_relu2_glu(
     y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
     width, inverse, unit, steps, epsilon, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     ROWS: tl.constexpr, UP_ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
-    TILES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    TILES: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the gate, and what is open of those of `up`."""
     tile = tl.program_id(0) * TILES
     first, r, q, own = _threads(W)
     there = first >= 0
+    NARROW: tl.constexpr = KIND == INT4
+    to, codes_at = _room(first, r, q, W, TURNS, BITS, NARROW, ASM)
     loaded = _load_turns(gates, tile, first, steps, own, there, there, 0, AHEAD, W, EVEN)
     if EARLY:
         cuda.gdc_wait()
@@ -507,16 +515,18 @@ def _one_token_relu2_glu(
         of_gates += (_load_scales(gate_scales, None, n + 8 * i, N, ROWS),)
         of_ups += (_load_scales(up_scales, None, n + 8 * i, N, UP_ROWS),)
     QUANTISED: tl.constexpr = codes is not None
-    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN)
+    token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 4, 1, BITS)
     if QUANTISED:
         _keep_order(first, ASM)
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
+    kept = triton_planes.put(to, pairs, r, NARROW, ASM) if BITS else pairs
     for i in tl.static_range(TILES):
         sums = _sums_of_rows(
-            loaded, pairs, gates, tile, first, q, steps, own, there, there, W, TURNS, AHEAD, EVEN, ASM
-        )
+            loaded, codes_at, kept, gates, tile, first, r, q, steps, own, there, there, W, TURNS, AHEAD, EVEN,
+            BITS, NARROW, ASM,
+        )  # fmt: skip
         upper, lower = _over_warps(sums, taken_off, QUANTISED, W, ASM)
         upper = _squared_relu(upper, own_scale, of_gates[2 * i], x.dtype.element_ty, ASM)
         lower = _squared_relu(lower, own_scale, of_gates[2 * i + 1], x.dtype.element_ty, ASM)
@@ -526,8 +536,9 @@ def _one_token_relu2_glu(
         if i + 1 < TILES:  # the next tile is under way meanwhile
             loaded = _load_turns(gates, following, first, steps, own, there, there, 0, AHEAD, W, EVEN)
         sums = _sums_of_rows(
-            of_up, pairs, ups, tile, first, q, steps, own, open, open8, W, TURNS, AHEAD, False, ASM
-        )
+            of_up, codes_at, kept, ups, tile, first, r, q, steps, own, open, open8, W, TURNS, AHEAD, False,
+            BITS, NARROW, ASM,
+        )  # fmt: skip
         tile = following
         upper_up, lower_up = _over_warps(sums, taken_off, QUANTISED, W, ASM)
         upper = _gated(upper, upper_up, own_scale, of_ups[2 * i], x.dtype.element_ty, ASM)
@@ -556,33 +567,43 @@ def _gated(squared, sums, token_scale, of_rows, dtype: tl.constexpr, ASM: tl.con
 @triton.jit
 def _load_token(
     x, codes, token_scale, total, first, r, q, width, steps,
-    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr, WORD: tl.constexpr, NEXT: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """A thread's part of a token: two runs of activations a turn, or what `_codes` gives if there are codes.
 
-    Thread (r, q) has those of instruction r = 4 p + j only: codes 4 j to 4 j + 3 of words 2 p and 2 p + 1.
+    Of the i-th words of threads q, which are words WORD q + NEXT i of a row, thread (r, q) has codes 4 j to
+    4 j + 3: for `triton_planes` those of i = r // 2 and j = r % 2, j + 2; for `triton_bytes`, where it serves
+    instruction r = 4 p + j, those of i = 2 p and 2 p + 1.
     """
-    k = first * _STEP + q * 64 + r // 4 * 32 + r % 4 * 4
+    if BITS:
+        word, j, BETWEEN = r // 2, r % 2, tl.constexpr(2)
+    else:
+        word, j, BETWEEN = r // 4 * 2, r % 4, tl.constexpr(4 * NEXT)
+    k = first * _STEP + (q * WORD + word * NEXT) * 16 + j * 4
     loaded = ()
     if codes is None:
         WORDS: tl.constexpr = words_of_run(x.dtype.element_ty)
         words = width * WORDS // 4
+        at = k // 4 * WORDS
+        OF_TURN: tl.constexpr = W * _STEP // 4 * WORDS
         for turn in tl.static_range(TURNS):
-            at = (k // 4 + turn * (W * _STEP // 4)) * WORDS
-            loaded += (
-                load_words(x, at, words, WORDS, EVEN), load_words(x, at + 4 * WORDS, words, WORDS, EVEN)
-            )  # fmt: skip
+            run = load_words(x, at, words, turn * OF_TURN, WORDS, EVEN)
+            loaded += (run, load_words(x, at, words, turn * OF_TURN + BETWEEN * WORDS, WORDS, EVEN))
     else:
         own_scale = tl.load(token_scale)
         taken_off = tl.load(total)
         pairs = ()
+        of_thread = codes + k // 4
         for turn in tl.static_range(TURNS):
-            at = codes + k // 4 + turn * (W * _STEP // 4)
+            at = of_thread + turn * (W * _STEP // 4)
             if EVEN:
-                pairs += ((tl.load(at), tl.load(at + 4)),)
+                pairs += ((tl.load(at), tl.load(at + BETWEEN)),)
             else:
                 inside = first + turn * W < steps
-                pairs += ((tl.load(at, mask=inside, other=0), tl.load(at + 4, mask=inside, other=0)),)
+                pairs += (
+                    (tl.load(at, mask=inside, other=0), tl.load(at + BETWEEN, mask=inside, other=0)),
+                )  # fmt: skip
         loaded = (pairs, own_scale, taken_off)
     return loaded
 
@@ -605,7 +626,9 @@ def _codes(
     if QUANTISED:
         pairs, own_scale, taken_off = loaded
     else:
-        pairs, own_scale, taken_off = quantised(loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+        pairs, own_scale, taken_off = quantised(
+            loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False
+        )
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
         taken_off = tl.reshape(tl.broadcast_to(taken_off, [W, 8, 4]), [32 * W])
@@ -614,17 +637,17 @@ def _codes(
 
 @triton.jit
 def _take_turn(
-    ring, words, tile, tiles, warp, steps, own, TURN: tl.constexpr, ALL: tl.constexpr, AHEAD: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, ASM: tl.constexpr,
+    ring, of_tiles, warp, q, steps, TURN: tl.constexpr, ALL: tl.constexpr,
+    AHEAD: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The words of a turn, of rows r and r + 8, whose place is filled with those of AHEAD turns later.
 
     START_NEXT: the next kernel may start when the last are asked for; earlier, its words would be ahead.
     """
-    at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN, TURNS, W)
-    taken = triton_ring.take(ring, at, inside, TURN, ALL, AHEAD, ASM)
+    at, inside = _words_of_turn(of_tiles, warp, steps, TURN, W)
+    taken = triton_ring.take(ring, at, inside, q, TURN, ALL, AHEAD, ASM)
     if TURN + AHEAD < ALL:
-        at, inside = _words_of_turn(words, tile, tiles, warp, steps, own, TURN + AHEAD, TURNS, W)
+        at, inside = _words_of_turn(of_tiles, warp, steps, TURN + AHEAD, W)
         triton_ring.begin_copy(ring, at, inside, TURN + AHEAD, AHEAD, EVEN, ASM)
     LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
     if START_NEXT and TURN == LAST_ASKED:
@@ -634,61 +657,56 @@ def _take_turn(
 
 @triton.jit
 def _sums_of_rows(
-    loaded, pairs, words, tile, first, q, steps, own, there, there8,
-    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+    loaded, codes_at, kept, words, tile, first, r, q, steps, own, there, there8,
+    W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
+    NARROW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What a thread has of the sums of a tile's rows r and r + 8, int32; AHEAD turns are `loaded`."""
-    sums = _nothing(W)
+    sums = _nothing(W, BITS)
     for turn in tl.static_range(TURNS):
         if turn + AHEAD < TURNS:
             loaded += _load_turns(words, tile, first, steps, own, there, there8, turn + AHEAD, 1, W, WHOLE)
+        mine = triton_planes.take(codes_at, kept, r, turn, W, NARROW, ASM) if BITS else kept[turn]
         upper, lower = loaded[turn]
-        sums = _multiply_turn(four(upper), four(lower), pairs[turn], sums, W, ASM)
-    return _of_columns(sums, q)
+        sums = _multiply(four(upper), four(lower), mine, sums, W, BITS, NARROW, ASM)
+    return _of_rows(sums, q, BITS, NARROW)
 
 
 @triton.jit
-def _nothing(W: tl.constexpr):
-    """The sums of the 8 instructions, of which a thread has 4 each, before the first."""
-    zero = tl.zeros([32 * W], tl.int32)
-    sums = ()
-    for _ in tl.static_range(8):
-        sums += ((zero, zero, zero, zero),)
-    return sums
+def _room(
+    warp, r, q, W: tl.constexpr, TURNS: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Where a thread writes codes, and where it reads them."""
+    if BITS:
+        to, at = triton_planes.room(warp, r, q, W, TURNS, NARROW, ASM)
+    else:
+        to, at = warp, warp
+    return to, at
 
 
 @triton.jit
-def _multiply_turn(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
+def _nothing(W: tl.constexpr, BITS: tl.constexpr):
+    """The sums of a tile before the first."""
+    return triton_planes.nothing(W) if BITS else triton_bytes.nothing(W)
+
+
+@triton.jit
+def _multiply(
+    v, u, codes, sums, W: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr, ASM: tl.constexpr
+):
     """Add the products of words of rows r and of r + 8, four each, with the token's codes of a turn."""
-    added = ()
-    for g in tl.static_range(8):
-        mask = 0x03030303 << (2 * (g % 4)) if g % 4 < 3 else -1
-        added += (
-            _mma(
-                v[g // 4 * 2] & mask, u[g // 4 * 2] & mask, v[g // 4 * 2 + 1] & mask,
-                u[g // 4 * 2 + 1] & mask, codes[0], codes[1], sums[g], W, ASM,
-            ),
-        )  # fmt: skip
+    if BITS:
+        added = triton_planes.count(v, u, codes, sums, W, NARROW, ASM)
+    else:
+        added = triton_bytes.multiply(v, u, codes, sums, W, ASM)
     return added
 
 
 @triton.jit
-def _of_columns(sums, q):
-    """Of sums g column g counts, of which thread q has 2 q and 2 q + 1: what it has of rows r and r + 8."""
-    top, bottom = tl.zeros_like(q), tl.zeros_like(q)
-    for c in tl.static_range(4):
-        top = tl.where(q == c, _unscaled(sums, 0, c), top)
-        bottom = tl.where(q == c, _unscaled(sums, 2, c), bottom)
-    return top, bottom
-
-
-@triton.jit
-def _unscaled(sums, ROW: tl.constexpr, C: tl.constexpr):
-    """What the instructions 2 C and 2 C + 1 give together, of rows r or (ROW 2) r + 8."""
-    even, odd = sums[2 * C][ROW], sums[2 * C + 1][ROW + 1]
-    if C % 2 == 1:  # the last of four, and all others
-        odd -= sums[2 * C][ROW + 1] + sums[2 * C - 1][ROW + 1] + sums[2 * C - 2][ROW + 1]
-    return (even >> (4 * (C % 2))) + (odd >> (4 * (C % 2) + 2))
+def _of_rows(sums, q, BITS: tl.constexpr, NARROW: tl.constexpr):
+    """What a thread has of the products of rows r and r + 8."""
+    return triton_planes.of_rows(sums, q, NARROW) if BITS else triton_bytes.of_rows(sums, q)
 
 
 @triton.jit
@@ -761,7 +779,7 @@ def _multiply_words(
         for p in tl.static_range(2):
             for j in tl.static_range(s, 4, SETS):
                 a, b = codes[2 * p + j // 2][2 * (j % 2)], codes[2 * p + j // 2][2 * (j % 2) + 1]
-                of_set = _mma(
+                of_set = triton_bytes.mma(
                     (v[2 * p] >> (2 * (j - s))) & mask, (u[2 * p] >> (2 * (j - s))) & mask,
                     (v[2 * p + 1] >> (2 * (j - s))) & mask, (u[2 * p + 1] >> (2 * (j - s))) & mask,
                     a, b, of_set, W, ASM,
