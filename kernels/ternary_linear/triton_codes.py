@@ -276,8 +276,8 @@ def _numbers(
             seen = size >= _SMALLEST
             scale = tl.where(seen, tl.math.div_rn(size, each + 12.0), 0.0)
             if ASM and tl.bfloat16 == DTYPE:
-                factor = (each + 12.0) / tl.where(seen, size, 1.0)  # 2 units of the last place are no matter
-                factor = tl.where(seen, factor, 0.0)
+                # By what is not seen products stay far below 1/2; 2 units of the last place are no matter.
+                factor = (each + 12.0) / tl.where(seen, size, 1.0)
             else:
                 factor = tl.where(seen, size * 0.0625, 1.0)
         else:
@@ -320,11 +320,14 @@ def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexp
 @triton.jit
 def quantised(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
-    W: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr = True,
+    W: tl.constexpr, ASM: tl.constexpr, IN_PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes."""
+    """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes.
+
+    IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it.
+    """
     ROOM: tl.constexpr = len(runs) <= (_KEPT_RUNS if W <= 8 else _KEPT_OF_16_WARPS)
-    KEPT: tl.constexpr = ASM and KIND == INT4 and tl.float32 != DTYPE and ROOM
+    KEPT: tl.constexpr = ASM and IN_PRODUCT and KIND == INT4 and tl.float32 != DTYPE and ROOM
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
@@ -332,8 +335,8 @@ def quantised(
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
-        first = _codes_of(runs[i], by, OF, KIND, ASM, MASKED)
-        second = _codes_of(runs[i + 1], by, OF, KIND, ASM, MASKED)
+        first = _codes_of(runs[i], by, OF, KIND, ASM, not IN_PRODUCT)
+        second = _codes_of(runs[i + 1], by, OF, KIND, ASM, not IN_PRODUCT)
         summed = _sum_of_bytes(second, _sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
     return pairs, scale, summed

@@ -132,7 +132,7 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, turn * OF_TURN, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM)
+    pairs, of_token, of_codes = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
         at = turn * (32 * W) + eight

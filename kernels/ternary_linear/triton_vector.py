@@ -627,7 +627,7 @@ def _codes(
         pairs, own_scale, taken_off = loaded
     else:
         pairs, own_scale, taken_off = quantised(
-            loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False
+            loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, True
         )
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
