@@ -103,8 +103,9 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int, narrow: bool 
     each = triton.cdiv(tiles, multiprocessors)
     if steps <= 16:
         if each > (6 if steps % 4 == 0 else 3):
-            fitting = 6 * multiprocessors < 4 * triton.cdiv(tiles, 3) <= 8 * multiprocessors
-            return Launch(_warps(steps, 8), 3, places=4, head=2, registers=64 if fitting else 80)
+            of_two = 2 * triton.cdiv(tiles, 3)  # programs; of 80 registers a multiprocessor has room for 3
+            registers = 64 if 3 * multiprocessors < of_two <= 4 * multiprocessors else 80
+            return Launch(_warps(steps, 8), 3, places=4, head=2, registers=registers)
         return Launch(_warps(steps, 4), min(2, each), places=6, head=2, registers=96)
     if steps <= 32:
         warps = _warps(steps, 4 if each > 4 else 8)
