@@ -561,9 +561,19 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
         assert same_bits(y, wanted)
 
 
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch(2, 1), Launch(1, 2, places=40), Launch(2, 2, bits=False), Launch(2, 2, skips=False),
+        Launch(1, 4, places=3, head=2, skips=False), Launch(2, 6, places=1, skips=False, bits=False),
+        Launch(2, 2, places=1, head=1, next_at_once=False, skips=False),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("group", [None, 300], ids=["a tensor", "rows"])
 @activations
-def test_a_gated_unit_of_any_activation(activation: str, device, poison):
-    gate, up, x = ternary(40, 300), ternary(40, 300, seed=5), tokens(1, 300)
+def test_a_gated_unit_of_any_activation(activation: str, group: int | None, launch: Launch, device, poison):
+    gate, up, x = ternary(40, 300, group), ternary(40, 300, group, seed=5), tokens(1, 300)
     y = triton_vector.relu2_glu(
         x.to(device),
         TernaryWeight.of(gate, device),
@@ -571,6 +581,7 @@ def test_a_gated_unit_of_any_activation(activation: str, device, poison):
         activation,
         False,
         kept(300),
+        launch,
     )
     wanted = reference.relu2_glu(x, gate, up, activation=activation)
     assert 5 < int((wanted == 0).sum()) < 35 and same_bits(y, wanted)
@@ -587,11 +598,21 @@ def test_a_gated_unit_of_many_turns(limit: int, device, monkeypatch):
     assert same_bits(y, reference.relu2_glu(x, gate, up, activation="int8"))
 
 
-def test_a_gate_that_is_not_finite(device):
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("activation", ["int8", "int4", "fp4"])
+def test_a_gate_that_is_not_finite(activation: str, skips: bool, device):
     x = tokens(1, 100)
     x[0, 7] = torch.inf
-    weight = TernaryWeight.of(ternary(16, 100), device)
-    assert triton_vector.relu2_glu(x.to(device), weight, weight, "int4", False).isnan().all()
+    weight, launch = TernaryWeight.of(ternary(16, 100), device), Launch(1, 2, skips=skips)
+    assert (
+        triton_vector.relu2_glu(x.to(device), weight, weight, activation, False, launch=launch).isnan().all()
+    )
+
+
+def test_a_gated_unit_by_what_it_cannot_be(device):
+    weight, x = TernaryWeight.of(ternary(16, 256), device), tokens(1, 256).to(device)
+    with pytest.raises(ValueError, match="an even number"):
+        triton_vector.relu2_glu(x, weight, weight, "int8", False, launch=Launch(1, 3, skips=False))
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5])
@@ -747,8 +768,8 @@ def see(function, code, kwargs):
     early = re.findall(r"ld\\.global\\S*", before)
     if "griddepcontrol.wait" in code.asm["ptx"]:  # words alone are read before the kernel ahead has ended
         assert all("evict_first" in load for load in early)
-        assert early or function.__name__ == "_one_token" or "quantize" in function.__name__
-    if function.__name__ == "_one_token":
+        assert early or "cp.async" in before or "quantize" in function.__name__
+    if function.__name__ in ("_one_token", "_one_token_whole_glu"):
         ahead, head, turns = kwargs["AHEAD"], kwargs["HEAD"], kwargs["TILES"] * kwargs["TURNS"]
         assert not early and before.count("cp.async.cg") == 2 * ahead
         assert code.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
@@ -833,7 +854,9 @@ for dtype, out, columns, activation in (
     triton_vector.one_token(one, [weight(out, columns)], [bias], activation, False, 1)
     three = [weight(n, columns, columns) for n in (out, 3, 40)]
     triton_vector.one_token(one, three, [None] * 3, activation, True, 1)
-    triton_vector.relu2_glu(one, weight(out, columns), weight(out, columns), activation, False, 1)
+    for launch in (Launch(4, 2, places=1), Launch(4, 2, places=2, head=3, skips=False)):
+        both = weight(out, columns), weight(out, columns)
+        triton_vector.relu2_glu(one, *both, activation, False, 1, launch=launch)
     triton_vector.few_tokens(few, weight(out, columns), None, activation, False, 1)
     triton_matrix.many_tokens(few, weight(out, columns), bias, activation, False, 1)
     triton_matrix.many_tokens(one, weight(out, columns, 128), None, activation, False, 1)
@@ -841,6 +864,7 @@ for out, columns in ((14336, 4096), (4096, 14336), (8192, 28672), (4096, 65536))
     one = torch.zeros(1, columns, dtype=torch.bfloat16)
     triton_vector.one_token(one, [weight(out, columns)], [None], "int4", False)
 triton_vector.one_token(torch.zeros(1, 70), [weight(1, 70)], [None], "int4", False)
+triton_vector.relu2_glu(torch.zeros(1, 3200), weight(8640, 3200), weight(8640, 3200), "int4", False)
 for launch in (
     Launch(1, 3, places=1, head=2), Launch(4, 3, places=2, head=40, next_at_once=False),
     Launch(2, 2, places=1, head=2, fused=False), Launch(2, 3, places=5, head=1, fused=False),
@@ -857,9 +881,9 @@ assert ("clipped", True) in seen
 @pytest.mark.slow
 def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
-    assert len({name for name, *_ in lines}) == 8
-    by_hand = [line for line in lines if line[0] in ("_one_token", "_one_token_relu2_glu", "_few_tokens")]
-    assert len(by_hand) == 27
+    assert len({name for name, *_ in lines}) == 9
+    by_hand = [line for line in lines if line[0].startswith(("_one_token", "_few_tokens"))]
+    assert len(by_hand) == 32
     for _, count, *found in by_hand:
         assert int(count) >= 2
         assert len(found) == 1

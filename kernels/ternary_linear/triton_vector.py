@@ -83,6 +83,7 @@ class Launch:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
     bits: bool = True  # multiplied bit by bit, where the card can and a thread has few enough turns
+    skips: bool = True  # of the gated unit: rows of `up` whose gate is closed are not read
     head: int = 0  # turns whose words are taken, and others asked for, before there are codes: at most
     registers: int | None = None  # of a thread, at most
     # For more tokens:
@@ -143,8 +144,13 @@ def code_bytes(launch: Launch, steps: int, activation: str) -> int:
     return nbytes if launch.bits and turns <= FUSED_TURNS and nbytes <= CODE_BYTES else 0
 
 
-def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int) -> Launch:
-    """Two tiles of a program where warps are many."""
+def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int, alike: bool = True) -> Launch:
+    """Two tiles of a program where warps are many; of small weights rows are not left out.
+
+    `alike`: both weights have a scale a row, or neither has.
+    """
+    if alike and steps <= 16 and tiles * steps <= 60 * multiprocessors:
+        return Launch(_warps(steps, 4), 2, places=6, head=2, registers=96, skips=False)
     warps = _warps(steps, 4)
     turns = triton.cdiv(steps, warps)
     places = min(turns, 8 if warps <= 8 else 4)
@@ -201,22 +207,15 @@ def one_token(
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
     launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device), activation == "int4")
-    if not counts_bits(x.device):
-        launch = replace(launch, bits=False)
-    codes = code_bytes(launch, steps, activation)
-    ahead, head = ahead_and_head(launch, steps, codes)
-    _check_shared(launch, shared_bytes(launch, ahead, codes))
-    if any(weight.words.data_ptr() % 16 for weight in weights):
-        raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
-    of_token = _Token.of(x, weights, activation, clamped, kept, launch, ahead)
+    of_token = _Token.of(x, weights, activation, clamped, kept, launch)
     ys = [of_token.empty(weight) for weight in weights]
-    programs = sum(triton.cdiv(weight.words.shape[0], of_token.launch.tiles) for weight in weights)
+    programs = sum(triton.cdiv(weight.words.shape[0], launch.tiles) for weight in weights)
     with torch.cuda.device_of(x), LAUNCHING:
         _one_token[(programs,)](
             tuple(ys), of_token.in_words, tuple(weight.words for weight in weights),
             tuple(weight.scale for weight in weights), tuple(biases), *of_token.codes(),
             tuple(weight.shape[0] for weight in weights), tuple(weight.words.shape[0] for weight in weights),
-            HEAD=head, NEXT_AT_ONCE=launch.next_at_once, BITS=codes > 0, **of_token.options,
+            **of_token.options,
         )  # fmt: skip
     return [y.to(x.dtype) for y in ys]
 
@@ -232,19 +231,29 @@ def relu2_glu(
 ) -> torch.Tensor:
     """squared_relu(gate product) * up product for x [1, in]: [1, out], in one launch.
 
-    Rows of `up` for which the squared ReLU is 0 are not read. Weights have a scale, or one a row.
+    Rows of `up` for which the squared ReLU is 0 are not read where that saves time: for small weights it does
+    not. Weights have a scale, or one a row. Raises ValueError as `one_token` does.
     """
+    if launch and not launch.skips and launch.tiles % 2:
+        raise ValueError(f"{launch} has as many tiles of the gate as of up: an even number")
     tiles, steps = gate.words.shape[:2]
-    launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device))
-    bits = counts_bits(x.device) and code_bytes(launch, steps, activation) > 0
-    ahead = min(launch.places, triton.cdiv(steps, launch.warps))
-    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, ahead)
+    alike = gate.scale.dim() == up.scale.dim()
+    launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device), alike)
+    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
     y = of_token.empty(gate)
+    arguments = (
+        y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(), gate.shape[0],
+        tiles,
+    )  # fmt: skip
+    options = of_token.options
     with torch.cuda.device_of(x), LAUNCHING:
-        _one_token_relu2_glu[(triton.cdiv(tiles, of_token.launch.tiles),)](
-            y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(),
-            gate.shape[0], tiles, UP_ROWS=up.scale.dim() > 0, BITS=bits, **of_token.options,
-        )  # fmt: skip
+        if launch.skips:
+            del options["HEAD"], options["NEXT_AT_ONCE"]
+            options["AHEAD"] = min(launch.places, options["TURNS"])
+            programs = triton.cdiv(tiles, launch.tiles)
+            _one_token_relu2_glu[(programs,)](*arguments, UP_ROWS=up.scale.dim() > 0, **options)
+        else:
+            _one_token_whole_glu[(triton.cdiv(2 * tiles, launch.tiles),)](*arguments, **options)
     return y.to(x.dtype)
 
 
@@ -268,10 +277,16 @@ class _Token:
         clamped: bool,
         kept: int,
         launch: Launch,
-        ahead: int,
     ) -> _Token:
-        """`ahead`: turns whose words are under way at once."""
+        """Raises what `one_token` raises."""
         columns, steps = x.shape[1], weights[0].words.shape[1]
+        if not counts_bits(x.device):
+            launch = replace(launch, bits=False)
+        of_codes = code_bytes(launch, steps, activation)
+        ahead, head = ahead_and_head(launch, steps, of_codes)
+        _check_shared(launch, shared_bytes(launch, ahead, of_codes))
+        if any(weight.words.data_ptr() % 16 for weight in weights):
+            raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
         compiled = isinstance(_one_token, triton.JITFunction)
         early = compiled and launch.early and early_launches(x.device)
         turns, held = triton.cdiv(steps, launch.warps), in_words(x)
@@ -279,7 +294,8 @@ class _Token:
             "width": held.shape[1], "inverse": 1 / columns, "unit": first_unit(columns), "steps": steps,
             "epsilon": EPSILON, "KIND": KINDS[activation], "CLAMPED": clamped,
             "ROWS": weights[0].scale.dim() > 0, "W": launch.warps,
-            "TURNS": turns, "AHEAD": ahead, "TILES": launch.tiles,
+            "TURNS": turns, "AHEAD": ahead, "TILES": launch.tiles, "HEAD": head, "BITS": of_codes > 0,
+            "NEXT_AT_ONCE": launch.next_at_once,
             "EVEN": columns == turns * launch.warps * STEP, "EARLY": early, "ASM": compiled,
             "num_warps": launch.warps, "launch_pdl": early, "enable_fp_fusion": False,
             **({"maxnreg": launch.registers} if launch.registers and compiled else {}),
@@ -437,10 +453,66 @@ def _one_token(
     begin *= TILES
 
     first, r, q, own = _threads(W)
+    of_tiles = _tiles_of(word, begin, count, first, steps, own, TILES)
+    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
+    of_scales = ()
+    for i in tl.static_range(TILES):
+        of_scales += ((scale, n + 16 * i),)
+    sums, of_rows, own_scale = _products(
+        of_tiles, of_scales, bias, N, x, codes, token_scale, total, first, r, q, width, inverse, unit, steps,
+        epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
+    )  # fmt: skip
+    for i in tl.static_range(TILES):
+        value = _scaled(sums[i], own_scale, of_rows[i], bias)
+        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+        n += 16
+
+
+@triton.jit(do_not_specialize=["unit"])
+def _one_token_whole_glu(
+    y, x, gates, gate_scales, ups, up_scales, codes, token_scale, total, N, tiles,
+    width, inverse, unit, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
+    AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
+    NEXT_AT_ONCE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """TILES / 2 tiles of the gate and of `up`, whatever is open."""
+    EACH: tl.constexpr = TILES // 2
+    begin = tl.program_id(0) * EACH
+    first, r, q, own = _threads(W)
+    of_tiles = _tiles_of(gates, begin, tiles, first, steps, own, EACH)
+    of_tiles += _tiles_of(ups, begin, tiles, first, steps, own, EACH)
+    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
+    of_scales = ()
+    for i in tl.static_range(TILES):
+        of_scales += ((gate_scales if i < EACH else up_scales, n + 16 * (i % EACH)),)
+    sums, of_rows, own_scale = _products(
+        of_tiles, of_scales, None, N, x, codes, token_scale, total, first, r, q, width, inverse, unit, steps,
+        epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
+    )  # fmt: skip
+    for i in tl.static_range(EACH):
+        squared = _squared_relu(sums[i], own_scale, of_rows[i], x.dtype.element_ty, ASM)
+        value = _gated(squared, sums[EACH + i], own_scale, of_rows[EACH + i], x.dtype.element_ty, ASM)
+        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
+        n += 16
+
+
+@triton.jit
+def _products(
+    words_of_tiles, of_scales, bias, N, x, codes, token_scale, total, first, r, q,
+    width, inverse, unit, steps, epsilon,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
+    NEXT_AT_ONCE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Of each tile sums of rows r, for q = 0, and r + 8; what scales and is added there; the token's scale.
+
+    of_scales: of each tile where its scales are, and of which row.
+    """
     NARROW: tl.constexpr = KIND == INT4
+    TILES: tl.constexpr = len(words_of_tiles)
     ring = triton_ring.make(first, r, q, AHEAD, W, ASM)
     to, codes_at = _room(first, r, q, W, TURNS, BITS, NARROW, ASM)
-    words_of_tiles = _tiles_of(word, begin, count, first, steps, own, TILES)
     for turn in tl.static_range(AHEAD):
         at, inside = _words_of_turn(words_of_tiles, first, steps, turn, W)
         triton_ring.begin_copy(ring, at, inside, turn, AHEAD, EVEN, ASM)
@@ -458,10 +530,9 @@ def _one_token(
     for turn in tl.static_range(HEAD):
         taken = _take_turn(ring, words_of_tiles, first, q, steps, turn, ALL, AHEAD, W, EVEN, START_NEXT, ASM)
         head += (taken,)
-    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
     of_rows = ()
     for i in tl.static_range(TILES):
-        of_rows += (_load_scales(scale, bias, n + 16 * i, N, ROWS),)
+        of_rows += (_load_scales(of_scales[i][0], bias, of_scales[i][1], N, ROWS),)
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
@@ -486,10 +557,10 @@ def _one_token(
     for i in tl.static_range(TILES):
         sums += _of_rows(of_tiles[i], q, BITS, NARROW)
     sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
+    own = ()
     for i in tl.static_range(TILES):
-        value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
-        tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
-        n += 16
+        own += (tl.where(q == 0, sums[2 * i], sums[2 * i + 1]),)
+    return own, of_rows, own_scale
 
 
 @triton.jit(do_not_specialize=["unit"])
