@@ -244,6 +244,7 @@ def gated(out: int, columns: int, closed: float, rounds: int) -> Row:
     gates = [
         replace(gates[0], words=g.words.copy_(gates[0].words), scale=scale, group=columns) for g in gates
     ]
+    ups = [replace(u, scale=torch.full_like(scale, 0.02), group=columns) for u in ups]
     torch.cuda.synchronize()
     linear = ternary_linear(x, ups[0], activation="int4")
     squared = squared_relu(ternary_linear(x, gates[0], activation="int4"))

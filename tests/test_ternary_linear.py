@@ -797,13 +797,13 @@ def replay(ptx, ahead, head, turns, turns_of_codes, sets):
     # What a thread copies to the ring and loads from it, in order: two pieces of 16 bytes a turn; what it
     # writes of codes, and reads. Others of its warp read what it has copied and written when all have met.
     copies, begun, there, loads, before_codes = 0, 0, 0, 0, None
-    put, got, met = [], [], False
+    put, got, met, read = [], [], False, 0
     for event in EVENTS.finditer(ptx):
         what, at = event.lastgroup, event.group(event.lastgroup)
         if what == "copy":
             turn = copies // 2
             assert int(at) == turn % ahead * 1024 + copies % 2 * 512
-            assert turn < ahead or loads >= 2 * (turn - ahead + 1)  # what was there has been loaded
+            assert turn < ahead or read >= 2 * (turn - ahead + 1)  # all have loaded what was there
             copies += 1
         elif what == "commit":
             begun += 1
@@ -811,7 +811,7 @@ def replay(ptx, ahead, head, turns, turns_of_codes, sets):
         elif what == "wait":
             there, met = begun - int(at), False
         elif what == "meet":
-            met = True
+            met, read = True, loads
         elif what == "load":
             turn = loads // 2
             assert met and int(at) == turn % ahead * 1024

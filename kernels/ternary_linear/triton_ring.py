@@ -5,9 +5,8 @@ others of its warp have copied: `ldmatrix` gives thread (r, q) words q, 4 + q, 8
 Of rows that are 64 bytes long, every other would lie in the same banks; so the four pieces of a row change
 places with each other, in another way for every second row.
 
-Copies end in the order they were begun in, a group for each turn. A place is filled again when its words have
-been loaded from it. Nothing in PTX says that a copy is not ahead of such a load; ptxas keeps them in order,
-and a copy goes to the memory of the card first.
+Copies end in the order they were begun in, a group for each turn. A place is filled again when all threads of
+a warp have loaded its words.
 
 The interpreter has no shared memory: it loads words where they are.
 """
@@ -55,17 +54,19 @@ def begin_copy(
     """Begin to copy the words of a turn, pointers [T]; zeros unless `inside`, which with EVEN all are."""
     if ASM:
         tl.inline_asm_elementwise(
-            _copying(TURN % AHEAD, EVEN), "=r,r,l,r", [ring[0], words.to(tl.int64), tl.where(inside, 16, 0)],
+            _copying(TURN % AHEAD, TURN >= AHEAD, EVEN), "=r,r,l,r",
+            [ring[0], words.to(tl.int64), tl.where(inside, 16, 0)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.constexpr_function
-def _copying(place, even):
+def _copying(place, again, even):
     size = "16" if even else "16, $3"
     to = TURN_BYTES * place
+    meet = "bar.warp.sync 0xffffffff; " if again else ""
     return (
-        f"cp.async.cg.shared.global [$1 + {to}], [$2], {size};"
+        f"{meet}cp.async.cg.shared.global [$1 + {to}], [$2], {size};"
         f" cp.async.cg.shared.global [$1 + {to + TURN_BYTES // 2}], [$2 + {TURN_BYTES // 2}], {size};"
         " cp.async.commit_group; mov.b32 $0, 0;"
     )

@@ -454,13 +454,9 @@ def _one_token(
 
     first, r, q, own = _threads(W)
     of_tiles = _tiles_of(word, begin, count, first, steps, own, TILES)
-    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)  # whose result a thread stores
-    of_scales = ()
-    for i in tl.static_range(TILES):
-        of_scales += ((scale, n + 16 * i),)
-    sums, of_rows, own_scale = _products(
-        of_tiles, of_scales, bias, N, x, codes, token_scale, total, first, r, q, width, inverse, unit, steps,
-        epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
+    sums, of_rows, own_scale, n = _products(
+        of_tiles, (scale,), bias, begin, N, x, codes, token_scale, total, first, r, q, width, inverse, unit,
+        steps, epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
         value = _scaled(sums[i], own_scale, of_rows[i], bias)
@@ -482,13 +478,10 @@ def _one_token_whole_glu(
     first, r, q, own = _threads(W)
     of_tiles = _tiles_of(gates, begin, tiles, first, steps, own, EACH)
     of_tiles += _tiles_of(ups, begin, tiles, first, steps, own, EACH)
-    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
-    of_scales = ()
-    for i in tl.static_range(TILES):
-        of_scales += ((gate_scales if i < EACH else up_scales, n + 16 * (i % EACH)),)
-    sums, of_rows, own_scale = _products(
-        of_tiles, of_scales, None, N, x, codes, token_scale, total, first, r, q, width, inverse, unit, steps,
-        epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
+    sums, of_rows, own_scale, n = _products(
+        of_tiles, (gate_scales, up_scales), None, begin, N, x, codes, token_scale, total, first, r, q, width,
+        inverse, unit, steps, epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE,
+        BITS, ASM,
     )  # fmt: skip
     for i in tl.static_range(EACH):
         squared = _squared_relu(sums[i], own_scale, of_rows[i], x.dtype.element_ty, ASM)
@@ -499,7 +492,7 @@ def _one_token_whole_glu(
 
 @triton.jit
 def _products(
-    words_of_tiles, of_scales, bias, N, x, codes, token_scale, total, first, r, q,
+    words_of_tiles, scales, bias, begin, N, x, codes, token_scale, total, first, r, q,
     width, inverse, unit, steps, epsilon,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr,
     AHEAD: tl.constexpr, EVEN: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
@@ -507,7 +500,8 @@ def _products(
 ):  # fmt: skip
     """Of each tile sums of rows r, for q = 0, and r + 8; what scales and is added there; the token's scale.
 
-    of_scales: of each tile where its scales are, and of which row.
+    Tiles are of one or two weights, as many of each from tile `begin` on, with a pointer to scales each. In
+    the end: of which row a thread stores the result for the first tile, N if it stores none.
     """
     NARROW: tl.constexpr = KIND == INT4
     TILES: tl.constexpr = len(words_of_tiles)
@@ -530,9 +524,11 @@ def _products(
     for turn in tl.static_range(HEAD):
         taken = _take_turn(ring, words_of_tiles, first, q, steps, turn, ALL, AHEAD, W, EVEN, START_NEXT, ASM)
         head += (taken,)
+    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
+    EACH: tl.constexpr = TILES // len(scales)
     of_rows = ()
     for i in tl.static_range(TILES):
-        of_rows += (_load_scales(of_scales[i][0], bias, of_scales[i][1], N, ROWS),)
+        of_rows += (_load_scales(scales[i // EACH], bias, n + 16 * (i % EACH), N, ROWS),)
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
@@ -560,7 +556,7 @@ def _products(
     own = ()
     for i in tl.static_range(TILES):
         own += (tl.where(q == 0, sums[2 * i], sums[2 * i + 1]),)
-    return own, of_rows, own_scale
+    return own, of_rows, own_scale, n
 
 
 @triton.jit(do_not_specialize=["unit"])
