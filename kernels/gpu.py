@@ -27,8 +27,8 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def counts_bits(device: torch.device) -> bool:
-    """Whether matrix instructions on single bits are fast: those of compute capabilities 8.0 to 9.x are.
+    """Whether there are matrix instructions on single bits: compute capabilities 8.0 to 9.x have them.
 
-    For later ones ptxas makes some hundred instructions of one. The interpreter has them.
+    For later ones ptxas makes some hundred instructions of one. The interpreter counts bits, too.
     """
     return device.type != "cuda" or (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0)

@@ -291,11 +291,14 @@ def rows_up_to(peak: float) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peak", [1.0, 2.0**100, 2.0**-122])
-def test_fp4_of_bf16_needs_eleven_bits(peak: float):
-    """What the compiled kernel does: a product with the reciprocal, rounded to fp16, then to the grid."""
+@pytest.mark.parametrize("off", [-2, 0, 2])
+@pytest.mark.parametrize("peak", [1.0, 2.0**100, 2.0**127, 2.0**-122])
+def test_fp4_of_bf16_needs_eleven_bits(peak: float, off: int):
+    """What the compiled kernel does: a product with a quotient, which may be 2 units of the last place off,
+    rounded to fp16, then to the grid."""
     for x in rows_up_to(peak):
-        y = (x.float() * (12 / x.float().abs().amax())).half()
+        factor = ((12 / x.float().abs().amax()).view(torch.int32) + off).view(torch.float32)
+        y = (x.float() * factor).half()
         size = y.abs().double()
         step = 1 + (size >= 4).double() + 2 * (size >= 8).double()
         assert torch.equal((y.double() / step).round() * step, quantizers.fp4_e2m1(x).codes.double())
@@ -318,7 +321,7 @@ def test_int4_of_all_numbers_on_a_gpu(dtype: torch.dtype, peak: float):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("peak", [1.0, 2.0**-107, 2.0**-122, 2.0**123])
+@pytest.mark.parametrize("peak", [1.0, 2.0**-107, 2.0**-122, 2.0**123, 2.0**127])
 @pytest.mark.parametrize("activation", ["int8", "int4", "fp4"])
 def test_kernel_quantises_all_of_bf16(activation: str, peak: float, device):
     x = rows_up_to(peak)
@@ -439,15 +442,16 @@ def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
 def test_launches_of_one_token_fit(multiprocessors: int):
     """Words and sums in shared memory, registers, and activations that a thread has to keep."""
     for tiles, steps in itertools.product((1, 40, 264, 265, 896, 5000), (*range(1, 140, 3), 500)):
-        launch = triton_vector.one_token_launch(tiles, steps, multiprocessors)
-        turns = -(-steps // launch.warps)
-        for activation in ("int8", "int4"):
+        for activation, bits in itertools.product(("int8", "int4"), (True, False)):
+            launch = triton_vector.one_token_launch(tiles, steps, multiprocessors, activation == "int4")
+            launch = replace(launch, bits=bits)
+            turns = -(-steps // launch.warps)
             codes = triton_vector.code_bytes(launch, steps, activation)
             ahead, head = triton_vector.ahead_and_head(launch, steps, codes)
             assert triton_vector.shared_bytes(launch, ahead, codes) <= triton_vector.STATIC_BYTES
             assert ahead > 0 and 0 <= head <= launch.tiles * turns - ahead
-        assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536
-        assert not launch.fused or steps > 128 or turns <= triton_vector.FUSED_TURNS
+            assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536
+            assert not launch.fused or steps > 128 or turns <= triton_vector.FUSED_TURNS
 
 
 def test_one_token_by_what_it_cannot_be(device):
@@ -611,6 +615,8 @@ def test_a_gate_that_is_not_finite(activation: str, skips: bool, device):
 
 def test_a_gated_unit_by_what_it_cannot_be(device):
     weight, x = TernaryWeight.of(ternary(16, 256), device), tokens(1, 256).to(device)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        triton_vector.relu2_glu(x, weight, weight, "int8", False, launch=Launch(16, 24))
     with pytest.raises(ValueError, match="an even number"):
         triton_vector.relu2_glu(x, weight, weight, "int8", False, launch=Launch(1, 3, skips=False))
 

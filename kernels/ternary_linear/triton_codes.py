@@ -35,8 +35,8 @@ INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
-_KEPT_RUNS, _KEPT_OF_16_WARPS = tl.constexpr(14), tl.constexpr(8)
-"""Of a thread that are widened once if they are added up as well; more would leave too few registers."""
+_KEPT_RUNS = tl.constexpr(14)
+"""Of a thread, that are widened once if they are added up as well: registers for more lack."""
 
 _LAST_UNIT, _UNIT_STEP = tl.constexpr(LAST_UNIT), tl.constexpr(UNIT_STEP)
 _TOTAL_BITS, _TOO_LARGE = tl.constexpr(TOTAL_BITS), tl.constexpr(1 << TOTAL_BITS)
@@ -260,7 +260,8 @@ def _numbers(
 ):  # fmt: skip
     """What a token's codes are made with, and its scale, NaN where an activation is not finite: [T] each.
 
-    The former are the factor (for FP4 what divides) and a mask of codes, 0 where the scale is NaN.
+    The former are the factor (for FP4 of other numbers than bf16 what divides) and a mask of codes, 0 where
+    the scale is NaN.
     """
     each = tl.zeros(runs[0][0].shape, tl.float32)
     if KIND == INT4:
@@ -326,7 +327,7 @@ def quantised(
 
     IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it.
     """
-    ROOM: tl.constexpr = len(runs) <= (_KEPT_RUNS if W <= 8 else _KEPT_OF_16_WARPS)
+    ROOM: tl.constexpr = W <= 8 and len(runs) <= _KEPT_RUNS
     KEPT: tl.constexpr = ASM and IN_PRODUCT and KIND == INT4 and tl.float32 != DTYPE and ROOM
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:

@@ -1,8 +1,8 @@
 """Products of a few tokens with ternary weights, in Triton, by matrix instructions on bits and on bytes.
 
 A warp takes tiles of 16 rows and 256 columns, of which its thread (r, q) has four words of rows r and r + 8:
-they are what it has to give to an instruction, with no thread asking another. What is multiplied are c + 1, 0
-to 2 for codes c, so the sum of the token's codes is taken off in the end.
+they are what it has to give to an instruction. What is multiplied are c + 1, 0 to 2 for codes c, so the sum
+of the token's codes is taken off in the end.
 
 One token (`_one_token`) is multiplied bit by bit, with words as they come (`triton_planes`), or with masked
 words where a card has no such instructions and where tokens are long (`triton_bytes`). Either way a thread
@@ -75,14 +75,14 @@ class Launch:
     """How a product of few tokens is launched."""
 
     warps: int  # that share the columns of a tile
-    tiles: int  # of a warp: one after the other for one token, at once for more
+    tiles: int  # of a warp: in turn for one token, at once for more
     early: bool = True  # weights are loaded before the kernel ahead has ended
     next_at_once: bool = True  # the next kernel starts when there is room, not when all words are asked for
     places: int = PLACES  # for the words of so many turns; of one token turns that are under way, at most
     # For one token:
     fused: bool = True  # whether programs quantise it themselves, where they have few enough turns
     start: bool = False  # or else whether it starts before the kernel that quantises has its input
-    bits: bool = True  # multiplied bit by bit, where the card can and a thread has few enough turns
+    bits: bool = True  # multiplied bit by bit, where the card can, turns are few and there is room for codes
     skips: bool = True  # of the gated unit: rows of `up` whose gate is closed are not read
     head: int = 0  # turns whose words are taken, and others asked for, before there are codes: at most
     registers: int | None = None  # of a thread, at most
@@ -133,7 +133,7 @@ def ahead_and_head(launch: Launch, steps: int, codes: int) -> tuple[int, int]:
 
 
 def shared_bytes(launch: Launch, ahead: int, codes: int) -> int:
-    """Of a program for one token: the ring, codes, and sums that are exchanged."""
+    """Of a program for one token: the ring, codes, and sums that are exchanged once."""
     return codes + launch.warps * (triton_ring.TURN_BYTES * ahead + 64 * launch.tiles + 32)
 
 
@@ -155,6 +155,11 @@ def relu2_glu_launch(tiles: int, steps: int, multiprocessors: int, alike: bool =
     turns = triton.cdiv(steps, warps)
     places = min(turns, 8 if warps <= 8 else 4)
     return Launch(warps, 2 if tiles * warps > 12 * multiprocessors else 1, places=places)
+
+
+def _fitted(launch: Launch, x: torch.Tensor) -> Launch:
+    """Registers are limited for what launches were measured with: bits, and activations of 16 bits."""
+    return launch if counts_bits(x.device) and x.element_size() == 2 else replace(launch, registers=None)
 
 
 def _warps(steps: int, least: int, turns: int = FUSED_TURNS) -> int:
@@ -206,7 +211,8 @@ def one_token(
     bytes, and for a launch that takes too much shared memory.
     """
     tiles, steps = sum(weight.words.shape[0] for weight in weights), weights[0].words.shape[1]
-    launch = launch or one_token_launch(tiles, steps, multiprocessors(x.device), activation == "int4")
+    usual = one_token_launch(tiles, steps, multiprocessors(x.device), activation == "int4")
+    launch = launch or _fitted(usual, x)
     of_token = _Token.of(x, weights, activation, clamped, kept, launch)
     ys = [of_token.empty(weight) for weight in weights]
     programs = sum(triton.cdiv(weight.words.shape[0], launch.tiles) for weight in weights)
@@ -238,8 +244,8 @@ def relu2_glu(
         raise ValueError(f"{launch} has as many tiles of the gate as of up: an even number")
     tiles, steps = gate.words.shape[:2]
     alike = gate.scale.dim() == up.scale.dim()
-    launch = launch or relu2_glu_launch(tiles, steps, multiprocessors(x.device), alike)
-    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch)
+    launch = launch or _fitted(relu2_glu_launch(tiles, steps, multiprocessors(x.device), alike), x)
+    of_token = _Token.of(x, (gate, up), activation, clamped, kept, launch, gated=True)
     y = of_token.empty(gate)
     arguments = (
         y, of_token.in_words, gate.words, gate.scale, up.words, up.scale, *of_token.codes(), gate.shape[0],
@@ -249,7 +255,6 @@ def relu2_glu(
     with torch.cuda.device_of(x), LAUNCHING:
         if launch.skips:
             del options["HEAD"], options["NEXT_AT_ONCE"]
-            options["AHEAD"] = min(launch.places, options["TURNS"])
             programs = triton.cdiv(tiles, launch.tiles)
             _one_token_relu2_glu[(programs,)](*arguments, UP_ROWS=up.scale.dim() > 0, **options)
         else:
@@ -277,6 +282,7 @@ class _Token:
         clamped: bool,
         kept: int,
         launch: Launch,
+        gated: bool = False,
     ) -> _Token:
         """Raises what `one_token` raises."""
         columns, steps = x.shape[1], weights[0].words.shape[1]
@@ -284,7 +290,11 @@ class _Token:
             launch = replace(launch, bits=False)
         of_codes = code_bytes(launch, steps, activation)
         ahead, head = ahead_and_head(launch, steps, of_codes)
-        _check_shared(launch, shared_bytes(launch, ahead, of_codes))
+        if gated and launch.skips:  # sums of the gate and of `up` are exchanged each by themselves
+            ahead = min(launch.places, triton.cdiv(steps, launch.warps))
+            _check_shared(launch, shared_bytes(replace(launch, tiles=2 * launch.tiles), 0, of_codes))
+        else:
+            _check_shared(launch, shared_bytes(launch, ahead, of_codes))
         if any(weight.words.data_ptr() % 16 for weight in weights):
             raise ValueError("words of ternary weights begin at multiples of 16 bytes; clone() them")
         compiled = isinstance(_one_token, triton.JITFunction)
@@ -385,10 +395,17 @@ def _tiles_of(words, tile, tiles, warp, steps, own, TILES: tl.constexpr):
 
 
 @triton.jit
-def _words_of_turn(of_tiles, warp, steps, TURN: tl.constexpr, W: tl.constexpr):
-    """Where they are, for a thread, in one of the turns of tiles; and whether there are any."""
-    STEPS: tl.constexpr = TURN // len(of_tiles) * W
-    return of_tiles[TURN % len(of_tiles)] + STEPS * _STEP, warp + STEPS < steps
+def _words_of_turn(
+    of_tiles, warp, steps, TURN: tl.constexpr, TURNS: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
+):
+    """Where they are, for a thread, in one of the turns of tiles, TURNS each; and whether there are any.
+
+    By bits, tiles take their turns beside each other, as codes are made to columns for all of them; by bytes
+    one after the other, as each has many sums.
+    """
+    TILE: tl.constexpr = TURN % len(of_tiles) if BITS else TURN // TURNS
+    STEPS: tl.constexpr = (TURN // len(of_tiles) if BITS else TURN % TURNS) * W
+    return of_tiles[TILE] + STEPS * _STEP, warp + STEPS < steps
 
 
 @triton.jit
@@ -508,7 +525,7 @@ def _products(
     ring = triton_ring.make(first, r, q, AHEAD, W, ASM)
     to, codes_at = _room(first, r, q, W, TURNS, BITS, NARROW, ASM)
     for turn in tl.static_range(AHEAD):
-        at, inside = _words_of_turn(words_of_tiles, first, steps, turn, W)
+        at, inside = _words_of_turn(words_of_tiles, first, steps, turn, TURNS, W, BITS)
         triton_ring.begin_copy(ring, at, inside, turn, AHEAD, EVEN, ASM)
     if EARLY:
         cuda.gdc_wait()
@@ -518,40 +535,51 @@ def _products(
     START_NEXT: tl.constexpr = EARLY and not NEXT_AT_ONCE
     QUANTISED: tl.constexpr = codes is not None
     token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 1, 4, BITS)
-    if HEAD > 0 or QUANTISED:
-        _keep_order(first, ASM)
-    head = ()
-    for turn in tl.static_range(HEAD):
-        taken = _take_turn(ring, words_of_tiles, first, q, steps, turn, ALL, AHEAD, W, EVEN, START_NEXT, ASM)
-        head += (taken,)
+    # Scales are loaded with the token: behind the words that are asked for next they would come late.
     n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
     EACH: tl.constexpr = TILES // len(scales)
     of_rows = ()
     for i in tl.static_range(TILES):
         of_rows += (_load_scales(scales[i // EACH], bias, n + 16 * (i % EACH), N, ROWS),)
+    if HEAD > 0 or QUANTISED:
+        _keep_order(first, ASM)
+    head = ()
+    for turn in tl.static_range(HEAD):
+        head += (
+            _take_turn(
+                ring, words_of_tiles, first, q, steps, turn, TURNS, AHEAD, W, EVEN, BITS, START_NEXT, ASM
+            ),
+        )  # fmt: skip
+    if HEAD > 0:
+        _ask_no_later(scales[0], first, ASM)
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
     kept = triton_planes.put(to, pairs, r, NARROW, ASM) if BITS else pairs
-    of_tiles = ()
-    for _ in tl.static_range(TILES):
-        of_tiles += (_nothing(W, BITS),)
-    for turn in tl.static_range(TURNS):
-        mine = triton_planes.take(codes_at, kept, r, turn, W, NARROW, ASM) if BITS else kept[turn]
-        added = ()
-        for i in tl.static_range(TILES):
-            if turn * TILES + i < HEAD:
-                taken = head[turn * TILES + i]
+    sums, of_tiles = (), ()
+    for turn in tl.static_range(ALL):
+        if turn < HEAD:
+            taken = head[turn]
+        else:
+            taken = _take_turn(
+                ring, words_of_tiles, first, q, steps, turn, TURNS, AHEAD, W, EVEN, BITS, START_NEXT, ASM
+            )
+        if BITS:
+            if turn % TILES == 0:
+                columns = triton_planes.take(codes_at, kept, r, turn // TILES, W, NARROW, ASM)
+            if turn < TILES:
+                so_far = triton_planes.nothing(W)
             else:
-                taken = _take_turn(
-                    ring, words_of_tiles, first, q, steps, turn * TILES + i, ALL, AHEAD, W, EVEN,
-                    START_NEXT, ASM,
-                )  # fmt: skip
-            added += (_multiply(taken[0], taken[1], mine, of_tiles[i], W, BITS, NARROW, ASM),)
-        of_tiles = added
-    sums = ()
-    for i in tl.static_range(TILES):
-        sums += _of_rows(of_tiles[i], q, BITS, NARROW)
+                so_far = of_tiles[turn - TILES]
+            of_tiles += (triton_planes.count(taken[0], taken[1], columns, so_far, W, NARROW, ASM),)
+            if turn >= ALL - TILES:
+                sums += triton_planes.of_rows(of_tiles[turn], q, NARROW)
+        else:
+            if turn % TURNS == 0:
+                of_tile = triton_bytes.nothing(W)
+            of_tile = triton_bytes.multiply(taken[0], taken[1], kept[turn % TURNS], of_tile, W, ASM)
+            if turn % TURNS == TURNS - 1:
+                sums += triton_bytes.of_rows(of_tile, q)
     sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
     own = ()
     for i in tl.static_range(TILES):
@@ -686,6 +714,20 @@ def _keep_order(first, ASM: tl.constexpr):
 
 
 @triton.jit
+def _ask_no_later(pointer, first, ASM: tl.constexpr):
+    """Words that were asked for are asked for here, and not when ptxas would rather have them.
+
+    It moves copies of words behind the exchange that waits for the token, but no copy behind a load, and no
+    load that far. So this is one, which nobody waits for.
+    """
+    if ASM:
+        tl.inline_asm_elementwise(
+            "{ .reg .b32 t; ld.volatile.global.b32 t, [$1]; mov.b32 $0, 0; }", "=r,l",
+            [pointer.to(tl.int64) + first * 0], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _codes(
     loaded, inverse, unit, epsilon, DTYPE: tl.constexpr, QUANTISED: tl.constexpr,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
@@ -705,17 +747,18 @@ def _codes(
 
 @triton.jit
 def _take_turn(
-    ring, of_tiles, warp, q, steps, TURN: tl.constexpr, ALL: tl.constexpr,
-    AHEAD: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr, ASM: tl.constexpr,
+    ring, of_tiles, warp, q, steps, TURN: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr, START_NEXT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The words of a turn, of rows r and r + 8, whose place is filled with those of AHEAD turns later.
 
     START_NEXT: the next kernel may start when the last are asked for; earlier, its words would be ahead.
     """
-    at, inside = _words_of_turn(of_tiles, warp, steps, TURN, W)
+    ALL: tl.constexpr = len(of_tiles) * TURNS
+    at, inside = _words_of_turn(of_tiles, warp, steps, TURN, TURNS, W, BITS)
     taken = triton_ring.take(ring, at, inside, q, TURN, ALL, AHEAD, ASM)
     if TURN + AHEAD < ALL:
-        at, inside = _words_of_turn(of_tiles, warp, steps, TURN + AHEAD, W)
+        at, inside = _words_of_turn(of_tiles, warp, steps, TURN + AHEAD, TURNS, W, BITS)
         triton_ring.begin_copy(ring, at, inside, TURN + AHEAD, AHEAD, EVEN, ASM)
     LAST_ASKED: tl.constexpr = ALL - AHEAD - 1 if ALL > AHEAD else 0
     if START_NEXT and TURN == LAST_ASKED:
