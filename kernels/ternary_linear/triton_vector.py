@@ -535,12 +535,6 @@ def _products(
     START_NEXT: tl.constexpr = EARLY and not NEXT_AT_ONCE
     QUANTISED: tl.constexpr = codes is not None
     token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 1, 4, BITS)
-    # Scales are loaded with the token: behind the words that are asked for next they would come late.
-    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
-    EACH: tl.constexpr = TILES // len(scales)
-    of_rows = ()
-    for i in tl.static_range(TILES):
-        of_rows += (_load_scales(scales[i // EACH], bias, n + 16 * (i % EACH), N, ROWS),)
     if HEAD > 0 or QUANTISED:
         _keep_order(first, ASM)
     head = ()
@@ -550,8 +544,11 @@ def _products(
                 ring, words_of_tiles, first, q, steps, turn, TURNS, AHEAD, W, EVEN, BITS, START_NEXT, ASM
             ),
         )  # fmt: skip
-    if HEAD > 0:
-        _ask_no_later(scales[0], first, ASM)
+    n = tl.where((first == 0) & (q < 2), begin * 16 + r + 8 * q, N)
+    EACH: tl.constexpr = TILES // len(scales)
+    of_rows = ()
+    for i in tl.static_range(TILES):
+        of_rows += (_load_scales(scales[i // EACH], bias, n + 16 * (i % EACH), N, ROWS),)
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
@@ -711,20 +708,6 @@ def _keep_order(first, ASM: tl.constexpr):
         tl.inline_asm_elementwise(
             "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-@triton.jit
-def _ask_no_later(pointer, first, ASM: tl.constexpr):
-    """Words that were asked for are asked for here, and not when ptxas would rather have them.
-
-    It moves copies of words behind the exchange that waits for the token, but no copy behind a load, and no
-    load that far. So this is one, which nobody waits for.
-    """
-    if ASM:
-        tl.inline_asm_elementwise(
-            "{ .reg .b32 t; ld.volatile.global.b32 t, [$1]; mov.b32 $0, 0; }", "=r,l",
-            [pointer.to(tl.int64) + first * 0], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
