@@ -107,7 +107,8 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int, narrow: bool 
             of_two = 2 * triton.cdiv(tiles, 3)  # programs; of 80 registers a multiprocessor has room for 3
             registers = 64 if 3 * multiprocessors < of_two <= 4 * multiprocessors else 80
             return Launch(_warps(steps, 8), 3, places=4, head=2, registers=registers)
-        return Launch(_warps(steps, 4), min(2, each), places=6, head=2, registers=96)
+        head = 1 if each <= 2 else 2
+        return Launch(_warps(steps, 4), min(2, each), places=8 - head, head=head, registers=96)
     if steps <= 32:
         warps = _warps(steps, 4 if each > 4 else 8)
         return Launch(warps, min(2, each), places=32 // warps, head=4, registers=128)
@@ -553,25 +554,34 @@ def _products(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
     kept = triton_planes.put(to, pairs, r, NARROW, ASM) if BITS else pairs
-    sums, of_tiles = (), ()
-    for turn in tl.static_range(ALL):
-        if turn < HEAD:
-            taken = head[turn]
-        else:
-            taken = _take_turn(
-                ring, words_of_tiles, first, q, steps, turn, TURNS, AHEAD, W, EVEN, BITS, START_NEXT, ASM
-            )
-        if BITS:
-            if turn % TILES == 0:
-                columns = triton_planes.take(codes_at, kept, r, turn // TILES, W, NARROW, ASM)
-            if turn < TILES:
-                so_far = triton_planes.nothing(W)
+    sums = ()
+    if BITS:
+        of_tiles = ()
+        for _ in tl.static_range(TILES):
+            of_tiles += (triton_planes.nothing(W),)
+        for turn in tl.static_range(TURNS):
+            columns = triton_planes.take(codes_at, kept, r, turn, W, NARROW, ASM)
+            added = ()
+            for i in tl.static_range(TILES):
+                if turn * TILES + i < HEAD:
+                    taken = head[turn * TILES + i]
+                else:
+                    taken = _take_turn(
+                        ring, words_of_tiles, first, q, steps, turn * TILES + i, TURNS, AHEAD, W, EVEN, BITS,
+                        START_NEXT, ASM,
+                    )  # fmt: skip
+                added += (triton_planes.count(taken[0], taken[1], columns, of_tiles[i], W, NARROW, ASM),)
+            of_tiles = added
+        for i in tl.static_range(TILES):
+            sums += triton_planes.of_rows(of_tiles[i], q, NARROW)
+    else:
+        for turn in tl.static_range(ALL):
+            if turn < HEAD:
+                taken = head[turn]
             else:
-                so_far = of_tiles[turn - TILES]
-            of_tiles += (triton_planes.count(taken[0], taken[1], columns, so_far, W, NARROW, ASM),)
-            if turn >= ALL - TILES:
-                sums += triton_planes.of_rows(of_tiles[turn], q, NARROW)
-        else:
+                taken = _take_turn(
+                    ring, words_of_tiles, first, q, steps, turn, TURNS, AHEAD, W, EVEN, BITS, START_NEXT, ASM
+                )
             if turn % TURNS == 0:
                 of_tile = triton_bytes.nothing(W)
             of_tile = triton_bytes.multiply(taken[0], taken[1], kept[turn % TURNS], of_tile, W, ASM)
