@@ -107,8 +107,7 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int, narrow: bool 
             of_two = 2 * triton.cdiv(tiles, 3)  # programs; of 80 registers a multiprocessor has room for 3
             registers = 64 if 3 * multiprocessors < of_two <= 4 * multiprocessors else 80
             return Launch(_warps(steps, 8), 3, places=4, head=2, registers=registers)
-        head = 1 if each <= 2 else 2
-        return Launch(_warps(steps, 4), min(2, each), places=8 - head, head=head, registers=96)
+        return Launch(_warps(steps, 4), min(2, each), places=6, head=2, registers=96)
     if steps <= 32:
         warps = _warps(steps, 4 if each > 4 else 8)
         return Launch(warps, min(2, each), places=32 // warps, head=4, registers=128)
@@ -477,7 +476,7 @@ def _one_token(
         steps, epsilon, KIND, CLAMPED, ROWS, W, TURNS, AHEAD, EVEN, HEAD, EARLY, NEXT_AT_ONCE, BITS, ASM,
     )  # fmt: skip
     for i in tl.static_range(TILES):
-        value = _scaled(sums[i], own_scale, of_rows[i], bias)
+        value = _scaled(tl.where(q == 0, sums[2 * i], sums[2 * i + 1]), own_scale, of_rows[i], bias)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
         n += 16
 
@@ -502,8 +501,10 @@ def _one_token_whole_glu(
         BITS, ASM,
     )  # fmt: skip
     for i in tl.static_range(EACH):
-        squared = _squared_relu(sums[i], own_scale, of_rows[i], x.dtype.element_ty, ASM)
-        value = _gated(squared, sums[EACH + i], own_scale, of_rows[EACH + i], x.dtype.element_ty, ASM)
+        gate = tl.where(q == 0, sums[2 * i], sums[2 * i + 1])
+        squared = _squared_relu(gate, own_scale, of_rows[i], x.dtype.element_ty, ASM)
+        linear = tl.where(q == 0, sums[2 * (EACH + i)], sums[2 * (EACH + i) + 1])
+        value = _gated(squared, linear, own_scale, of_rows[EACH + i], x.dtype.element_ty, ASM)
         tl.store(y + n, value.to(y.dtype.element_ty), mask=n < N)
         n += 16
 
@@ -587,11 +588,7 @@ def _products(
             of_tile = triton_bytes.multiply(taken[0], taken[1], kept[turn % TURNS], of_tile, W, ASM)
             if turn % TURNS == TURNS - 1:
                 sums += triton_bytes.of_rows(of_tile, q)
-    sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
-    own = ()
-    for i in tl.static_range(TILES):
-        own += (tl.where(q == 0, sums[2 * i], sums[2 * i + 1]),)
-    return own, of_rows, own_scale, n
+    return _over_warps(sums, taken_off, QUANTISED, W, ASM), of_rows, own_scale, n
 
 
 @triton.jit(do_not_specialize=["unit"])
