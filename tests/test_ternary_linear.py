@@ -14,6 +14,8 @@ import compile_only
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.library import opcheck
 
@@ -28,6 +30,7 @@ from neuzip.kernels.ternary_linear import (
     torch_ops,
     triton_matrix,
     triton_quantize,
+    triton_ring,
     triton_vector,
 )
 from neuzip.kernels.ternary_linear.triton_vector import Launch
@@ -452,6 +455,35 @@ def test_launches_of_one_token_fit(multiprocessors: int):
             assert ahead > 0 and 0 <= head <= launch.tiles * turns - ahead
             assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536
             assert not launch.fused or steps > 128 or turns <= triton_vector.FUSED_TURNS
+
+
+@triton.jit
+def _places_of_words(out, AHEAD: tl.constexpr, W: tl.constexpr):
+    t = tl.arange(0, 32 * W)
+    to, at, then = triton_ring.make(t // 32, t % 32 // 4, t % 4, AHEAD, W, False)
+    tl.store(out + t, to)
+    tl.store(out + 32 * W + t, at)
+    tl.store(out + 64 * W + t, then)
+
+
+def test_a_ring_gives_the_words_of_matrix_instructions(device):
+    """What a warp copies and what `ldmatrix` loads, by address; no two pieces of a matrix share banks."""
+    places = torch.zeros(3, 64, dtype=torch.int32, device=device)
+    _places_of_words[(1,)](places, 3, 2, num_warps=2)
+    for warp, (to, at, then) in enumerate(places.cpu().view(3, 2, 32).transpose(0, 1)):
+        memory = torch.full((2 * 3 * 256,), -1)
+        for thread in range(32):
+            r, q = divmod(thread, 4)
+            for behind, row in ((0, r), (512, r + 8)):
+                first = (int(to[thread]) + behind) // 4
+                memory[first : first + 4] = 16 * row + 4 * q + torch.arange(4)
+        for first_word, addresses in ((0, at), (8, then)):
+            matrices = addresses.view(4, 8)
+            assert all(len(set((matrix // 16 % 8).tolist())) == 8 for matrix in matrices)
+            for m, (row, word) in enumerate(((0, 0), (8, 0), (0, 4), (8, 4))):
+                loaded = memory[matrices[m][:, None] // 4 + torch.arange(4)]  # thread (r, q) gets [r, q]
+                wanted = 16 * (row + torch.arange(8)[:, None]) + first_word + word + torch.arange(4)
+                assert torch.equal(loaded, wanted), (warp, m)
 
 
 def test_one_token_by_what_it_cannot_be(device):
