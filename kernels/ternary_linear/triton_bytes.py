@@ -14,38 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_codes import signed_byte
-
-
-@triton.jit
-def mma(a0, a1, a2, a3, b0, b1, sums, W: tl.constexpr, ASM: tl.constexpr):
-    """m16n8k32 of unsigned weights and signed activations, four a word; returns the thread's 4 sums."""
-    if ASM:
-        result = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
-            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        l0, r0 = _products(a0, b0, W)
-        l1, r1 = _products(a1, b0, W)
-        l2, r2 = _products(a2, b1, W)
-        l3, r3 = _products(a3, b1, W)
-        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
-    return result
-
-
-@triton.jit
-def _products(a, b, W: tl.constexpr):
-    """For the interpreter: what 8 rows and 8 columns, 16 products each, add to two sums of every thread."""
-    sums = tl.zeros([W, 8, 8, 4], tl.int32)
-    for i in tl.static_range(4):
-        mine = tl.reshape((a >> (8 * i)) & 0xFF, [W, 8, 1, 4])
-        sums += mine * tl.reshape(signed_byte(b, i), [W, 1, 8, 4])
-    left, right = tl.split(tl.reshape(tl.sum(sums, 3), [W, 8, 4, 2]))
-    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
+from .triton_mma import mma
 
 
 @triton.jit
@@ -67,7 +36,7 @@ def multiply(v, u, codes, sums, W: tl.constexpr, ASM: tl.constexpr):
         added += (
             mma(
                 v[g // 4 * 2] & mask, u[g // 4 * 2] & mask, v[g // 4 * 2 + 1] & mask,
-                u[g // 4 * 2 + 1] & mask, codes[0], codes[1], sums[g], W, ASM,
+                u[g // 4 * 2 + 1] & mask, codes[0], codes[1], sums[g], False, W, ASM,
             ),
         )  # fmt: skip
     return added

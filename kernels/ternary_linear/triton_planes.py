@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_mma import mma
+
 SET_BYTES = 128
 """Of a warp's lower, or upper, halves of codes in a turn."""
 
@@ -164,47 +166,14 @@ def count(v, u, columns, sums, W: tl.constexpr, NARROW: tl.constexpr, ASM: tl.co
     c0, c1, c2, c3 = columns
     first, second = sums
     if NARROW:
-        first = _count(v[0], u[0], v[1], u[1], c0, c1, first, W, ASM)
-        second = _count(v[2], u[2], v[3], u[3], c2, c3, second, W, ASM)
+        first = mma(v[0], u[0], v[1], u[1], c0, c1, first, True, W, ASM)
+        second = mma(v[2], u[2], v[3], u[3], c2, c3, second, True, W, ASM)
     else:
-        first = _count(v[0], u[0], v[1], u[1], c0, c1, first, W, ASM)
-        second = _count(v[0], u[0], v[1], u[1], c0 << 1, c1 << 1, second, W, ASM)
-        first = _count(v[2], u[2], v[3], u[3], c2, c3, first, W, ASM)
-        second = _count(v[2], u[2], v[3], u[3], c2 << 1, c3 << 1, second, W, ASM)
+        first = mma(v[0], u[0], v[1], u[1], c0, c1, first, True, W, ASM)
+        second = mma(v[0], u[0], v[1], u[1], c0 << 1, c1 << 1, second, True, W, ASM)
+        first = mma(v[2], u[2], v[3], u[3], c2, c3, first, True, W, ASM)
+        second = mma(v[2], u[2], v[3], u[3], c2 << 1, c3 << 1, second, True, W, ASM)
     return first, second
-
-
-@triton.jit
-def _count(a0, a1, a2, a3, b0, b1, sums, W: tl.constexpr, ASM: tl.constexpr):
-    """m16n8k256 of single bits: added to the thread's 4 sums."""
-    if ASM:
-        result = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc"
-            " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        l0, r0 = _in_both(a0, b0, W)
-        l1, r1 = _in_both(a1, b0, W)
-        l2, r2 = _in_both(a2, b1, W)
-        l3, r3 = _in_both(a3, b1, W)
-        result = (sums[0] + l0 + l2, sums[1] + r0 + r2, sums[2] + l1 + l3, sums[3] + r1 + r3)
-    return result
-
-
-@triton.jit
-def _in_both(a, b, W: tl.constexpr):
-    """For the interpreter: bits that are 1 in both, of 8 rows and 8 columns; every thread has two sums."""
-    both = tl.reshape(a, [W, 8, 1, 4]) & tl.reshape(b, [W, 1, 8, 4])
-    both = both - ((both >> 1) & 0x55555555)
-    both = (both & 0x33333333) + ((both >> 2) & 0x33333333)
-    both = (both + (both >> 4)) & 0x0F0F0F0F
-    both = (both + (both >> 8)) & 0x00FF00FF
-    ones = tl.sum((both + (both >> 16)) & 0xFF, 3)
-    left, right = tl.split(tl.reshape(ones, [W, 8, 4, 2]))
-    return tl.reshape(left, [32 * W]), tl.reshape(right, [32 * W])
 
 
 @triton.jit

@@ -47,6 +47,7 @@ from .triton_codes import (
     quantised,
     words_of_run,
 )
+from .triton_mma import mma
 from .triton_quantize import in_words, quantize
 from .weight import STEP, TernaryWeight
 
@@ -517,10 +518,11 @@ def _products(
     AHEAD: tl.constexpr, EVEN: tl.constexpr, HEAD: tl.constexpr, EARLY: tl.constexpr,
     NEXT_AT_ONCE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile sums of rows r, for q = 0, and r + 8; what scales and is added there; the token's scale.
+    """Of each tile the sums of rows r and r + 8, and what scales and is added there; the token's scale.
 
-    Tiles are of one or two weights, as many of each from tile `begin` on, with a pointer to scales each. In
-    the end: of which row a thread stores the result for the first tile, N if it stores none.
+    Tiles are of one or two weights, as many of each from tile `begin` on, with a pointer to scales each. What
+    is added belongs to row r for q = 0, to r + 8 for q = 1. In the end: which row that is in the first tile,
+    for threads that store results, N for others.
     """
     NARROW: tl.constexpr = KIND == INT4
     TILES: tl.constexpr = len(words_of_tiles)
@@ -880,10 +882,10 @@ def _multiply_words(
         for p in tl.static_range(2):
             for j in tl.static_range(s, 4, SETS):
                 a, b = codes[2 * p + j // 2][2 * (j % 2)], codes[2 * p + j // 2][2 * (j % 2) + 1]
-                of_set = triton_bytes.mma(
+                of_set = mma(
                     (v[2 * p] >> (2 * (j - s))) & mask, (u[2 * p] >> (2 * (j - s))) & mask,
                     (v[2 * p + 1] >> (2 * (j - s))) & mask, (u[2 * p + 1] >> (2 * (j - s))) & mask,
-                    a, b, of_set, W, ASM,
+                    a, b, of_set, False, W, ASM,
                 )  # fmt: skip
         added += (of_set,)
     return added
