@@ -36,7 +36,7 @@ INFINITY = tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
 _KEPT_RUNS = tl.constexpr(14)
-"""Of a thread, that are widened once if they are added up as well: registers for more lack."""
+"""Of a thread, that are widened once if they are added up as well; there are no registers for more."""
 
 _LAST_UNIT, _UNIT_STEP = tl.constexpr(LAST_UNIT), tl.constexpr(UNIT_STEP)
 _TOTAL_BITS, _TOO_LARGE = tl.constexpr(TOTAL_BITS), tl.constexpr(1 << TOTAL_BITS)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .triton_mma import mma
+from .triton_ring import meet
 
 SET_BYTES = 128
 """Of a warp's lower, or upper, halves of codes in a turn."""
@@ -36,7 +37,7 @@ def sets_of(narrow):
 
 def nbytes(warps: int, turns: int, narrow: bool) -> int:
     """Of shared memory for a token's codes."""
-    return int(warps * turns * SET_BYTES * (1 if narrow else 2))
+    return int(warps * turns * SET_BYTES * sets_of(narrow))
 
 
 @triton.jit
@@ -80,10 +81,7 @@ def put(to, pairs, r, NARROW: tl.constexpr, ASM: tl.constexpr):
                     dtype=tl.int32, is_pure=False, pack=1,
                 )  # fmt: skip
             kept += (rotated,)
-    if ASM:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [to], dtype=tl.int32, is_pure=False, pack=1
-        )
+    meet(to, ASM)
     return kept
 
 

@@ -48,6 +48,16 @@ def _making(turns):
 
 
 @triton.jit
+def meet(thread, ASM: tl.constexpr):
+    """All threads of a warp meet: what they wrote is there for each, and loads are not moved over this."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [thread],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def begin_copy(
     ring, words, inside, TURN: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
 ):

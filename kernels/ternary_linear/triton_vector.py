@@ -540,7 +540,7 @@ def _products(
     QUANTISED: tl.constexpr = codes is not None
     token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 1, 4, BITS)
     if HEAD > 0 or QUANTISED:
-        _keep_order(first, ASM)
+        triton_ring.meet(first, ASM)  # loads so far are not moved to where words are waited for
     head = ()
     for turn in tl.static_range(HEAD):
         head += (
@@ -619,7 +619,7 @@ def _one_token_relu2_glu(
     QUANTISED: tl.constexpr = codes is not None
     token = _load_token(x, codes, token_scale, total, first, r, q, width, steps, W, TURNS, EVEN, 4, 1, BITS)
     if QUANTISED:
-        _keep_order(first, ASM)
+        triton_ring.meet(first, ASM)  # loads so far are not moved to where words are waited for
     pairs, own_scale, taken_off = _codes(
         token, inverse, unit, epsilon, x.dtype.element_ty, QUANTISED, KIND, CLAMPED, W, ASM
     )
@@ -708,15 +708,6 @@ def _load_token(
                 )  # fmt: skip
         loaded = (pairs, own_scale, taken_off)
     return loaded
-
-
-@triton.jit
-def _keep_order(first, ASM: tl.constexpr):
-    """Loads are not moved from before to behind this, to where words are waited for."""
-    if ASM:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [first], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
