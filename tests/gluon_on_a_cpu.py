@@ -8,22 +8,27 @@ lets others go on, which it then leaves the place to. Whatever may be late is as
 shared memory arrive when somebody waits for them, and until then there is rubbish; products, and copies from
 shared memory, read it when they are waited for. So what is not waited for, or is written over too early,
 spoils the result. Where all threads wait, the launch raises `Hang` at once. Loads have to stay within their
-tensors, and what a descriptor writes it has to write once.
+tensors, what products read has to be there when they are asked for, and what a descriptor writes it has to
+write once.
 
 What this does not show: layouts and what the compiler makes of them, races between the threads of a warp
-group, fences, registers that are written while products read them, and the rounding of fp32 sums, which have
-64 bits here. What a kernel uses and is not here raises NameError, AttributeError or KeyError.
+group, fences, registers that are written while products read them, what is read before the kernel ahead has
+ended, and the rounding of fp32 sums, which have 64 bits here. What inline assembly packs are elements that
+follow each other in the array, whichever a thread has. What a kernel uses and is not here raises NameError,
+AttributeError or KeyError.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, SimpleNamespace
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import ptx_on_a_cpu
@@ -33,9 +38,9 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
-NAMES = ("int32", "int64", "float16", "bfloat16", "float32", "uint16")
+NAMES = ("int8", "int32", "int64", "float16", "bfloat16", "float32", "uint16")
 RUBBISH = 0x5A5A5A5A
 TRITON = JITFunction, InterpretedFunction
 
@@ -63,10 +68,11 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = True, other: float = 0) -> torch.Tensor:
-    mask = torch.as_tensor(mask).expand(pointer.at.shape)
-    at = pointer.at[mask]
+    every = torch.as_tensor(pointer.at)
+    mask = torch.as_tensor(mask).expand(every.shape)
+    at = every[mask]
     assert ((at >= 0) & (at < len(pointer.values))).all(), "a load leaves its tensor"
-    loaded = torch.full(pointer.at.shape, other, dtype=pointer.values.dtype)
+    loaded = torch.full(every.shape, other, dtype=pointer.values.dtype)
     loaded[mask] = pointer.values[at]
     return loaded.as_subclass(Values)
 
@@ -95,7 +101,8 @@ class Memory:
         self.values.copy_(values)
 
     def spoil(self) -> None:
-        self.values.fill_(math.nan if self.values.is_floating_point() else RUBBISH)
+        dtype = self.values.dtype
+        self.values.fill_(math.nan if dtype.is_floating_point else RUBBISH & torch.iinfo(dtype).max)
 
 
 class Descriptor:
@@ -155,6 +162,7 @@ class Program:
         self.stepped_back: list[object] = []
         self.errors: list[BaseException] = []
         self.barriers: dict[int, Barrier] = {}
+        self.on_the_way: set[int] = set()
         self.stores: dict[str, list[Callable[[], None]]] = defaultdict(list)
         self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.number, self.programs = number, programs
@@ -169,8 +177,9 @@ class Program:
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Values),
             zeros_like=torch.zeros_like, where=torch.where, minimum=minimum,
             join=lambda a, b: torch.stack([a, b], -1), split=lambda pairs: pairs.unbind(-1),
-            reshape=torch.reshape, permute=torch.permute,
-            convert_layout=lambda values, layout, assert_trivial: values,
+            reshape=torch.reshape, permute=torch.permute, expand_dims=torch.unsqueeze,
+            broadcast=torch.broadcast_tensors,
+            convert_layout=lambda values, layout, assert_trivial=False: values,
             SliceLayout=language.SliceLayout, **{name: getattr(torch, name) for name in NAMES},
         )  # fmt: skip
         mbarrier = SimpleNamespace(
@@ -184,7 +193,7 @@ class Program:
         return {
             "gl": gl, "mbarrier": mbarrier, "tma": tma, "fence_async_shared": lambda: None,
             "warpgroup_mma_init": Products, "warpgroup_mma": self.multiply,
-            "warpgroup_mma_wait": finished,
+            "warpgroup_mma_wait": finished, "cuda": SimpleNamespace(gdc_wait=lambda: None),
         }  # fmt: skip
 
     # Threads.
@@ -277,9 +286,11 @@ class Program:
     def copy_in(self, tensor: Descriptor, at: Sequence[int], barrier: Memory, memory: Memory) -> None:
         def copy() -> None:
             tensor.read(at, memory)
+            self.on_the_way.remove(memory.values.data_ptr())
             self.arrived(self.at(barrier), 0, -tensor.block_type.nbytes)
 
         memory.spoil()
+        self.on_the_way.add(memory.values.data_ptr())
         self.at(barrier).copies.append(copy)
         self.wake_up()
 
@@ -292,6 +303,7 @@ class Program:
             stores.pop(0)()
 
     def multiply(self, a: torch.Tensor, b: Memory, products: Products, is_async: bool) -> Products:
+        assert b.values.data_ptr() not in self.on_the_way, "not there yet"
         self.multiplied[threading.current_thread().name].append(a.as_subclass(torch.Tensor))
         return Products(products.sums, (*products.factors, (a, b)))
 
@@ -321,7 +333,15 @@ class OnACpu:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return functools.partial(self.launch, grid[0])
 
-    def launch(self, programs: int, *arguments: Any, num_warps: int, **constants: Any) -> None:
+    def launch(
+        self,
+        programs: int,
+        *arguments: Any,
+        num_warps: int,
+        launch_pdl: bool = False,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
+    ) -> None:
         given = [as_given(one) for one in arguments]
         self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
         for number in range(programs):
@@ -343,6 +363,8 @@ class OnACpu:
                 names[name] = with_names(value.fn, operators_of(value.fn))
             elif isinstance(value, language.constexpr):
                 names[name] = value.value
+            elif isinstance(value, ConstexprFunction):
+                names[name] = value
         return names
 
 
@@ -368,20 +390,32 @@ def as_given(argument: Any) -> Any:
 def inline_asm_elementwise(
     text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
-    assert pack == 1
     kinds = constraints.split(",")
     outputs = [f"${i}" for i, kind in enumerate(kinds) if kind.startswith("=")]
+    inputs = [one for arg in args for one in by_register(arg, pack)]
     registers = {}
-    for number, (kind, arg) in enumerate(zip(kinds[len(outputs) :], args, strict=True), len(outputs)):
-        registers[f"${kind if kind.isdigit() else number}"] = bits(arg)  # a digit: that output's register
+    for number, (kind, one) in enumerate(zip(kinds[len(outputs) :], inputs, strict=True), len(outputs)):
+        registers[f"${kind if kind.isdigit() else number}"] = bits(one)  # a digit: that output's register
 
     def load_at(addresses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         (memory,) = (arg.values for arg in args if isinstance(arg, Pointer))
         return bits(load(Pointer(memory, (addresses - memory.data_ptr()) // memory.itemsize), mask))
 
-    ptx_on_a_cpu.run(text, registers, args[0].numel(), load_at)
-    results = [ptx_on_a_cpu.signed(registers[name]).int().as_subclass(Values) for name in outputs]
+    ptx_on_a_cpu.run(text, registers, args[0].numel() // pack, load_at)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    results = [
+        ptx_on_a_cpu.signed(registers[name]).int().view(own).view(args[0].shape).as_subclass(Values)
+        for name, own in zip(outputs, dtypes, strict=True)
+    ]
     return tuple(results) if isinstance(dtype, tuple) else results[0]
+
+
+def by_register(argument: Any, pack: int) -> Sequence[Any]:
+    """Of a tensor the first, the second, ... of `pack` elements of each thread; anything else as it is."""
+    if isinstance(argument, torch.Tensor):
+        assert pack == 1 or argument.dtype.itemsize == 4, "smaller ones share a register"
+        return argument.reshape(-1, pack).unbind(1)
+    return [argument] * pack
 
 
 def bits(argument: Any) -> Any:
@@ -391,3 +425,19 @@ def bits(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.as_subclass(torch.Tensor).long() & 0xFFFFFFFF
     return argument & 0xFFFFFFFF
+
+
+def changed(module: ModuleType, changes: dict[str, str], folder: Path) -> ModuleType:
+    """The module of a kernel with another text, which Triton wants to find in a file."""
+    assert module.__file__
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    file = folder / "changed.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{module.__package__}.changed", file)
+    assert spec and spec.loader
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found

@@ -6,7 +6,6 @@ is compiled, and its machine code looked at.
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gluon_on_a_cpu import Hang, OnACpu
+from gluon_on_a_cpu import Hang, OnACpu, changed
 
 from neuzip.kernels.packed_linear import Window, gluon_linear, torch_ops
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor, format_of
@@ -289,28 +288,13 @@ def test_a_wrong_kernel_is_found_on_a_cpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    module = changed(changes, tmp_path)
+    module = changed(gluon_linear, changes, tmp_path)
     on_a_cpu(module, monkeypatch)
     weights = weights_of(136, 640, device="cpu")
     weights[0, :16] = 4.0
     x, bias = x_of(300, 640, device="cpu"), x_of(1, 136, device="cpu")[0]
     with pytest.raises(error) if error else nullcontext():
         check(x, weights, bias, module)
-
-
-def changed(changes: dict[str, str], folder: Path) -> ModuleType:
-    """gluon_linear with another text, which Triton wants to find in a file."""
-    text = Path(gluon_linear.__file__).read_text(encoding="utf-8")
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    file = folder / "changed.py"
-    file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("neuzip.kernels.packed_linear.changed", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 COMPILED = r"""

@@ -280,6 +280,28 @@ def test_launches_of_the_quantiser_agree(warps: int, columns: int, device):
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
+@activations
+@dtypes
+@pytest.mark.parametrize("poison", [0xFF], indirect=True)
+def test_kernel_interleaves_codes(activation: str, dtype: torch.dtype, device, poison):
+    """In turns of 128, codes 4 j to 4 j + 3 of word 2 q + h are at [j, h, q]; the padding is zeros.
+
+    More warps than there are codes for, as where there are many tokens, and as many.
+    """
+    for columns, warps in ((1, None), (70, 4), (257, None), (512, None), (1000, 4)):
+        x = odd_tokens(columns, dtype)[[0, 6, 8, 10]]
+        wanted = reference.quantize(x, activation)
+        codes, scale, total = triton_quantize.quantize(
+            x.to(device), activation, kept(columns), False, interleaved=True, warps=warps
+        )
+        assert codes.shape == (4, -(-columns // 256) * 256) and codes.is_contiguous()
+        rows = codes.view(4, -1, 4, 2, 4, 4).permute(0, 1, 4, 3, 2, 5).flatten(1)
+        assert torch.equal(rows[:, :columns].cpu(), wanted.codes)
+        assert not rows[:, columns:].any()
+        assert same_bits(scale, wanted.scale[:, 0])
+        assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
+
+
 def patterns(dtype: torch.dtype) -> Tensor:
     """All finite numbers of 16 bits."""
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuzip.kernels.gpu import is_hopper
 from neuzip.kernels.quantizers import QuantizedTokens, squared_relu, top_k_count
 from neuzip.kernels.quantizers.magnitudes import DTYPES
 
@@ -19,7 +20,7 @@ from .weight import TernaryWeight
 Activation = Literal["int8", "int4", "fp4", "top_k_int8"]
 
 FEW_TOKENS = 64
-"""Up to so many tokens, a GPU multiplies from the words; for more, unpacking them first is faster."""
+"""Up to so many tokens, a GPU multiplies word by word; more are multiplied block by block."""
 
 AT_A_TIME = 1 << 24
 """Weights that the CPU has as fp32 at once."""
@@ -196,6 +197,11 @@ def _multiply(
         kept = top_k_count(columns, share)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         if weight.grouped or x.shape[0] > FEW_TOKENS:
+            if is_hopper(x.device):
+                from . import gluon_matrix
+
+                if gluon_matrix.possible(x, weight):
+                    return gluon_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
             return triton_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
         if x.shape[0] == 1:
             return triton_vector.one_token(x, [weight], [bias], activation, clamped, kept)[0]

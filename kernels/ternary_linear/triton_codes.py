@@ -150,17 +150,20 @@ def _comparing(bf16, of_magnitudes):
 
 
 @triton.jit
-def _mean(runs, inverse, unit, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _mean(
+    runs, inverse, unit, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, SPARING: tl.constexpr
+):
     """The mean magnitude of a token as `magnitudes.mean_by_fours` has it, and whether there is one: scalars.
 
     inverse: 1 / count; unit: the exponent of the first that is tried, with which hardly a total is too large.
+    SPARING: no register keeps what another round would need again; that costs an instruction a word.
     """
     where = room(2, 2, W, ASM)
     turn = tl.full([], 0, tl.int32)
     total = turn.to(tl.int64)
     again = True
     while again:
-        sums = _sums(runs, unit, DTYPE, ASM)
+        sums = _sums(_changed(runs, (unit + 1024) >> 20) if SPARING else runs, unit, DTYPE, ASM)
         low, high = (sums & _LOW_MASK).to(tl.int32), (sums >> _LOW).to(tl.int32)
         over = (sums >> 32).to(tl.int32) >> (_TOTAL_BITS - 32)
         low, high = of_program_in(where, turn & 1, (low, high), 0, W, ASM, over)
@@ -170,6 +173,18 @@ def _mean(runs, inverse, unit, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.con
         turn += 1
     size = ((unit + 127) << 23).to(tl.float32, bitcast=True)
     return total.to(tl.float32) * inverse * size, total < _TOO_LARGE
+
+
+@triton.jit
+def _changed(runs, bits):
+    """The same words with some bits changed: none, which the compiler does not know."""
+    changed = ()
+    for i in tl.static_range(len(runs)):
+        run = ()
+        for w in tl.static_range(len(runs[i])):
+            run += (runs[i][w] ^ bits,)
+        changed += (run,)
+    return changed
 
 
 @triton.jit
@@ -256,7 +271,7 @@ def _widened(dtype):
 @triton.jit
 def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
-    W: tl.constexpr, ASM: tl.constexpr,
+    W: tl.constexpr, ASM: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
     """What a token's codes are made with, and its scale, NaN where an activation is not finite: [T] each.
 
@@ -265,7 +280,7 @@ def _numbers(
     """
     each = tl.zeros(runs[0][0].shape, tl.float32)
     if KIND == INT4:
-        size, finite = _mean(runs, inverse, unit, DTYPE, W, ASM)
+        size, finite = _mean(runs, inverse, unit, DTYPE, W, ASM, SPARING)
         size += each
         factor, scale = factor_and_scale(size, each + _FACTOR_INT4, each + _SQRT_7, epsilon, CLAMPED)
     else:
@@ -321,24 +336,25 @@ def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexp
 @triton.jit
 def quantised(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
-    W: tl.constexpr, ASM: tl.constexpr, IN_PRODUCT: tl.constexpr,
+    W: tl.constexpr, ASM: tl.constexpr, IN_PRODUCT: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes.
 
-    IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it.
+    IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it. SPARING: of
+    registers, for programs beside each other.
     """
     ROOM: tl.constexpr = W <= 8 and len(runs) <= _KEPT_RUNS
     KEPT: tl.constexpr = ASM and IN_PRODUCT and KIND == INT4 and tl.float32 != DTYPE and ROOM
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
-    by, scale = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM)
+    by, scale = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
         first = _codes_of(runs[i], by, OF, KIND, ASM, not IN_PRODUCT)
         second = _codes_of(runs[i + 1], by, OF, KIND, ASM, not IN_PRODUCT)
-        summed = _sum_of_bytes(second, _sum_of_bytes(first, summed, ASM), ASM)
+        summed = sum_of_bytes(second, sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
     return pairs, scale, summed
 
@@ -424,7 +440,7 @@ def signed_byte(word, B: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_bytes(word, so_far, ASM: tl.constexpr):
+def sum_of_bytes(word, so_far, ASM: tl.constexpr):
     """The sum of 4 signed bytes, added to another."""
     if ASM:
         result = tl.inline_asm_elementwise(

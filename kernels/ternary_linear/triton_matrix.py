@@ -1,8 +1,9 @@
 """Products of many tokens with ternary weights, in Triton: codes as int8 for the tensor cores, int32 sums.
 
-Weights are unpacked to int8 first, some rows at a time, so that what is written stays in the second-level
-cache: 1 byte a weight written and read is little beside the products of 2,048 tokens. Products of 8-bit
-integers run at twice the speed of bf16.
+For what `gluon_matrix` cannot do: other cards than Hopper, fp32, scales of groups, rows that its copies
+cannot begin at. Weights are unpacked to int8 first, some rows at a time, so that what is written stays in the
+second-level cache: 1 byte a weight written and read is little beside the products of 2,048 tokens. Products
+of 8-bit integers run at twice the speed of bf16.
 
 Scales of groups: the sums of a group are scaled and added in fp32 before the next group begins.
 """

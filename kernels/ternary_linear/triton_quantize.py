@@ -1,9 +1,11 @@
 """Activations to codes and scales, in Triton: the quantisers of `kernels.quantizers`, to the last bit.
 
-A token a program, in its registers from the first to the last; see `triton_codes` for the arithmetic. Top-K,
-which has to find out which activations are the largest, loads them anew for that.
+A token a program, in its registers from the first to the last; see `triton_codes` for the arithmetic. Top-K
+finds the smallest magnitude that is kept two bits at a time, by counting: an exchange for three numbers.
 
     layout of codes    rows         int8 [tokens, padded]
+                       interleaved  int8 [tokens, padded / 128, j, h, q, 4]: of each token, in turns of 128,
+                                    codes 4 j to 4 j + 3 of word 2 q + h
                        fragments    int8 [padded / 256, p, j / 2, 8 blocks, q, j % 2, b, 4]: of each token, in
                                     steps of 256, codes 4 j to 4 j + 3 of word 4 q + 2 p + b
                        of 4 bits    int8 [padded / 256, p, 8 blocks, q, j / 2, b, 4]: of j and j + 1, in the
@@ -21,23 +23,16 @@ from triton.language.extra import cuda
 from neuzip.kernels.gpu import early_launches
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.quantizers.magnitudes import first_unit
-from neuzip.kernels.triton_floats import widened
-from neuzip.kernels.triton_sums import of_program
+from neuzip.kernels.triton_sums import of_program, of_program_in, room
 
-from .triton_codes import (
-    INFINITY,
-    INT8,
-    KINDS,
-    factor_and_scale,
-    load_words,
-    quantised,
-    rounded_codes,
-    words_of_run,
-)
+from .triton_codes import KINDS, TOP_K, load_words, quantised, sum_of_bytes, words_of_run
 from .weight import STEP, steps_of
 
-FEW, MANY = 16, 32
-"""Activations of a thread: where each token has a multiprocessor to itself, and where there are more."""
+FEW = 16
+"""Activations of a thread for up to 64 tokens, and where the largest are to be found."""
+
+MANY_BYTES, LEAST = 128, 4
+"""For more tokens: bytes of a thread's activations, and warps of a token, at least."""
 
 
 def quantize(
@@ -47,13 +42,15 @@ def quantize(
     clamped: bool,
     blocks: int = 0,
     halves: bool = False,
+    interleaved: bool = False,
     start_next: bool = False,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales fp32 [tokens] and sums of codes int32 [tokens] of x [tokens, in], contiguous.
 
-    Codes are zeros from `in` up to a multiple of 256. They come as rows, or for 8 `blocks` tokens as
-    fragments, those of INT4 in `halves` of bytes; what stands there for tokens that x has not is anything.
+    Codes are zeros from `in` up to a multiple of 256. They come as rows, `interleaved` or not, or for 8
+    `blocks` tokens as fragments, those of INT4 in `halves` of bytes; what stands there for tokens that x has
+    not is anything.
     `start_next`: the next kernel may start before x is there. It waits for this one to read what this one
     writes; what it reads earlier has to be complete. Whoever calls holds LAUNCHING, and the device is the
     current one.
@@ -61,6 +58,7 @@ def quantize(
     tokens, columns = x.shape
     steps = steps_of(columns)
     assert not halves or (blocks and activation == "int4")
+    assert not interleaved or not blocks
     nbytes = steps * STEP // 2 if halves else steps * STEP
     codes = torch.empty(8 * blocks or tokens, nbytes, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -68,23 +66,18 @@ def quantize(
     compiled = isinstance(_quantize_kernel, triton.JITFunction)
     early = compiled and early_launches(x.device)
     options = {
-        "CLAMPED": clamped, "BLOCKS": blocks, "START_NEXT": start_next, "EARLY": early, "ASM": compiled,
-        "launch_pdl": early, "enable_fp_fusion": False,
+        "CLAMPED": clamped, "BLOCKS": blocks, "INTERLEAVED": interleaved, "START_NEXT": start_next,
+        "EARLY": early, "ASM": compiled, "launch_pdl": early, "enable_fp_fusion": False,
     }  # fmt: skip
-    if activation == "top_k_int8":
-        block = max(STEP, triton.next_power_of_2(columns))
-        _quantize_top_k[(tokens,)](
-            codes, scale, total, x, columns, steps * STEP, kept, EPSILON, BLOCK=block,
-            num_warps=min(32, max(1, block // 512)), **options,
-        )  # fmt: skip
-        return codes, scale, total
     x = in_words(x)
-    each = FEW if tokens <= 64 else MANY
-    warps = warps or min(32, max(1, triton.next_power_of_2(triton.cdiv(columns, 32 * each))))
+    many = tokens > 64 and activation != "top_k_int8"
+    least, each = (LEAST, MANY_BYTES // x.element_size()) if many else (1, FEW)
+    usual = max(least, triton.next_power_of_2(triton.cdiv(columns, 32 * each)))
+    warps = warps or min(32, usual, triton.next_power_of_2(steps))
     turns = triton.cdiv(steps, warps)
     _quantize_kernel[(tokens,)](
         codes.view(torch.int32), scale, total, x, 1 / columns, first_unit(columns), x.shape[1], steps,
-        EPSILON, KIND=KINDS[activation], HALVES=halves, W=warps, TURNS=turns,
+        EPSILON, kept, KIND=KINDS[activation], HALVES=halves, W=warps, TURNS=turns, SPARING=many,
         EVEN=x.shape[1] == steps * STEP and steps == turns * warps, num_warps=warps, **options,
     )  # fmt: skip
     return codes, scale, total
@@ -107,12 +100,12 @@ def _begin(START_NEXT: tl.constexpr, EARLY: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["unit"])
+@triton.jit(do_not_specialize=["unit", "kept"])
 def _quantize_kernel(
-    codes, scale, total, x, inverse, unit, stride, steps, epsilon,
+    codes, scale, total, x, inverse, unit, stride, steps, epsilon, kept,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
-    TURNS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, START_NEXT: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
+    TURNS: tl.constexpr, BLOCKS: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr,
+    START_NEXT: tl.constexpr, SPARING: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A token a program; a thread has 8 activations that follow each other in each turn."""
     _begin(START_NEXT, EARLY)
@@ -121,9 +114,10 @@ def _quantize_kernel(
     WORDS: tl.constexpr = 2 * words_of_run(DTYPE)
     words = stride * WORDS // 8  # of a token
     own = x.to(tl.pointer_type(tl.int32), bitcast=True) + token.to(tl.int64) * words
-    eight = tl.arange(0, 32 * W)
+    EACH: tl.constexpr = TURNS if KIND == TOP_K else 1  # turns of a thread that follow each other
+    eight = tl.arange(0, 32 * W) * EACH
     at = eight * WORDS
-    OF_TURN: tl.constexpr = 32 * W * WORDS
+    OF_TURN: tl.constexpr = WORDS if KIND == TOP_K else 32 * W * WORDS
     runs = ()
     for turn in tl.static_range(TURNS):
         if WORDS == 8:
@@ -132,10 +126,14 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, turn * OF_TURN, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False)
+    pairs, of_token, of_codes = quantised(
+        runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False, SPARING
+    )
+    if KIND == TOP_K:
+        pairs, of_codes = _top_k(runs, pairs, kept, DTYPE, W, ASM)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
-        at = turn * (32 * W) + eight
+        at = turn * (OF_TURN // WORDS) + eight
         inside = at < steps * 32
         # Words 4 q + 2 p + b of a step, codes 4 j to 4 j + 3: where instruction (p, j) has them.
         pair, b, p, q, step = at % 2, at // 2 % 2, at // 4 % 2, at // 8 % 4, at // 32
@@ -154,6 +152,10 @@ def _quantize_kernel(
             else:
                 tl.store(target, first, mask=inside)
                 tl.store(target + 2, second, mask=inside)
+        elif INTERLEAVED:
+            target = codes + token.to(tl.int64) * (steps * 64) + _interleaved(2 * at)
+            tl.store(target, first, mask=inside)
+            tl.store(target + 8, second, mask=inside)
         else:
             target = codes + token.to(tl.int64) * (steps * 64) + 2 * at
             target = target[:, None] + tl.arange(0, 2)[None, :]
@@ -168,100 +170,113 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _pairs(size):
-    """Magnitudes of 15 bits, [R, C], two in a number, with a bit above each: [R, C / 2]."""
-    first, second = tl.split(tl.reshape(size, [size.shape[0], size.shape[1] // 2, 2]))
-    return first | (second << 16) | -0x7FFF8000
+def _interleaved(word):
+    """Where four codes stand that are the 8 q + 4 h + j-th of a turn: as the 8 j + 4 h + q-th."""
+    return word // 32 * 32 + word % 4 * 8 + word // 4 % 2 * 4 + word // 8 % 4
 
 
 @triton.jit
-def _reaching(size, pairs, least, LOW: tl.constexpr, COUNT: tl.constexpr):
-    """How many magnitudes reach `least` with 1 to COUNT, at most 3, in the bits from LOW on: 20 bits each.
+def _top_k(runs, pairs, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Codes of the `kept` largest magnitudes, of equals the first, and 0 for others; the sum of a thread's.
 
-    Of pairs, the bits above them are left of a subtraction. They are counted in 5 bits in a row of 16, in
-    10 in 32 rows, so that one number is added up where there would be three.
+    Threads have runs that follow each other.
     """
-    if pairs is None:
-        each = tl.zeros(size.shape, tl.int64)
-        for j in tl.static_range(COUNT):
-            each += (size >= (least | ((j + 1) << LOW))).to(tl.int64) << (20 * j)
-    else:
-        left = tl.zeros(pairs.shape, tl.int32)
-        for j in tl.static_range(COUNT):
-            above = (pairs - (least | ((j + 1) << LOW)) * 0x10001) >> (15 - 5 * j)
-            left |= above & (0x10001 << (5 * j))
-        both = tl.sum(left, 1)
-        of_row = (both & 0x7FFF) + ((both >> 16) & 0x7FFF)
-        wider = (of_row & 0x1F) | ((of_row & 0x3E0) << 5) | ((of_row & 0x7C00) << 10)
-        ROWS: tl.constexpr = 32 if wider.shape[0] > 32 else wider.shape[0]
-        of_rows = tl.sum(tl.reshape(wider, [wider.shape[0] // ROWS, ROWS]), 1).to(tl.int64)
-        each = (of_rows & 0x3FF) | ((of_rows & 0xFFC00) << 10) | ((of_rows & 0x3FF00000) << 20)
-    return tl.sum(each)
+    MAGNITUDE: tl.constexpr = 0x7FFFFFFF if tl.float32 == DTYPE else 0x7FFF7FFF
+    sizes = ()
+    for i in tl.static_range(len(runs)):
+        for w in tl.static_range(len(runs[i])):
+            sizes += (runs[i][w] & MAGNITUDE,)
+    least, larger = _least(sizes, kept, DTYPE, W, ASM)
+    above, equal = _compared(sizes, least, DTYPE)
+    earlier = tl.zeros(runs[0][0].shape, tl.int32)
+    for i in tl.static_range(len(equal)):
+        earlier += equal[i].to(tl.int32)
+    left = kept - larger - (tl.cumsum(earlier, 0) - earlier)  # of equals, for this thread and those behind it
+    chosen = ()
+    summed = tl.zeros(runs[0][0].shape, tl.int32)
+    for i in tl.static_range(len(pairs)):
+        both = ()
+        for half in tl.static_range(2):
+            bytes = tl.zeros(runs[0][0].shape, tl.int32)
+            for j in tl.static_range(8 * i + 4 * half, 8 * i + 4 * half + 4):
+                wanted = above[j] | (equal[j] & (left > 0))
+                left -= equal[j].to(tl.int32)
+                bytes |= tl.where(wanted, 0xFF << (8 * (j % 4)) if j % 4 < 3 else -0x1000000, 0)
+            both += (pairs[i][half] & bytes,)
+            summed = sum_of_bytes(both[half], summed, ASM)
+        chosen += (both,)
+    return chosen, summed
 
 
 @triton.jit
-def _next_bits(size, pairs, least, kept, LOW: tl.constexpr, COUNT: tl.constexpr):
-    """`least` with bits from LOW on, of which COUNT is the largest number, as large as `kept` allow."""
-    counts = _reaching(size, pairs, least, LOW, COUNT)
-    for j in tl.static_range(COUNT):
-        reached = ((counts >> (20 * j)) & 0xFFFFF) >= kept
-        least += reached.to(tl.int32) << LOW
-    return least
+def _compared(sizes, least, DTYPE: tl.constexpr):
+    """Which magnitudes of a thread are above a number, and which are equal to it."""
+    above = ()
+    equal = ()
+    for i in tl.static_range(len(sizes)):
+        if tl.float32 == DTYPE:
+            above += (sizes[i] > least,)
+            equal += (sizes[i] == least,)
+        else:
+            for half in tl.static_range(2):
+                size = (sizes[i] >> (16 * half)) & 0x7FFF
+                above += (size > least,)
+                equal += (size == least,)
+    return above, equal
 
 
 @triton.jit
-def _largest(size, kept, BITS: tl.constexpr):
-    """Which magnitudes, integers of 15 or 31 bits, are the `kept` largest: of equals, the first."""
-    pairs = _pairs(size) if BITS == 15 else None
-    # The largest number that `kept` of them reach: its first bit, then two at a time.
-    least = _next_bits(size, pairs, kept * 0, kept, BITS - 1, 1)
-    for low in tl.static_range(BITS - 3, -1, -2):
-        least = _next_bits(size, pairs, least, kept, low, 3)
-    equal = (size == least).to(tl.int32)
-    of_row = tl.sum(equal, 1)
-    earlier = (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(equal, 1) - equal
-    wanted = kept - tl.sum((size > least).to(tl.int32))
-    return (size > least) | ((equal != 0) & (earlier < wanted))
+def _least(sizes, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The largest number that `kept` magnitudes reach, its first bit, then two at a time; how many are above.
 
-
-@triton.jit(do_not_specialize=["kept"])
-def _quantize_top_k(
-    codes_ptr, scale_ptr, total_ptr, x_ptr, columns, padded, kept, epsilon,
-    CLAMPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, START_NEXT: tl.constexpr,
-    EARLY: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """INT8 with all but the `kept` largest magnitudes 0: a token a program.
-
-    It is loaded anew for every use, from the first-level cache: with all of it in registers, fewer programs
-    would run side by side. Other policies keep the compiler from making one load of them.
+    These are the most that reach a number which less than `kept` do: the next one has been tried.
     """
-    _begin(START_NEXT, EARLY)
-    token = tl.program_id(0)
-    # Codes of fragments are stored four at a time: loaded so, no thread has to ask another.
-    TOGETHER: tl.constexpr = 4 if BLOCKS > 0 else 16
-    some, i = tl.arange(0, BLOCK // TOGETHER), tl.arange(0, TOGETHER)[None, :]
-    k = some[:, None] * TOGETHER + i
-    inside = k < columns
-    at = x_ptr + token.to(tl.int64) * columns + k
-    x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last"))
-    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    peak = tl.max(size)
-    most = tl.full([], 127.0, tl.float32)
-    factor, scale = factor_and_scale(peak.to(tl.float32, bitcast=True), most, most, epsilon, CLAMPED)
-    x = widened(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
-    codes = rounded_codes(x, factor, INT8, False).to(tl.int8)
-    if x_ptr.dtype.element_ty == tl.float32:
-        wanted = _largest(size, kept, 31)
-    else:  # in its own 16 bits, which have the same order
-        own = tl.load(at, mask=inside, other=0.0)
-        wanted = _largest(own.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, kept, 15)
-    codes = tl.where(wanted & inside & (peak < INFINITY), codes, 0)
-    if BLOCKS > 0:
-        j, b, p, q, step = some % 4, some // 4 % 2, some // 8 % 2, some // 16 % 4, some // 64
-        piece, place = 4 * step + 2 * p + j // 2, 16 * q + 8 * (j % 2) + 4 * b
-        target = ((piece * (8 * BLOCKS) + token) * 64 + place)[:, None] + i
-        tl.store(codes_ptr + target, codes, mask=k < padded)
+    FIRST: tl.constexpr = 30 if tl.float32 == DTYPE else 14
+    ALL: tl.constexpr = 32 * W * len(sizes) * (1 if tl.float32 == DTYPE else 2)
+    where = room(3, 2, W, ASM)
+    least, larger = kept * 0, kept * 0
+    for low in tl.static_range(FIRST, -1, -2):
+        counts = _reaching(sizes, least, low, 1 if low == FIRST else 3, DTYPE)
+        if low < FIRST and ALL < 1 << 16:
+            first, third = of_program_in(
+                where, low // 2 % 2, (counts[0] | (counts[1] << 16), counts[2]), 0, W, ASM
+            )
+            counts = (first & 0xFFFF, (first >> 16) & 0xFFFF, third)
+        else:
+            counts = of_program_in(where, low // 2 % 2, counts, 0, W, ASM)
+        for j in tl.static_range(len(counts)):
+            reached = counts[j] >= kept
+            least += reached.to(tl.int32) << low
+            larger = tl.maximum(larger, tl.where(reached, 0, counts[j]))
+    return least, larger
+
+
+@triton.jit
+def _reaching(sizes, least, LOW: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """How many magnitudes of a thread reach `least` with 1 to COUNT, at most 3, in the bits from LOW on.
+
+    Of two in a word, bits above them are what is left of a subtraction: 5 bits count those of 31 words.
+    """
+    counts = ()
+    for _ in tl.static_range(COUNT):
+        counts += (tl.zeros(sizes[0].shape, tl.int32),)
+    if tl.float32 == DTYPE:
+        for i in tl.static_range(len(sizes)):
+            more = ()
+            for j in tl.static_range(COUNT):
+                more += (counts[j] + (sizes[i] >= (least | ((j + 1) << LOW))).to(tl.int32),)
+            counts = more
     else:
-        tl.store(codes_ptr + token.to(tl.int64) * padded + k, codes, mask=k < padded)
-    tl.store(scale_ptr + token, tl.where(peak < INFINITY, scale, float("nan")))
-    tl.store(total_ptr + token, tl.sum(codes.to(tl.int32)))
+        for first in tl.static_range(0, len(sizes), 31):
+            fields = tl.zeros(sizes[0].shape, tl.int32)
+            for i in tl.static_range(first, min(first + 31, len(sizes))):
+                left = tl.zeros(sizes[0].shape, tl.int32)
+                for j in tl.static_range(COUNT):
+                    above = (sizes[i] | -0x7FFF8000) - (least | ((j + 1) << LOW)) * 0x10001
+                    left |= (above >> (15 - 5 * j)) & (0x10001 << (5 * j))
+                fields += left
+            more = ()
+            for j in tl.static_range(COUNT):
+                more += (counts[j] + ((fields >> (5 * j)) & 0x1F) + ((fields >> (16 + 5 * j)) & 0x1F),)
+            counts = more
+    return counts

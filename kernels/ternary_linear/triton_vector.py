@@ -52,6 +52,7 @@ from .triton_quantize import in_words, quantize
 from .weight import STEP, TernaryWeight
 
 _STEP = tl.constexpr(STEP)
+_LOWEST = tl.constexpr(-(1 << 31))
 
 
 FUSED_TURNS, QUANTISED_TURNS = 8, 16
@@ -169,12 +170,15 @@ def _warps(steps: int, least: int, turns: int = FUSED_TURNS) -> int:
     return int(min(warps, triton.next_power_of_2(steps)))
 
 
-def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int) -> Launch:
+def few_tokens_launch(
+    tiles: int, steps: int, blocks: int, multiprocessors: int, narrow: bool = False
+) -> Launch:
     """4 warps share a tile, 8 where tiles are few; then all words are asked for before there are codes.
 
     Two tiles at once make do with half of the loads of codes, unless warps have next to nothing to do then.
-    So do codes in halves of bytes; with few tiles, to take these apart takes longer. With very many, words of
-    the next kernel would be in the way.
+    So do codes in halves of bytes (`narrow`: there are such); with few tiles, to take these apart takes
+    longer. With very many, words of the next kernel would be in the way. Sets of sums: for 16 tokens from
+    what was fastest for 4 shapes on an H100 and on an H200.
     """
     few = tiles < 3 * multiprocessors
     warps = min(8 if few else 4, _power_below(steps))
@@ -182,7 +186,10 @@ def few_tokens_launch(tiles: int, steps: int, blocks: int, multiprocessors: int)
     together = 2 if blocks > 2 or (blocks == 2 and turns > 2) else 1
     places = turns if turns <= FUSED_TURNS and (few or together == 1) and blocks <= 2 else PLACES
     at_once = tiles < 10 * multiprocessors
-    return Launch(warps, together, places=places, start=not few, halves=not few, next_at_once=at_once)
+    sets = SETS if blocks != 2 or (narrow and not few) else 4 if few else 1
+    return Launch(
+        warps, together, places=places, start=not few, halves=not few, next_at_once=at_once, sets=sets
+    )
 
 
 def _power_below(number: int) -> int:
@@ -348,11 +355,12 @@ def few_tokens(
     blocks = triton.cdiv(tokens, 8)
     together = 4 if blocks > 2 else blocks
     blocks = triton.cdiv(blocks, together) * together
-    launch = launch or few_tokens_launch(tiles, steps, blocks, multiprocessors(x.device))
+    narrow = activation == "int4"
+    launch = launch or few_tokens_launch(tiles, steps, blocks, multiprocessors(x.device), narrow)
     early = compiled and launch.early and early_launches(x.device)
     turns = triton.cdiv(steps, launch.warps)
     places = min(launch.places, turns)
-    halves = activation == "int4" and launch.halves
+    halves = narrow and launch.halves
     _check_shared(launch, 512 * together * launch.tiles * launch.beside * launch.warps)
     with torch.cuda.device_of(x), LAUNCHING:
         codes, scale, total = quantize(
@@ -590,7 +598,9 @@ def _products(
             of_tile = triton_bytes.multiply(taken[0], taken[1], kept[turn % TURNS], of_tile, W, ASM)
             if turn % TURNS == TURNS - 1:
                 sums += triton_bytes.of_rows(of_tile, q)
-    return _over_warps(sums, taken_off, QUANTISED, W, ASM), of_rows, own_scale, n
+    sums = _over_warps(sums, taken_off, QUANTISED, W, ASM)
+    # No sum is that small. Otherwise scales would be multiplied first, and all would wait for those of rows.
+    return sums, of_rows, tl.where(sums[0] == _LOWEST, 0.0, own_scale), n
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -720,7 +730,7 @@ def _codes(
         pairs, own_scale, taken_off = loaded
     else:
         pairs, own_scale, taken_off = quantised(
-            loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, True
+            loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, True, False
         )
         # Over r: the sum over q and the warps is taken with that of the products.
         taken_off = tl.sum(tl.reshape(taken_off, [W, 8, 4]), 1, keep_dims=True)
