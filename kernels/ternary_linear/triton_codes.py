@@ -35,8 +35,9 @@ INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
 _SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
-_KEPT_RUNS = tl.constexpr(14)
-"""Of a thread, that are widened once if they are added up as well; there are no registers for more."""
+_KEPT_RUNS, _KEPT_SPARING = tl.constexpr(14), tl.constexpr(8)
+"""Of a thread, that are widened once if they are added up as well; there are no registers for more, or
+fewer programs would run beside each other."""
 
 _LAST_UNIT, _UNIT_STEP = tl.constexpr(LAST_UNIT), tl.constexpr(UNIT_STEP)
 _TOTAL_BITS, _TOO_LARGE = tl.constexpr(TOTAL_BITS), tl.constexpr(1 << TOTAL_BITS)
@@ -273,21 +274,22 @@ def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     W: tl.constexpr, ASM: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
-    """What a token's codes are made with, and its scale, NaN where an activation is not finite: [T] each.
+    """What a token's codes are made with, its scale, NaN where an activation is not finite, and its peak.
 
-    The former are the factor (for FP4 of other numbers than bf16 what divides) and a mask of codes, 0 where
-    the scale is NaN.
+    The first are the factor (for FP4 of other numbers than bf16 what divides) and a mask of codes, 0 where
+    the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4.
     """
     each = tl.zeros(runs[0][0].shape, tl.float32)
+    peak = tl.full([], 0, tl.int32)
     if KIND == INT4:
         size, finite = _mean(runs, inverse, unit, DTYPE, W, ASM, SPARING)
         size += each
         factor, scale = factor_and_scale(size, each + _FACTOR_INT4, each + _SQRT_7, epsilon, CLAMPED)
     else:
         (peak,) = of_program((_largest(runs, DTYPE, ASM),), 1, W, ASM)
-        peak = _as_fp32(peak, DTYPE)
-        finite = peak < INFINITY
-        size = peak.to(tl.float32, bitcast=True) + each
+        wide = _as_fp32(peak, DTYPE)
+        finite = wide < INFINITY
+        size = wide.to(tl.float32, bitcast=True) + each
         if KIND == FP4:
             seen = size >= _SMALLEST
             scale = tl.where(seen, tl.math.div_rn(size, each + 12.0), 0.0)
@@ -298,7 +300,7 @@ def _numbers(
                 factor = tl.where(seen, size * 0.0625, 1.0)
         else:
             factor, scale = factor_and_scale(size, each + 127.0, each + 127.0, epsilon, CLAMPED)
-    return (factor, tl.where(finite, -1, 0)), tl.where(finite, scale, float("nan"))
+    return (factor, tl.where(finite, -1, 0)), tl.where(finite, scale, float("nan")), peak
 
 
 @triton.jit
@@ -338,17 +340,18 @@ def quantised(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     W: tl.constexpr, ASM: tl.constexpr, IN_PRODUCT: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
-    """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes.
+    """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes; peak.
 
     IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it. SPARING: of
     registers, for programs beside each other.
     """
-    ROOM: tl.constexpr = W <= 8 and len(runs) <= _KEPT_RUNS
-    KEPT: tl.constexpr = ASM and IN_PRODUCT and KIND == INT4 and tl.float32 != DTYPE and ROOM
+    ROOM: tl.constexpr = W <= 8 and len(runs) <= (_KEPT_SPARING if SPARING else _KEPT_RUNS)
+    TWICE: tl.constexpr = KIND == INT4 and tl.float32 != DTYPE and (IN_PRODUCT or SPARING)
+    KEPT: tl.constexpr = ASM and TWICE and ROOM
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
-    by, scale = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING)
+    by, scale, peak = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING and not KEPT)
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
@@ -356,7 +359,7 @@ def quantised(
         second = _codes_of(runs[i + 1], by, OF, KIND, ASM, not IN_PRODUCT)
         summed = sum_of_bytes(second, sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
-    return pairs, scale, summed
+    return pairs, scale, summed, peak
 
 
 @triton.constexpr_function

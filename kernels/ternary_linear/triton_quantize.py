@@ -1,7 +1,7 @@
 """Activations to codes and scales, in Triton: the quantisers of `kernels.quantizers`, to the last bit.
 
 A token a program, in its registers from the first to the last; see `triton_codes` for the arithmetic. Top-K
-finds the smallest magnitude that is kept two bits at a time, by counting: an exchange for three numbers.
+finds the smallest magnitude that is kept by counting what reaches three numbers at a time.
 
     layout of codes    rows         int8 [tokens, padded]
                        interleaved  int8 [tokens, padded / 128, j, h, q, 4]: of each token, in turns of 128,
@@ -29,10 +29,10 @@ from .triton_codes import KINDS, TOP_K, load_words, quantised, sum_of_bytes, wor
 from .weight import STEP, steps_of
 
 FEW = 16
-"""Activations of a thread for up to 64 tokens, and where the largest are to be found."""
+"""Activations of a thread for up to 64 tokens."""
 
 MANY_BYTES, LEAST = 128, 4
-"""For more tokens: bytes of a thread's activations, and warps of a token, at least."""
+"""For more tokens: bytes of a thread's activations, half of them for Top-K; warps of a token, at least."""
 
 
 def quantize(
@@ -70,8 +70,9 @@ def quantize(
         "EARLY": early, "ASM": compiled, "launch_pdl": early, "enable_fp_fusion": False,
     }  # fmt: skip
     x = in_words(x)
-    many = tokens > 64 and activation != "top_k_int8"
-    least, each = (LEAST, MANY_BYTES // x.element_size()) if many else (1, FEW)
+    many = tokens > 64
+    most = MANY_BYTES // 2 if activation == "top_k_int8" else MANY_BYTES
+    least, each = (LEAST, most // x.element_size()) if many else (1, FEW)
     usual = max(least, triton.next_power_of_2(triton.cdiv(columns, 32 * each)))
     warps = warps or min(32, usual, triton.next_power_of_2(steps))
     turns = triton.cdiv(steps, warps)
@@ -126,11 +127,11 @@ def _quantize_kernel(
         else:
             w0, w1, w2, w3 = load_words(own, at, words, turn * OF_TURN, 4, EVEN)
             runs += ((w0, w1), (w2, w3))
-    pairs, of_token, of_codes = quantised(
+    pairs, of_token, of_codes, peak = quantised(
         runs, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, False, SPARING
     )
     if KIND == TOP_K:
-        pairs, of_codes = _top_k(runs, pairs, kept, DTYPE, W, ASM)
+        pairs, of_codes = _top_k(runs, pairs, peak, kept, DTYPE, W, ASM)
     for turn in tl.static_range(TURNS):
         first, second = pairs[turn]
         at = turn * (OF_TURN // WORDS) + eight
@@ -153,9 +154,17 @@ def _quantize_kernel(
                 tl.store(target, first, mask=inside)
                 tl.store(target + 2, second, mask=inside)
         elif INTERLEAVED:
-            target = codes + token.to(tl.int64) * (steps * 64) + _interleaved(2 * at)
-            tl.store(target, first, mask=inside)
-            tl.store(target + 8, second, mask=inside)
+            if EACH == 1:  # whole turns of 128 further: a constant of the store
+                place = _interleaved(2 * eight) + turn * (64 * W)
+            else:
+                place = _interleaved(2 * at)
+            target = codes + token.to(tl.int64) * (steps * 64) + place
+            if EVEN:
+                tl.store(target, first)
+                tl.store(target + 8, second)
+            else:
+                tl.store(target, first, mask=inside)
+                tl.store(target + 8, second, mask=inside)
         else:
             target = codes + token.to(tl.int64) * (steps * 64) + 2 * at
             target = target[:, None] + tl.arange(0, 2)[None, :]
@@ -176,7 +185,7 @@ def _interleaved(word):
 
 
 @triton.jit
-def _top_k(runs, pairs, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _top_k(runs, pairs, peak, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     """Codes of the `kept` largest magnitudes, of equals the first, and 0 for others; the sum of a thread's.
 
     Threads have runs that follow each other.
@@ -186,7 +195,7 @@ def _top_k(runs, pairs, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.cons
     for i in tl.static_range(len(runs)):
         for w in tl.static_range(len(runs[i])):
             sizes += (runs[i][w] & MAGNITUDE,)
-    least, larger = _least(sizes, kept, DTYPE, W, ASM)
+    least, larger = _least(sizes, peak, kept, DTYPE, W, ASM)
     above, equal = _compared(sizes, least, DTYPE)
     earlier = tl.zeros(runs[0][0].shape, tl.int32)
     for i in tl.static_range(len(equal)):
@@ -226,57 +235,63 @@ def _compared(sizes, least, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _least(sizes, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """The largest number that `kept` magnitudes reach, its first bit, then two at a time; how many are above.
+def _least(sizes, peak, kept, DTYPE: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """The largest number, as bits, that `kept` magnitudes reach, and how many are above it.
 
-    These are the most that reach a number which less than `kept` do: the next one has been tried.
+    It is between two numbers, three between these are tried at once: first where it is likely, as half of
+    what is Gaussian is a fifth of the peak and less, and half of what has outliers much less; then quarters.
     """
-    FIRST: tl.constexpr = 30 if tl.float32 == DTYPE else 14
+    OCTAVE: tl.constexpr = 1 << DTYPE.fp_mantissa_width
     ALL: tl.constexpr = 32 * W * len(sizes) * (1 if tl.float32 == DTYPE else 2)
     where = room(3, 2, W, ASM)
-    least, larger = kept * 0, kept * 0
-    for low in tl.static_range(FIRST, -1, -2):
-        counts = _reaching(sizes, least, low, 1 if low == FIRST else 3, DTYPE)
-        if low < FIRST and ALL < 1 << 16:
-            first, third = of_program_in(
-                where, low // 2 % 2, (counts[0] | (counts[1] << 16), counts[2]), 0, W, ASM
-            )
-            counts = (first & 0xFFFF, (first >> 16) & 0xFFFF, third)
+    turn, larger = kept * 0, kept * 0
+    low, high = kept * 0, tl.minimum(peak, 0x7FFFFFFE) + 1  # a NaN of fp32 may have all bits
+    a, b = tl.maximum(peak - 7 * OCTAVE, 1), tl.maximum(peak - 3 * OCTAVE, 1)
+    c = tl.maximum(peak - 2 * OCTAVE, 1)
+    while high - low > 1:
+        counts = _reaching(sizes, a, b, c, DTYPE)
+        if ALL < 1 << 16:
+            both, of_c = of_program_in(where, turn & 1, (counts[0] | (counts[1] << 16), counts[2]), 0, W, ASM)
+            of_a, of_b = both & 0xFFFF, (both >> 16) & 0xFFFF
         else:
-            counts = of_program_in(where, low // 2 % 2, counts, 0, W, ASM)
-        for j in tl.static_range(len(counts)):
-            reached = counts[j] >= kept
-            least += reached.to(tl.int32) << low
-            larger = tl.maximum(larger, tl.where(reached, 0, counts[j]))
-    return least, larger
+            of_a, of_b, of_c = of_program_in(where, turn & 1, counts, 0, W, ASM)
+        if of_a < kept:
+            high, larger = a, of_a
+        elif of_b < kept:
+            low, high, larger = a, b, of_b
+        elif of_c < kept:
+            low, high, larger = b, c, of_c
+        else:
+            low = c
+        width = high - low
+        a, b = low + tl.maximum(width // 4, 1), low + tl.maximum(width // 2, 1)
+        c = low + tl.maximum(width // 2 + width // 4, 1)
+        turn += 1
+    return low, larger
 
 
 @triton.jit
-def _reaching(sizes, least, LOW: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """How many magnitudes of a thread reach `least` with 1 to COUNT, at most 3, in the bits from LOW on.
+def _reaching(sizes, a, b, c, DTYPE: tl.constexpr):
+    """How many magnitudes of a thread reach each of three numbers.
 
     Of two in a word, bits above them are what is left of a subtraction: 5 bits count those of 31 words.
     """
-    counts = ()
-    for _ in tl.static_range(COUNT):
-        counts += (tl.zeros(sizes[0].shape, tl.int32),)
+    zero = tl.zeros(sizes[0].shape, tl.int32)
+    of_a, of_b, of_c = zero, zero, zero
     if tl.float32 == DTYPE:
         for i in tl.static_range(len(sizes)):
-            more = ()
-            for j in tl.static_range(COUNT):
-                more += (counts[j] + (sizes[i] >= (least | ((j + 1) << LOW))).to(tl.int32),)
-            counts = more
+            of_a += (sizes[i] >= a).to(tl.int32)
+            of_b += (sizes[i] >= b).to(tl.int32)
+            of_c += (sizes[i] >= c).to(tl.int32)
     else:
+        a, b, c = a * 0x10001, b * 0x10001, c * 0x10001
         for first in tl.static_range(0, len(sizes), 31):
-            fields = tl.zeros(sizes[0].shape, tl.int32)
+            fields = zero
             for i in tl.static_range(first, min(first + 31, len(sizes))):
-                left = tl.zeros(sizes[0].shape, tl.int32)
-                for j in tl.static_range(COUNT):
-                    above = (sizes[i] | -0x7FFF8000) - (least | ((j + 1) << LOW)) * 0x10001
-                    left |= (above >> (15 - 5 * j)) & (0x10001 << (5 * j))
-                fields += left
-            more = ()
-            for j in tl.static_range(COUNT):
-                more += (counts[j] + ((fields >> (5 * j)) & 0x1F) + ((fields >> (16 + 5 * j)) & 0x1F),)
-            counts = more
-    return counts
+                size = sizes[i] | -0x7FFF8000
+                left = ((size - a) >> 15) & 0x10001 | ((size - b) >> 10) & 0x200020
+                fields += left | ((size - c) >> 5) & 0x4000400
+            of_a += (fields & 0x1F) + ((fields >> 16) & 0x1F)
+            of_b += ((fields >> 5) & 0x1F) + ((fields >> 21) & 0x1F)
+            of_c += ((fields >> 10) & 0x1F) + ((fields >> 26) & 0x1F)
+    return of_a, of_b, of_c

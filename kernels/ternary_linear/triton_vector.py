@@ -729,7 +729,7 @@ def _codes(
     if QUANTISED:
         pairs, own_scale, taken_off = loaded
     else:
-        pairs, own_scale, taken_off = quantised(
+        pairs, own_scale, taken_off, _ = quantised(
             loaded, inverse, unit, epsilon, DTYPE, KIND, CLAMPED, W, ASM, True, False
         )
         # Over r: the sum over q and the warps is taken with that of the products.
