@@ -177,8 +177,8 @@ def few_tokens_launch(
 
     Two tiles at once make do with half of the loads of codes, unless warps have next to nothing to do then.
     So do codes in halves of bytes (`narrow`: there are such); with few tiles, to take these apart takes
-    longer. With very many, words of the next kernel would be in the way. Sets of sums: for 16 tokens from
-    what was fastest for 4 shapes on an H100 and on an H200.
+    longer. With very many, words of the next kernel would be in the way. One set of sums makes room for more
+    programs, which is faster for 16 tokens and many tiles, unless codes come in halves.
     """
     few = tiles < 3 * multiprocessors
     warps = min(8 if few else 4, _power_below(steps))
@@ -186,7 +186,7 @@ def few_tokens_launch(
     together = 2 if blocks > 2 or (blocks == 2 and turns > 2) else 1
     places = turns if turns <= FUSED_TURNS and (few or together == 1) and blocks <= 2 else PLACES
     at_once = tiles < 10 * multiprocessors
-    sets = SETS if blocks != 2 or (narrow and not few) else 4 if few else 1
+    sets = 1 if blocks == 2 and not few and not narrow else SETS
     return Launch(
         warps, together, places=places, start=not few, halves=not few, next_at_once=at_once, sets=sets
     )
