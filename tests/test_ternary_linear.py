@@ -247,6 +247,23 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
+@dtypes
+@pytest.mark.parametrize(
+    ("columns", "activations"), [(70, ACTIVATIONS), (4200, ["int4"])], ids=["70", "4200-int4"]
+)
+def test_many_tokens_are_quantised_to_the_bit(
+    columns: int, activations: list[str], dtype: torch.dtype, device
+):
+    """More than 64: threads have more activations. INT4 keeps them as fp32; of 4200 it spares registers."""
+    x = odd_tokens(columns, dtype).repeat(6, 1)
+    for activation in activations:
+        wanted = reference.quantize(x, activation)
+        codes, scale, total = triton_quantize.quantize(x.to(device), activation, kept(columns), False)
+        assert torch.equal(codes[:, :columns].cpu(), wanted.codes)
+        assert same_bits(scale, wanted.scale[:, 0])
+        assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("size", [0.0, 2.0**-20, 7.96875, 8.0, 127.5, 1e28, 1e30])
 @pytest.mark.parametrize("columns", [4, 100, 1 << 14, 1 << 17])
 def test_sums_of_magnitudes_fit(columns: int, size: float, device):
