@@ -268,7 +268,7 @@ CHANGES = {
     "words are never free": ({FREE_WORDS: "pass"}, Hang),
     "free in the other phase": ({"& 1) ^ 1)": "& 1))"}, Hang),
     "waits for more bytes": ({"P * _WORD_BYTES": "P * _WORD_BYTES + 4"}, Hang),
-    "free for one group": ({"_barriers(STAGES, 2)": "_barriers(STAGES, 1)"}, WRONG),
+    "free for one group": ({"barriers(STAGES, 2)": "barriers(STAGES, 1)"}, WRONG),
     "words free too early": ({FREE_WORDS: "pass", SECOND_HALF: f"{FREE_WORDS}; {SECOND_HALF}"}, WRONG),
     "x free too early": ({"warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))": "sums"}, WRONG),
     "x not waited for": ({"mbarrier.wait(x_there.index(second)": "pass; (x_there.index(second)"}, WRONG),

@@ -334,7 +334,7 @@ CHANGES = {
     "there in the other phase": ({"// STAGES) & 1\n": "// STAGES) & 1 ^ 1\n"}, Hang),
     "more bytes of words": ({"words.block_type.nbytes": "words.block_type.nbytes + 4"}, Hang),
     "more bytes of codes": ({"codes.block_type.nbytes": "codes.block_type.nbytes + 4"}, Hang),
-    "free for one group": ({"_barriers(STAGES, 2)": "_barriers(STAGES, 1)"}, Hang),
+    "free for one group": ({"barriers(STAGES, 2)": "barriers(STAGES, 1)"}, Hang),
     "one turn too many": ({"for turn in range(turns)": "for turn in range(turns + 1)"}, WRONG),
     "free as soon as asked for": ({FIRST_FREE: "pass", SECOND_TAKEN: f"{FIRST_FREE}; {SECOND_TAKEN}"}, WRONG),
     "products not waited for": ({ENDED: "sums"}, WRONG),

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from neuzip.kernels.gluon_barriers import barriers
 from neuzip.kernels.gpu import multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -441,14 +442,6 @@ def _load(
                 x_number += 1
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["base", "blocks", "rounds", "tiles", "N"])
 def _many_rows(
     x, y, words, far_index, far, turn_index, escapes, bias, base, scale, blocks, rounds, tiles, N,
@@ -461,7 +454,7 @@ def _many_rows(
         gl.allocate_shared_memory(x.dtype, [STAGES, 256, 64], x.layout),
         gl.allocate_shared_memory(gl.int32, [WORD_STAGES * P, 8, 1, 64], words.layout),
         gl.allocate_shared_memory(y.dtype, [2, 128, 64], y.layout),
-        _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(WORD_STAGES, 1), _barriers(WORD_STAGES, 2),
+        barriers(STAGES, 1), barriers(STAGES, 2), barriers(WORD_STAGES, 1), barriers(WORD_STAGES, 2),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
+from neuzip.kernels.gluon_barriers import barriers
 from neuzip.kernels.gpu import multiprocessors
 from neuzip.kernels.rans.triton_decode import LAUNCHING
 
@@ -270,14 +271,6 @@ def _load(
             number += 1
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["blocks", "rounds", "turns", "M", "N"])
 def _many_tokens(
     codes, words, y, token_scale, total, scales, bias, blocks, rounds, turns, M, N,
@@ -288,7 +281,7 @@ def _many_tokens(
         gl.allocate_shared_memory(gl.int8, [STAGES, 128, 128], codes.layout),
         gl.allocate_shared_memory(gl.int32, [STAGES, R // 8, 16, 8], words.layout),
         gl.allocate_shared_memory(y.dtype, [2, 128, R], y.layout),
-        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 2),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
