@@ -178,7 +178,7 @@ def _mean(
 
 @triton.jit
 def _changed(runs, bits):
-    """The same words with some bits changed: none, which the compiler does not know."""
+    """Words with these bits turned: where they are 0, which the compiler does not know, the same words."""
     changed = ()
     for i in tl.static_range(len(runs)):
         run = ()
@@ -346,8 +346,8 @@ def quantised(
     registers, for programs beside each other.
     """
     ROOM: tl.constexpr = W <= 8 and len(runs) <= (_KEPT_SPARING if SPARING else _KEPT_RUNS)
-    TWICE: tl.constexpr = KIND == INT4 and tl.float32 != DTYPE and (IN_PRODUCT or SPARING)
-    KEPT: tl.constexpr = ASM and TWICE and ROOM
+    WIDENED_TWICE: tl.constexpr = KIND == INT4 and tl.float32 != DTYPE
+    KEPT: tl.constexpr = ASM and WIDENED_TWICE and ROOM and (IN_PRODUCT or SPARING)
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)

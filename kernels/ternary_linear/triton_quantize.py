@@ -147,24 +147,14 @@ def _quantize_kernel(
                 tl.store(target, both, mask=inside)
         elif BLOCKS > 0:
             target = codes + token * 16 + (4 * step + 2 * p + pair) * (128 * BLOCKS) + 4 * q + b
-            if EVEN:
-                tl.store(target, first)
-                tl.store(target + 2, second)
-            else:
-                tl.store(target, first, mask=inside)
-                tl.store(target + 2, second, mask=inside)
+            _store_apart(target, first, second, 2, inside, EVEN)
         elif INTERLEAVED:
             if EACH == 1:  # whole turns of 128 further: a constant of the store
                 place = _interleaved(2 * eight) + turn * (64 * W)
             else:
                 place = _interleaved(2 * at)
             target = codes + token.to(tl.int64) * (steps * 64) + place
-            if EVEN:
-                tl.store(target, first)
-                tl.store(target + 8, second)
-            else:
-                tl.store(target, first, mask=inside)
-                tl.store(target + 8, second, mask=inside)
+            _store_apart(target, first, second, 8, inside, EVEN)
         else:
             target = codes + token.to(tl.int64) * (steps * 64) + 2 * at
             target = target[:, None] + tl.arange(0, 2)[None, :]
@@ -176,6 +166,17 @@ def _quantize_kernel(
     one = tl.arange(0, 32 * W)
     tl.store(scale + token + one, of_token, mask=one == 0)
     tl.store(total + token + one, summed + one, mask=one == 0)
+
+
+@triton.jit
+def _store_apart(target, first, second, WORDS: tl.constexpr, inside, EVEN: tl.constexpr):
+    """Store two words, the second so many words behind the first; all of them if EVEN."""
+    if EVEN:
+        tl.store(target, first)
+        tl.store(target + WORDS, second)
+    else:
+        tl.store(target, first, mask=inside)
+        tl.store(target + WORDS, second, mask=inside)
 
 
 @triton.jit
