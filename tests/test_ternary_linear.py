@@ -28,6 +28,7 @@ from neuzip.kernels.ternary_linear import (
     ternary_linear,
     ternary_linears,
     torch_ops,
+    triton_codes,
     triton_matrix,
     triton_quantize,
     triton_ring,
@@ -337,13 +338,55 @@ def rows_up_to(peak: float) -> Tensor:
 @pytest.mark.parametrize("peak", [1.0, 2.0**100, 2.0**127, 2.0**-122])
 def test_fp4_of_bf16_needs_eleven_bits(peak: float, off: int):
     """What the compiled kernel does: a product with a quotient, which may be 2 units of the last place off,
-    rounded to fp16, then to the grid."""
+    rounded to fp16, then to halves of the grid, by the same steps."""
     for x in rows_up_to(peak):
-        factor = ((12 / x.float().abs().amax()).view(torch.int32) + off).view(torch.float32)
+        factor = ((6 / x.float().abs().amax()).view(torch.int32) + off).view(torch.float32)
         y = (x.float() * factor).half()
-        size = y.abs().double()
-        step = 1 + (size >= 4).double() + 2 * (size >= 8).double()
-        assert torch.equal((y.double() / step).round() * step, quantizers.fp4_e2m1(x).codes.double())
+        power = (y.view(torch.int16) & 0x4400).view(torch.half).double()
+        raised = (power * 768 + y.double()).half().double()
+        lowered = (raised - power * 768).half() + 768
+        codes = lowered.view(torch.int16).to(torch.int8)  # the lowest byte
+        assert torch.equal(codes, quantizers.fp4_e2m1(x).codes)
+
+
+@triton.jit
+def _divisions(size_ptr, factor_ptr, factor4_ptr, by_127_ptr, by_12_ptr, by_sqrt_7_ptr, ASM: tl.constexpr):
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    size = tl.load(size_ptr + at)
+    tl.store(factor_ptr + at, triton_codes._over(127.0, size, ASM))
+    tl.store(factor4_ptr + at, triton_codes._over(triton_codes._FACTOR_INT4, size, ASM))
+    tl.store(by_127_ptr + at, triton_codes._divided(size, 127, ASM))
+    tl.store(by_12_ptr + at, triton_codes._divided(size, 12, ASM))
+    tl.store(by_sqrt_7_ptr + at, triton_codes._divided_by_sqrt_7(size))
+
+
+def check_divisions(sizes: Tensor) -> None:
+    """Of finite sizes from 0 on, a multiple of 256 of them."""
+    quotients = [torch.full_like(sizes, torch.nan) for _ in range(5)]
+    _divisions[(len(sizes) // 256,)](sizes, *quotients, ASM=sizes.is_cuda, enable_fp_fusion=False)
+    factor, factor4, by_127, by_12, by_sqrt_7 = quotients
+    root = torch.tensor(7**0.5, dtype=torch.float32, device=sizes.device)
+    assert torch.equal(by_127, sizes / torch.full_like(sizes, 127))
+    assert torch.equal(by_sqrt_7, sizes / root.expand_as(sizes))
+    seen = sizes >= 2.0**-122
+    assert torch.equal(factor[seen], (torch.full_like(sizes, 127) / sizes)[seen])
+    over = torch.full_like(sizes, 7**0.5 / 15)
+    assert torch.equal(factor4[seen], (over / sizes)[seen])
+    assert torch.equal(by_12[seen], (sizes / torch.full_like(sizes, 12))[seen])
+
+
+def test_divisions(device):
+    bits = torch.randint(0, 0x7F800000, (4096,), generator=torch.Generator().manual_seed(3))
+    check_divisions(bits.int().view(torch.float32).to(device))
+
+
+@pytest.mark.gpu
+def test_divisions_of_all_sizes():
+    """Of all 2,139,095,040 floats that are neither negative nor infinite nor NaN."""
+    each = 0x7F800000 // 64
+    for i in range(64):
+        bits = torch.arange(i * each, (i + 1) * each, dtype=torch.int32, device="cuda")
+        check_divisions(bits.view(torch.float32))
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
@@ -33,8 +34,9 @@ KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 
 INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
-_SQRT_7, _SMALLEST, _ROUNDER = tl.constexpr(SQRT_7), tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
+_SMALLEST, _ROUNDER = tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
+_PER_SQRT_7 = tl.constexpr(1 / torch.tensor(SQRT_7).item())
 _KEPT_RUNS, _KEPT_SPARING = tl.constexpr(14), tl.constexpr(8)
 """Of a thread, that are widened once if they are added up as well; there are no registers for more, or
 fewer programs would run beside each other."""
@@ -279,39 +281,90 @@ def _numbers(
     The first are the factor (for FP4 of other numbers than bf16 what divides) and a mask of codes, 0 where
     the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4.
     """
-    each = tl.zeros(runs[0][0].shape, tl.float32)
+    zero = tl.zeros(runs[0][0].shape, tl.int32)
     peak = tl.full([], 0, tl.int32)
     if KIND == INT4:
         size, finite = _mean(runs, inverse, unit, DTYPE, W, ASM, SPARING)
-        size += each
-        factor, scale = factor_and_scale(size, each + _FACTOR_INT4, each + _SQRT_7, epsilon, CLAMPED)
+        size = (size.to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)
+        size, divisor = _divisor(size, epsilon, CLAMPED)
+        factor = _over(_FACTOR_INT4, divisor, ASM)
+        scale = _divided_by_sqrt_7(size)
     else:
         (peak,) = of_program((_largest(runs, DTYPE, ASM),), 1, W, ASM)
-        wide = _as_fp32(peak, DTYPE)
+        wide = _as_fp32(peak, DTYPE) + zero
         finite = wide < INFINITY
-        size = wide.to(tl.float32, bitcast=True) + each
+        size = wide.to(tl.float32, bitcast=True)
         if KIND == FP4:
             seen = size >= _SMALLEST
-            scale = tl.where(seen, tl.math.div_rn(size, each + 12.0), 0.0)
+            scale = tl.where(seen, _divided(size, 12, ASM), 0.0)
+            # By what is not seen products stay far below 1/2.
+            factor = tl.where(seen, size * 0.0625, 1.0)
             if ASM and tl.bfloat16 == DTYPE:
-                # By what is not seen products stay far below 1/2; 2 units of the last place are no matter.
-                factor = (each + 12.0) / tl.where(seen, size, 1.0)
-            else:
-                factor = tl.where(seen, size * 0.0625, 1.0)
+                factor = 0.375 * _reciprocal(factor)
         else:
-            factor, scale = factor_and_scale(size, each + 127.0, each + 127.0, epsilon, CLAMPED)
+            size, divisor = _divisor(size, epsilon, CLAMPED)
+            factor = _over(127.0, divisor, ASM)
+            scale = _divided(size, 127, ASM)
     return (factor, tl.where(finite, -1, 0)), tl.where(finite, scale, float("nan")), peak
 
 
 @triton.jit
-def factor_and_scale(size, over, most, epsilon, CLAMPED: tl.constexpr):
-    """What multiplies activations, `over` divided by a token's size, and what multiplies codes."""
+def _divisor(size, epsilon, CLAMPED: tl.constexpr):
+    """A token's size, and what divides by it."""
     if CLAMPED:
         size = tl.maximum(size, epsilon)
         divisor = size
     else:
         divisor = size + epsilon
-    return tl.math.div_rn(over, divisor), tl.math.div_rn(size, most)
+    return size, divisor
+
+
+@triton.jit
+def _over(OVER: tl.constexpr, divisor, ASM: tl.constexpr):
+    """127, or `_FACTOR_INT4`, divided by a size of at least 2**-122; anything if that is infinite or NaN.
+
+    One correction of the reciprocal and one of the quotient round as a division does: tried with all
+    divisors, and reciprocals up to 3 units of the last place away. What a division does besides, to look for
+    numbers this is not right for, is a branch that all wait for.
+    """
+    if ASM:
+        # Of sixteenths, so that none has a denormal reciprocal.
+        divisor *= 0.0625
+        reciprocal = _reciprocal(divisor)
+        reciprocal = tl.math.fma(reciprocal, tl.math.fma(-divisor, reciprocal, 1.0), reciprocal)
+        quotient = reciprocal * (OVER * 0.0625)
+        result = tl.math.fma(reciprocal, tl.math.fma(-divisor, quotient, OVER * 0.0625), quotient)
+    else:
+        result = tl.math.div_rn(tl.full(divisor.shape, OVER, tl.float32), divisor)
+    return result
+
+
+@triton.jit
+def _divided(size, BY: tl.constexpr, ASM: tl.constexpr):
+    """A size divided by 127, or by 12 if it is at least `SMALLEST`; infinity becomes NaN.
+
+    The product with the reciprocal and one correction round as a division does: tried with all floats.
+    """
+    if ASM:
+        quotient = size * (1.0 / BY)
+        result = tl.math.fma(tl.math.fma(quotient, -1.0 * BY, size), 1.0 / BY, quotient)
+    else:
+        result = tl.math.div_rn(size, tl.full(size.shape, BY, tl.float32))
+    return result
+
+
+@triton.jit
+def _divided_by_sqrt_7(size):
+    """A size divided by the square root of 7 as fp32, denormal or not: tried with all floats."""
+    return (size.to(tl.float64) * _PER_SQRT_7).to(tl.float32)
+
+
+@triton.jit
+def _reciprocal(number):
+    """Of normal numbers below 2**126, to a unit of the last place."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [number], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -373,16 +426,15 @@ def _coding(int4, fp4, dtype):
     else:
         lines += [f"mul.rn.f32 x{i}, x{i}, {factor};" for i in range(4)]
     if fp4:
-        # Steps are 1 below 4, then 2, and 4 from 8 on; 12 is the most. With p the power of two below, at
-        # least 2, adding 768 p rounds to p / 2; what is left is 1536, 0x6600, plus the code.
-        lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2; .reg .b32 p, up, down, two, most;"]
-        lines += ["mov.b32 two, 0x40004000; mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
-        lines += ["mov.b32 most, 0x66006600;"]
+        # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
+        # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
+        # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
+        # 768, 0x6200, rounds to steps of 1/2: 0x6200 plus the code.
+        lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2; .reg .b32 p, up, down;"]
+        lines += ["mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
         for word in ("a", "b"):
-            lines += [
-                f"and.b32 p, {word}, 0x7C007C00; max.f16x2 p, p, two; fma.rn.f16x2 {word}, p, up, {word};"
-            ]
-            lines += [f"fma.rn.f16x2 p, p, down, most; add.rn.f16x2 {word}, {word}, p;"]
+            lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
+            lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
         return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
     if not int4:
         lines += [f"add.rn.f32 x{i}, x{i}, {_ROUND};" for i in range(4)]
