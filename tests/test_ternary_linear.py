@@ -361,18 +361,24 @@ def _divisions(size_ptr, factor_ptr, factor4_ptr, by_127_ptr, by_12_ptr, by_sqrt
 
 
 def check_divisions(sizes: Tensor) -> None:
-    """Of finite sizes from 0 on, a multiple of 256 of them."""
+    """Of finite sizes from 0 on, a multiple of 256 of them, where each is for."""
     quotients = [torch.full_like(sizes, torch.nan) for _ in range(5)]
     _divisions[(len(sizes) // 256,)](sizes, *quotients, ASM=sizes.is_cuda, enable_fp_fusion=False)
     factor, factor4, by_127, by_12, by_sqrt_7 = quotients
-    root = torch.tensor(7**0.5, dtype=torch.float32, device=sizes.device)
-    assert torch.equal(by_127, sizes / torch.full_like(sizes, 127))
-    assert torch.equal(by_sqrt_7, sizes / root.expand_as(sizes))
-    seen = sizes >= 2.0**-122
-    assert torch.equal(factor[seen], (torch.full_like(sizes, 127) / sizes)[seen])
-    over = torch.full_like(sizes, 7**0.5 / 15)
-    assert torch.equal(factor4[seen], (over / sizes)[seen])
-    assert torch.equal(by_12[seen], (sizes / torch.full_like(sizes, 12))[seen])
+    for result, over, by, least in (
+        (factor, 127, sizes, 2.0**-120),
+        (factor4, 7**0.5 / 15, sizes, 2.0**-120),
+        (by_127, sizes, 127, 2.0**-122),
+        (by_12, sizes, 12, 2.0**-122),
+        (by_sqrt_7, sizes, 7**0.5, 0),
+    ):
+        wanted = filled(over, sizes) / filled(by, sizes)
+        assert torch.equal(result[sizes >= least], wanted[sizes >= least])
+
+
+def filled(number: Tensor | float, like: Tensor) -> Tensor:
+    """So that torch divides, and does not multiply with the reciprocal of a number."""
+    return number if isinstance(number, Tensor) else torch.full_like(like, number)
 
 
 def test_divisions(device):
