@@ -10,7 +10,7 @@ are compared, FP4 of bf16 is rounded. Other steps are fp32.
     codes              rounded by adding 1.5 * 2**23, whose last place is worth 1: the lowest byte is the code
     INT4               15ths of the way from -8 to 7: a multiply-add that saturates clips them for nothing
     FP4 of bf16        12 |x| / peak is in the middle of two codes or 1 / 1785 of itself away from it, as both
-                       have 8 bits. The 11 of fp16 tell that apart, and fp32 errs by less
+                       have 8 bits. The 11 of fp16 tell that apart, and a factor of 16 bits errs by less
 
 Products and sums must not be fused where that is not written: launch with enable_fp_fusion=False.
 """
@@ -35,7 +35,8 @@ KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
 _SMALLEST, _ROUNDER = tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
-_SMALLEST_BITS = tl.constexpr(int(torch.tensor(SMALLEST).view(torch.int32)))
+_SMALLEST_BITS = tl.constexpr(torch.tensor(SMALLEST).view(torch.int32).item())
+_HUGE_BITS = tl.constexpr(torch.tensor(2.0**100).view(torch.int32).item())
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
 _PER_SQRT_7 = tl.constexpr(1 / torch.tensor(SQRT_7).item())
 _KEPT_RUNS, _KEPT_SPARING = tl.constexpr(14), tl.constexpr(8)
@@ -277,10 +278,10 @@ def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
     W: tl.constexpr, ASM: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
-    """What a token's codes are made with, its scale, NaN where an activation is not finite, and its peak.
+    """A token's runs, what their codes are made with, its scale, NaN where it is not finite, and its peak.
 
-    The first are the factor (for FP4 of other numbers than bf16 what divides) and a mask of codes, 0 where
-    the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4.
+    Codes are made with a factor (for FP4 what divides, and of bf16 its `_diagonal`) and a mask, 0 where the
+    scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4. FP4 of bf16 may be lowered.
     """
     zero = tl.zeros(runs[0][0].shape, tl.int32)
     peak = tl.full([], 0, tl.int32)
@@ -296,23 +297,58 @@ def _numbers(
         size = (bits + zero).to(tl.float32, bitcast=True)
         finite = bits < INFINITY
         MOST: tl.constexpr = 12 if KIND == FP4 else 127
+        BY_MATRIX: tl.constexpr = KIND == FP4 and ASM and tl.bfloat16 == DTYPE
         if KIND == FP4:
             # By what is not seen products stay far below 1/2.
             factor = tl.where(size >= _SMALLEST, size * 0.0625, 1.0)
-            if ASM and tl.bfloat16 == DTYPE:
+            if BY_MATRIX:
                 factor = 0.375 * _reciprocal(factor)
         else:
             size, divisor = _divisor(size, epsilon, CLAMPED)
             factor = _over(127.0, divisor, ASM)
-        # Sizes of no other numbers need the long way. Without any branch the compiler puts off what is before
-        # it, to ask for words, until the token is there: up to 15 % slower.
-        if (bits >= _SMALLEST_BITS) & finite:
+        # Other sizes take the long way. Without a branch the compiler puts off what is before it, to ask for
+        # words, until the token is there: up to 15 % slower.
+        if (bits >= _SMALLEST_BITS) & (bits < _HUGE_BITS):
             scale = _divided(size, MOST, ASM)
         else:
             scale = tl.math.div_rn(size, tl.full(size.shape, MOST, tl.float32))
             if KIND == FP4:
                 scale = tl.where(size < _SMALLEST, 0.0, scale)
-    return (factor, tl.where(finite, -1, 0)), tl.where(finite, scale, float("nan")), peak
+            if BY_MATRIX:  # so that the factor's lower bits are no denormal
+                runs, factor = _lowered(runs), factor * 2.0**64
+        if BY_MATRIX:
+            factor = _diagonal(factor)
+    return runs, (factor, tl.where(finite, -1, 0)), tl.where(finite, scale, float("nan")), peak
+
+
+@triton.jit
+def _lowered(runs):
+    """Runs of bf16 times 2**-64."""
+    lowered = ()
+    for i in tl.static_range(len(runs)):
+        run = ()
+        for w in tl.static_range(len(runs[i])):
+            run += (
+                tl.inline_asm_elementwise(
+                    "{ .reg .b32 by, zero; mov.b32 by, 0x1F801F80; mov.b32 zero, 0x80008000;"
+                    " fma.rn.bf16x2 $0, $1, by, zero; }",
+                    "=r,r", [runs[i][w]], dtype=tl.int32, is_pure=True, pack=1,
+                ),
+            )  # fmt: skip
+        lowered += (run,)
+    return lowered
+
+
+@triton.jit
+def _diagonal(factor):
+    """A thread's part of two matrices of 8 x 8 bf16, with a factor's upper and lower bits on the diagonal."""
+    lane = tl.arange(0, factor.shape[0]) % 32
+    r, q = lane // 4, lane % 4
+    own = tl.where(r // 2 == q, factor, 0.0)
+    upper = own.to(tl.int32, bitcast=True) & -0x10000
+    lower = (own - upper.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) & -0x10000
+    shift = 16 - r % 2 * 16
+    return upper >> shift, lower >> shift
 
 
 @triton.jit
@@ -378,9 +414,13 @@ def _reciprocal(number):
 def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr):
     """The codes of a run, a byte each in a word, made with what `_numbers` gives."""
     factor, mask = by
-    if ASM and (KIND != FP4 or tl.bfloat16 == DTYPE):
+    if ASM and KIND == FP4 and tl.bfloat16 == DTYPE:
         word = tl.inline_asm_elementwise(
-            _coding(KIND == INT4, KIND == FP4, DTYPE), "=r," + "r," * len(run) + "f",
+            _coding_fp4(), "=r,r,r,r,r", run + factor, dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif ASM and KIND != FP4:
+        word = tl.inline_asm_elementwise(
+            _coding(KIND == INT4, DTYPE), "=r," + "r," * len(run) + "f",
             run + (factor,), dtype=tl.int32, is_pure=True, pack=1,  # noqa: RUF005
         )  # fmt: skip
     else:
@@ -411,7 +451,9 @@ def quantised(
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
-    by, scale, peak = _numbers(runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING and not KEPT)
+    runs, by, scale, peak = _numbers(
+        runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING and not KEPT
+    )
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
@@ -423,7 +465,7 @@ def quantised(
 
 
 @triton.constexpr_function
-def _coding(int4, fp4, dtype):
+def _coding(int4, dtype):
     """The words of a run to a word of four codes, by the factor of their token."""
     lines, factor = _widening(dtype), f"${words_of_run(dtype) + 1}"
     lines += [".reg .b32 a, b;"]
@@ -432,22 +474,34 @@ def _coding(int4, fp4, dtype):
         lines += [f"fma.rn.f32 x{i}, x{i}, {_FIFTEEN}, {_ROUND_FROM_8};" for i in range(4)]
     else:
         lines += [f"mul.rn.f32 x{i}, x{i}, {factor};" for i in range(4)]
-    if fp4:
-        # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
-        # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
-        # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
-        # 768, 0x6200, rounds to steps of 1/2: 0x6200 plus the code.
-        lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2; .reg .b32 p, up, down;"]
-        lines += ["mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
-        for word in ("a", "b"):
-            lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
-            lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
-        return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
     if not int4:
         lines += [f"add.rn.f32 x{i}, x{i}, {_ROUND};" for i in range(4)]
     lines += [".reg .b32 y0, y1, y2, y3;", *(f"mov.b32 y{i}, x{i};" for i in range(4))]
     lines += ["prmt.b32 a, y0, y1, 0x0040; prmt.b32 b, y2, y3, 0x0040; prmt.b32 $0, a, b, 0x5410; }"]
     return " ".join(lines)
+
+
+@triton.constexpr_function
+def _coding_fp4():
+    """The words of a run of bf16 to a word of four codes, by the `_diagonal` of a factor.
+
+    Words are rows r and r + 8 of a matrix, of which thread (r, q) has columns 2 q and 2 q + 1. So it has them
+    of the product, in fp32: two instructions for four widened and multiplied.
+    """
+    mma = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {x0, x1, x2, x3}, {$1, $2}"
+    zero = "0f00000000"
+    lines = ["{ .reg .f32 x0, x1, x2, x3; .reg .b32 a, b, p, up, down;"]
+    lines += [f"{mma}, {{$4}}, {{{zero}, {zero}, {zero}, {zero}}}; {mma}, {{$3}}, {{x0, x1, x2, x3}};"]
+    # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
+    # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
+    # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
+    # 768, 0x6200, rounds to steps of 1/2: 0x6200 plus the code.
+    lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2;"]
+    lines += ["mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
+    for word in ("a", "b"):
+        lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
+        lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
+    return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
 
 
 @triton.jit
