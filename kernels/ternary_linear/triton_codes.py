@@ -54,7 +54,7 @@ def _ptx(number: float) -> str:
     return "0f" + struct.pack(">f", number).hex()
 
 
-_ZERO, _FIFTEEN = _ptx(ZERO_OF_INT4), _ptx(15)
+_NONE, _ZERO, _FIFTEEN = _ptx(0), _ptx(ZERO_OF_INT4), _ptx(15)
 _ROUND, _ROUND_FROM_8 = _ptx(_ROUNDER.value), _ptx(_ROUNDER.value - 8)
 
 
@@ -276,12 +276,13 @@ def _widened(dtype):
 @triton.jit
 def _numbers(
     runs, inverse, unit, epsilon, DTYPE: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr,
-    W: tl.constexpr, ASM: tl.constexpr, SPARING: tl.constexpr,
+    W: tl.constexpr, ASM: tl.constexpr, BY_MATRIX: tl.constexpr, SPARING: tl.constexpr,
 ):  # fmt: skip
     """A token's runs, what their codes are made with, its scale, NaN where it is not finite, and its peak.
 
-    Codes are made with a factor (for FP4 what divides, and of bf16 its `_diagonal`) and a mask, 0 where the
-    scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4. FP4 of bf16 may be lowered.
+    Codes are made with a factor (for FP4 of other numbers than bf16 what divides; BY_MATRIX, its `_diagonal`)
+    and a mask, 0 where the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4. Runs
+    are as they were, or BY_MATRIX made smaller.
     """
     zero = tl.zeros(runs[0][0].shape, tl.int32)
     peak = tl.full([], 0, tl.int32)
@@ -297,11 +298,10 @@ def _numbers(
         size = (bits + zero).to(tl.float32, bitcast=True)
         finite = bits < INFINITY
         MOST: tl.constexpr = 12 if KIND == FP4 else 127
-        BY_MATRIX: tl.constexpr = KIND == FP4 and ASM and tl.bfloat16 == DTYPE
         if KIND == FP4:
             # By what is not seen products stay far below 1/2.
             factor = tl.where(size >= _SMALLEST, size * 0.0625, 1.0)
-            if BY_MATRIX:
+            if ASM and tl.bfloat16 == DTYPE:
                 factor = 0.375 * _reciprocal(factor)
         else:
             size, divisor = _divisor(size, epsilon, CLAMPED)
@@ -411,16 +411,20 @@ def _reciprocal(number):
 
 
 @triton.jit
-def _codes_of(run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr):
+def _codes_of(
+    run, by, DTYPE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, BY_MATRIX: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """The codes of a run, a byte each in a word, made with what `_numbers` gives."""
     factor, mask = by
-    if ASM and KIND == FP4 and tl.bfloat16 == DTYPE:
+    if BY_MATRIX:
         word = tl.inline_asm_elementwise(
-            _coding_fp4(), "=r,r,r,r,r", run + factor, dtype=tl.int32, is_pure=True, pack=1
-        )
-    elif ASM and KIND != FP4:
+            _coding(False, True, True, DTYPE), "=r,r,r,r,r", run + factor,
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif ASM and (KIND != FP4 or tl.bfloat16 == DTYPE):
         word = tl.inline_asm_elementwise(
-            _coding(KIND == INT4, DTYPE), "=r," + "r," * len(run) + "f",
+            _coding(KIND == INT4, KIND == FP4, False, DTYPE), "=r," + "r," * len(run) + "f",
             run + (factor,), dtype=tl.int32, is_pure=True, pack=1,  # noqa: RUF005
         )  # fmt: skip
     else:
@@ -451,30 +455,46 @@ def quantised(
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
+    # Fewer instructions, but what waits for them waits longer.
+    BY_MATRIX: tl.constexpr = ASM and KIND == FP4 and tl.bfloat16 == DTYPE and IN_PRODUCT
     runs, by, scale, peak = _numbers(
-        runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, SPARING and not KEPT
+        runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, BY_MATRIX, SPARING and not KEPT
     )
     pairs = ()
     summed = tl.zeros([32 * W], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
-        first = _codes_of(runs[i], by, OF, KIND, ASM, not IN_PRODUCT)
-        second = _codes_of(runs[i + 1], by, OF, KIND, ASM, not IN_PRODUCT)
+        first = _codes_of(runs[i], by, OF, KIND, ASM, BY_MATRIX, not IN_PRODUCT)
+        second = _codes_of(runs[i + 1], by, OF, KIND, ASM, BY_MATRIX, not IN_PRODUCT)
         summed = sum_of_bytes(second, sum_of_bytes(first, summed, ASM), ASM)
         pairs += ((first, second),)
     return pairs, scale, summed, peak
 
 
 @triton.constexpr_function
-def _coding(int4, dtype):
-    """The words of a run to a word of four codes, by the factor of their token."""
-    lines, factor = _widening(dtype), f"${words_of_run(dtype) + 1}"
+def _coding(int4, fp4, by_matrix, dtype):
+    """The words of a run to a word of four codes, by the factor of their token, or its `_diagonal`."""
+    factor = f"${words_of_run(dtype) + 1}"
+    if by_matrix:
+        lines = ["{ .reg .f32 x0, x1, x2, x3;", _products_by_matrix()]
+    elif int4:
+        lines = [*_widening(dtype), *(f"fma.rn.sat.f32 x{i}, x{i}, {factor}, {_ZERO};" for i in range(4))]
+    else:
+        lines = [*_widening(dtype), *(f"mul.rn.f32 x{i}, x{i}, {factor};" for i in range(4))]
     lines += [".reg .b32 a, b;"]
+    if fp4:
+        # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
+        # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
+        # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
+        # 768, 0x6200, rounds to steps of 1/2: 0x6200 plus the code.
+        lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2; .reg .b32 p, up, down;"]
+        lines += ["mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
+        for word in ("a", "b"):
+            lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
+            lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
+        return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
     if int4:
-        lines += [f"fma.rn.sat.f32 x{i}, x{i}, {factor}, {_ZERO};" for i in range(4)]
         lines += [f"fma.rn.f32 x{i}, x{i}, {_FIFTEEN}, {_ROUND_FROM_8};" for i in range(4)]
     else:
-        lines += [f"mul.rn.f32 x{i}, x{i}, {factor};" for i in range(4)]
-    if not int4:
         lines += [f"add.rn.f32 x{i}, x{i}, {_ROUND};" for i in range(4)]
     lines += [".reg .b32 y0, y1, y2, y3;", *(f"mov.b32 y{i}, x{i};" for i in range(4))]
     lines += ["prmt.b32 a, y0, y1, 0x0040; prmt.b32 b, y2, y3, 0x0040; prmt.b32 $0, a, b, 0x5410; }"]
@@ -482,26 +502,14 @@ def _coding(int4, dtype):
 
 
 @triton.constexpr_function
-def _coding_fp4():
-    """The words of a run of bf16 to a word of four codes, by the `_diagonal` of a factor.
+def _products_by_matrix():
+    """The activations $1 and $2, bf16, times the factor of which $3 and $4 are the `_diagonal`, fp32.
 
-    Words are rows r and r + 8 of a matrix, of which thread (r, q) has columns 2 q and 2 q + 1. So it has them
-    of the product, in fp32: two instructions for four widened and multiplied.
+    Words are columns 2 q and 2 q + 1 of rows r and r + 8: thread (r, q) has those of the product as well.
     """
-    mma = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {x0, x1, x2, x3}, {$1, $2}"
-    zero = "0f00000000"
-    lines = ["{ .reg .f32 x0, x1, x2, x3; .reg .b32 a, b, p, up, down;"]
-    lines += [f"{mma}, {{$4}}, {{{zero}, {zero}, {zero}, {zero}}}; {mma}, {{$3}}, {{x0, x1, x2, x3}};"]
-    # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
-    # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
-    # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
-    # 768, 0x6200, rounds to steps of 1/2: 0x6200 plus the code.
-    lines += ["cvt.rn.f16x2.f32 a, x1, x0; cvt.rn.f16x2.f32 b, x3, x2;"]
-    lines += ["mov.b32 up, 0x62006200; mov.b32 down, 0xE200E200;"]
-    for word in ("a", "b"):
-        lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
-        lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
-    return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
+    instruction = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {x0, x1, x2, x3}, {$1, $2}"
+    zeros = f"{{{_NONE}, {_NONE}, {_NONE}, {_NONE}}}"
+    return f"{instruction}, {{$4}}, {zeros}; {instruction}, {{$3}}, {{x0, x1, x2, x3}};"
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def one_token_launch(tiles: int, steps: int, multiprocessors: int, narrow: bool 
     if each > 2 or warps > 8:
         return Launch(warps, min(2, each), places=5, head=2, registers=128, next_at_once=False)
     turns = triton.cdiv(steps, warps)
-    registers = (104 if narrow else 64) if turns <= 5 else 128 if narrow or turns > 7 else 100
+    registers = (104 if narrow else 64) if turns <= 5 else 128 if narrow or turns > 7 else 96
     return Launch(warps, 1, places=triton.cdiv(turns, 2), head=5, registers=registers)
 
 
