@@ -509,7 +509,7 @@ def _products_by_matrix():
     """
     instruction = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {x0, x1, x2, x3}, {$1, $2}"
     zeros = f"{{{_NONE}, {_NONE}, {_NONE}, {_NONE}}}"
-    return f"{instruction}, {{$4}}, {zeros}; {instruction}, {{$3}}, {{x0, x1, x2, x3}};"
+    return f"{instruction}, {{$3}}, {zeros}; {instruction}, {{$4}}, {{x0, x1, x2, x3}};"
 
 
 @triton.jit
