@@ -21,6 +21,7 @@ from torch.library import opcheck
 
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
+from neuzip.kernels.quantizers.magnitudes import quotient
 from neuzip.kernels.ternary_linear import (
     TernaryWeight,
     reference,
@@ -367,7 +368,7 @@ def _divisions(size_ptr, factor_ptr, factor4_ptr, by_127_ptr, by_12_ptr, by_sqrt
 
 
 def check_divisions(sizes: Tensor) -> None:
-    """Of finite sizes from 0 on, a multiple of 256 of them, where each is for."""
+    """Of a multiple of 256 finite sizes, not negative. What divides by others is not asked about them."""
     quotients = [torch.full_like(sizes, torch.nan) for _ in range(5)]
     _divisions[(len(sizes) // 256,)](sizes, *quotients, ASM=sizes.is_cuda, enable_fp_fusion=False)
     factor, factor4, by_127, by_12, by_sqrt_7 = quotients
@@ -378,13 +379,8 @@ def check_divisions(sizes: Tensor) -> None:
         (by_12, sizes, 12, 2.0**-122),
         (by_sqrt_7, sizes, 7**0.5, 0),
     ):
-        wanted = filled(over, sizes) / filled(by, sizes)
+        wanted = quotient(over, by)
         assert torch.equal(result[sizes >= least], wanted[sizes >= least])
-
-
-def filled(number: Tensor | float, like: Tensor) -> Tensor:
-    """So that torch divides, and does not multiply with the reciprocal of a number."""
-    return number if isinstance(number, Tensor) else torch.full_like(like, number)
 
 
 def test_divisions(device):
@@ -427,6 +423,21 @@ def test_kernel_quantises_all_of_bf16(activation: str, peak: float, device):
     assert torch.equal(codes[:, : x.shape[1]], wanted.codes)
     assert same_bits(scale, wanted.scale[:, 0])
     assert torch.equal(total, wanted.codes.sum(-1, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peak", [1.0, 2.0**-107, 2.0**-122, 2.0**-125, 2.0**99, 2.0**100, 2.0**127])
+def test_product_quantises_all_of_bf16_to_fp4(peak: float, device):
+    """By matrices: huge tokens are made smaller, denormals are no zeros. Weights have a diagonal of ones."""
+    x = rows_up_to(peak)
+    size = patterns(torch.bfloat16).float().abs()
+    x = x[:, (size > peak / 64) & (size <= 2 * peak)]  # of what is smaller all codes are 0
+    columns = x.shape[1]
+    assert columns > 500
+    weight = TernaryWeight.of(Ternary(torch.eye(columns, dtype=torch.int8), torch.tensor(1.0)), device)
+    for row in (*x.split(1), torch.zeros_like(x[:1])):
+        wanted = reference.quantize(row, "fp4").dequantize(row.dtype)
+        assert same_bits(ternary_linear(row.to(device), weight, activation="fp4"), wanted)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 1.0])
@@ -907,13 +918,18 @@ def see(function, code, kwargs):
         assert code.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
         sets = 0 if not kwargs["BITS"] else 1 if kwargs["KIND"] == 1 else 2
         replay(code.asm["ptx"], ahead, head, turns, kwargs["TURNS"], sets)
-        assert len(lines) == turns * (2 * sets or 8)
+        runs = 2 * kwargs["TURNS"] if kwargs["KIND"] == 2 and "m16n8k8." in code.asm["ptx"] else 0
+        assert len(lines) == turns * (2 * sets or 8) + runs
+        seen.add(("by matrix", runs > 0))
         assert ("m16n8k256" in code.asm["ptx"]) == kwargs["BITS"] == ("m16n8k32" not in code.asm["ptx"])
         seen.add(("bits", kwargs["BITS"]))
         seen.update({("ring used again", ahead < turns), ("head", head > 0)})
     seen.add(("HALVES", kwargs.get("HALVES")))
     clipped = code.asm["ptx"].count("fma.rn.sat.f32")  # by INT4, a code each, and another one rounds
-    assert ".ftz" not in code.asm["ptx"] and (fused == clipped or kwargs.get("KIND") == 2)
+    reciprocals = code.asm["ptx"].count("rcp.approx.ftz.f32")
+    assert reciprocals == code.asm["ptx"].count(".ftz") <= 1
+    divisions = 0 if not reciprocals else 4 if kwargs["KIND"] == 1 else 6  # corrections of the quotients
+    assert fused == clipped + divisions or kwargs.get("KIND") == 2
     assert not clipped or kwargs["KIND"] == 1
     seen.add(("clipped", kwargs.get("KIND") == 1 and clipped > 0))
     print(function.__name__, len(lines), *found, sep=" | ")
@@ -980,7 +996,7 @@ def weight(out, columns, group=None):
 
 for dtype, out, columns, activation in (
     (torch.bfloat16, 4096, 4096, "int8"), (torch.float16, 17, 70, "int4"), (torch.float32, 1, 1, "fp4"),
-    (torch.bfloat16, 33, 600, "top_k_int8"),
+    (torch.bfloat16, 33, 600, "top_k_int8"), (torch.bfloat16, 33, 600, "fp4"),
 ):
     one, few = torch.zeros(1, columns, dtype=dtype), torch.zeros(9, columns, dtype=dtype)
     bias = torch.zeros(out)
@@ -1006,7 +1022,7 @@ for launch in (
 ):
     triton_vector.one_token(torch.zeros(1, 1024), [weight(90, 1024)], [None], "fp4", False, launch=launch)
 triton_vector.few_tokens(torch.zeros(9, 256), weight(16 * 400, 256), None, "int4", False)
-names = "ring used again", "head", "HALVES", "bits"
+names = "ring used again", "head", "HALVES", "bits", "by matrix"
 assert seen >= {(name, value) for name in names for value in (True, False)}
 assert ("clipped", True) in seen
 """
@@ -1020,7 +1036,7 @@ def test_kernels_compile(tmp_path: Path):
         "_unpack", "_multiply_kernel", "_grouped_kernel",
     }  # fmt: skip
     by_hand = [line for line in lines if line[0].startswith(("_one_token", "_few_tokens"))]
-    assert len(by_hand) == 32
+    assert len(by_hand) == 37
     for name, count, *found in by_hand:
         assert int(count) >= 8 or name in ("_one_token", "_one_token_whole_glu")  # whose number `see` knows
         assert len(found) == 1

@@ -2,7 +2,7 @@
 
 Activations come in runs of four, as words of 32 bits: two words of two bf16 or fp16, or four of fp32; an
 array has a word of each thread. What two of 16 bits in a word can have done to them at once is: magnitudes
-are compared, FP4 of bf16 is rounded. Other steps are fp32.
+are compared, FP4 of bf16 is rounded. Other steps are fp32, and fp64 where INT4's mean is.
 
     largest magnitude  of each thread, then of all in one exchange
     mean (INT4)        a run's sum becomes fp64 by moving its bits, which makes it a power of two smaller,
@@ -10,7 +10,7 @@ are compared, FP4 of bf16 is rounded. Other steps are fp32.
     codes              rounded by adding 1.5 * 2**23, whose last place is worth 1: the lowest byte is the code
     INT4               15ths of the way from -8 to 7: a multiply-add that saturates clips them for nothing
     FP4 of bf16        12 |x| / peak is in the middle of two codes or 1 / 1785 of itself away from it, as both
-                       have 8 bits. The 11 of fp16 tell that apart, and a factor of 16 bits errs by less
+                       have 8 bits. The 11 of fp16 tell that apart, and allow the factor to be 2**-14 off
 
 Products and sums must not be fused where that is not written: launch with enable_fp_fusion=False.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import struct
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
@@ -35,10 +34,11 @@ KINDS = {"int8": 0, "int4": 1, "fp4": 2, "top_k_int8": 3}
 INT8, INT4, FP4, TOP_K = (tl.constexpr(n) for n in range(4))
 INFINITY = tl.constexpr(0x7F800000)
 _SMALLEST, _ROUNDER = tl.constexpr(SMALLEST), tl.constexpr(1.5 * 2.0**23)
-_SMALLEST_BITS = tl.constexpr(torch.tensor(SMALLEST).view(torch.int32).item())
-_HUGE_BITS = tl.constexpr(torch.tensor(2.0**100).view(torch.int32).item())
+_SMALLEST_BITS, _HUGE_BITS = (
+    tl.constexpr(struct.unpack("i", struct.pack("f", size))[0]) for size in (SMALLEST, 2.0**100)
+)
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
-_PER_SQRT_7 = tl.constexpr(1 / torch.tensor(SQRT_7).item())
+_PER_SQRT_7 = tl.constexpr(1 / struct.unpack("f", struct.pack("f", SQRT_7))[0])
 _KEPT_RUNS, _KEPT_SPARING = tl.constexpr(14), tl.constexpr(8)
 """Of a thread, that are widened once if they are added up as well; there are no registers for more, or
 fewer programs would run beside each other."""
@@ -54,7 +54,7 @@ def _ptx(number: float) -> str:
     return "0f" + struct.pack(">f", number).hex()
 
 
-_NONE, _ZERO, _FIFTEEN = _ptx(0), _ptx(ZERO_OF_INT4), _ptx(15)
+_ZERO, _OFFSET, _FIFTEEN = _ptx(0), _ptx(ZERO_OF_INT4), _ptx(15)
 _ROUND, _ROUND_FROM_8 = _ptx(_ROUNDER.value), _ptx(_ROUNDER.value - 8)
 
 
@@ -281,8 +281,8 @@ def _numbers(
     """A token's runs, what their codes are made with, its scale, NaN where it is not finite, and its peak.
 
     Codes are made with a factor (for FP4 of other numbers than bf16 what divides; BY_MATRIX, its `_diagonal`)
-    and a mask, 0 where the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4. Runs
-    are as they were, or BY_MATRIX made smaller.
+    and a mask, 0 where the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4.
+    BY_MATRIX, runs of few tokens come back smaller, and the factor is larger.
     """
     zero = tl.zeros(runs[0][0].shape, tl.int32)
     peak = tl.full([], 0, tl.int32)
@@ -299,22 +299,22 @@ def _numbers(
         finite = bits < INFINITY
         MOST: tl.constexpr = 12 if KIND == FP4 else 127
         if KIND == FP4:
-            # By what is not seen products stay far below 1/2.
+            # With any factor near 1 the products of what is not seen are far below 1/4.
             factor = tl.where(size >= _SMALLEST, size * 0.0625, 1.0)
             if ASM and tl.bfloat16 == DTYPE:
                 factor = 0.375 * _reciprocal(factor)
         else:
             size, divisor = _divisor(size, epsilon, CLAMPED)
             factor = _over(127.0, divisor, ASM)
-        # Other sizes take the long way. Without a branch the compiler puts off what is before it, to ask for
-        # words, until the token is there: up to 15 % slower.
+        # Hardly any size takes the long way. As there is one a basic block ends here; otherwise the compiler
+        # moves what asks for words, ahead of this, behind the wait for the token: up to 15 % slower.
         if (bits >= _SMALLEST_BITS) & (bits < _HUGE_BITS):
             scale = _divided(size, MOST, ASM)
         else:
             scale = tl.math.div_rn(size, tl.full(size.shape, MOST, tl.float32))
             if KIND == FP4:
                 scale = tl.where(size < _SMALLEST, 0.0, scale)
-            if BY_MATRIX:  # so that the factor's lower bits are no denormal
+            if BY_MATRIX:  # of huge tokens the factor's lower bits would be denormal; others do not mind
                 runs, factor = _lowered(runs), factor * 2.0**64
         if BY_MATRIX:
             factor = _diagonal(factor)
@@ -341,7 +341,10 @@ def _lowered(runs):
 
 @triton.jit
 def _diagonal(factor):
-    """A thread's part of two matrices of 8 x 8 bf16, with a factor's upper and lower bits on the diagonal."""
+    """Two matrices of 8 x 8 bf16 with a factor's upper 8 bits, and the next 8, on the diagonal.
+
+    Thread (r, q) has rows 2 q and 2 q + 1 of column r.
+    """
     lane = tl.arange(0, factor.shape[0]) % 32
     r, q = lane // 4, lane % 4
     own = tl.where(r // 2 == q, factor, 0.0)
@@ -419,12 +422,12 @@ def _codes_of(
     factor, mask = by
     if BY_MATRIX:
         word = tl.inline_asm_elementwise(
-            _coding(False, True, True, DTYPE), "=r,r,r,r,r", run + factor,
+            _coding(KIND, True, DTYPE), "=r,r,r,r,r", run + factor,
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     elif ASM and (KIND != FP4 or tl.bfloat16 == DTYPE):
         word = tl.inline_asm_elementwise(
-            _coding(KIND == INT4, KIND == FP4, False, DTYPE), "=r," + "r," * len(run) + "f",
+            _coding(KIND, False, DTYPE), "=r," + "r," * len(run) + "f",
             run + (factor,), dtype=tl.int32, is_pure=True, pack=1,  # noqa: RUF005
         )  # fmt: skip
     else:
@@ -447,7 +450,7 @@ def quantised(
     """Of a token, two runs of a thread a turn: codes, two words a turn; scale; a thread's sum of codes; peak.
 
     IN_PRODUCT: codes are anything where the scale is NaN, as they are multiplied with it. SPARING: of
-    registers, for programs beside each other.
+    registers, for programs beside each other. Epsilon is at least 2**-120.
     """
     ROOM: tl.constexpr = W <= 8 and len(runs) <= (_KEPT_SPARING if SPARING else _KEPT_RUNS)
     WIDENED_TWICE: tl.constexpr = KIND == INT4 and tl.float32 != DTYPE
@@ -455,7 +458,7 @@ def quantised(
     OF: tl.constexpr = tl.float32 if KEPT else DTYPE
     if KEPT:
         runs = _all_widened(runs, DTYPE)
-    # Fewer instructions, but what waits for them waits longer.
+    # Fewer instructions, that take longer: a gain where other warps have something else to do meanwhile.
     BY_MATRIX: tl.constexpr = ASM and KIND == FP4 and tl.bfloat16 == DTYPE and IN_PRODUCT
     runs, by, scale, peak = _numbers(
         runs, inverse, unit, epsilon, OF, KIND, CLAMPED, W, ASM, BY_MATRIX, SPARING and not KEPT
@@ -471,17 +474,17 @@ def quantised(
 
 
 @triton.constexpr_function
-def _coding(int4, fp4, by_matrix, dtype):
+def _coding(kind, by_matrix, dtype):
     """The words of a run to a word of four codes, by the factor of their token, or its `_diagonal`."""
     factor = f"${words_of_run(dtype) + 1}"
     if by_matrix:
         lines = ["{ .reg .f32 x0, x1, x2, x3;", _products_by_matrix()]
-    elif int4:
-        lines = [*_widening(dtype), *(f"fma.rn.sat.f32 x{i}, x{i}, {factor}, {_ZERO};" for i in range(4))]
+    elif kind == INT4:
+        lines = [*_widening(dtype), *(f"fma.rn.sat.f32 x{i}, x{i}, {factor}, {_OFFSET};" for i in range(4))]
     else:
         lines = [*_widening(dtype), *(f"mul.rn.f32 x{i}, x{i}, {factor};" for i in range(4))]
     lines += [".reg .b32 a, b;"]
-    if fp4:
+    if kind == FP4:
         # Halves of codes, 6 at the most: steps are 1/2 below 2, then 1, and 2 from 4 on. The mask leaves 2 of
         # those from 2 on, 4 of those from 4 on, of others 2**-14 or 0. Adding 768 times that rounds to steps
         # of 1 and 2, and takes no bit of the others that counts; what is added is taken off again. Adding
@@ -492,7 +495,7 @@ def _coding(int4, fp4, by_matrix, dtype):
             lines += [f"and.b32 p, {word}, 0x44004400; fma.rn.f16x2 {word}, p, up, {word};"]
             lines += [f"fma.rn.f16x2 {word}, p, down, {word}; add.rn.f16x2 {word}, {word}, up;"]
         return " ".join([*lines, "prmt.b32 $0, a, b, 0x6420; }"])
-    if int4:
+    if kind == INT4:
         lines += [f"fma.rn.f32 x{i}, x{i}, {_FIFTEEN}, {_ROUND_FROM_8};" for i in range(4)]
     else:
         lines += [f"add.rn.f32 x{i}, x{i}, {_ROUND};" for i in range(4)]
@@ -503,12 +506,12 @@ def _coding(int4, fp4, by_matrix, dtype):
 
 @triton.constexpr_function
 def _products_by_matrix():
-    """The activations $1 and $2, bf16, times the factor of which $3 and $4 are the `_diagonal`, fp32.
+    """The activations $1 and $2, bf16, times the 16 bits of a factor of which $3 and $4 are the `_diagonal`.
 
     Words are columns 2 q and 2 q + 1 of rows r and r + 8: thread (r, q) has those of the product as well.
     """
     instruction = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {x0, x1, x2, x3}, {$1, $2}"
-    zeros = f"{{{_NONE}, {_NONE}, {_NONE}, {_NONE}}}"
+    zeros = f"{{{_ZERO}, {_ZERO}, {_ZERO}, {_ZERO}}}"
     return f"{instruction}, {{$3}}, {zeros}; {instruction}, {{$4}}, {{x0, x1, x2, x3}};"
 
 
