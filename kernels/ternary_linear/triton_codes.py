@@ -282,20 +282,19 @@ def _numbers(
 
     Codes are made with a factor (for FP4 of other numbers than bf16 what divides; BY_MATRIX, its `_diagonal`)
     and a mask, 0 where the scale is NaN. All are [T], but the peak: bits of its dtype, and 0 for INT4.
-    BY_MATRIX, runs of few tokens come back smaller, and the factor is larger.
+    BY_MATRIX, runs of huge tokens and of those next to 0 come back smaller, with a larger factor.
     """
-    zero = tl.zeros(runs[0][0].shape, tl.int32)
+    T: tl.constexpr = runs[0][0].shape[0]
     peak = tl.full([], 0, tl.int32)
     if KIND == INT4:
         size, finite = _mean(runs, inverse, unit, DTYPE, W, ASM, SPARING)
-        size = (size.to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)
-        size, divisor = _divisor(size, epsilon, CLAMPED)
+        size, divisor = _divisor(tl.broadcast_to(size, [T]), epsilon, CLAMPED)
         factor = _over(_FACTOR_INT4, divisor, ASM)
         scale = _divided_by_sqrt_7(size)
     else:
         (peak,) = of_program((_largest(runs, DTYPE, ASM),), 1, W, ASM)
         bits = _as_fp32(peak, DTYPE)
-        size = (bits + zero).to(tl.float32, bitcast=True)
+        size = tl.broadcast_to(bits.to(tl.float32, bitcast=True), [T])
         finite = bits < INFINITY
         MOST: tl.constexpr = 12 if KIND == FP4 else 127
         if KIND == FP4:
