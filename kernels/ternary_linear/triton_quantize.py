@@ -28,8 +28,8 @@ from neuzip.kernels.triton_sums import of_program, of_program_in, room
 from .triton_codes import KINDS, TOP_K, load_words, quantised, sum_of_bytes, words_of_run
 from .weight import STEP, steps_of
 
-FEW = 16
-"""Activations of a thread for up to 64 tokens."""
+FEW, FEW_INT4 = 16, 32
+"""Activations of a thread for up to 64 tokens: more where warps have more to exchange."""
 
 MANY_BYTES, LEAST = 128, 4
 """For more tokens: bytes of a thread's activations, half of them for Top-K; warps of a token, at least."""
@@ -72,7 +72,8 @@ def quantize(
     x = in_words(x)
     many = tokens > 64
     most = MANY_BYTES // 2 if activation == "top_k_int8" else MANY_BYTES
-    least, each = (LEAST, most // x.element_size()) if many else (1, FEW)
+    few = FEW_INT4 if activation == "int4" else FEW
+    least, each = (LEAST, most // x.element_size()) if many else (1, few)
     usual = max(least, triton.next_power_of_2(triton.cdiv(columns, 32 * each)))
     warps = warps or min(32, usual, triton.next_power_of_2(steps))
     turns = triton.cdiv(steps, warps)
