@@ -368,7 +368,7 @@ def _divisions(size_ptr, factor_ptr, factor4_ptr, by_127_ptr, by_12_ptr, by_sqrt
 
 
 def check_divisions(sizes: Tensor) -> None:
-    """Of a multiple of 256 finite sizes, not negative. What divides by others is not asked about them."""
+    """A multiple of 256 finite sizes, not negative. Each quotient is compared where it is to be right."""
     quotients = [torch.full_like(sizes, torch.nan) for _ in range(5)]
     _divisions[(len(sizes) // 256,)](sizes, *quotients, ASM=sizes.is_cuda, enable_fp_fusion=False)
     factor, factor4, by_127, by_12, by_sqrt_7 = quotients

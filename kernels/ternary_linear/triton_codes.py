@@ -560,6 +560,19 @@ def _lowest_bytes(b0, b1, b2, b3, ASM: tl.constexpr):
 
 
 @triton.jit
+def lower_and_upper(lower, upper, ASM: tl.constexpr):
+    """The lower halves of the bytes of one word, and the upper halves of those of another."""
+    if ASM:
+        result = tl.inline_asm_elementwise(  # otherwise it is two instructions, of a mask each
+            "lop3.b32 $0, $1, 0x0F0F0F0F, $2, 0xE2;", "=r,r,r", [lower, upper],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = (lower & 0x0F0F0F0F) | (upper & -0x0F0F0F10)
+    return result
+
+
+@triton.jit
 def signed_byte(word, B: tl.constexpr):
     """One of four signed bytes."""
     return (word << (24 - 8 * B)) >> 24

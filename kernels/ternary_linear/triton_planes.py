@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_codes import lower_and_upper
 from .triton_mma import mma
 from .triton_ring import meet
 
@@ -26,7 +27,6 @@ SET_BYTES = 128
 """Of a warp's lower, or upper, halves of codes in a turn."""
 
 _SET_BYTES = tl.constexpr(SET_BYTES)
-_NIBBLES = tl.constexpr(0x0F0F0F0F)
 
 
 @triton.constexpr_function
@@ -70,9 +70,9 @@ def put(to, pairs, r, NARROW: tl.constexpr, ASM: tl.constexpr):
     kept = ()
     for turn in tl.static_range(len(pairs)):
         first, second = pairs[turn]
-        halves = (_lower_and_upper(first, second << 4, ASM),)
+        halves = (lower_and_upper(first, second << 4, ASM),)
         if not NARROW:
-            halves += (_lower_and_upper(first >> 4, second, ASM),)
+            halves += (lower_and_upper(first >> 4, second, ASM),)
         for i in tl.static_range(SETS):
             rotated = _rotated(halves[i], rotation, ASM)
             if ASM:
@@ -83,19 +83,6 @@ def put(to, pairs, r, NARROW: tl.constexpr, ASM: tl.constexpr):
             kept += (rotated,)
     meet(to, ASM)
     return kept
-
-
-@triton.jit
-def _lower_and_upper(lower, upper, ASM: tl.constexpr):
-    """The lower halves of the bytes of one word, and the upper halves of those of another."""
-    if ASM:
-        result = tl.inline_asm_elementwise(  # otherwise it is two instructions, of a mask each
-            "lop3.b32 $0, $1, 0x0F0F0F0F, $2, 0xE2;", "=r,r,r", [lower, upper],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        result = (lower & _NIBBLES) | (upper & ~_NIBBLES)
-    return result
 
 
 @triton.constexpr_function

@@ -25,7 +25,7 @@ from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.quantizers.magnitudes import first_unit
 from neuzip.kernels.triton_sums import of_program, of_program_in, room
 
-from .triton_codes import KINDS, TOP_K, load_words, quantised, sum_of_bytes, words_of_run
+from .triton_codes import KINDS, TOP_K, load_words, lower_and_upper, quantised, sum_of_bytes, words_of_run
 from .weight import STEP, steps_of
 
 FEW, FEW_INT4 = 16, 32
@@ -141,7 +141,7 @@ def _quantize_kernel(
         pair, b, p, q, step = at % 2, at // 2 % 2, at // 4 % 2, at // 8 % 4, at // 32
         if HALVES:
             target = codes + token * 16 + (2 * step + p) * (128 * BLOCKS) + 4 * q + 2 * pair + b
-            both = (first & 0x0F0F0F0F) | (second << 4) & -0x0F0F0F10
+            both = lower_and_upper(first, second << 4, ASM)
             if EVEN:
                 tl.store(target, both)
             else:
