@@ -7,6 +7,8 @@ shows on a GPU, as for packed weights: see test_packed_ops.py.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -332,6 +334,19 @@ def rows_up_to(peak: float) -> Tensor:
     peaks = (peak * (1 + torch.arange(128) / 128)).bfloat16()
     x = patterns(torch.bfloat16)
     return torch.where(x.abs() > peaks[:, None], peaks[:, None] * x.sign(), x)
+
+
+def test_constants_do_not_depend_on_defaults_of_torch():
+    """Kernels are imported at the first product, whatever has been set by then."""
+    script = (
+        "import torch; torch.set_default_dtype(torch.bfloat16); torch.set_default_device('meta');"
+        "from neuzip.kernels.ternary_linear import triton_codes as codes;"
+        "print(codes.ZERO_OF_INT4.hex(), codes._PER_SQRT_7.value.hex(), codes._SMALLEST_BITS.value)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    root = torch.tensor(7**0.5, dtype=torch.float32).item()
+    zero = torch.tensor(8 / 15, dtype=torch.float32).item()
+    assert said.split() == [zero.hex(), (1 / root).hex(), str((127 - 122) << 23)]
 
 
 def cut_off_to_bf16(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ codes of 0 and the scale NaN: it dequantises to NaN throughout, and nothing has 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ EPSILON = 1e-5
 
 SQRT_7 = math.sqrt(7)
 
-ZERO_OF_INT4 = torch.tensor(8 / 15, dtype=torch.float32).item()
+ZERO_OF_INT4 = struct.unpack("f", struct.pack("f", 8 / 15))[0]
 """Where 0 is between -8 and 7."""
 
 SMALLEST = 2.0**-122
