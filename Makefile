@@ -32,7 +32,7 @@ quick: $(VENV)/.developed ## Run the tests that take seconds
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format --check" && $(BIN)/ruff format --quiet --check .
-	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip
+	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py
 	@echo "lint: import contracts" && cd .typing && \
 	  { said=$$(../$(BIN)/lint-imports --config ../pyproject.toml --no-cache) || { echo "$$said"; exit 1; }; }
 

@@ -32,8 +32,10 @@ MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
 ORIGINAL_FOLDER = f"{OWN_FOLDER}/original"
 
 WEIGHTS_KEY = "transformers_weights"
-NOT_A_FILE = "compressed by neuzip: it loads where neuzip-toolkit is installed, and `neuzip decompress` restores it"
-"""What a compressed folder's config.json has there: the end of transformers' error where neuzip is not installed."""
+NOT_A_FILE = (
+    "compressed by neuzip: it loads where neuzip-toolkit is installed, and `neuzip decompress` restores it"
+)
+"""What a compressed config.json has there: transformers' error ends with it where neuzip is not installed."""
 
 SKIPPED_FOLDERS = (".git", ".cache/huggingface")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -212,7 +214,8 @@ def rewritten_config(
     """A config.json that says how its weights are stored, in the words of transformers.
 
     transformers without neuzip warns of the `quant_method` and goes on; what is in `transformers_weights` it
-    takes for the name of a file, and refuses one with another ending. And in ours how `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
+    takes for the name of a file, and refuses one with this ending. And in ours the config.json says how
+    `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
     """
     path = checkpoint.root / config
     try:
