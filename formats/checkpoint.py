@@ -208,6 +208,16 @@ def config_files(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def adapter_files(checkpoint: Checkpoint) -> list[str]:
+    """The weight files that peft reads: adapter_model.safetensors beside an adapter_config.json."""
+    return [
+        w
+        for w in checkpoint.weights
+        if w == f"{_folder(w)}adapter_model.safetensors"
+        and f"{_folder(w)}adapter_config.json" in checkpoint.others
+    ]
+
+
 def rewritten_config(
     checkpoint: Checkpoint, config: str, lossless: bool, activations: str | None = None
 ) -> bytes:

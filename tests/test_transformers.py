@@ -34,6 +34,8 @@ from transformers.quantizers.base import HfQuantizer
 
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress.against import compress_against
+from neuzip.compress.plan import CODED_MINIMUM
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.quantizer import NeuzipConfig, make_quantizer, register
@@ -691,6 +693,27 @@ def test_any_order_of_imports(program: str, cheap: str | None, small, tmp_path: 
     assert said == ([cheap] if cheap else [])
     expected = neuzip.load_model(small["gpt2"]).get_input_embeddings().weight
     assert float(total) == expected.float().sum().item()
+
+
+def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
+    """It warns of what a file lacks, and goes on without: so all tensors are there, under their names."""
+    peft = pytest.importorskip("peft")
+
+    def base() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")
+
+    for name in ("before", "plain"):  # half of the matrices are 0, and equal
+        adapter = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=16))
+        adapter.save_pretrained(tmp_path / name)
+    compress(tmp_path / "plain", tmp_path / "small")
+    compress_against(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
+    expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    assert max(tensor.nbytes for tensor in expected.values()) >= CODED_MINIMUM
+    for name in ("small", "delta"):
+        read = peft.PeftModel.from_pretrained(base(), tmp_path / name)
+        found = peft.get_peft_model_state_dict(read)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
 # Where neuzip is not imported, or not there
