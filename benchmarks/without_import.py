@@ -227,7 +227,8 @@ def outcome(load: Callable[[Path], Any], root: Path) -> dict[str, str]:
         found = load(root / "small").state_dict()
     except Exception as error:
         told = f"{type(error).__module__}.{type(error).__name__}: {error}"  # as a traceback ends
-        return {"outcome": "refused" if "neuzip" in told else "refused, unnamed", "error": told}
+        lines = [line for line in told.splitlines() if "neuzip" in line]
+        return {"outcome": "refused" if lines else "refused, unnamed", "error": (lines or [told])[-1]}
     return {"outcome": "right" if same(found, expected) else "RANDOM"}
 
 
