@@ -41,7 +41,8 @@ EXAMPLES = [
     "",
     "More keys: length, batch, micro_batch, optimizer, weight_decay,",
     "schedule, warm_up, least, clip, clipping, compressed, states, compress,",
-    "checkpoint_every, budget_minutes, seed, device, scratch, tokenizer, dtype",
+    "checkpoint_every, budget_minutes, seed, device, filter_gradients,",
+    "deterministic, scratch, tokenizer, dtype",
 ]
 
 CHECKPOINT, MODEL, LOG, PICTURE, RUN = "checkpoint", "model", "log.jsonl", "loss.svg", "run.json"
@@ -73,12 +74,13 @@ def command(
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
         from neuzip.eval.distributed import take_a_gpu
         from neuzip.runtime.generate import choose_device
+        from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
 
         take_a_gpu()
         device = choose_device(asked.device)
-        with team(ranks, device, asked.batch) as own:
+        with deterministic_algorithms(asked.deterministic), team(ranks, device, asked.batch) as own:
             trainer, windows = _begin(asked, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
@@ -245,7 +247,7 @@ def _begin(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
         micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
-        seed=asked.seed, device=device,
+        seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
 
