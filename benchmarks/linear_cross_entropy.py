@@ -12,8 +12,8 @@ Memory is the peak of torch's allocator beside inputs, results and gradients.
 
 Checked first, or the run ends: losses against fp64 logits, no further off than torch's plus 1e-5; divergence
 within 1e-6 and 1e-5 of itself, as sums of 2,304 products in fp32 are not better; gradients against fp64, of
-our exact form no further off than torch's, of our filtered one by no more than 1 % of their norm, or no further
-than those of cut-cross-entropy, if that is here. The errors of all are in the results.
+our exact form no further off than torch's, of our filtered one by no more than 1 % of their norm, or no
+further than those of cut-cross-entropy, if that is here. The errors of all are in the results.
 
 How long a filtered backward pass takes depends on the data: `kept_tiles` is the share of tiles of 128 tokens
 and 128 columns in which some |softmax - onehot| reaches 2^-12, in the vocabulary's order and sorted. With
