@@ -113,7 +113,7 @@ def train_compressed(
     triton       code with Triton's kernels, as on a GPU, wherever the weights are
     filter_gradients
                  on a GPU, leave out of the head's gradients the tiles of logits that `linear_cross_entropy`
-                 filters by default. False computes all of them, and takes longer. A CPU never filters
+                 filters by default. False computes all of them. A CPU never filters
 
     On a CPU the result has the same bits whether weights are `compressed` or not. On a GPU that holds under
     `deterministic_algorithms`: without them torch's own backward passes differ from run to run.
