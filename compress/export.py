@@ -37,7 +37,9 @@ from .workspace import (
     clear,
     copy_file,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     recover,
     refuse_existing,
@@ -341,17 +343,17 @@ def _write_folder(
     config = model.config | {"quantization_config": target.quantization_config(modules, others)}
     carried, left = model.other_files()
     model.warnings += [f"{f}: a pickle, not carried along" for f in left]
-    with workspace(dst) as work, writing(work):
+    with workspace(dst, model.source.checkpoint.root) as work, writing(work):
         clear(work, overwrite)
         for file, layout in layouts.items():
             _write_shard(model, target, work / file, file, layout, modules)
         if len(layouts) > 1:
-            write_file(work / INDEX, _index(layouts, work))
+            write_file(work / INDEX, _index(layouts, work), model.path(INDEX))
         for name in carried:
             original = model.path(name)
             assert original is not None
             copy_file(original, work / name)
-        write_file(work / "config.json", _pretty(config))
+        write_file(work / "config.json", _pretty(config), model.path("config.json"))
         publish(work, dst)
     return exported
 
@@ -364,9 +366,10 @@ def _write_shard(
     layout: Layout,
     modules: dict[str, int | None],
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    original = model.source.checkpoint.root / file
+    make_folder(path.parent, original.parent)
     temporary = partial_name(path)
-    with TensorWriter(temporary, layout, {"format": "pt"}) as writer:
+    with TensorWriter(temporary, layout, {"format": "pt"}, permissions(original)) as writer:
         for tensor in model.tensors.values():
             if tensor.file != file:
                 continue
@@ -422,7 +425,8 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
         clear(work, overwrite)
         try:
             everything = [info for _, info in infos] + extra
-            with gguf.GgufWriter(work / dst.name, metadata, everything) as writer:
+            mode = permissions(*model.source.checkpoint.weight_paths())
+            with gguf.GgufWriter(work / dst.name, metadata, everything, mode) as writer:
                 for tensor, info in infos:
                     writer.write(info.name, _gguf_data(model, tensor, info, described.row_order(tensor.name)))
                     model.on_bytes(tensor.info.nbytes)

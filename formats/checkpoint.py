@@ -185,7 +185,7 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
     path = checkpoint.root / index
     document = parse_json(_read_limited(path), path)
     weight_map: dict[str, str] = {}
-    for tensor, shard in document["weight_map"].items():
+    for tensor, shard in read_weight_map(checkpoint, index).items():
         record = records[_folder(index) + shard].get(tensor)
         if record is not None and record.scheme in ("alias", "base"):
             continue
@@ -210,6 +210,17 @@ def rewritten_config(
     And in ours how `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
     """
     path = checkpoint.root / config
+    document = read_lenient(path)
+    how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
+    if "quantization_config" in document:
+        how["original"] = document["quantization_config"]
+    if activations is not None:
+        document = with_entry(document, "activations", activations, path)
+    return _pretty(document | {"quantization_config": how}, path)
+
+
+def read_lenient(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, with what Python reads beyond JSON. Raises FormatError."""
     try:
         document = json.loads(_read_limited(path))
     except RecursionError as error:
@@ -218,12 +229,7 @@ def rewritten_config(
         raise FormatError(path, f"the JSON is broken: {error}") from error
     if not isinstance(document, dict):
         raise FormatError(path, "not a JSON object")
-    how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
-    if "quantization_config" in document:
-        how["original"] = document["quantization_config"]
-    if activations is not None:
-        document = with_entry(document, "activations", activations, path)
-    return _pretty(document | {"quantization_config": how}, path)
+    return document
 
 
 @dataclass(frozen=True)

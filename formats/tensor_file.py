@@ -11,7 +11,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,9 @@ MAX_DIGITS = 20
 
 MAX_DIMENSIONS = 64
 """No tensor library has more; a bound keeps the product of a hostile shape small."""
+
+NEW_FILE = 0o666
+"""Permission bits of a file that nothing is said of, before the umask takes its own."""
 
 DTYPE_BITS: dict[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -166,6 +170,20 @@ def _is_size(n: object) -> bool:
     return type(n) is int and 0 <= n < 1 << 62
 
 
+def opener(mode: int) -> Callable[[str, int], int]:
+    """What `open` needs to make a file that has these permission bits, less the umask, from the beginning.
+
+    A file of this name that a killed run has left is removed: its permission bits are not these.
+    """
+
+    def open_new(path: str, flags: int) -> int:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return os.open(path, flags, mode)
+
+    return open_new
+
+
 class TensorFile:
     """A safetensors file open for reading by several threads. Close it, or use it in a `with` statement."""
 
@@ -186,7 +204,7 @@ class TensorFile:
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(self.path, "is not a regular file")
-        size = status.st_size
+        size = self.size = status.st_size
         if size < 8:
             raise FormatError(self.path, f"{size} bytes are too few for a safetensors file")
         length = int.from_bytes(self._pread(0, 8), "little")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 from neuzip.kernels import compiled
 
@@ -45,6 +48,33 @@ def test_no_place_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LockedCache", refuse)
     double = compiled.compiled(lambda x: 2 * x)
     assert double(21) == 42
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("file", ["_save_index", "_save_data"])
+def test_a_cache_that_takes_nothing(
+    file: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop runs all the same, and no index is left that names data which is not there."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    double = compiled.compiled(lambda x: 2 * x)
+    monkeypatch.setattr(IndexDataCacheFile, file, refuse)
+    assert double(21) == 42
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_other_errors_of_a_cache_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "_save_index", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        compiled.compiled(lambda x: 2 * x)(21)
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ from neuzip.compress.workspace import (
 )
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
 from neuzip.runtime.load import load_config, load_model
@@ -457,7 +458,7 @@ def recover(
     undo_half_publish(dst)
     if from_state is not None and not _goes_on(dst, overwrite):
         course.load_state(from_state, resume=False)  # before there is a workspace, which would stay
-    with workspace(dst) as work:
+    with workspace(dst, find_checkpoint(src).root) as work:
         state, log = work / STATE_FOLDER, work / LOG
         taken = 0
         if (state / STATE_FILE).is_file() and not overwrite:

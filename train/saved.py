@@ -43,7 +43,7 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
             refuse_existing(
                 folder, overwrite=True, known=() if like is None else find_checkpoint(like).others
             )
-        with workspace(folder) as work:
+        with workspace(folder, like) as work:
             clear(work, overwrite=True)
             with storing(work):
                 _write_model(trainer, work, like)
