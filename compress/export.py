@@ -205,7 +205,7 @@ class _Model:
 
     def other_files(self) -> tuple[list[str], list[str]]:
         """The files to carry along, and those to leave: weights of other kinds."""
-        indices = index_files(self.source.checkpoint)
+        indices = {*index_files(self.source.checkpoint), *self.source.checkpoint.unread}
         names = [
             f
             for f in self.source.checkpoint.others
@@ -227,7 +227,7 @@ class _Model:
         """Every tensor of the model: of the files that an index names, of the one there is, else of all."""
         checkpoint = self.source.checkpoint
         files: Sequence[str] = checkpoint.weights
-        if INDEX in checkpoint.others:
+        if INDEX in index_files(checkpoint):
             files = sorted(set(read_weight_map(checkpoint, INDEX).values()))
         elif SINGLE in files:
             files = [SINGLE]

@@ -41,10 +41,12 @@ from neuzip.formats.checkpoint import (
     rewritten_config,
     rewritten_index,
     stored_files_to_json,
+    to_json,
 )
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
 from neuzip.formats.hub import HUB_FILES
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
+from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
 
@@ -519,7 +521,12 @@ class Compression:
         # On the Hub these stand below neuzip/original: that is no damage.
         moved = {name for name in HUB_FILES if name in found and found[name].kind == "rewritten"}
         wanted = self._beside(moved) | {MANIFEST_PATH: (self._manifest(self._stored_files(moved)), None)}
-        return {place: w for place, w in wanted.items() if not _is_at(w[0], dst / place)}
+        return {
+            place: (content, like)
+            for place, (content, like) in wanted.items()
+            if not _is_at(content, dst / place)
+            and not (isinstance(content, bytes) and _has_own_entries(content, dst / place))
+        }
 
     def _is_made(self, dst: Path) -> bool:
         """Whether the file `dst` is intact, and has the checksums that this run would write."""
@@ -982,6 +989,7 @@ class Compression:
             seconds, self._device.name, self._resumed,
             (
                 *(f"{dst / f}: was damaged or missing, and is made again" for f in self._mended),
+                *(f"{f}: names shards that are not here, carried along unread" for f in checkpoint.unread),
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
                 *_unrounded(tensors),
@@ -1019,6 +1027,17 @@ def _is_at(content: Path | bytes, path: Path) -> bool:
         return False
     wanted = file_checksum(content) if isinstance(content, Path) else xxhash.xxh3_64_hexdigest(content)
     return file_checksum(path) == wanted
+
+
+def _has_own_entries(content: bytes, path: Path) -> bool:
+    """Whether a config.json has this content, and further entries of ours that say how to run the model."""
+    try:
+        section = own_section(read_config(path), path)
+    except FormatError:
+        return False
+    document = json.loads(content)
+    own = {**section, **own_section(document, path)}
+    return bool(section) and _is_at(to_json(document | {SECTION: own}, path), path)
 
 
 def _is_plain(path: Path) -> bool:

@@ -31,9 +31,8 @@ from neuzip.formats.checkpoint import (
     OWN_FOLDER,
     Checkpoint,
     find_checkpoint,
-    index_files,
     read_stored_files,
-    read_weight_map,
+    with_indices,
 )
 from neuzip.formats.container import HEADER_ENTRY, Container, is_container_metadata
 from neuzip.formats.hub import HubFile, Pushed, plan_push
@@ -303,8 +302,7 @@ def _download_others(source: StreamedSource) -> None:
         remove_unfinished(root)
     for file in source.checkpoint.others:
         download(source.remote, file, root)
-    for index in index_files(source.checkpoint):
-        read_weight_map(source.checkpoint, index)
+    source.checkpoint = with_indices(source.checkpoint)
 
 
 def _finish(stream: _Stream, dst: Path, began: float) -> StreamReport:

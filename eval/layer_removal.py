@@ -204,7 +204,7 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
     warnings += [f"{f}: is no part of the model, and left out" for f in checkpoint.weights if f not in read]
     if source.is_compressed:
         warnings.append("what is written is plain: neuzip compress makes it small again")
-    indices = index_files(checkpoint)
+    indices = {*index_files(checkpoint), *checkpoint.unread}
     others = [f for f in checkpoint.others if f not in indices and f.split("/")[0] != OWN_FOLDER]
     warnings += [f"{f}: a pickle, not carried along" for f in others if f.endswith(PICKLES)]
     carried = [f for f in others if f != "config.json" and not f.endswith(PICKLES)]

@@ -28,6 +28,7 @@ from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import PLAN_PATH
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.container import Container
+from neuzip.formats.own_section import write_entry
 from neuzip.kernels.float_fields import FORMATS
 
 Save = Callable[..., Path]
@@ -689,6 +690,14 @@ class TestResume:
             with pytest.raises(FormatError, match=re.escape(str(path))):
                 verify(tmp_path / "small")
             decompress(tmp_path / "small", tmp_path / "back", overwrite=True)  # nothing is lost
+
+    def test_how_a_model_is_to_run_is_no_damage(self, checkpoint: Path, tmp_path: Path) -> None:
+        """`compress` with calibrated attention, and people, write to the object `neuzip` of config.json."""
+        compress(checkpoint, tmp_path / "small")
+        write_entry(tmp_path / "small" / "config.json", "attention", {"bits": [8]})
+        before = folder_bytes(tmp_path / "small")
+        assert not compress(checkpoint, tmp_path / "small").warnings
+        assert folder_bytes(tmp_path / "small") == before
 
     def test_a_flipped_bit_of_weights_is_mended(self, checkpoint: Path, tmp_path: Path) -> None:
         target = tmp_path / "small"
