@@ -102,6 +102,9 @@ SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
+GROWTH_BYTES = 1 << 16
+"""Bytes, and 1 %, by which weight files may grow before there is a warning."""
+
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
 
@@ -993,6 +996,7 @@ class Compression:
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
                 *_unrounded(tensors),
+                *_larger(sum(map(source.file_bytes, checkpoint.weights)), stored_weights, len(tensors)),
             ),
         )  # fmt: skip
 
@@ -1054,6 +1058,17 @@ def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
     why = sorted({t.note for t in tensors if t.note.endswith(KEEP_ALL)})
     rounded = any(t.loss is not None for t in tensors)
     return [] if rounded or not why else [f"nothing is rounded: {'; '.join(why)}"]
+
+
+def _larger(before: int, after: int, tensors: int) -> list[str]:
+    """A warning if weight files take more than before: names and records of small tensors outweigh them."""
+    more = after - before
+    if more <= max(GROWTH_BYTES, before // 100):
+        return []
+    return [
+        f"the result is {more:,} bytes larger than SRC: what is recorded of its {tensors:,} tensors takes"
+        " more than is saved"
+    ]
 
 
 def checksums(streams: dict[str, Stream]) -> dict[str, str]:

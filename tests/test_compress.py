@@ -155,6 +155,19 @@ def test_a_source_that_goes_away_is_named(
     assert folder_bytes(tmp_path / "small") == folder_bytes(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("tensors", "warned"), [(100, False), (400, True)])
+def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: Save, tmp_path: Path) -> None:
+    """What names and records of small tensors take is told: some 190 bytes each."""
+    small = {
+        f"dataset.sample.{i:07d}.embedding": ("BF16", (2,), weights("BF16", 2, i)) for i in range(tensors)
+    }
+    report = compress(save(tmp_path / "many.safetensors", small), tmp_path / "small.safetensors")
+    more = report.stored_weight_bytes - report.weight_bytes
+    assert more < 200 * tensors
+    said = [w for w in report.warnings if f"{more:,} bytes larger than SRC" in w]
+    assert len(said) == warned
+
+
 def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
