@@ -12,8 +12,10 @@ from typing import Any
 import numba
 import pytest
 from numba.core.caching import IndexDataCacheFile
+from triton import knobs
+from triton.runtime.cache import get_cache_manager
 
-from neuzip.kernels import compiled
+from neuzip.kernels import compiled, triton_cache
 
 LOOP = """
 import sys, time
@@ -75,6 +77,37 @@ def test_other_errors_of_a_cache_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(IndexDataCacheFile, "_save_index", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         compiled.compiled(lambda x: 2 * x)(21)
+
+
+@pytest.mark.parametrize("call", ["makedirs", "replace"])
+def test_a_full_cache_of_triton_is_left_for_another_folder(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch compiles is read from files again: they stand elsewhere, and only there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    real = getattr(os, call)
+    code = errno.ENOSPC
+
+    def full(*paths: Any, **options: Any) -> None:
+        if str(paths[-1]).startswith(str(tmp_path)):
+            raise OSError(code, os.strerror(code))
+        real(*paths, **options)
+
+    monkeypatch.setattr(os, call, full)
+    assert knobs.cache.manager_class is None
+    triton_cache.make_optional()
+    try:
+        manager = get_cache_manager("ab" * 32)
+        group = {name: manager.put(name.encode(), name) for name in ("k.cubin", "k.json")}
+        manager.put_group("k.json", group)
+        assert manager.get_group("k.json") == group
+        assert [Path(path).read_bytes() for path in group.values()] == [b"k.cubin", b"k.json"]
+        assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+        code = errno.EIO
+        with pytest.raises(OSError, match="Input/output error"):
+            get_cache_manager("cd" * 32).put(b"", "k.cubin")
+    finally:
+        knobs.cache.manager_class = None
 
 
 @pytest.mark.slow
