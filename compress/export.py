@@ -37,7 +37,9 @@ from .workspace import (
     clear,
     copy_file,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     recover,
     refuse_existing,
@@ -203,7 +205,7 @@ class _Model:
 
     def other_files(self) -> tuple[list[str], list[str]]:
         """The files to carry along, and those to leave: weights of other kinds."""
-        indices = index_files(self.source.checkpoint)
+        indices = {*index_files(self.source.checkpoint), *self.source.checkpoint.unread}
         names = [
             f
             for f in self.source.checkpoint.others
@@ -225,7 +227,7 @@ class _Model:
         """Every tensor of the model: of the files that an index names, of the one there is, else of all."""
         checkpoint = self.source.checkpoint
         files: Sequence[str] = checkpoint.weights
-        if INDEX in checkpoint.others:
+        if INDEX in index_files(checkpoint):
             files = sorted(set(read_weight_map(checkpoint, INDEX).values()))
         elif SINGLE in files:
             files = [SINGLE]
@@ -341,17 +343,17 @@ def _write_folder(
     config = model.config | {"quantization_config": target.quantization_config(modules, others)}
     carried, left = model.other_files()
     model.warnings += [f"{f}: a pickle, not carried along" for f in left]
-    with workspace(dst) as work, writing(work):
+    with workspace(dst, model.source.checkpoint.root) as work, writing(work):
         clear(work, overwrite)
         for file, layout in layouts.items():
             _write_shard(model, target, work / file, file, layout, modules)
         if len(layouts) > 1:
-            write_file(work / INDEX, _index(layouts, work))
+            write_file(work / INDEX, _index(layouts, work), model.path(INDEX))
         for name in carried:
             original = model.path(name)
             assert original is not None
             copy_file(original, work / name)
-        write_file(work / "config.json", _pretty(config))
+        write_file(work / "config.json", _pretty(config), model.path("config.json"))
         publish(work, dst)
     return exported
 
@@ -364,9 +366,10 @@ def _write_shard(
     layout: Layout,
     modules: dict[str, int | None],
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    original = model.source.checkpoint.root / file
+    make_folder(path.parent, original.parent)
     temporary = partial_name(path)
-    with TensorWriter(temporary, layout, {"format": "pt"}) as writer:
+    with TensorWriter(temporary, layout, {"format": "pt"}, permissions(original)) as writer:
         for tensor in model.tensors.values():
             if tensor.file != file:
                 continue
@@ -422,7 +425,8 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
         clear(work, overwrite)
         try:
             everything = [info for _, info in infos] + extra
-            with gguf.GgufWriter(work / dst.name, metadata, everything) as writer:
+            mode = permissions(*model.source.checkpoint.weight_paths())
+            with gguf.GgufWriter(work / dst.name, metadata, everything, mode) as writer:
                 for tensor, info in infos:
                     writer.write(info.name, _gguf_data(model, tensor, info, described.row_order(tensor.name)))
                     model.on_bytes(tensor.info.nbytes)

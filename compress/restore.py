@@ -16,7 +16,7 @@ from neuzip.formats.checkpoint import (
     file_checksum,
     read_stored_files,
 )
-from neuzip.formats.tensor_file import TensorFile
+from neuzip.formats.tensor_file import TensorFile, opener
 
 from .base import check_base
 from .device import CPU, Device
@@ -27,7 +27,9 @@ from .workspace import (
     copy_file,
     file_workspace,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     publish_file,
     recover,
@@ -71,7 +73,7 @@ def decompress(
     on_bytes: OnBytes = ignore,
     base: str | os.PathLike[str] | None = None,
 ) -> DecompressionReport:
-    """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
+    """Restore a compressed checkpoint: for a lossless one every file, byte by byte, with its permission bits.
 
     A delta needs the `base` that it was made against, whose tensors are compared with their checksums first.
     Every tensor is compared with its checksum before its file gets its final name. Raises NeuzipError.
@@ -140,14 +142,14 @@ def _restore_folder(
     refuse_existing(dst, overwrite, known=stored)
     missing = {file for file in checkpoint.weights if not (partial_name(dst) / file).is_file()}
     require_space(dst, sum(t.info.nbytes for t in source.tensors() if t.file in missing))
-    with workspace(dst) as work:
+    with workspace(dst, checkpoint.root) as work:
         for name, file in stored.items():
             target = work / name
             with writing(target):
                 if file.kind == "container":
                     if target.exists() and _is_restored_file(source, name, target):
                         continue
-                    target.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(target.parent, (checkpoint.root / name).parent)
                     _restore(source, name, target, workers, on_bytes)
                 else:
                     folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
@@ -163,8 +165,9 @@ def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on
     The threads that decode write too: so the file is all that anybody waits for.
     """
     temporary = partial_name(target)
+    mode = permissions(source.checkpoint.root / file)
     try:
-        with open(temporary, "wb") as out:
+        with open(temporary, "wb", opener=opener(mode)) as out:
             raw = source.header(file).raw
             out.write(raw)
             out.flush()

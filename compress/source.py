@@ -26,6 +26,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 from . import delta, lossless, truncated
 from .device import CPU, Device
 from .lossless import PIECE, OnGpu
+from .workspace import reading
 
 if TYPE_CHECKING:
     from . import ternary
@@ -147,8 +148,12 @@ class TensorSource:
         return opened.original if isinstance(opened, Container) else opened.header
 
     def file_bytes(self, file: str) -> int:
-        """Size of any file of the checkpoint."""
-        return (self.checkpoint.root / file).stat().st_size
+        """Size of any file of the checkpoint. Raises FormatError for one that has gone away."""
+        if file in self._files:
+            opened = self._files[file]
+            return (opened.file if isinstance(opened, Container) else opened).size
+        with reading(self.checkpoint.root / file):
+            return (self.checkpoint.root / file).stat().st_size
 
     def opened(self, file: str) -> TensorFile | Container:
         """The open file itself."""

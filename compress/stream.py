@@ -25,15 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
     Checkpoint,
     find_checkpoint,
-    index_files,
     read_stored_files,
-    read_weight_map,
+    with_indices,
 )
 from neuzip.formats.container import HEADER_ENTRY, Container, is_container_metadata
 from neuzip.formats.hub import HubFile, Pushed, plan_push
@@ -57,7 +56,7 @@ from .pipeline import (
 from .plan import ALIAS_MINIMUM, Plan, PlannedTensor, choose_schemes, refuse_destruction
 from .scheme import Rule
 from .source import Bytes, SourceTensor, TensorSource, digest
-from .verify import OnBytes, check_tensors, ignore
+from .verify import OnBytes, check_rewritten, check_tensors, ignore
 from .workers import Workers
 from .workspace import (
     files_in,
@@ -256,7 +255,7 @@ def compress_stream(
             draft.begin(private=private, overwrite=overwrite or (begun == wanted and bool(begun.sent)))
         elif dst.is_dir() and not overwrite:
             finished = job(StreamedSource(remote, dst, plan.headers))
-            if _load_state(dst) == wanted or finished.is_made(dst):
+            if finished.is_made(dst, ours=_load_state(dst) == wanted):
                 return _finish(finished, dst, began)
         if draft is None:
             refuse_existing(dst, overwrite)
@@ -303,8 +302,7 @@ def _download_others(source: StreamedSource) -> None:
         remove_unfinished(root)
     for file in source.checkpoint.others:
         download(source.remote, file, root)
-    for index in index_files(source.checkpoint):
-        read_weight_map(source.checkpoint, index)
+    source.checkpoint = with_indices(source.checkpoint)
 
 
 def _finish(stream: _Stream, dst: Path, began: float) -> StreamReport:
@@ -383,19 +381,34 @@ class _Stream(Compression):
                 hollow(work / file)
         return sent
 
-    def is_made(self, dst: Path) -> bool:
-        """Whether `dst` is what this run would make, which only a lossless result can tell.
+    def is_made(self, dst: Path, *, ours: bool) -> bool:
+        """Whether `dst` is what this run would make, and intact.
 
-        Its files are restored in memory, and have to have the digests that the Hub names.
+        A lossless result tells: its files are restored in memory, and have to have the digests that the Hub
+        names. Any other is known only as `ours`, by a state that names the same commit.
         """
-        if not self._is_ours(dst):
+        if not ours and not self._is_ours(dst):
             return False
+        try:
+            return self._is_intact_folder(dst, ours)
+        except (FormatError, VerificationError):
+            return False
+
+    def _is_intact_folder(self, dst: Path, ours: bool) -> bool:
         stored, files = read_stored_files(dst), self.remote.files
         with TensorSource(dst, self._device) as made:
-            if made.checkpoint.weights != self.remote.weights or not all(
-                files[file].matches_pieces(_restored(made, file)) for file in self.remote.weights
-            ):
+            if made.checkpoint.weights != self.remote.weights:
                 return False
+            check_rewritten(made)
+            for file in self.remote.weights:
+                here = list(made.tensors(file))
+                if ours and not all(t.record is None or t.record.lossless for t in here):
+                    for _ in check_tensors(made, here, self._workers):
+                        pass
+                elif not files[file].matches_pieces(_restored(made, file)):
+                    return False
+                for tensor in here:
+                    made.check_streams(tensor)
         self._resumed = len(self.remote.weights)
         return all(
             file in stored

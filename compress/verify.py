@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
+from neuzip.formats.checkpoint import (
+    ORIGINAL_FOLDER,
+    Checkpoint,
+    config_files,
+    file_checksum,
+    index_files,
+    read_lenient,
+    read_stored_files,
+    rewritten_config,
+    rewritten_index,
+)
 from neuzip.formats.container import Container
-from neuzip.formats.own_section import own_section, read_config
+from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
 from .base import check_base
@@ -108,6 +122,7 @@ def verify(
         if of_base is not None:
             check_base(source, workers)
         files, tensors = verify_files(source), list(source.tensors())
+        check_rewritten(source)
 
         if against is None:
             stored = [t for t in tensors if _decoded_elsewhere(source, t) is None]
@@ -216,6 +231,44 @@ def verify_files(source: TensorSource) -> int:
         if name not in listed:
             raise FormatError(root / name, "is not in the folder's manifest")
     return len(stored)
+
+
+def check_rewritten(source: TensorSource) -> None:
+    """Compare what was rewritten in a compressed folder with the originals and the records of all tensors.
+
+    What config.json has under `neuzip` is not looked at: how a model runs may be changed. Raises FormatError.
+    """
+    checkpoint = source.checkpoint
+    if not checkpoint.is_compressed_folder:
+        return
+    root = checkpoint.root / ORIGINAL_FOLDER
+    stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
+    records: dict[str, dict[str, TensorRecord]] = {file: {} for file in checkpoint.weights}
+    for tensor in source.tensors():
+        if tensor.record is not None:
+            records[tensor.file][tensor.name] = tensor.record
+    lossless = all(r.lossless for of_file in records.values() for r in of_file.values())
+    rewritten = tuple(file for file, how in stored.items() if how.kind == "rewritten")
+    originals = Checkpoint(root, root, checkpoint.weights, rewritten)
+    wanted = {file: rewritten_index(originals, file, records) for file in index_files(originals)}
+    wanted |= {file: rewritten_config(originals, file, lossless) for file in config_files(originals)}
+    for file, content in wanted.items():
+        _require_entries(checkpoint.root / file, json.loads(content))
+
+
+def _require_entries(path: Path, wanted: dict[str, Any]) -> None:
+    """Raise FormatError unless a JSON file has these keys and values, but for those that say how to run."""
+    if not path.is_file():
+        raise FormatError(path, "is missing")
+    document = read_lenient(path)
+    for key in wanted.keys() - {SECTION}:
+        # As text: NaN, which Python's JSON may hold, differs from itself.
+        a, b = (json.dumps(d.get(key), sort_keys=True) for d in (document, wanted))
+        if key not in document or a != b:
+            raise FormatError(
+                path, f"is not what follows from {ORIGINAL_FOLDER}: it is damaged", field=key,
+                hint="repeat the command that compressed it: it makes the file again",
+            )  # fmt: skip
 
 
 def _require_same_layers(source: TensorSource, original: TensorSource) -> None:

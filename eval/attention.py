@@ -515,7 +515,7 @@ def copy_patched(
     checkpoint = find_checkpoint(src)
     require_free(checkpoint.path, dst, overwrite)
     recover(dst)
-    with workspace(dst) as work:
+    with workspace(dst, checkpoint.root) as work:
         clear(work, overwrite)
         with writing(work):
             for file in (*checkpoint.weights, *checkpoint.others):

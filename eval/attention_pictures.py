@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.compress.workspace import write_file
-
 from .attention import BITS, Calibration, Form, Layer
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
@@ -33,9 +31,9 @@ def draw(found: Calibration, title: str) -> Figure:
         return _draw(found, title)
 
 
-def write(found: Calibration, title: str, path: Path) -> None:
-    """Write the picture, of the kind that the suffix of `path` names."""
-    write_file(path, (png if path.suffix == ".png" else svg)(draw(found, title)))
+def drawn(found: Calibration, title: str, path: Path) -> bytes:
+    """The picture as a file, of the kind that the suffix of `path` names."""
+    return (png if path.suffix == ".png" else svg)(draw(found, title))
 
 
 def _draw(found: Calibration, title: str) -> Figure:

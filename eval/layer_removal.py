@@ -28,7 +28,9 @@ from neuzip.compress.workers import Workers, default_jobs
 from neuzip.compress.workspace import (
     clear,
     copy_file,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     recover,
     require_free,
@@ -46,7 +48,7 @@ from neuzip.formats.checkpoint import (
     index_files,
 )
 from neuzip.formats.own_section import SECTION, own_section, read_config
-from neuzip.formats.tensor_file import parse_json
+from neuzip.formats.tensor_file import opener, parse_json
 from neuzip.runtime.decoder import decoder_layers
 from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers
 
@@ -125,13 +127,14 @@ def remove_layers(
         plan = _plan(source, sorted(set(dropped)))
         require_space(dst, sum(t.info.nbytes for tensors in plan.files.values() for t, _ in tensors))
         recover(dst)
-        with workspace(dst) as work:
+        with workspace(dst, checkpoint.root) as work:
             clear(work, overwrite)
             with writing(work):
                 for file, tensors in plan.files.items():
                     _write_weights(source, file, tensors, work / file, workers, on_bytes)
                 for name, data in plan.documents.items():
-                    write_file(work / name, data)
+                    like = checkpoint.root / name
+                    write_file(work / name, data, like if like.is_file() else None)
                 for name in plan.carried:
                     copy_file(checkpoint.root / name, work / name)
             publish(work, dst)
@@ -201,7 +204,7 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
     warnings += [f"{f}: is no part of the model, and left out" for f in checkpoint.weights if f not in read]
     if source.is_compressed:
         warnings.append("what is written is plain: neuzip compress makes it small again")
-    indices = index_files(checkpoint)
+    indices = {*index_files(checkpoint), *checkpoint.unread}
     others = [f for f in checkpoint.others if f not in indices and f.split("/")[0] != OWN_FOLDER]
     warnings += [f"{f}: a pickle, not carried along" for f in others if f.endswith(PICKLES)]
     carried = [f for f in others if f != "config.json" and not f.endswith(PICKLES)]
@@ -287,9 +290,10 @@ def _write_weights(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     raw = len(text).to_bytes(8, "little") + text
-    target.parent.mkdir(parents=True, exist_ok=True)
+    original = source.checkpoint.root / file
+    make_folder(target.parent, original.parent)
     temporary = partial_name(target)
-    with open(temporary, "wb") as out:
+    with open(temporary, "wb", opener=opener(permissions(original))) as out:
         out.write(raw)
         out.truncate(len(raw) + at)
         out.flush()

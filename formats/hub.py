@@ -5,6 +5,7 @@ All traffic is huggingface_hub's, with its cache, its access token and its envir
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import hashlib
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,16 +106,33 @@ def _download(src: str, repo_id: str, revision: str | None, note: Note) -> Path:
         return Path(cached)
     left_out = [glob.escape(file.path) for file in found.left_out]
     had = {file for file in found.files if _is_cached(found, file)}
-    folder = Path(
-        patiently(
-            lambda: snapshot_download(repo_id, revision=revision, ignore_patterns=left_out or None), note
+    with _filling_cache():
+        folder = Path(
+            patiently(
+                lambda: snapshot_download(repo_id, revision=revision, ignore_patterns=left_out or None), note
+            )
         )
-    )
     if folder.name != found.commit:  # a commit was made since the listing
         found, had = list_repository(src, repo_id, folder.name, note), set()
     _refuse_damaged(found, [file for file in found.files if file not in had], folder)
     found.tell_left_out(note)
     return folder
+
+
+@contextmanager
+def _filling_cache() -> Iterator[None]:
+    """Turn what the operating system says of huggingface_hub's cache into an error that names it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise NeuzipError(
+            f"{HF_HUB_CACHE}: the cache of the Hub cannot be written: {error.strerror}",
+            "make room there, or set HF_HUB_CACHE to a folder on another disk and repeat the command",
+        ) from error
 
 
 def _is_cached(listing: Listing, file: HubFile) -> bool:

@@ -16,7 +16,7 @@ from .checkpoint import SKIPPED_FOLDERS, Checkpoint
 from .hub import HUB_ID, HubFile, list_repository
 from .hub_connection import Note, explaining, patiently
 from .hub_pull import saving
-from .tensor_file import MAX_HEADER, Header, parse_header
+from .tensor_file import MAX_HEADER, Header, other_format, parse_header
 
 HEADER_GUESS = 1 << 17
 """Bytes of a weight file that are asked for first: most headers lie within them."""
@@ -96,6 +96,8 @@ def _header(remote: RemoteCheckpoint, file: str) -> Header:
     if size < 8:
         raise FormatError(name, f"{size} bytes are too few for a safetensors file")
     start = read_range(remote, file, 0, min(size, HEADER_GUESS))
+    if (error := other_format(name, start)) is not None:
+        raise error
     stop = 8 + int.from_bytes(start[:8], "little")
     if stop > min(size, 8 + MAX_HEADER):
         raise FormatError(

@@ -134,11 +134,12 @@ def choose_device(option: str) -> torch.device:
     found = torch.cuda.is_available()
     if option == "cuda" and not found:
         raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if found and option != "cpu"
-        else torch.device("cpu")
-    )
+    if not found or option == "cpu":
+        return torch.device("cpu")
+    from neuzip.kernels.triton_cache import make_optional
+
+    make_optional()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def positions(config: PreTrainedConfig) -> int | None:

@@ -102,7 +102,8 @@ class Header:
         must(8 <= self.end <= len(data), f"The header of {what} is cut off.")
         must(data[8:9] == b"{", f"The header of {what} does not begin with a brace.")
         fields = parse_json(data[8 : self.end], f"The header of {what}")
-        self.metadata = fields.pop("__metadata__", {})
+        self.metadata = without_nulls(fields).get("__metadata__", {})
+        fields.pop("__metadata__", None)
         good = isinstance(self.metadata, dict) and all(isinstance(v, str) for v in self.metadata.values())
         must(good, f"The metadata of {what} are not an object of strings.")
 

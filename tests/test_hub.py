@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from loopback_hub import LARGE, READ_TOKEN, TOKEN, Handler, Hub, Refusal, be_the_hub, hub_environment
@@ -228,6 +230,19 @@ def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     notes: list[str] = []
     assert resolve_source("me/model", note=notes.append) == first
     assert notes == ["me/model: the Hub cannot be reached; taken from the cache"]
+
+
+def test_a_full_cache_is_named(here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch):
+    push(plan_push(small, "me/model"))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(NeuzipError, match="the cache of the Hub cannot be written: No space left") as told:
+        resolve_source("me/model")
+    assert told.value.message.startswith(huggingface_hub.constants.HF_HUB_CACHE)
+    assert "HF_HUB_CACHE" in told.value.hint
 
 
 def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, small: Path, tmp_path: Path, neuzip):

@@ -72,6 +72,17 @@ def test_a_plain_repository_is_pulled_without_other_formats(
     assert contents(tmp_path / "plain") == files
 
 
+def test_a_pointer_in_place_of_a_file_is_not_called_checked(
+    pushed: Hub, original: Path, tmp_path: Path, neuzip
+):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    pushed.add("me/plain", contents(original) | {"model-1.safetensors": pointer})
+    said = neuzip("pull", "me/plain", "copy")
+    assert said.exit_code == 1
+    assert "as it is on the Hub, and model-1.safetensors: is a Git LFS pointer" in said.stderr
+    assert not (tmp_path / "copy").exists()
+
+
 def test_a_revision_is_pulled(pushed: Hub, original: Path, tmp_path: Path, neuzip):
     first = pushed.repositories["me/model"].branches["main"]
     pushed.repositories["me/model"].commit("v1/a", contents(original))

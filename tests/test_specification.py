@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import xxhash
 from golden import make as golden
+from safetensors import safe_open
 
 from neuzip.compress import Rule, Scheme, compress, decompress, lossless
 from neuzip.errors import NeuzipError
@@ -121,6 +122,29 @@ def test_streams_are_those_of_section_5():
     written = [(names(stream)[0], dtype) for stream, dtype, _ in tables(5)[0]]
     assert written == list(STREAM_DTYPES.items())
     assert written == list(decoder.STREAMS.items())
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"__metadata__":null,"w":{"dtype":"BF16","shape":[20000],"data_offsets":[0,40000]}}',
+        '{"w":{"dtype":"BF16","x":{"y":[1,null]},"shape":[20000],"data_offsets":[0,40000]}}  ',
+    ],
+)
+def test_headers_that_safetensors_reads_come_back(header: str, tmp_path: Path):
+    """By the reader, and by the other decoder; safetensors itself reads them, too."""
+    data = (np.random.default_rng(0).standard_normal(20_000).astype(np.float32).view(np.uint32) >> 16).astype(
+        "<u2"
+    )
+    text = header.encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data.tobytes())
+    with safe_open(path, "np") as read:
+        assert list(read.keys()) == ["w"]
+    compress(path, tmp_path / "small.safetensors")
+    decompress(tmp_path / "small.safetensors", tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == path.read_bytes()
+    assert decoder.restore_file(tmp_path / "small.safetensors") == path.read_bytes()
 
 
 def test_entries_and_metadata_are_those_of_section_2():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import resource
@@ -914,6 +915,8 @@ def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: P
     path = tmp_path / "out" / "neuzip-training.safetensors"
     with safe_open(path, "pt") as file:
         facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    older = {k: v for k, v in json.loads(facts["training"]).items() if k not in ("version", "checksum")}
+    facts = {"version": "1", "training": json.dumps(older)}
     save_file({name: one for name, one in tensors.items() if not name.endswith(lost)}, path, facts)
     with pytest.raises(FormatError, match="is not there") as caught:
         trainer.load(tmp_path / "out")
@@ -921,6 +924,19 @@ def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: P
     whole = tensors["first/model.norm.weight"]
     save_file({**tensors, "first/model.norm.weight": torch.cat([whole, whole])}, path, facts)
     with pytest.raises(FormatError, match="does not fit its weight"):
+        trainer.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["neuzip-training.safetensors", "model.safetensors"])
+def test_a_run_does_not_go_on_from_damaged_tensors(file: str, tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    before = (tmp_path / "out" / file).read_bytes()
+    trainer.save(tmp_path / "out")
+    assert (tmp_path / "out" / file).read_bytes() == before, "the same state is the same bytes"
+    (tmp_path / "out" / file).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(FormatError, match=f"{file}.*it is damaged"):
         trainer.load(tmp_path / "out")
 
 

@@ -34,8 +34,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from neuzip.compress.workspace import (
@@ -50,6 +48,7 @@ from neuzip.compress.workspace import (
 )
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
 from neuzip.runtime.load import load_config, load_model
@@ -59,6 +58,7 @@ from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
 from .plain import storing, write_plain
+from .state_file import read_state, write_state
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms
 from .ternary import Recipe, convert
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE_FILE = "recovery.safetensors"
-VERSION = "1"
 
 SEEN_TOKENS = 65_536
 """Tokens of the training text that a conversion sees, at most, and what a window of them has."""
@@ -349,7 +348,7 @@ class Recovery:
         new = folder / f"{STATE_FILE}.new"
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors | self._moments(), new, {"version": VERSION, "recovery": json.dumps(facts)})
+            write_state(new, "recovery", tensors | self._moments(), facts)
             os.replace(new, folder / STATE_FILE)
 
     def load_state(self, folder: Path, *, resume: bool = True) -> int:
@@ -360,13 +359,11 @@ class Recovery:
         """
         path = folder / STATE_FILE
         try:
-            with safe_open(path, framework="pt") as file:
-                facts = _facts(path, file.metadata())
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts, tensors = read_state(path, "recovery")
         except FileNotFoundError as error:
             raise _no_state(path) from error
-        except SafetensorError as error:
-            raise FormatError(path, f"is no state of a recovery: {error}") from error
+        if not {"taken", "steps", "settings"} <= facts.keys():
+            raise FormatError(path, "lacks facts", field="recovery")
         if resume:
             changed = [
                 name
@@ -457,7 +454,7 @@ def recover(
     undo_half_publish(dst)
     if from_state is not None and not _goes_on(dst, overwrite):
         course.load_state(from_state, resume=False)  # before there is a workspace, which would stay
-    with workspace(dst) as work:
+    with workspace(dst, find_checkpoint(src).root) as work:
         state, log = work / STATE_FOLDER, work / LOG
         taken = 0
         if (state / STATE_FILE).is_file() and not overwrite:
@@ -556,14 +553,3 @@ def _seen(windows: Windows, device: torch.device) -> Tensor:
     window = min(SEEN_WINDOW, windows.length)
     count = min(SEEN_TOKENS, windows.tokens) // window
     return windows.ids[: count * window].view(count, window).to(device)
-
-
-def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
-    try:
-        assert metadata is not None
-        facts = json.loads(metadata["recovery"])
-        if metadata["version"] == VERSION and {"taken", "steps", "settings"} <= facts.keys():
-            return dict(facts)
-    except (AssertionError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise FormatError(path, "is no state of a recovery", field="recovery") from error
-    raise FormatError(path, f"has version {metadata['version']}, or lacks facts", field="recovery")

@@ -83,7 +83,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()
-    from neuzip.compress.workspace import require_free
+    from neuzip.compress.workspace import require_free, write_file, writing
     from neuzip.eval import pictures, target_values
     from neuzip.eval.texts import read_text
     from neuzip.formats.checkpoint import find_checkpoint
@@ -108,13 +108,17 @@ def command(
             f"--text {text}: {found.tokens:,} tokens are less than a window of {found.window:,}",
             "choose on a longer text",
         )
+    title = Path(src).resolve().name if Path(src).exists() else src
+    drawn = None if picture is None else attention_pictures.drawn(found, title, picture)
     if not dry_run:
         total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
         with out.progress("copy", total) as advance:
             attention.copy_patched(path, dst, found.bits, overwrite=overwrite, on_bytes=advance)
         out.text(f"{dst}: recorded in config.json")
-    if picture is not None:
-        attention_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, picture)
+    if picture is not None and drawn is not None:
+        # Drawn before, as a run that is killed between DST and its picture would have to measure anew.
+        with writing(picture):
+            write_file(picture, drawn)
         out.status(f"wrote {picture}")
     out.result(
         {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
