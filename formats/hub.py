@@ -10,9 +10,9 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from .checkpoint import (
 from .hub_connection import Note, bars, endpoint, explaining, patiently, require_token, transport_errors
 from .manifest import is_safe_path
 from .model_card import CARD, ENDING, model_card
+from .private_files import private_files, refuse_private
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -280,7 +281,8 @@ class PushedFile:
 class PushPlan:
     """What `push` will upload, and the model card, which is one of the files.
 
-    `base` is what the base of a delta is called; None for other checkpoints.
+    `base` is what the base of a delta is called; None for other checkpoints. `private` are the paths of files
+    that look private, and the kind of each.
     """
 
     folder: Path
@@ -289,11 +291,17 @@ class PushPlan:
     card: str
     files: tuple[PushedFile, ...]
     base: str | None = None
+    private: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What the files are called in the repository."""
+        return tuple(file.path for file in self.files)
 
     @property
     def url(self) -> str:
@@ -365,6 +373,7 @@ def plan_push(
             for name, content in sorted(contents.items())
         ),
         base,
+        private_files(checkpoint),
     )  # fmt: skip
 
 
@@ -381,12 +390,13 @@ def _original_card(root: Path, contents: dict[str, Path | bytes]) -> str:
 class Pushed:
     """What `push` did: the page, the commit's id, and the older files that it removed.
 
-    `was_there` says that an earlier run had done it all.
+    `files` are the paths of all files of the upload. `was_there` says that an earlier run had done it all.
     """
 
     url: str
     commit: str
     deleted: tuple[str, ...]
+    files: tuple[str, ...]
     was_there: bool = False
 
 
@@ -396,6 +406,7 @@ def push(
     private: bool = False,
     message: str | None = None,
     overwrite: bool = False,
+    allow_private_files: bool = False,
     note: Note = ignore,
     progress: bool = False,
 ) -> Pushed:
@@ -404,8 +415,10 @@ def push(
     Until the commit readers see what was there before. The weights are on the Hub's storage by then: a run
     that was killed is repeated, and the Hub does not take a file twice. The repository is made if there is
     none, `private` if so wanted. A checkpoint that is there already is replaced with `overwrite`, and without
-    it this is refused. `note` is told of waits. Raises NeuzipError.
+    it this is refused; so are files that look private without `allow_private_files`. `note` is told of waits.
+    Raises NeuzipError.
     """
+    refuse_private(plan.private, plan.repo_id, allow_private_files)
     require_token()
     with explaining(plan.repo_id, plan.repo_id, note=note), bars(progress):
         return _push(plan, private, message or "Upload with neuzip", overwrite, note)
@@ -428,7 +441,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
     older = [file.path for file in files if is_of_a_checkpoint(file.path)]
     deleted = tuple(sorted(set(older) - {file.path for file in plan.files}))
     if branch == plan.revision and not deleted and _is_there(plan, files):
-        return Pushed(plan.url, head, (), was_there=True)
+        return Pushed(plan.url, head, (), plan.paths, was_there=True)
     # A branch at main's commit was made by a run that was killed, or holds nothing that main has not.
     if older and not overwrite and not (plan.revision is not None and head == main):
         raise WouldOverwrite(
@@ -462,7 +475,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
             f"{', '.join(lost)}",
             "push again with --overwrite",
         )
-    return Pushed(plan.url, commit, deleted)
+    return Pushed(plan.url, commit, deleted, plan.paths)
 
 
 def _has_branch(api: HfApi, plan: PushPlan, note: Note) -> bool:

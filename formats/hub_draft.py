@@ -164,7 +164,7 @@ class Draft:
                 )
         if target.draft in self._branches(api):
             patiently(lambda: api.delete_branch(target.repo_id, branch=target.draft), note)
-        return Pushed(plan.url, head, deleted)
+        return Pushed(plan.url, head, deleted, plan.paths)
 
     def _refuse_older(self, files: Mapping[str, HubFile]) -> None:
         older = sorted(filter(is_of_a_checkpoint, files))

@@ -22,6 +22,7 @@ from neuzip.eval.report import Report, Row, TensorRow
 from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
 from neuzip.formats.model_card import ENDING, split_card
+from neuzip.formats.private_files import PRIVATE_KINDS, PUBLIC, private_kind
 
 pytest_plugins = ["loopback_hub"]
 
@@ -87,7 +88,8 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
             [Path(sys.executable).parent / "neuzip", *map(str, arguments)],
             check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment,
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        said = done.stderr if arguments[0] != "push" else re.sub(r"\Athese files go to .*\n", "", done.stderr)
+        assert (done.returncode, said) == (0, ""), done.stdout + done.stderr
         assert TOKEN not in done.stdout
         return done.stdout
 
@@ -185,7 +187,7 @@ def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, small: Path, neuzi
     first = neuzip("push", small, "me/model", "--json").json
     here.requests.clear()
     again = neuzip("push", small, "me/model")
-    assert again.stderr == "all files were there already, as they are here\n"
+    assert again.stderr.endswith("\nall files were there already, as they are here\n")
     assert not [r for r in here.requests if r.startswith("PUT") or "/commit/" in r]
     second = neuzip("push", small, "me/model", "--json").json
     assert (first["was_there"], second["was_there"]) == (False, True)
@@ -561,6 +563,93 @@ def test_a_dry_run_shows_everything_and_touches_nothing(here: Hub, small: Path, 
     assert said["quiet"].stdout == f"{here.url}/me/model\n"
     assert plan.card.splitlines()[-1] in said["human"].stdout
     assert f"would go to {here.url}/me/model" in said["human"].stdout
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".env", "deploy/.env.prod", "prod.env", "server.pem", "a/KEY.PEM", "tls.key", "id_rsa",
+        "keys/id_ed25519", ".netrc", ".aws/config", ".ssh/known_hosts", "aws/credentials",
+        "service-account-7.json", ".git-credentials", ".npmrc", ".pypirc", "token", ".bash_history",
+        ".huggingface/stored_tokens",
+        "wandb/run-1/files/output", "runs/events.out.tfevents.17.host", "train.log", "nohup.out",
+        ".ipynb_checkpoints/x-checkpoint.ipynb", "wandb/settings.py",
+    ],
+)  # fmt: skip
+def test_what_looks_private(path: str):
+    assert private_kind(path) is not None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+        "added_tokens.json", "tokens.txt", "vocab.txt", "merges.txt", "config.json", "generation_config.json",
+        "model.safetensors.index.json", "README.md", "LICENSE", ".gitattributes", ".gitignore",
+        "modeling_llama.py", "token.py", "env.py", "chat_template.jinja", "trainer_state.json", "key.json",
+        "id2label.json", "id_to_token.json", ".env.example", "id_rsa.pub", "text_encoder/config.json",
+        "neuzip/manifest.json", "neuzip/original/config.json", "neuzip/plan.json", "environment.yml",
+        "preprocessor_config.json", "keys/model.json", "credentials_of_authors.md", "history.json",
+    ],
+)  # fmt: skip
+def test_what_does_not_look_private(path: str):
+    assert private_kind(path) is None
+
+
+def test_the_guide_has_the_table_of_private_files(root: Path):
+    guide = (root / "docs" / "guide.md").read_text(encoding="utf-8")
+    for kind in PRIVATE_KINDS:
+        row = next(line for line in guide.splitlines() if line.startswith(f"| {kind.name} |"))
+        names = re.findall(r"`([^`]+)`", row)
+        assert names == [*kind.files, *(f"{folder}/" for folder in kind.folders)]
+    assert all(f"`{glob}`" in guide for glob in PUBLIC)
+
+
+def test_private_files_are_pushed_only_when_allowed(
+    here: Hub, original: Path, tmp_path: Path, save: Callable[..., Path], neuzip
+):
+    one = save(tmp_path / "one" / "model.safetensors", {"w": ("F32", (3,), np.ones(3, np.float32))}).parent
+    (one / "deploy").mkdir()
+    (one / "deploy" / ".env").write_text("HF_TOKEN=x")
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("private")
+    (one / "notes.txt").symlink_to(tmp_path / ".ssh" / "config")
+    nz = tmp_path / "one.nz"
+    assert neuzip("compress", one, nz, "--dry-run", "--json").json["private_files"] == [
+        "deploy/.env", "notes.txt",
+    ]  # fmt: skip
+    said = neuzip("compress", one, nz, "--json")
+    assert said.json["private_files"] == ["deploy/.env", "notes.txt"]
+    assert "warning: looks private, and is carried along: passwords and tokens: deploy/.env\n" in said.stderr
+    assert "warning: looks private, and is carried along: keys: notes.txt\n" in said.stderr
+    assert (nz / "deploy" / ".env").read_text() == "HF_TOKEN=x"
+
+    shown = neuzip("push", nz, "me/one", "--dry-run")
+    assert (shown.exit_code, "a push would be refused: passwords" in shown.stderr) == (0, True)
+    for refused in (
+        neuzip("push", nz, "me/one"),
+        neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/one"),
+    ):
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "private and would be uploaded: " in refused.stderr
+        assert "deploy/.env" in refused.stderr
+        assert "or give --allow-private-files if they may be seen" in refused.stderr
+    with pytest.raises(NeuzipError, match="looks private"):
+        push(plan_push(nz, "me/one"))
+    assert (here.repositories, here.requests, (tmp_path / "two.nz").exists()) == ({}, [], False)
+
+    sent = neuzip("push", nz, "me/one", "--allow-private-files")
+    assert sent.exit_code == 0
+    assert "these files go to me/one: README.md, deploy/.env, model" in sent.stderr
+    assert here.repositories["me/one"].tree()["deploy/.env"] == b"HF_TOKEN=x"
+    sent = neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/two", "--allow-private-files")
+    assert sent.exit_code == 0
+    assert "these files go to me/two: model.safetensors, deploy/.env, notes.txt\n" in sent.stderr
+    assert neuzip("compress", one, tmp_path / "x", "--allow-private-files").exit_code == 2
+    here.add("some/model", {"model.safetensors": (one / "model.safetensors").read_bytes(), "token": b"x"})
+    said = neuzip("compress", "some/model", tmp_path / "s", "--stream", "--push-to", "me/s")
+    assert (said.exit_code, "looks private and would be uploaded: " in said.stderr) == (1, True)
+    assert "me/s" not in here.repositories
 
 
 def test_json_has_the_same_keys_when_it_is_done(here: Hub, bare: Path, neuzip):
