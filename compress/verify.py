@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError
+from neuzip.errors import FormatError, NeuzipError, VerificationError, shell
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
 from neuzip.formats.container import Container
 from neuzip.formats.own_section import own_section, read_config
@@ -137,14 +137,18 @@ def verify(
         if verdict.identical is False and verdict.lossless:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
         if verdict.of_another:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} was rounded from other weights than those of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
     return VerifyReport(tuple(verdicts), files, device.name)
+
+
+def _is_it(src: str | os.PathLike[str], against: str | os.PathLike[str]) -> str:
+    return f"is {against} the checkpoint that was compressed? see: {shell('neuzip', 'diff', src, against)}"
 
 
 def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
@@ -226,7 +230,7 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
             f"{src}: was made without some layers of {against}, and the others have new numbers:"
             " tensors cannot be compared",
             f"without --against {src} itself is checked;"
-            f" neuzip eval {src} --base {against} --text TEXT measures what is missing",
+            f" {shell('neuzip', 'eval', src, '--base', against, '--text', 'TEXT')} measures what is missing",
         )
 
 

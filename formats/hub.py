@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
+from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite, shell
 
 from .card_evaluation import read_evaluation
 from .checkpoint import (
@@ -30,7 +30,17 @@ from .checkpoint import (
     read_stored_files,
     stored_files_to_json,
 )
-from .hub_connection import Note, bars, endpoint, explaining, patiently, require_token, transport_errors
+from .hub_address import did_you_mean
+from .hub_connection import (
+    Note,
+    bars,
+    endpoint,
+    explaining,
+    odd_answer,
+    patiently,
+    require_token,
+    transport_errors,
+)
 from .manifest import is_safe_path
 from .model_card import CARD, ENDING, model_card
 from .private_files import private_files, refuse_private
@@ -221,7 +231,7 @@ def find_repository(src: str, *, note: Note = ignore) -> Listing:
     """List a checkpoint of the Hub by its id, `owner/name` or `owner/name@revision`. Raises NeuzipError."""
     match = HUB_ID.fullmatch(src)
     if match is None:
-        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision")
+        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision", did_you_mean(src))
     with explaining(src, match["repo"], note=note):
         return list_repository(src, match["repo"], match["revision"], note)
 
@@ -250,7 +260,8 @@ def list_files(
 ) -> tuple[str, bool, tuple[HubFile, ...]]:
     """The commit that a revision is now, whether the repository is private, and its files.
 
-    Raises FormatError for a name that is no path inside the folder, and what huggingface_hub raises.
+    Raises FormatError for a name that is no path inside the folder, NeuzipError for values that the Hub would
+    not send, and what huggingface_hub raises.
     """
     from huggingface_hub import HfApi
 
@@ -262,10 +273,19 @@ def list_files(
         if not is_safe_path(file.rfilename):
             raise FormatError(src, f"{file.rfilename!r} is not a path inside the folder")
         sha256 = file.lfs.sha256 if file.lfs is not None else None
+        if not (_is(int, file.size) and _is(str, sha256) and _is(str, file.blob_id)):
+            raise odd_answer(src)
         files.append(HubFile(file.rfilename, file.size or 0, sha256, file.blob_id))
     if info.sha is None:
         raise NeuzipError(f"{src}: the Hub does not say which commit this is", "try again later")
+    if not isinstance(info.sha, str) or re.fullmatch(r"[0-9a-f]{40,64}", info.sha) is None:
+        raise odd_answer(src)
     return info.sha, bool(info.private), tuple(files)
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether a value of an answer has a type, or is not there."""
+    return value is None or isinstance(value, kind)
 
 
 @dataclass(frozen=True)
@@ -331,14 +351,19 @@ def plan_push(
     if match is None or match["revision"] is not None:
         raise UsageError(
             f"REPO_ID: {repo_id!r} has not the form owner/name",
-            "for another branch than main give --revision" if match is not None else "",
+            "for another branch than main give --revision" if match is not None else did_you_mean(repo_id),
+        )
+    if revision is not None and re.fullmatch(r"[\w./-]+", revision, re.ASCII) is None:
+        raise UsageError(
+            f"--revision: {revision!r} cannot be named in an id, owner/name@revision",
+            "take letters, digits, '.', '_', '-' and '/'",
         )
     checkpoint = find_checkpoint(folder)
     root = checkpoint.root
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(
             f"{folder}: is not a folder that neuzip compressed",
-            f"compress it first: neuzip compress {folder} DST",
+            f"compress it first: {shell('neuzip', 'compress', folder, 'DST')}",
         )
     base = base_name(checkpoint)
     if base is not None and evaluation is not None:

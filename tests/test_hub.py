@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import traceback
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
-from loopback_hub import LARGE, READ_TOKEN, TOKEN, Handler, Hub, Refusal, be_the_hub, hub_environment
+from loopback_hub import LARGE, READ_TOKEN, TOKEN, Answer, Handler, Hub, Refusal, be_the_hub, hub_environment
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
@@ -405,6 +408,64 @@ def test_a_source_that_cannot_be_had(
     assert (f"hint: {hint.replace('URL', here.url)}\n" if hint else "") in said.stderr
     for secret in (TOKEN, "hf_wr", "secret"):
         assert secret not in said.stderr
+
+
+ODD_ANSWERS: dict[str, Any] = {
+    "no id": {"sha": "0" * 40}, "a list": [1, 2], "a text": "hello", "null": None,
+    "siblings of numbers": {"id": "org/m", "sha": "0" * 40, "siblings": [5]},
+    "a size of text": {"id": "org/m", "sha": "0" * 40, "siblings": [{"rfilename": "a", "size": "x"}]},
+    "a commit of numbers": {"id": "org/m", "sha": 7, "siblings": []},
+    "no digest": {"id": "org/m", "sha": "0" * 40, "siblings": [{"rfilename": "a", "lfs": {"size": 1}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
+@pytest.mark.parametrize("command", ["pull", "push", "inspect", "compress"])
+def test_another_server_is_no_bug(command: str, answer: Any, here: Hub, bare: Path, tmp_path: Path, neuzip):
+    """200 with JSON that the Hub would not send: a captive portal, or a wrong HF_ENDPOINT."""
+
+    def before(handler: Handler) -> None:
+        raise Answer(answer)
+
+    here.before = before
+    arguments: dict[str, list[Any]] = {
+        "pull": ["org/m", tmp_path / "x"], "push": [bare, "org/m"], "inspect": ["org/m"],
+        "compress": ["org/m", tmp_path / "x", "--stream"],
+    }  # fmt: skip
+    said = neuzip(command, *arguments[command])
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert f"the Hub at {here.url} does not answer as the Hub does\nhint: try again later" in said.stderr
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 409])
+def test_no_password_is_shown(status: int, here: Hub, bare: Path, tmp_path: Path, monkeypatch, neuzip):
+    """Neither that of the endpoint nor a proxy's, in any form that a server may quote, in no traceback."""
+    name, password = "ann", "p@ss/w rd"
+    forms = [f"{name}:{password}", password, quote(password, ""), quote(f"{name}:{password}", "")]
+    forms += [encode(forms[0].encode()).decode() for encode in (b64encode, urlsafe_b64encode)]
+    quoted = " ".join([*forms, b64encode(b"bob:proxy?secret").decode(), "proxy?secret", TOKEN])
+
+    def before(handler: Handler) -> None:
+        if status == 200:
+            raise Answer({"error": quoted})
+        raise Refusal(status, message=quoted)
+
+    here.before = before
+    address = f"http://{name}:{quote(password, '')}@127.0.0.1:{here.server_port}"
+    be_the_hub(address, monkeypatch)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("https_proxy", "bob:proxy%3Fsecret@127.0.0.1:9")
+    for command in (["pull", "org/m", tmp_path / "x"], ["push", bare, "me/x"]):
+        for debug in ("", "1"):
+            monkeypatch.setenv("NEUZIP_DEBUG", debug)
+            said = neuzip(*command)
+            assert said.exit_code == 1
+            for secret in (*forms, *quoted.split(" ")[-3:], "%40ss"):
+                assert secret.rstrip("=") not in said.stderr
+    with pytest.raises(NeuzipError) as error:
+        resolve_source("org/m")
+    shown = "".join(traceback.format_exception(error.value))
+    assert [secret for secret in forms if secret in shown] == []
 
 
 def test_a_repository_cannot_write_outside_its_folder(here: Hub, tmp_path: Path):
