@@ -20,7 +20,7 @@ from neuzip.kernels.float_fields import FORMATS, non_finite
 from .base import check_base
 from .delta import Decoder
 from .device import CPU, Device
-from .lossless import PIECE, pieces
+from .lossless import PIECE
 from .scheme import DROPPED_LAYERS
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
@@ -160,8 +160,7 @@ def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
     decoder = source.decoder(tensor)
     assert isinstance(decoder, Decoder)
     try:
-        for piece in pieces(tensor.info.numel):
-            decoder.read_differences(*piece)
+        decoder.check()
     except FormatError:
         raise
     except NeuzipError as error:

@@ -278,7 +278,7 @@ def list_files(
         files.append(HubFile(file.rfilename, file.size or 0, sha256, file.blob_id))
     if info.sha is None:
         raise NeuzipError(f"{src}: the Hub does not say which commit this is", "try again later")
-    if not isinstance(info.sha, str) or re.fullmatch(r"[0-9a-f]{40,64}", info.sha) is None:
+    if re.fullmatch(r"[0-9a-f]{40,64}", str(info.sha)) is None:
         raise odd_answer(src)
     return info.sha, bool(info.private), tuple(files)
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.export import Gguf, export
 from neuzip.compress.source import TensorSource
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval import histograms, pictures
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.export import gguf, gguf_model
@@ -224,6 +225,32 @@ def test_a_bomb_of_aliases_is_measured_first(tmp_path: Path, neuzip: Speak) -> N
     assert said.exit_code == 1
     assert f"take {2001 * size:,} bytes, the disk has {10 * size:,} left" in said.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["bomb.safetensors"]
+
+
+def test_a_delta_of_nothing_takes_no_time(tmp_path: Path) -> None:
+    """Three bytes a block that stand for 137 GB; two of the blocks hold something, which is looked at."""
+    blocks, size = 1 << 20, 8 << 34
+    parts = bad.delta("F64")
+    coded, listed = parts.words("w:index")[:2]
+    index = np.zeros(blocks, "<u2")
+    index[7], index[-1] = coded, listed
+    parts.put("w:index", index)
+    parts.put("w:choice", bytes(blocks))
+    parts.set_original({"w": {"dtype": "F64", "shape": [size // 8], "data_offsets": [0, size]}})
+    path = tmp_path / "bomb.safetensors"
+    path.write_bytes(bad.put_together(parts.seal()))
+    began = time.process_time()
+    assert verify(path).nbytes == size
+    assert time.process_time() - began < 10  # 80 where every block is decoded
+
+    words = parts.words("w:words")
+    for at, problem in ((0, "coded blocks from block 7 on"), (int(coded) + 2, f"block {blocks - 1} of")):
+        changed = words.copy()
+        changed[at] = 0xFFFF
+        parts.put("w:words", changed)
+        path.write_bytes(bad.put_together(parts.seal()))
+        with pytest.raises(FormatError, match=problem):
+            verify(path)
 
 
 def test_a_yaml_bomb_is_left_out() -> None:
