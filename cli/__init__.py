@@ -122,8 +122,9 @@ def _traceback_if_wanted() -> bool:
     import traceback
 
     from neuzip.cli.output import printable
+    from neuzip.formats.hub_secrets import scrubbed
 
-    print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
     return True
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.cli.source import refuse_before_download, resolved
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.cli.streaming import Report
@@ -66,7 +66,7 @@ def run(
         f"{count['alone']} alone"
     )
     report_of(out, report, {"against": base, "base": name}, where=None)
-    out.hint(f"to restore it: neuzip apply {dst} --base {against} DST")
+    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', against, 'DST')}")
 
 
 def _kind(scheme: str) -> str:

@@ -191,7 +191,9 @@ def error(message: str, hint: str = "") -> None:
 
 def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
-    line = printable(text, one_line=True)
+    from neuzip.formats.hub_secrets import scrubbed
+
+    line = printable(scrubbed(text), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
@@ -213,7 +212,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
     def stage(label: str, total: int, unit: str) -> Any:
         return out.progress(label, total, unit=unit)
 
-    command = shlex.join(["neuzip", *sys.argv[1:]])  # also of `python -m neuzip.cli`
+    command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, yardstick = asked.request, asked.text, asked.yardstick
 
     def plan_is_kept() -> bool:

@@ -47,6 +47,7 @@ from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, 
 from neuzip.formats.hub import HUB_FILES
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
 from neuzip.formats.own_section import SECTION, own_section, read_config
+from neuzip.formats.private_files import listed, private_files
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
 
@@ -147,7 +148,7 @@ class TensorReport:
 class CompressionReport:
     """What a run did. Byte counts are of whole checkpoints, all files included; `seconds` is wall time.
 
-    `device` is where this rank coded.
+    `device` is where this rank coded. `private_files` were carried along and look private by their names.
     """
 
     src: Path
@@ -162,6 +163,7 @@ class CompressionReport:
     device: str
     resumed_files: int = 0
     warnings: tuple[str, ...] = field(default=())
+    private_files: tuple[str, ...] = field(default=())
 
     @property
     def ratio(self) -> float:
@@ -984,6 +986,7 @@ class Compression:
         others = (
             [] if checkpoint.is_file else [p for p in dst.rglob("*") if p.is_file() and p not in weight_paths]
         )
+        private = private_files(checkpoint)
         return CompressionReport(
             checkpoint.path, dst, self._plan.original_bytes,
             stored_weights + sum(p.stat().st_size for p in others),
@@ -995,9 +998,11 @@ class Compression:
                 *(f"{f}: names shards that are not here, carried along unread" for f in checkpoint.unread),
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
+                *(f"looks private, and is carried along: {line}" for line in listed(private)),
                 *_unrounded(tensors),
                 *_larger(sum(map(source.file_bytes, checkpoint.weights)), stored_weights, len(tensors)),
             ),
+            tuple(private),
         )  # fmt: skip
 
 

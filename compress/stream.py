@@ -41,6 +41,7 @@ from neuzip.formats.hub_connection import Note, bars
 from neuzip.formats.hub_draft import Draft
 from neuzip.formats.hub_pull import remove_unfinished
 from neuzip.formats.hub_stream import RemoteCheckpoint, download, find_remote, read_headers, read_range
+from neuzip.formats.private_files import private_files, refuse_private
 from neuzip.formats.tensor_file import Header, TensorFile
 
 from .device import CPU, Device
@@ -222,6 +223,7 @@ def compress_stream(
     *,
     draft: Draft | None = None,
     private: bool = False,
+    allow_private_files: bool = False,
     jobs: int | None = None,
     overwrite: bool = False,
     device: Device = CPU,
@@ -233,9 +235,13 @@ def compress_stream(
     """Download, compress, verify and delete shard by shard; a killed run goes on where it stopped.
 
     With a `draft` the result goes to the Hub and nothing stays: `dst` only says where the work is done. It is
-    made `private` if it is new there. `note` is told of each file. Raises NeuzipError.
+    made `private` if it is new there; files that look private are refused then, unless
+    `allow_private_files`. `note` is told of each file. Raises NeuzipError.
     """
     dst, began, remote = Path(dst), time.monotonic(), plan.remote
+    if draft is not None:
+        refuse_private(private_files(plan.source.checkpoint), str(draft.target), allow_private_files)
+        note(going(plan.source.checkpoint, draft))
     if activations is not None and "config.json" not in remote.others:
         raise NeuzipError(f"{remote.src}: has no config.json", "leave out --activations")
     wanted = _State(
@@ -555,6 +561,11 @@ def hollow(path: Path) -> None:
         os.replace(partial_name(path), path)
 
 
+def going(checkpoint: Checkpoint, draft: Draft) -> str:
+    """Which files of a checkpoint an upload has."""
+    return f"these files go to {draft.target}: {', '.join((*checkpoint.weights, *checkpoint.others))}"
+
+
 def compress_and_push(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -563,17 +574,22 @@ def compress_and_push(
     draft: Draft,
     private: bool = False,
     overwrite: bool = False,
+    allow_private_files: bool = False,
+    note: Note = pass_over,
     **options: Any,
 ) -> tuple[CompressionReport, Pushed]:
     """Compress a folder as `compress`, which gets the `options`, and upload each container when it is ready.
 
     The repository is made `private` if it is new. With `overwrite` both results may replace older ones.
-    Raises NeuzipError.
+    Files that look private are refused unless `allow_private_files`. `note` is told what is uploaded. Raises
+    NeuzipError.
     """
     if Path(src).is_file():
         raise NeuzipError(f"{src}: is a file, and repositories hold folders", "give its folder")
     with TensorSource(src) as source:
         require_plain(source, Path(dst))
+        refuse_private(private_files(source.checkpoint), str(draft.target), allow_private_files)
+        note(going(source.checkpoint, draft))
     refuse_unless_made(Path(dst), overwrite)
     draft.begin(private=private, overwrite=overwrite)
     sent: dict[str, HubFile] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError
+from neuzip.errors import FormatError, NeuzipError, VerificationError, shell
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     Checkpoint,
@@ -34,7 +34,7 @@ from neuzip.kernels.float_fields import FORMATS, non_finite
 from .base import check_base
 from .delta import Decoder
 from .device import CPU, Device
-from .lossless import PIECE, pieces
+from .lossless import PIECE
 from .scheme import DROPPED_LAYERS
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
@@ -152,14 +152,18 @@ def verify(
         if verdict.identical is False and verdict.lossless:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
         if verdict.of_another:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} was rounded from other weights than those of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
     return VerifyReport(tuple(verdicts), files, device.name)
+
+
+def _is_it(src: str | os.PathLike[str], against: str | os.PathLike[str]) -> str:
+    return f"is {against} the checkpoint that was compressed? see: {shell('neuzip', 'diff', src, against)}"
 
 
 def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
@@ -171,8 +175,7 @@ def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
     decoder = source.decoder(tensor)
     assert isinstance(decoder, Decoder)
     try:
-        for piece in pieces(tensor.info.numel):
-            decoder.read_differences(*piece)
+        decoder.check()
     except FormatError:
         raise
     except NeuzipError as error:
@@ -279,7 +282,7 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
             f"{src}: was made without some layers of {against}, and the others have new numbers:"
             " tensors cannot be compared",
             f"without --against {src} itself is checked;"
-            f" neuzip eval {src} --base {against} --text TEXT measures what is missing",
+            f" {shell('neuzip', 'eval', src, '--base', against, '--text', 'TEXT')} measures what is missing",
         )
 
 

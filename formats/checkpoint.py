@@ -23,6 +23,7 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .container import stream_name
+from .hub_address import did_you_mean
 from .manifest import DELTA, VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
 from .own_section import with_entry
 from .tensor_file import MAX_HEADER, parse_json
@@ -76,7 +77,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     if not exists:
-        raise NeuzipError(f"{path}: no such file or folder", "give a folder, a .safetensors file or a Hub id")
+        raise NeuzipError(
+            f"{path}: no such file or folder",
+            did_you_mean(str(path)) or "give a folder, a .safetensors file or a Hub id",
+        )
     if is_file:
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
@@ -200,10 +204,16 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def linked_from_outside(checkpoint: Checkpoint) -> list[str]:
-    """Files other than weights that links fetch from outside the folder, but for huggingface_hub's cache."""
+    """Files of a folder that links fetch from outside of it, but for those of huggingface_hub's cache.
+
+    The cache is made of links from snapshots/COMMIT to blobs beside it.
+    """
+    if checkpoint.is_file:
+        return []
     root = checkpoint.root.resolve()
-    inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    return [f for f in checkpoint.others if not set(inside) & set((checkpoint.root / f).resolve().parents)]
+    inside = {root, *(p.parent / "blobs" for p in root.parents if p.name == "snapshots")}
+    files = sorted((*checkpoint.weights, *checkpoint.others))
+    return [f for f in files if inside.isdisjoint((checkpoint.root / f).resolve().parents)]
 
 
 def index_files(checkpoint: Checkpoint) -> list[str]:

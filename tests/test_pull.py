@@ -262,6 +262,28 @@ def test_what_is_no_id_is_refused(repo_id: str, here: Hub, neuzip):
     assert not here.requests
 
 
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("https://huggingface.co/org/m", "org/m"),
+        ("huggingface.co/org/m/", "org/m"),
+        ("https://hf.co/org/m/tree/v1.0", "org/m@v1.0"),
+        ("https://user:pass@huggingface.co/org/m.git", "org/m"),
+        ("http://huggingface.co/org/m/blob/main/config.json?download=true", "org/m"),
+        ("https://mirror.example:8080/org/m", "org/m"),
+        ("https://huggingface.co/datasets/org/d", None),
+        ("https://github.com/org/m", None),
+        ("./org/m", None),
+    ],
+)
+def test_an_address_is_answered_with_the_id(address: str, meant: str | None, neuzip, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:8080")
+    for said in (neuzip("pull", address), neuzip("inspect", address)):
+        hint = "" if meant is None else f"\nhint: did you mean {meant}?\n"
+        assert said.stderr.endswith(hint)
+        assert ("did you mean" in said.stderr) == (meant is not None)
+
+
 def test_a_repository_that_cannot_be_had_is_refused(pushed: Hub, neuzip):
     said = neuzip("pull", "me/typo", "copy")
     assert "error: me/typo: the Hub has no such repository, or it is private\n" in said.stderr

@@ -47,7 +47,7 @@ from neuzip.compress.workspace import (
     write_file,
 )
 from neuzip.compress.workspace import recover as undo_half_publish
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
@@ -191,7 +191,7 @@ class Recovery:
         if not starts and Path(src).resolve() != Path(original).resolve():
             raise NeuzipError(
                 f"{src}: has no weights that are ternary with a scale a tensor or a row",
-                f"neuzip ternarize {original} makes some; or recover that itself",
+                f"{shell('neuzip', 'ternarize', original, 'DST')} makes some; or recover that itself",
             )
         if settings.sub_norms:
             student = with_sub_norms(student, _seen(windows, base.device))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +17,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -210,7 +209,7 @@ def command(
                     made = reports.make(
                         evaluation, paths[-1], paths[0] if base is not None else None, title=name_of(src),
                         base_title=None if base is None else name_of(base),
-                        command=shlex.join(["neuzip", *sys.argv[1:]]), text=document, sweep=swept,
+                        command=shell("neuzip", *sys.argv[1:]), text=document, sweep=swept,
                         tasks=() if scores is None else harness.report_rows(scores),
                         versions=None if scores is None else {"lm-eval": scores.harness}, on_bytes=advance,
                     )  # fmt: skip

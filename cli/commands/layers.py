@@ -13,7 +13,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.estimates import Estimate
@@ -129,7 +129,8 @@ def command(
                 path, output, found.removal.layers, overwrite=overwrite, on_bytes=advance
             )
         show_pruned(out, pruned)
-        out.status(f"on another text: neuzip eval {output} --base {src} --text TEXT")
+        measure = shell("neuzip", "eval", output, "--base", src, "--text", "TEXT")
+        out.status(f"on another text: {measure}")
     elif found.removal is not None:
         out.status("nothing was written: --out DST would write that model")
     out.result(

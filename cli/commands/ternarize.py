@@ -11,7 +11,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, shell
 
 EXAMPLES = [
     "neuzip ternarize my-model tern --calibration my.txt --allow-destructive",
@@ -131,7 +131,8 @@ def command(
     seconds = time.monotonic() - began
     out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
     out.text(f"{dst} in {seconds_text(seconds)} on {where}")
-    out.status(f"what it did: neuzip eval {dst} --base {path} --text TEXT")
+    measure = shell("neuzip", "eval", dst, "--base", path, "--text", "TEXT")
+    out.status(f"what it did: {measure}")
     out.result(
         {
             "src": path, "dst": dst, "recipe": recipe, "tensors": sorted(found), "weights": weights,
