@@ -393,7 +393,8 @@ class _Stream(Compression):
         stored, files = read_stored_files(dst), self.remote.files
         with TensorSource(dst, self._device) as made:
             if made.checkpoint.weights != self.remote.weights or not all(
-                files[file].matches_pieces(_restored(made, file)) for file in self.remote.weights
+                files[file].matches_pieces(_restored(made, file, self._on_bytes))
+                for file in self.remote.weights
             ):
                 return False
         self._resumed = len(self.remote.weights)
@@ -510,13 +511,14 @@ class _Stream(Compression):
         )
 
 
-def _restored(made: TensorSource, file: str) -> Iterator[bytes | memoryview]:
+def _restored(made: TensorSource, file: str, on_bytes: OnBytes) -> Iterator[bytes | memoryview]:
     """A file as it was before compression, in pieces."""
     yield made.header(file).raw
     for tensor in made.tensors(file):
         read = made.reader(tensor)
-        for piece in tensor.pieces():
-            yield read(*piece).data
+        for start, stop in tensor.pieces():
+            yield read(start, stop).data
+            on_bytes(stop - start)
 
 
 def _kind(planned: PlannedTensor) -> tuple[object, ...]:
