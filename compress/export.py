@@ -125,8 +125,8 @@ def export(
     """Write a ternary model, compressed or plain, as another engine reads it.
 
     `dst` is a folder, or for GGUF a file. `on_bytes` is told of half of each tensor's bytes when it was looked
-    at, and of the other half when it was written. Raises NeuzipError for models that have nothing ternary, or that the engine cannot
-    hold.
+    at, and of the other half when it was written. Raises NeuzipError for models that have nothing ternary, or
+    that the engine cannot hold.
     """
     began, dst = time.monotonic(), Path(dst)
     with TensorSource(src) as source:
