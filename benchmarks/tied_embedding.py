@@ -7,8 +7,8 @@
     python benchmarks/tied_embedding.py demo eval/demo/checkpoint demo
 
 For each number of mantissa bits K the checkpoint is compressed with K bits everywhere and with more for the
-embedding; where the output head is a tensor of its own, with more for the head, and for both. Sizes are of the
-weight files, and divergences from the original over the same tokens. The section NAME of
+embedding; where the output head is a tensor of its own, with more for the head, and for both. Sizes are of
+the weight files, and divergences from the original over the same tokens. The section NAME of
 benchmarks/results/tied_embedding.json holds them.
 """
 
@@ -79,8 +79,8 @@ def main() -> None:
                         "top_1": found.top_1.value,
                     }
                 )
-                print(k, part, rows[-1]["more_bits"], f"{report.bits_per_weight:.3f}", f"{report.ratio:.2%}",
-                      f"{found.kld.mean.value:.5f}", f"{found.perplexity_ratio.value:.4f}", flush=True)  # fmt: skip
+                figures = f"{report.bits_per_weight:8.3f}{report.ratio:8.2%}{found.kld.mean.value:10.5f}"
+                print(f"{k} {part:10}{rows[-1]['more_bits'] or '':9}{figures}", flush=True)
     share = sum(n for name, n in numels.items() if name.endswith("embed_tokens.weight")) / sum(
         numels.values()
     )

@@ -124,9 +124,9 @@ def export(
 ) -> ExportReport:
     """Write a ternary model, compressed or plain, as another engine reads it.
 
-    `dst` is a folder, or for GGUF a file. `on_bytes` is told of half of each tensor's bytes when it was looked
-    at, and of the other half when it was written. Raises NeuzipError for models that have nothing ternary, or
-    that the engine cannot hold.
+    `dst` is a folder, or for GGUF a file. `on_bytes` is told of half of each tensor's bytes when it was
+    looked at, and of the rest when it was written. Raises NeuzipError for models that have nothing ternary,
+    or that the engine cannot hold.
     """
     began, dst = time.monotonic(), Path(dst)
     with TensorSource(src) as source:

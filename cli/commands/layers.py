@@ -108,8 +108,8 @@ def command(
     from neuzip.eval import layer_pictures, layer_removal, layers
 
     found = layers.analyse(
-        path, document, out.stage, window=window, max_tokens=max_tokens, gradient_windows=gradients, drop=drop,
-        choice=choice, device=device, dtype=dtype,
+        path, document, out.stage, window=window, max_tokens=max_tokens, gradient_windows=gradients,
+        drop=drop, choice=choice, device=device, dtype=dtype,
     )  # fmt: skip
     show(out, found)
     recipe = None
