@@ -3,7 +3,8 @@
     python benchmarks/tied_embedding.py NAME CHECKPOINT TEXT [--max-tokens N] [--mantissa-bits K ...]
 
     python benchmarks/tied_embedding.py smollm2-135m smollm2 $NEUZIP_DATA/wikitext-2/wiki.test.raw
-    python benchmarks/tied_embedding.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw
+    python benchmarks/tied_embedding.py wikilm-26m $NEUZIP_DATA/wikilm-26m \\
+        $NEUZIP_DATA/wikitext-2/wiki.test.raw
     python benchmarks/tied_embedding.py demo eval/demo/checkpoint demo
 
 For each number of mantissa bits K the checkpoint is compressed with K bits everywhere and with more for the
