@@ -52,12 +52,11 @@ def run(
     refuse_before_download(src, dst, overwrite)
     path = resolved(out, src)
     base = resolved(out, against)
-    name, total = name_of(base, against), weight_bytes(path)
-    with out.progress("compress", total) as advance:
-        report = compress_against(
-            path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
-            device=choose(device, total), on_bytes=advance,
-        )  # fmt: skip
+    name = name_of(base, against)
+    report = compress_against(
+        path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+        device=choose(device, weight_bytes(path)), stage=out.progress,
+    )  # fmt: skip
     for warning in report.warnings:
         out.warning(warning)
     count = Counter(_kind(t.scheme) for t in report.tensors)

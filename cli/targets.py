@@ -194,10 +194,7 @@ def find(out: Output, asked: Asked) -> Found:
     """The plan as far as it can be known without trying it, for --dry-run."""
     from neuzip.eval.targets import find_plan
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    found = find_plan(asked.request, asked.yardstick, stage, trials=False)
+    found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
         out.status(f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats a token")
     if any(scheme != "lossless" for scheme, _ in found.schemes):
@@ -209,9 +206,6 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
     """Find the plan, compress, measure; say what was asked for beside what was delivered."""
     from neuzip.eval.targets import compress_to_target, is_search_of, key_of
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, yardstick = asked.request, asked.text, asked.yardstick
 
@@ -220,7 +214,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
     with nothing_kept(unless=plan_is_kept):
         delivered = compress_to_target(
-            request, text, yardstick, stage, command=command, verify=verify, overwrite=overwrite
+            request, text, yardstick, out.stage, command=command, verify=verify, overwrite=overwrite
         )
     for warning in delivered.report.warnings:
         out.warning(warning)

@@ -126,9 +126,9 @@ def export(
 ) -> ExportReport:
     """Write a ternary model, compressed or plain, as another engine reads it.
 
-    `dst` is a folder, or for GGUF a file. `on_bytes` is told of each tensor twice: when it was looked at, and
-    when it was written. Raises NeuzipError for models that have nothing ternary, or that the engine cannot
-    hold.
+    `dst` is a folder, or for GGUF a file. `on_bytes` is told of half of each tensor's bytes when it was
+    looked at, and of the rest when it was written. Raises NeuzipError for models that have nothing ternary,
+    or that the engine cannot hold.
     """
     began, dst = time.monotonic(), Path(dst)
     with TensorSource(src) as source:
@@ -159,7 +159,7 @@ class _Model:
     """The model to export: its config, its other files, its tensors by name."""
 
     def __init__(self, source: TensorSource, on_bytes: OnBytes) -> None:
-        self.source, self.on_bytes = source, on_bytes
+        self.source, self._on_bytes = source, on_bytes
         self.warnings: list[str] = []
         checkpoint = source.checkpoint
         if checkpoint.is_file or "config.json" not in checkpoint.others:
@@ -300,8 +300,12 @@ class _Model:
         found = self.ternary(tensor)
         if found is None and is_ternary(self.source.resolve(tensor)):
             self.warnings.append(f"tensor {tensor.name!r}: is ternary in SRC, and written dense")
-        self.on_bytes(tensor.info.nbytes)
+        self._on_bytes(tensor.info.nbytes - tensor.info.nbytes // 2)
         return found
+
+    def written(self, tensor: SourceTensor) -> None:
+        """Tell that a tensor is done with."""
+        self._on_bytes(tensor.info.nbytes // 2)
 
     def require_ternary(self, exported: Iterable[ExportedTensor]) -> None:
         """Raise NeuzipError if there is nothing to export."""
@@ -380,7 +384,7 @@ def _write_shard(
                 parts = target.tensors(tensor.name, tensor.info.dtype, found.codes, found.scale, found.group)
                 for name, part in parts.items():
                     writer.write(name, [_bytes(part)])
-            model.on_bytes(tensor.info.nbytes)
+            model.written(tensor)
     os.replace(temporary, path)
 
 
@@ -401,7 +405,7 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
         called = described.tensor_name(name)
         found = model.look_at(tensor)
         if called is None:
-            model.on_bytes(tensor.info.nbytes)
+            model.written(tensor)
             continue
         if found is None:
             dense = gguf.DENSE.get(dtype if len(shape) > 1 else "F32")
@@ -429,7 +433,7 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
             with gguf.GgufWriter(work / dst.name, metadata, everything, mode) as writer:
                 for tensor, info in infos:
                     writer.write(info.name, _gguf_data(model, tensor, info, described.row_order(tensor.name)))
-                    model.on_bytes(tensor.info.nbytes)
+                    model.written(tensor)
                 for info in extra:
                     assert factors is not None
                     writer.write(info.name, [_bytes(factors)])

@@ -196,11 +196,12 @@ def compress(
 
     Files and folders get the permission bits of those of `src`, as far as the umask leaves them. With
     `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
-    told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
-    call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
-    `device`. `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is
-    the mode that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each
-    container that gets its final name; it needs one process. With a `base` what is stored is a delta: of
+    told of weights done, as bytes of the original; with `verify` of half of a tensor when it is coded, and of
+    the rest when it was compared. All `ranks` of a `distributed.joined()` make the same call; rank 0's
+    `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any `device`.
+    `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is the mode
+    that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each container that
+    gets its final name; it needs one process. With a `base` what is stored is a delta: of
     every tensor the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
     """
     assert on_file is None or ranks.world == 1
@@ -575,7 +576,7 @@ class Compression:
             record = self._records[file, tensor.name] = records[tensor.name]
             if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
                 return "other"
-            self._on_bytes(tensor.info.nbytes)
+            self._on_bytes(self._coded_part(tensor))
         try:
             self._check_written(file, path)
         except (FormatError, VerificationError):
@@ -689,7 +690,7 @@ class Compression:
                 if t.alias_of is not None:
                     record = self._records[file, t.tensor.name] = self._alias(t.tensor, t.alias_of)
                     writer.add_alias(t.tensor.name, record)
-                    self._on_bytes(t.tensor.info.nbytes)
+                    self._on_bytes(self._coded_part(t.tensor))
             # The widest first, so that every raw tensor is aligned to its own elements.
             for t, record in sorted(raw, key=lambda r: -DTYPE_BITS.get(r[0].tensor.info.dtype, 0)):
                 writer.begin_raw(t.tensor.name, record)
@@ -707,17 +708,18 @@ class Compression:
         alone = Checkpoint(path, path.parent, (path.name,), ())
         base = self._base.source if self._base is not None else None
         with TensorSource(alone, self._device, base=base) as written:
+            mine = [t for t in written.tensors() if part is None or (file, t.name) in part]
             # Tensors that live in another file were compared byte by byte when the plan was made.
-            here = [
-                t
-                for t in written.tensors()
-                if t.record is not None
-                and t.record.alias_file is None
-                and (part is None or (file, t.name) in part)
-            ]
-            for verdict in check_tensors(
-                written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
+            here = [t for t in mine if t.record is not None and t.record.alias_file is None]
+            self._on_bytes(sum(map(self._checked_part, mine)) - sum(map(self._checked_part, here)))
+            for tensor, verdict in zip(
+                here,
+                check_tensors(
+                    written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
+                ),
+                strict=True,
             ):
+                self._on_bytes(self._checked_part(tensor))
                 if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
@@ -735,11 +737,19 @@ class Compression:
             "alias", of.checksum, original=of.original, alias_of=target.name, alias_file=other
         )
 
+    def _checked_part(self, tensor: SourceTensor) -> int:
+        """The bytes of a tensor that `on_bytes` is told of when it was read back and compared."""
+        return tensor.info.nbytes // 2 if self._verify else 0
+
+    def _coded_part(self, tensor: SourceTensor) -> int:
+        """The bytes of a tensor that `on_bytes` is told of when it is coded."""
+        return tensor.info.nbytes - self._checked_part(tensor)
+
     def _coded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
         """Code the tensors that are no aliases, one ahead of where the result is used."""
         for coded in ahead(self._encoded([t for t in planned if t.alias_of is None])):
             yield coded
-            self._on_bytes(coded[0].tensor.info.nbytes)
+            self._on_bytes(self._coded_part(coded[0].tensor))
 
     def _encoded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
         """Records and streams in order: small tensors side by side, a large one split among the workers.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from neuzip.formats.hub_pull import RECORDS, fetch
 from neuzip.formats.tensor_file import LONGEST_SIGN, other_format
 
 from .source import weight_bytes
-from .verify import verify
+from .verify import Stage, verify
 from .workspace import (
     files_in,
     publish,
@@ -34,9 +32,6 @@ from .workspace import (
 
 MARK = f"{RECORDS}/neuzip-pull"
 """What tells a later run that a workspace is one of a pull, and of which repository."""
-
-Stage = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""stage(label, nbytes): a progress bar and the function that moves it."""
 
 
 @dataclass(frozen=True)

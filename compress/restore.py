@@ -114,7 +114,7 @@ def _restore_single(
     (file,) = source.checkpoint.weights
     refuse_folder(dst)
     with file_workspace(dst, overwrite) as work:
-        if dst.exists() and not overwrite and _is_restored_file(source, file, dst):
+        if dst.exists() and not overwrite and _is_restored_file(source, file, dst, on_bytes):
             return 1, True
         refuse_existing(dst, overwrite, file=True)
         require_space(dst, sum(t.info.nbytes for t in source.tensors()))
@@ -137,7 +137,7 @@ def _restore_folder(
     verify_files(source)
     stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
     recover(dst)
-    if dst.exists() and not overwrite and _is_restored(source, stored, dst):
+    if dst.exists() and not overwrite and _is_restored(source, stored, dst, on_bytes):
         return len(stored), True
     refuse_existing(dst, overwrite, known=stored)
     missing = {file for file in checkpoint.weights if not (partial_name(dst) / file).is_file()}
@@ -147,7 +147,7 @@ def _restore_folder(
             target = work / name
             with writing(target):
                 if file.kind == "container":
-                    if target.exists() and _is_restored_file(source, name, target):
+                    if target.exists() and _is_restored_file(source, name, target, on_bytes):
                         continue
                     make_folder(target.parent, (checkpoint.root / name).parent)
                     _restore(source, name, target, workers, on_bytes)
@@ -190,26 +190,32 @@ def _write_at(descriptor: int, offset: int, data: Bytes) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def _is_restored(source: TensorSource, stored: dict[str, StoredFile], folder: Path) -> bool:
+def _is_restored(
+    source: TensorSource, stored: dict[str, StoredFile], folder: Path, on_bytes: OnBytes
+) -> bool:
     """Whether a folder holds all that `source` restores to, and nothing else."""
     if {p.relative_to(folder).as_posix() for p in files_in(folder)} != set(stored):
         return False
     return all(
-        _is_restored_file(source, name, folder / name)
+        _is_restored_file(source, name, folder / name, on_bytes)
         if file.kind == "container"
         else file_checksum(folder / name) == file.checksum
         for name, file in stored.items()
     )
 
 
-def _is_restored_file(source: TensorSource, name: str, path: Path) -> bool:
-    """Whether a weight file holds what its container says."""
+def _is_restored_file(source: TensorSource, name: str, path: Path, on_bytes: OnBytes) -> bool:
+    """Whether a weight file holds what its container says; then `on_bytes` is told of its tensors."""
+    tensors = list(source.tensors(name))
     try:
         with TensorFile(path) as file:
-            return file.header.raw == source.header(name).raw and all(
+            if file.header.raw != source.header(name).raw or not all(
                 t.record is not None
                 and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
-                for t in source.tensors(name)
-            )
+                for t in tensors
+            ):
+                return False
     except FormatError:
         return False
+    on_bytes(sum(t.info.nbytes for t in tensors))
+    return True

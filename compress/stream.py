@@ -409,9 +409,9 @@ class _Stream(Compression):
             for file in self.remote.weights:
                 here = list(made.tensors(file))
                 if ours and not all(t.record is None or t.record.lossless for t in here):
-                    for _ in check_tensors(made, here, self._workers):
+                    for _ in check_tensors(made, here, self._workers, on_bytes=self._on_bytes):
                         pass
-                elif not files[file].matches_pieces(_restored(made, file)):
+                elif not files[file].matches_pieces(_restored(made, file, self._on_bytes)):
                     return False
                 for tensor in here:
                     made.check_streams(tensor)
@@ -529,13 +529,14 @@ class _Stream(Compression):
         )
 
 
-def _restored(made: TensorSource, file: str) -> Iterator[bytes | memoryview]:
+def _restored(made: TensorSource, file: str, on_bytes: OnBytes) -> Iterator[bytes | memoryview]:
     """A file as it was before compression, in pieces."""
     yield made.header(file).raw
     for tensor in made.tensors(file):
         read = made.reader(tensor)
-        for piece in tensor.pieces():
-            yield read(*piece).data
+        for start, stop in tensor.pieces():
+            yield read(start, stop).data
+            on_bytes(stop - start)
 
 
 def _kind(planned: PlannedTensor) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ from .truncated import Error
 from .workers import Workers, default_jobs
 
 OnBytes = Callable[[int], None]
+Stage = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""stage(label, nbytes): shows how far a piece of work is; gives the function that moves it."""
+
 Reader = Callable[[int, int], Bytes]
 Keep = Callable[[SourceTensor, int, Bytes], None]
 """keep(tensor, start, data): the restored bytes of a tensor from `start` on."""
@@ -49,6 +52,11 @@ Piece = tuple[Bytes, bool, list[Error], Bytes | None]
 
 def ignore(_: int) -> None:
     """Report no progress."""
+
+
+def unseen(label: str, nbytes: int) -> AbstractContextManager[OnBytes]:
+    """A `Stage` that shows nothing."""
+    return nullcontext(ignore)
 
 
 @dataclass(frozen=True)

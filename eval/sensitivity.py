@@ -16,7 +16,9 @@ Tensors that differ only in a number behind the layer's are one group: the exper
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +38,14 @@ from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
+from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
+from neuzip.kernels.float_fields.values import to_float64
 from neuzip.runtime.generate import input_device
 from neuzip.runtime.tensors import TORCH_DTYPES, shaped
 
 from .allocation import Option
 from .head import HeadedModel, Predictions, divergence
+from .histograms import TOP_BITS, Counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -185,21 +189,26 @@ def look_at(
     workers: Workers,
     on_bytes: OnWork = ignore,
 ) -> list[Candidates]:
-    """Code every group in every scheme, to know the bytes and the error. `on_bytes` is told of bytes done."""
+    """Count what every group is in every scheme, to know its bytes, about, and the squared error.
+
+    Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
+    """
     found = []
     for group in groups:
-        totals: dict[Scheme, tuple[int, truncated.Error]] = {}
+        totals: dict[Scheme, tuple[int, float, float]] = {}
         for tensor in group.tensors:
             bits = read_bits(source, tensor)
-            for scheme in schemes_of(group, block_size):
-                nbytes, error = totals.get(scheme, (0, truncated.Error()))
-                if tensor.name not in group.aliases:
-                    nbytes += _stored_bytes(tensor, bits, scheme, workers.map)
-                totals[scheme] = nbytes, error + _error(tensor, bits, scheme, workers.map)
+            for scheme, squares, original in _squares(
+                tensor, bits, schemes_of(group, block_size), workers.map
+            ):
+                before = totals.get(scheme, (0, 0.0, 0.0))
+                stored = tensor.name not in group.aliases
+                nbytes = _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0
+                totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
             on_bytes(tensor.info.nbytes)
         choices = [
-            Choice(scheme, nbytes, error.squares / (error.original_squares or 1.0))
-            for scheme, (nbytes, error) in totals.items()
+            Choice(scheme, nbytes, squares / (original or 1.0))
+            for scheme, (nbytes, squares, original) in totals.items()
         ]
         found.append(Candidates(group, tuple(choices)))
     return found
@@ -239,28 +248,47 @@ def _rounding(tensor: SourceTensor, bits: Bits, scheme: Scheme) -> truncated.Rou
     return truncated.Rounding(fmt, k, scheme.block_size)
 
 
-def _stored_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
-    """The bytes of a tensor's streams, or of the tensor where it would not shrink."""
-    rounding = _rounding(tensor, bits, scheme)
+def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
+    """About the bytes of a tensor's streams, or of the tensor where it would not shrink."""
+    fmt, rounding = FORMATS[tensor.info.dtype], _rounding(tensor, bits, scheme)
 
-    def read(start: int, stop: int) -> Bits:
-        return bits[start:stop]
+    def count(piece: tuple[int, int]) -> Census:
+        part = bits[slice(*piece)]
+        return census(part if rounding is None else rounding.apply(part)[0], fmt)
 
-    try:
-        if rounding is None:
-            _, streams = lossless.encode(read, bits.size, FORMATS[tensor.info.dtype], parallel)
+    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
+    expected = lossless.expected_bytes(counted, bits.size, fmt)
+    if rounding is not None:
+        expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
+    return min(expected, tensor.info.nbytes)
+
+
+def _squares(
+    tensor: SourceTensor, bits: Bits, schemes: Sequence[Scheme], parallel: Map
+) -> Iterator[tuple[Scheme, float, float]]:
+    """The squared error of a tensor in each scheme, and the sum of its squares; 0 and 0 where it is exact.
+
+    Of formats of up to 16 bits every pattern is rounded once, however many weights have it.
+    """
+    fmt, counts = FORMATS[tensor.info.dtype], None
+    if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
+        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
+        counted = functools.reduce(operator.add, parts).top
+        patterns = np.flatnonzero(counted)
+        bits, counts = patterns.astype(fmt.dtype), counted[patterns]
+    for scheme in schemes:
+        restored = rounded(tensor, bits, scheme, parallel)
+        if restored is bits:
+            yield scheme, 0.0, 0.0
+        elif counts is not None:
+            before, after = to_float64(bits, fmt), to_float64(restored, fmt)
+            yield scheme, float(counts @ (after - before) ** 2), float(counts @ before**2)
         else:
-            _, streams, _, _ = truncated.encode(read, bits.size, rounding, parallel)
-    except lossless.NotWorthwhile:
-        return tensor.info.nbytes
-    return sum(stream.nbytes for stream in streams.values())
+            error = _error(bits, restored, fmt, parallel)
+            yield scheme, error.squares, error.original_squares
 
 
-def _error(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> truncated.Error:
-    restored = rounded(tensor, bits, scheme, parallel)
-    fmt = FORMATS[tensor.info.dtype]
-    if restored is bits:
-        return truncated.Error()
+def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
     parts = parallel(
         lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
         lossless.pieces(bits.size),

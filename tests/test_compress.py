@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, pipeline, verify
-from neuzip.compress.source import TensorSource
+from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import PLAN_PATH
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
@@ -185,6 +185,38 @@ def test_a_folder_comes_back_byte_by_byte(checkpoint: Path, tmp_path: Path) -> N
     assert restored.lossless
     assert report.stored_weight_bytes < report.weight_bytes
     assert report.stored_bytes == sum(map(len, folder_bytes(tmp_path / "small").values()))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_progress_counts_coding_and_verification_once_each(
+    verify: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes are told of in the end, aliases too, and half of them are left when a file is read back."""
+    total = weight_bytes(checkpoint)
+    told, before_checks = [0], []
+    check = pipeline.check_tensors
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        before_checks.append(sum(told))
+        return check(*arguments, **named)
+
+    monkeypatch.setattr(pipeline, "check_tensors", checked)
+    compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=told.append)
+    assert sum(told) == total
+    if verify:
+        assert before_checks[-1] < total, "verification is a part of the work"
+    again = [0]
+    compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=again.append)
+    assert sum(again) == total, "that of a run which finds everything done, too"
+
+
+def test_progress_of_restoring_counts_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:
+    compress(checkpoint, tmp_path / "nz")
+    for _ in range(2):
+        told = [0]
+        report = decompress(tmp_path / "nz", tmp_path / "restored", on_bytes=told.append)
+        assert sum(told) == weight_bytes(checkpoint)
+    assert report.was_there
 
 
 def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:

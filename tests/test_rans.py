@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -129,6 +131,43 @@ def test_pairs_outside_the_table_are_escapes() -> None:
     coded = rans.encode(strange, table)
     assert (rans.decode(coded.words, coded.index, table, BLOCK) == strange).all()
     assert coded.words.size <= rans.max_words(BLOCK, 2)
+
+
+def alike_neighbours(size: int) -> rans.Exponents:
+    """Weights in rows whose scales differ much: a pair says more than two weights."""
+    values = np.random.default_rng(2).standard_normal(size).astype(np.float32)
+    values *= np.exp2(np.arange(size) // 64 % 7 - 3).astype(np.float32)
+    return (values.view(np.uint32) >> 23 & 0xFF).astype(np.uint8)
+
+
+def rare_exponents(size: int) -> rans.Exponents:
+    """One in a thousand is none of the usual ones."""
+    rng = np.random.default_rng(3)
+    return np.where(rng.random(size) < 1e-3, rng.integers(0, 256, size), gaussian_exponents(size)).astype(
+        np.uint8
+    )
+
+
+@pytest.mark.parametrize("size", [300, BLOCK, 5 * BLOCK + 77])
+@pytest.mark.parametrize(
+    "made",
+    [
+        gaussian_exponents, alike_neighbours, rare_exponents,
+        lambda size: np.random.default_rng(0).integers(0, 256, size).astype(np.uint8),
+        lambda size: np.full(size, 120, np.uint8),
+    ],
+    ids=["gaussian", "alike neighbours", "escapes", "many", "one"],
+)  # fmt: skip
+def test_words_are_expected_without_coding(made: Callable[[int], rans.Exponents], size: int) -> None:
+    """Within 0.3 % and 8 words a block, from what a table is made of."""
+    exponents = made(size)
+    counts = np.bincount(exponents, minlength=256).astype(np.int64)
+    even = exponents[: size // 2 * 2].astype(np.int64)
+    pairs = np.bincount(even[::2] | even[1::2] << 8, minlength=1 << 16)
+    table = rans.build_table(counts, pairs)
+    coded = rans.encode(exponents, table).words.size
+    blocks = -(-size // BLOCK)
+    assert abs(rans.expected_words(table, counts, pairs, size) - coded) <= 0.003 * coded + 8 * blocks
 
 
 @given(

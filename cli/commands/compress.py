@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import deltas, options, streaming, targets
-from neuzip.cli.commands.patch_attention import result_of, show, stages
+from neuzip.cli.commands.patch_attention import result_of, show
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
@@ -376,7 +376,7 @@ def _calibrate(
         require_plain(source, dst)
     if not dry_run:
         (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
-    found = attention.calibrate(path, read_text(calibration), mode, stages(out), device=device)
+    found = attention.calibrate(path, read_text(calibration), mode, out.stage, device=device)
     show(out, found)
     out.text()
     return found

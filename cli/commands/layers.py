@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -107,12 +107,9 @@ def command(
         require_free(path, output, overwrite)
     from neuzip.eval import layer_pictures, layer_removal, layers
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
     found = layers.analyse(
-        path, document, stage, window=window, max_tokens=max_tokens, gradient_windows=gradients, drop=drop,
-        choice=choice, device=device, dtype=dtype,
+        path, document, out.stage, window=window, max_tokens=max_tokens, gradient_windows=gradients,
+        drop=drop, choice=choice, device=device, dtype=dtype,
     )  # fmt: skip
     show(out, found)
     recipe = None

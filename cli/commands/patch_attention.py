@@ -99,7 +99,7 @@ def command(
     from neuzip.eval import attention, attention_pictures
 
     found = attention.calibrate(
-        path, document, mode, stages(out), max_kld=limit, window=window, max_tokens=max_tokens,
+        path, document, mode, out.stage, max_kld=limit, window=window, max_tokens=max_tokens,
         device=device,
     )  # fmt: skip
     show(out, found)
@@ -124,15 +124,6 @@ def command(
         {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
         quiet=[found.comparison.kld.mean.value if dry_run else dst],
     )
-
-
-def stages(out: Output) -> Any:
-    """What shows how far a calibration is."""
-
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    return stage
 
 
 def result_of(found: Calibration) -> dict[str, object]:

@@ -119,7 +119,8 @@ def command(
     with out.progress("ternarize", len(decoder_layers(model)), unit="layers") as advance:
         found = ternary.convert(model, recipe, windows, on_layer=lambda: advance(1))
     nn.Module.to(model, dtype=dtype)
-    ternary.save(model, path, dst, overwrite)
+    with out.progress("write", None):
+        ternary.save(model, path, dst, overwrite)
     weights = sum(one.codes.numel() for one in found.values())
     matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
     if (all_of_them := sum(p.numel() for p in matrices)) > weights:

@@ -156,7 +156,8 @@ def _train(
                 raise
             raise SystemExit(130) from None
     if trainer.steps > start:
-        save(trainer.steps)
+        with out.progress("save", None):
+            save(trainer.steps)
     return figures
 
 

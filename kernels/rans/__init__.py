@@ -39,13 +39,14 @@ from neuzip.kernels.float_fields import Bits, FloatFormat
 
 from . import cpu
 from .model import Table, build_table
-from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
+from .numbers import BLOCK, ESCAPE_BITS, HEADER_WORDS, LANES, LEFT_BITS, RAW_STEPS, RUN, SCALE
 
 __all__ = [
     "BLOCK", "CorruptStream", "Encoded", "Table",
-    "build_table", "decode", "decode_floats", "encode", "max_words",
+    "build_table", "decode", "decode_floats", "encode", "expected_words", "max_words",
 ]  # fmt: skip
 
+Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
 Exponents = npt.NDArray[np.unsignedinteger]
 
@@ -93,6 +94,33 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
     return Encoded(words[:used].copy(), index)
 
 
+def expected_words(table: Table, exponents: Ints, pairs: Ints | None, numel: int) -> int:
+    """About how many words `encode` writes for `numel` exponents that are distributed as those counted.
+
+    `exponents` and `pairs` are what `build_table` made the table of; they may count a sample.
+    """
+    symbols = np.flatnonzero(table.frequencies)
+    if table.group == 1:
+        symbols = symbols[symbols < table.palette.size]
+        counts = exponents[table.palette[symbols]]
+    else:
+        assert pairs is not None
+        symbols = symbols[np.maximum(symbols & 15, symbols >> 4) < table.palette.size]
+        counts = pairs[table.exponents[symbols]]
+    total = int(exponents.sum())
+    escapes = max(0.0, total / table.group - int(counts.sum()))
+    bits = float((counts * np.log2(SCALE / table.frequencies[symbols])).sum()) + ESCAPE_BITS * escapes
+    filler = np.log2(SCALE / int(table.frequencies.max())) / table.group
+    words = 0.0
+    for blocks, size in ((numel // BLOCK, BLOCK), (1, numel % BLOCK)):
+        if size:
+            padded = -(-size // (LANES * RUN)) * LANES * RUN
+            raw = table.group * LANES * RAW_STEPS / padded
+            in_block = (bits / total * size + filler * (padded - size)) * (1 - raw)
+            words += blocks * (HEADER_WORDS + max(0.0, in_block - LANES * LEFT_BITS) / 16)
+    return round(words)
+
+
 def decode(
     words: Words,
     index: Words,
@@ -134,9 +162,6 @@ def decode_floats(
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
     return out
-
-
-Ints = npt.NDArray[np.int64]
 
 
 def _extents(words: Words, index: Words, numel: int) -> tuple[Ints, Ints]:
