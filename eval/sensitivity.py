@@ -37,6 +37,7 @@ from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
+from neuzip.runtime.bos import behind
 from neuzip.runtime.generate import input_device
 from neuzip.runtime.tensors import TORCH_DTYPES, shaped
 
@@ -279,8 +280,15 @@ class Windows:
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, ids: torch.Tensor, width: int) -> Windows:
-        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out."""
+    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> Windows:
+        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
+
+        Windows begin with `front`, which is not of `ids`, if there is one.
+        """
+        if front is not None:
+            width = min(width, len(ids))
+            targets = ids[: len(ids) // width * width].view(-1, width)
+            return cls(behind(front, targets[:, :-1]), targets)
         width = min(width, len(ids) - 1)
         count = (len(ids) - 1) // width
         used = count * width
