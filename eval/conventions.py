@@ -13,8 +13,8 @@
 
 token and strided put no special tokens in, whatever the tokenizer does by itself. The last follows the task
 `wikitext` of lm-evaluation-harness 0.4.13: articles of WikiText are detokenised, other texts are not;
-perplexities are those a word and a byte, and these are counted before. The guide: huggingface.co/docs/transformers/perplexity; llama.cpp:
-tools/perplexity.
+perplexities are those a word and a byte, and these are counted before. The guide:
+huggingface.co/docs/transformers/perplexity; llama.cpp: tools/perplexity.
 
 A convention becomes tokens in a row and windows over them, whatever they stand for.
 """
