@@ -33,7 +33,7 @@ import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
-from neuzip.runtime.load import quiet_transformers
+from neuzip.runtime.load import naming_tokenizer, quiet_transformers
 
 from .convention_names import BOS, Name, special_text
 from .estimates import Blocks, Values, effective
@@ -157,7 +157,10 @@ class Tokenised:
         self.text, self._tokenizer = text, tokenizer
         self.positions, self.max_tokens = positions, max_tokens
         content = text.content
-        with quiet_transformers():  # that the text is longer than the model's context
+        with (
+            quiet_transformers(),
+            naming_tokenizer(tokenizer),
+        ):  # that the text is longer than the model's context
             encoded = tokenizer(
                 content, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast)
             )
@@ -313,7 +316,7 @@ class Tokenised:
     def _page_tokens(self, page: str) -> tuple[list[int], Values | None]:
         """Tokens and where they end in the page: None if it is detokenised, or the tokenizer a slow one."""
         known = bool(self._tokenizer.is_fast) and not self.text.wikitext
-        with quiet_transformers():
+        with quiet_transformers(), naming_tokenizer(self._tokenizer):
             encoded = self._tokenizer(
                 detokenised(page) if self.text.wikitext else page, return_offsets_mapping=known
             )

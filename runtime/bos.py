@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .load import naming_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +21,8 @@ IN_FRONT_OF_EACH = "BOS in front of each"
 
 def bos_in_front(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The BOS that a tokenizer puts in front of a text by itself, None if it puts none there."""
-    ids, alone = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    with naming_tokenizer(tokenizer):
+        ids, alone = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     if ids == alone:
         return None
     bos = tokenizer.bos_token_id

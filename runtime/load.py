@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from .quantizer import NeuzipConfig
 
+GENERATION_CONFIG = "generation_config.json"
+MOVE_AWAY = "correct the file, or move it away: a model can do without"
+
 INDEX = "model.safetensors.index.json"
 SHOWN_NAMES = 5
 
@@ -129,8 +132,8 @@ def load_model(
                     ignore_mismatched_sizes=True,  # they are reported below, by name
                     **options,
                 )
-                if (folder / "generation_config.json").is_file():
-                    model.generation_config = GenerationConfig.from_pretrained(folder)
+                if (folder / GENERATION_CONFIG).is_file():
+                    model.generation_config = _generation_config(folder)
         except NeuzipError:
             raise
         except Exception as error:
@@ -187,6 +190,16 @@ def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
     return config
 
 
+def _generation_config(folder: Path) -> GenerationConfig:
+    """The generation_config.json of a folder. Raises FormatError where transformers does not take it."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise FormatError(
+            folder / GENERATION_CONFIG, f"transformers does not take it: {reason_of(error)}", hint=MOVE_AWAY
+        ) from error
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint folder, plain or compressed. Raises NeuzipError."""
     folder = Path(path)
@@ -202,12 +215,40 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False
             )
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise _refusal(folder, "load its tokenizer", error) from error
     longest: object = tokenizer.model_max_length
     if not isinstance(longest, int | float):  # which transformers finds out at the first text
         raise FormatError(folder, f"{longest!r} is no number of tokens", field="model_max_length")
     return tokenizer
+
+
+@contextmanager
+def naming_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise FormatError that names the file where a tokenizer fails at what it is given.
+
+    tokenizers, a library in Rust, raises plain Exception for errors of its own, and a BaseException where it
+    panics.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):
+            raise
+        folder = Path(tokenizer.name_or_path)
+        path = folder / TOKENIZER_FILES[0]
+        raise FormatError(
+            path if path.is_file() else folder,
+            f"the tokenizer fails: {reason_of(error)}",
+            hint="give another text, or the tokenizer that the model was trained with",
+        ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up, which is no Exception and has no class to import."""
+    return type(error).__name__ == "PanicException"
 
 
 def versions() -> dict[str, str]:
@@ -506,12 +547,16 @@ def indexed_shards(checkpoint: Checkpoint, index: str) -> list[str]:
     return files
 
 
-def _refusal(folder: Path, what: str, error: Exception) -> NeuzipError:
-    """What transformers would not do, with the first line of its reason."""
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says, without a full stop, or its name."""
     lines = str(error).strip().splitlines()
-    reason = f": {lines[0].rstrip('.')}" if lines else f": {type(error).__name__}"
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _refusal(folder: Path, what: str, error: BaseException) -> NeuzipError:
+    """What transformers would not do, with the first line of its reason."""
     return NeuzipError(
-        f"{folder}: transformers {transformers_version} cannot {what}{reason}",
+        f"{folder}: transformers {transformers_version} cannot {what}: {reason_of(error)}",
         "another version of transformers may; code that comes with a checkpoint is never run",
     )
 

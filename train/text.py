@@ -26,6 +26,7 @@ from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.bos import IN_FRONT_OF_EACH, behind, bos_in_front, rows_behind
+from neuzip.runtime.load import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +143,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Te
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with naming_tokenizer(tokenizer):
+        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(found, dtype=torch.int64)
 
 
