@@ -233,9 +233,8 @@ def _require_numbers(path: Path) -> None:
         value = found.get(name)
         values = value if name in TOKENS and isinstance(value, list) else [value]
         kinds = (int,) if name in TOKENS else (int, float)
-        if value is not None and not all(
-            type(one) in kinds for one in values
-        ):  # true is an int to isinstance
+        fits = bool(values) and all(type(one) in kinds for one in values)  # true is an int to isinstance
+        if value is not None and not fits:
             what = "no token" if name in TOKENS else "no number"
             raise FormatError(path, f"{json.dumps(value)} is {what}", field=name, hint=MOVE_AWAY)
 

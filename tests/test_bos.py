@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
+from byte_tokenizer import BOS, byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from neuzip.compress import Rule, Scheme, compress
 from neuzip.errors import UsageError
@@ -29,24 +29,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Speak = Callable[..., Any]
 
-BOS = 0
 VOCABULARY = 256
 POSITIONS = 32
 CONTENT = "Ein Bär, zwei Bären.\nThe quick brown fox jumps over the lazy dog. " * 2
 TEXT = Text("made up", (Document("made up", CONTENT),))
-
-
-def byte_tokenizer(*, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """Tokens are bytes, and BOS is the one of an exclamation mark."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="! $A", pair="! $A $B", special_tokens=[("!", BOS)]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="!")
 
 
 @pytest.fixture(scope="module")
