@@ -223,6 +223,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
@@ -244,7 +245,8 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
-        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, and true of it: "
+        front = special_text(_special_tokens(asked))
+        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}{front}, and true of it: "
                  f"another text may give more; {errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("an increase is taken to be within the target if it is with its standard error added")
@@ -351,6 +353,11 @@ def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
     )
 
 
+def _special_tokens(asked: Asked) -> str:
+    """What stands in front of each window of the calibration text, "none" too where there is no text."""
+    return "none" if asked.yardstick is None else asked.yardstick.reading.convention.special_tokens
+
+
 def _in_order(schemes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(schemes, key=lambda item: (item[0] != "lossless", item[0]), reverse=True)
 
@@ -376,6 +383,7 @@ def result_of(asked: Asked, found: Found | None, delivered: Delivered | None = N
         "holds": None if delivered is None else delivered.holds,
         "method": request.method,
         "calibration": None if asked.text is None else asked.text.name,
+        "special_tokens": _special_tokens(asked),
         "plan": None if delivered is None else delivered.plan,
         "delivered": None if run is None else run.comparison,
         "predicted_kld": None if found is None or request.method == "weights" else found.predicted_kld,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .attention import BITS, Calibration, Form, Layer
+from .convention_names import special_text
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 
@@ -41,7 +42,7 @@ def _draw(found: Calibration, title: str) -> Figure:
 
     figure = Figure(figsize=(11, 5), facecolor="white")
     figure.text(0.04, 0.94, visible(title), color=INK, size=15, weight="bold", va="center", parse_math=False)
-    how = f"{found.tokens:,} tokens, windows of {found.window:,}"
+    how = f"{found.tokens:,} tokens, windows of {found.window:,}{special_text(found.special_tokens)}"
     budget = f"; dashed: the budget of all, {found.limit:g}" if found.limit else ""
     said = f"{visible(found.text)}: {how}; {choice_text(found)}{budget}"
     figure.text(0.04, 0.885, said, color=MUTED, size=10, va="center", parse_math=False)

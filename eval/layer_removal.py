@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.verify import check_tensors, verify_files
@@ -39,7 +39,7 @@ from neuzip.compress.workspace import (
     write_file,
     writing,
 )
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
@@ -50,7 +50,7 @@ from neuzip.formats.checkpoint import (
 from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.formats.tensor_file import opener, parse_json
 from neuzip.runtime.decoder import decoder_layers
-from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers
+from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers, skeleton_of
 
 NOTE = "dropped_layers"
 """What our section of config.json says of them."""
@@ -403,12 +403,13 @@ def _refuse_named_layers(path: Path, document: dict[str, Any], prefix: str) -> N
 def _laid_out(config: PreTrainedConfig, path: Path) -> PreTrainedModel:
     """The model of a config, without values. Raises NeuzipError where transformers cannot make it."""
     try:
-        with quiet_transformers(), torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        with quiet_transformers():
+            return skeleton_of(config)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NeuzipError(f"{path}: transformers cannot make a model of its config: {reason}") from error
-    return model
 
 
 def _require_the_same(

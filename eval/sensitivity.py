@@ -40,6 +40,7 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
 from neuzip.kernels.float_fields.values import to_float64
+from neuzip.runtime.bos import behind
 from neuzip.runtime.generate import input_device
 from neuzip.runtime.tensors import TORCH_DTYPES, shaped
 
@@ -307,8 +308,15 @@ class Windows:
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, ids: torch.Tensor, width: int) -> Windows:
-        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out."""
+    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> Windows:
+        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
+
+        Windows begin with `front`, which is not of `ids`, if there is one.
+        """
+        if front is not None:
+            width = min(width, len(ids))
+            targets = ids[: len(ids) // width * width].view(-1, width)
+            return cls(behind(front, targets[:, :-1]), targets)
         width = min(width, len(ids) - 1)
         count = (len(ids) - 1) // width
         used = count * width
@@ -336,9 +344,14 @@ def find_places(
     """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
+    endings: dict[str, list[str]] = defaultdict(list)
+    for name in parameters:
+        endings[_ending(name)].append(name)
     places = {}
     for tensor in (t for group in groups for t in group.tensors):
-        for name in (tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)):
+        names = [tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)]
+        alike = endings[_ending(tensor.name)]  # models of several parts have stored them under other names
+        for name in (*names, *(alike if len(alike) == 1 else ())):
             parameter = parameters.get(name)
             if parameter is not None and parameter.shape == torch.Size(tensor.info.shape):
                 values = _values(tensor, read_bits(source, tensor), parameter)
@@ -346,6 +359,17 @@ def find_places(
                     places[tensor.name] = parameter
                     break
     return places
+
+
+def _ending(name: str) -> str:
+    """A name from its last list of modules on, which tells layers and what is in them; or its last two words.
+
+    >>> _ending("language_model.model.layers.7.mlp.up_proj.weight"), _ending("model.lm_head.weight")
+    ('layers.7.mlp.up_proj.weight', 'lm_head.weight')
+    """
+    words = name.split(".")
+    last = max((at for at, word in enumerate(words) if word.isdecimal()), default=len(words) - 1)
+    return ".".join(words[max(0, last - 1) :])
 
 
 def weights_only(candidates: Sequence[Candidates]) -> Sensitivity:
@@ -498,8 +522,18 @@ def _completed(choices: Sequence[Choice], measured: Mapping[int, float]) -> tupl
 def _filled(
     method: Method, candidates: Sequence[Candidates], found: Sequence[tuple[float, ...] | None]
 ) -> Sensitivity:
-    """Estimate what was not found by squared error, as the others are; leave out what is not finite."""
+    """Estimate what was not found by squared error, as the others are; leave out what is not finite.
+
+    So are those that are rounded without any effect: no text goes through them, as through parts for images.
+    Raises NeuzipError if nothing is left to estimate by.
+    """
+    found = [None if d is None or _is_blind(one, d) else d for one, d in zip(candidates, found, strict=True)]
     known = [(one, d) for one, d in zip(candidates, found, strict=True) if d is not None]
+    if not known:
+        raise NeuzipError(
+            "the calibration text goes through none of the matrices that could be rounded",
+            "give --sensitivity weights",
+        )
     ends = [(d[-1], one.choices[-1].relative_error) for one, d in known if math.isfinite(d[-1])]
     weight = sum(d for d, _ in ends) / (sum(error for _, error in ends) or 1.0)
     kept: list[Candidates] = []
@@ -511,6 +545,12 @@ def _filled(
         kept.append(replace(one, choices=tuple(c for c, _ in finite)))
         divergences.append(tuple(d for _, d in finite))
     return Sensitivity(method, tuple(kept), tuple(divergences), len(candidates) - len(known))
+
+
+def _is_blind(one: Candidates, divergences: Sequence[float]) -> bool:
+    """Whether rounding changes the weights of a group, and the predictions by nothing at all."""
+    changes = any(choice.relative_error for choice in one.choices)
+    return changes and not any(divergences)
 
 
 def _values(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tensor:

@@ -223,6 +223,38 @@ def test_failure_leaves_stdout_empty_in_every_mode(failure, code, stderr, flags,
     assert (said.exit_code, said.stdout, said.stderr) == (code, "", stderr)
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+OF_TORCH = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    " allocate 4500000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (RuntimeError(OF_TORCH), "neuzip probe: memory ran out, 4500000000 bytes at once were asked for"),
+        (MemoryError(), "neuzip probe: memory ran out"),
+        (MemoryError("Unable to allocate 8.00 EiB for an array"), "memory ran out, 8.00 EiB at once"),
+        (OSError(12, "Cannot allocate memory"), "neuzip probe: memory ran out"),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
+            "neuzip probe: the memory of the GPU ran out, 20.00 GiB at once were asked for",
+        ),
+    ],
+    ids=["torch", "python", "numpy", "system", "gpu"],
+)
+def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
+    probe(fail_with(failure))
+    said = neuzip("probe", "x")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert message in said.stderr and "hint: free some" in said.stderr
+    assert "bug" not in said.stderr
+
+
 @pytest.mark.parametrize("bug", [ValueError("bad"), FileNotFoundError("x"), EOFError("early")], ids=repr)
 def test_any_other_exception_is_a_bug(bug, probe, neuzip):
     probe(fail_with(bug))

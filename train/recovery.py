@@ -285,12 +285,18 @@ class Recovery:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _noisy(self, ids: Tensor, number: int) -> Tensor:
-        """With some tokens replaced by others, by a choice that is a function of seed and step."""
+        """With some tokens replaced by others, by a choice that is a function of seed and step.
+
+        What stands in front of windows is not of the text, and stays.
+        """
         if not self.settings.noise:
             return ids
         chance = torch.Generator().manual_seed((self.settings.seed << 32) + number)
         others = torch.randint(self.base.config.vocab_size, ids.shape, generator=chance)
-        return torch.where(torch.rand(ids.shape, generator=chance) < self.settings.noise, others, ids)
+        replaced = torch.rand(ids.shape, generator=chance) < self.settings.noise
+        if self.windows.front is not None:
+            replaced[:, 0] = False
+        return torch.where(replaced, others, ids)
 
     def fit(self, seconds: float) -> int:
         """Set `steps` to what fits into `seconds`, by the time of a few steps that change nothing.
@@ -550,6 +556,4 @@ def _spent(log: Path, taken: int) -> float:
 
 def _seen(windows: Windows, device: torch.device) -> Tensor:
     """The first windows of a text, for a conversion."""
-    window = min(SEEN_WINDOW, windows.length)
-    count = min(SEEN_TOKENS, windows.tokens) // window
-    return windows.ids[: count * window].view(count, window).to(device)
+    return windows.first(min(SEEN_WINDOW, windows.length), SEEN_TOKENS).to(device)

@@ -65,7 +65,7 @@ def command(
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Of token, strided, llama.cpp and lm-eval only these; all if not given"
+            metavar="A,B", help="Of token, strided, llama.cpp, lm-eval and bos only these; all if not given"
         ),
     ] = None,
     window: Annotated[
@@ -225,7 +225,7 @@ def count_zeros(out: Output, task: Task) -> Sparsity:
     from neuzip.eval.perplexity import load
     from neuzip.runtime.bitlinear import sparsity
 
-    reading = task.readings[0]
+    reading = task.compared
     model = load(task, len(task.paths) - 1)
     first = reading.windows[0]
     windows = reading.windows[: max(1, COUNTED_TOKENS // (first.stop - first.start))]
@@ -305,15 +305,16 @@ def chosen_conventions(option: str | None) -> list[Name] | None:
     """The conventions that an option names, in the order in which there are; None for all."""
     if option is None:
         return None
-    from neuzip.eval.convention_names import NAMES
+    from neuzip.eval.convention_names import BOS, NAMES
 
+    names = (BOS, *NAMES)
     asked = {name.strip() for name in option.split(",")}
-    if unknown := asked - set(NAMES):
+    if unknown := asked - set(names):
         raise UsageError(
             f"--conventions {option}: there is no convention {sorted(unknown)[0]!r}",
-            f"what there is: {', '.join(NAMES)}",
+            f"what there is: {', '.join(names)}",
         )
-    return [name for name in NAMES if name in asked]
+    return [name for name in names if name in asked]
 
 
 def result_of(evaluation: Evaluation) -> dict[str, object]:

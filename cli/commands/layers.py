@@ -147,6 +147,7 @@ def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
 
 def show(out: Output, found: Analysis) -> None:
     """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text, exponential
 
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
@@ -166,7 +167,8 @@ def show(out: Output, found: Analysis) -> None:
     whole = next((layer.without for layer in found.layers if layer.without is not None), None)
     if whole is not None:
         out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
-    out.text(f"text    {found.text}: {found.tokens:,} tokens in windows of {found.window:,}")
+    windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
+    out.text(f"text    {found.text}: {found.tokens:,} tokens in {windows}")
     error = None if whole is None else whole.base_nll.standard_error
     out.text(f"errors  {errors_text(found.blocks, error)}; of angular and gradient, over windows;")
     out.text("        differences and divergences are paired")

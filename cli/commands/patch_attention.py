@@ -134,6 +134,7 @@ def result_of(found: Calibration) -> dict[str, object]:
 def show(out: Output, found: Calibration) -> None:
     """A row for each layer and bits that it was offered, then what all of them do together."""
     from neuzip.eval.attention_pictures import choice_text
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     rows = [row for layer in found.layers for row in _rows(layer, found)]
@@ -161,7 +162,8 @@ def show(out: Output, found: Calibration) -> None:
         before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
         out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
         out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
-    out.text(f"text      {found.text}: {c.tokens:,} tokens in windows of {found.window:,}")
+    windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
+    out.text(f"text      {found.text}: {c.tokens:,} tokens in {windows}")
     out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")
     out.text(f"in        {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
 

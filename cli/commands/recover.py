@@ -207,7 +207,8 @@ def command(
     out.result(
         {
             "src": path, "base": original, "dst": output, "settings": settings, **figures,
-            "before": found.get("before"), "after": found.get("after"), "device": str(where),
+            "before": found.get("before"), "after": found.get("after"),
+            "special_tokens": windows.special_tokens, "device": str(where),
         },
         quiet=[output],
     )  # fmt: skip

@@ -100,17 +100,19 @@ def command(
         if getattr(config, "quantization_config", None) is not None:
             raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
     began = time.monotonic()
-    windows = None
+    windows, special_tokens = None, "none"
     if quantizer == "error-feedback":
         assert document is not None
-        ids = read_tokens(path, document).ids[:calibration_tokens]
+        reading = read_tokens(path, document)
         most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         window = min(WINDOW, most or WINDOW)
-        if len(ids) < window:
+        special_tokens = reading.convention.special_tokens
+        windows = reading.rows(window, calibration_tokens)
+        if not len(windows):
             raise UsageError(
-                f"--calibration {calibration}: has {len(ids)} tokens", f"give a text of {window} and more"
+                f"--calibration {calibration}: has {len(reading.text)} tokens",
+                f"give a text of {window} and more",
             )
-        windows = ids[: len(ids) // window * window].view(-1, window)
     where = choose_device(device)
     model = load_model(path, None, where, attention=False)
     dtype = model.dtype
@@ -137,7 +139,8 @@ def command(
     out.result(
         {
             "src": path, "dst": dst, "recipe": recipe, "tensors": sorted(found), "weights": weights,
-            "zeros": zeros, "tokens": 0 if windows is None else windows.numel(), "device": str(where),
+            "zeros": zeros, "tokens": 0 if windows is None else windows.numel(),
+            "special_tokens": special_tokens, "device": str(where),
             "dtype": str(dtype).removeprefix("torch."), "seconds": seconds,
         },
         quiet=[dst],

@@ -93,7 +93,7 @@ def command(
             _write_model(out, asked, trainer, like, ranks)
         if ranks.is_first:
             picture_of_losses(figures, asked.out / PICTURE)
-            _report(out, asked, trainer, figures, time.monotonic() - began, ranks.world)
+            _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
 def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
@@ -109,11 +109,13 @@ def _train(
     out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
 ) -> list[Figures]:  # fmt: skip
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
+    from neuzip.eval.convention_names import special_text
     from neuzip.train.loop import run
 
     start = trainer.steps
+    front = special_text(windows.special_tokens)
     out.status(
-        f"{windows.tokens:,} tokens, {windows.length} a window; weights take"
+        f"{windows.tokens:,} tokens, {windows.length} a window{front}; weights take"
         f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
@@ -233,6 +235,7 @@ def _begin(
     """The model in training, and its text."""
     import torch
 
+    from neuzip.runtime.bos import bos_in_front
     from neuzip.runtime.generate import positions
     from neuzip.runtime.load import load_tokenizer
     from neuzip.train.compressed import train_compressed
@@ -242,7 +245,9 @@ def _begin(
     ids = tokenise(tokenizer, documents)
     model = _model(asked, path, tokenizer)
     length = asked.window(positions(model.config))
-    windows = Windows.of(ids, length=length, batch=asked.batch, seed=asked.seed)
+    windows = Windows.of(
+        ids, length=length, batch=asked.batch, seed=asked.seed, front=bos_in_front(tokenizer)
+    )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
@@ -296,7 +301,13 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
 
 
 def _report(
-    out: Output, asked: Configuration, trainer: Trainer, figures: list[Figures], seconds: float, world: int
+    out: Output,
+    asked: Configuration,
+    trainer: Trainer,
+    windows: Windows,
+    figures: list[Figures],
+    seconds: float,
+    world: int,
 ) -> None:
     import statistics
 
@@ -322,7 +333,8 @@ def _report(
             "picture": asked.out / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
             "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
-            "device": str(trainer.device), "processes": world, "seconds": seconds,
+            "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
+            "seconds": seconds,
         },
         quiet=[asked.out / MODEL],
     )  # fmt: skip
