@@ -24,6 +24,8 @@ with its position, in a list at the end of the block.
 | more than 256 exponents (fp64)       | the 256 most frequent in the palette, the others escapes            |
 | incompressible                       | at most `max_words`; storing it raw is the caller's business        |
 
+The CPU codes in vector registers where they are fast and give the right words: `vector_form`.
+
 Everything after the histogram is integer arithmetic: the same exponents give the same words on any machine.
 """
 
@@ -37,7 +39,7 @@ import numpy.typing as npt
 from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import Bits, FloatFormat
 
-from . import cpu
+from . import cpu, vector_form
 from .model import Table, build_table
 from .numbers import BLOCK, ESCAPE_BITS, HEADER_WORDS, LANES, LEFT_BITS, RAW_STEPS, RUN, SCALE
 
@@ -89,7 +91,8 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
     assert words.size >= max_words(numel, table.group)
     index = np.empty(blocks, np.uint16)
     used = cpu.encode(
-        _keys(padded, table), padded, numel, table.group, table.symbols, table.encoder, words, index,
+        table.keys(padded), padded, numel, table.group, table.symbols, table.encoder, words, index,
+        vector_form.encodes(table.group, exponents.dtype),
     )  # fmt: skip
     return Encoded(words[:used].copy(), index)
 
@@ -133,10 +136,12 @@ def decode(
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
     starts, counts = _extents(words, index, numel)
+    words = np.ascontiguousarray(words)
     padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, np.uint8 if exponent_bits <= 8 else np.uint16)
     bad = cpu.decode(
-        np.ascontiguousarray(words), starts, counts, numel, exponent_bits, table.group, table.decoder,
-        table.exponents, _keys(padded, table), padded, (padded[:0], padded[:0]),
+        words, starts, counts, numel, exponent_bits, table.group, table.decoder,
+        table.exponents, table.keys(padded), padded, (padded[:0], padded[:0]),
+        vector_form.decodes(table.group, padded.dtype, words.flags.writeable),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
@@ -154,10 +159,13 @@ def decode_floats(
     numel = out.size
     assert (fields.size, out.dtype) == (numel, fmt.dtype)
     starts, counts = _extents(words, index, numel)
+    words = np.ascontiguousarray(words)
     block = np.empty(BLOCK, fmt.exponent_dtype)
+    writeable = words.flags.writeable, fields.flags.writeable
     bad = cpu.decode_floats(
-        np.ascontiguousarray(words), starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
-        table.group, table.decoder, table.exponents, _keys(block, table), block, fields, kept, out,
+        words, starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
+        table.group, table.decoder, table.exponents, table.keys(block), block, fields, kept, out,
+        vector_form.decodes_floats(table.group, fmt, fields.dtype, writeable),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
@@ -174,8 +182,3 @@ def _extents(words: Words, index: Words, numel: int) -> tuple[Ints, Ints]:
     if numel and ends[-1] != words.size:
         raise CorruptStream(f"the index counts {ends[-1]} words, there are {words.size}")
     return ends - counts, counts
-
-
-def _keys(exponents: Exponents, table: Table) -> Exponents:
-    """Exponents seen in the groups that a symbol stands for."""
-    return exponents.view(np.uint16) if table.group == 2 else exponents
