@@ -32,6 +32,10 @@ OWN_FOLDER = "neuzip"
 MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
 ORIGINAL_FOLDER = f"{OWN_FOLDER}/original"
 
+WEIGHTS_KEY = "transformers_weights"
+NOT_A_FILE = "compressed by neuzip: it loads where neuzip-toolkit is installed, and `neuzip decompress` restores it"
+"""What a compressed folder's config.json has there: the end of transformers' error where neuzip is not installed."""
+
 SKIPPED_FOLDERS = (".git", ".cache/huggingface")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CHUNK = 1 << 24
@@ -274,16 +278,20 @@ def rewritten_config(
 ) -> bytes:
     """A config.json that says how its weights are stored, in the words of transformers.
 
-    And in ours how `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
+    transformers without neuzip warns of the `quant_method` and goes on; what is in `transformers_weights` it
+    takes for the name of a file, and refuses one with another ending. And in ours how `activations` are to be
+    quantised where weights are ternary (runtime/bitlinear.py).
     """
     path = checkpoint.root / config
     document = read_lenient(path)
     how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
     if "quantization_config" in document:
         how["original"] = document["quantization_config"]
+    if WEIGHTS_KEY in document:
+        how[WEIGHTS_KEY] = document[WEIGHTS_KEY]
     if activations is not None:
         document = with_entry(document, "activations", activations, path)
-    return to_json(document | {"quantization_config": how}, path)
+    return to_json(document | {"quantization_config": how, WEIGHTS_KEY: NOT_A_FILE}, path)
 
 
 def read_lenient(path: Path) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def is_container_metadata(metadata: Mapping[str, str]) -> bool:
 
 
 def _metadata(manifest_checksum: str) -> dict[str, str]:
-    return {"format": "pt", "neuzip": str(VERSION), "neuzip_manifest": manifest_checksum}
+    return {"format": "neuzip", "neuzip": str(VERSION), "neuzip_manifest": manifest_checksum}
 
 
 def _aligned(n: int) -> int:

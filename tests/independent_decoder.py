@@ -386,7 +386,7 @@ class Container:
         metadata = self.header.metadata
         must("neuzip" in metadata, "This is not a container.")
         must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
-        must(metadata.get("format") == "pt", 'The metadata `format` is not "pt".')
+        must("format" in metadata, "The metadata has no `format`.")
         must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
         filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
         must(filled, "The header is filled up with something else than spaces.")

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPEC = (ROOT / "formats" / "SPEC.md").read_text(encoding="utf-8")
 
 
-GOLDEN_FILES = sorted(golden.V1.glob("*.safetensors"))
+GOLDEN_FILES = sorted(path for folder in (golden.V1, golden.WRITTEN) for path in folder.glob("*.safetensors"))
 
 
 def base_of(path: Path) -> Path | None:
@@ -380,9 +380,9 @@ def test_decoder_restores_a_folder_that_lost_something(tmp_path: Path):
 # Golden files
 
 
-@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_golden_container_is_read_as_ever(path: Path, tmp_path: Path):
-    expected = json.loads(golden.EXPECTED.read_text())[path.stem]
+    expected = json.loads((path.parent / golden.EXPECTED).read_text())[path.stem]
     decompress(path, tmp_path / "back.safetensors", base=base_of(path))
     assert hashlib.sha256((tmp_path / "back.safetensors").read_bytes()).hexdigest() == expected
     assert hashlib.sha256(decoder.restore_file(path, base_of(path))).hexdigest() == expected
@@ -391,7 +391,7 @@ def test_golden_container_is_read_as_ever(path: Path, tmp_path: Path):
 @pytest.mark.parametrize("name", golden.GOLDEN)
 def test_golden_container_is_written_as_ever(name: str, tmp_path: Path):
     made = golden.make(golden.GOLDEN[name], tmp_path)
-    same = made.container == (golden.V1 / f"{name}.safetensors").read_bytes()
+    same = made.container == (golden.WRITTEN / f"{name}.safetensors").read_bytes()
     assert same, "neuzip writes other bytes than before; if that is wanted, see tests/golden/make.py"
     lossy = "original" in {
         key for record in read_manifest(tmp_path / "packed.safetensors")["tensors"].values() for key in record
@@ -399,11 +399,14 @@ def test_golden_container_is_written_as_ever(name: str, tmp_path: Path):
     assert (made.restored == made.original) is not lossy
 
 
-def test_golden_folder_is_complete_and_small():
-    assert {path.stem for path in GOLDEN_FILES} == set(golden.GOLDEN)
-    assert set(json.loads(golden.EXPECTED.read_text())) == set(golden.GOLDEN)
+@pytest.mark.parametrize("folder", [golden.V1, golden.WRITTEN], ids=lambda folder: folder.name)
+def test_golden_folder_is_complete_and_small(folder: Path):
+    assert {path.stem for path in folder.glob("*.safetensors")} == set(golden.GOLDEN)
+    expected = json.loads((folder / golden.EXPECTED).read_text())
+    assert expected == json.loads((golden.V1 / golden.EXPECTED).read_text())
+    assert set(expected) == set(golden.GOLDEN)
     assert {path.stem for path in golden.BASES.iterdir()} == {"delta"}
-    assert sum(path.stat().st_size for path in golden.V1.iterdir()) < 400_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 400_000
     assert sum(path.stat().st_size for path in golden.BASES.iterdir()) < 300_000
 
 
