@@ -79,11 +79,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("text")
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--window", type=int, help="tokens predicted in a window")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     task = prepare(
         [arguments.checkpoint], read_text(arguments.text), conventions=["token"],
-        max_tokens=arguments.max_tokens, device=arguments.device, dtype="float32",
+        window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device, dtype="float32",
     )  # fmt: skip
     model, other = (load_model(task.paths[0], task.dtype, task.device) for _ in range(2))
     rows = []
