@@ -33,7 +33,7 @@ from neuzip.runtime.load import load_model
 
 @dataclass(frozen=True)
 class Format:
-    """Whole numbers of some bits; so many weights of a row share a scale, or all of them (None)."""
+    """Whole numbers of some bits; so many weights that follow each other share a scale, or a row (None)."""
 
     name: str
     bits: int
@@ -41,12 +41,11 @@ class Format:
     offset: bool
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """What is left of a weight [rows, ...], fp32. Raises ValueError where groups do not fill its rows."""
-        rows = weight.flatten(1)
-        width = self.group or rows.shape[1]
-        if rows.shape[1] % width:
-            raise ValueError(f"rows of {rows.shape[1]} weights are not cut into groups of {width}")
-        groups = rows.reshape(-1, width)
+        """What is left of a weight [rows, ...], fp32. Raises ValueError where groups do not fill it."""
+        width = self.group or weight.flatten(1).shape[1]
+        if weight.numel() % width:
+            raise ValueError(f"{weight.numel()} weights are not cut into groups of {width}")
+        groups = weight.reshape(-1, width)
         least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
         if self.offset:
             offset, codes = least.half().float(), 2**self.bits - 1
