@@ -242,7 +242,7 @@ class Decoder:
         if length("table") > padded(LARGEST_TABLE):
             raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
         self.table = parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
-        counts = read_stream("index", 0, 2 * blocks).view("<u2").astype(np.int64)
+        counts = read_stream("index", 0, length("index")).view("<u2")[:blocks].astype(np.int64)
         self._word_starts = np.concatenate([[0], np.cumsum(counts)])
         self._index = counts.astype(np.uint16)
         expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -131,7 +131,10 @@ Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
 
 @dataclass(frozen=True)
 class TensorReport:
-    """A tensor before and after. `scheme` is what became of it, `note` why, where that may surprise."""
+    """A tensor before and after. `scheme` is what became of it, `note` why, where that may surprise.
+
+    `loss` is None where nothing was lost; a tied tensor has that of the one whose data it shares.
+    """
 
     file: str
     name: str
@@ -966,7 +969,9 @@ class Compression:
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
         source, checkpoint = self._source, self._source.checkpoint
-        tensors = []
+        tensors: list[TensorReport] = []
+        losses: dict[tuple[str, str], Loss | None] = {}
+        tied: dict[int, tuple[str, str]] = {}
         for file in checkpoint.weights:
             path = dst if checkpoint.is_file else dst / file
             with Container(path, delta=self._base is not None) as container:
@@ -978,6 +983,11 @@ class Compression:
                     elif record.scheme == "raw" and t.scheme.kind != "raw":
                         note = "does not shrink"
                     info = t.tensor.info
+                    losses[file, info.name] = record.loss
+                    if record.scheme == "alias":
+                        folder = file[: file.rfind("/") + 1]
+                        of = file if record.alias_file is None else folder + record.alias_file
+                        tied[len(tensors)] = of, record.alias_of or ""
                     tensors.append(
                         TensorReport(
                             file,
@@ -991,6 +1001,8 @@ class Compression:
                             note,
                         )
                     )
+        for number, place in tied.items():  # what is the same as a rounded tensor is rounded as well
+            tensors[number] = replace(tensors[number], loss=losses.get(place))
         weight_paths = [dst] if checkpoint.is_file else [dst / file for file in checkpoint.weights]
         stored_weights = sum(p.stat().st_size for p in weight_paths)
         others = (

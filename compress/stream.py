@@ -114,10 +114,10 @@ class StreamedSource(TensorSource):
             for info in self._headers[name].in_file_order:
                 yield SourceTensor(name, info)
 
-    def reader(self, tensor: SourceTensor) -> Callable[[int, int], Bytes]:
+    def reader(self, tensor: SourceTensor, *, check: bool = False) -> Callable[[int, int], Bytes]:
         """read(start, stop) for a tensor's bytes."""
         if tensor.file in self._files:
-            return super().reader(tensor)
+            return super().reader(tensor, check=check)
         begin = len(self._headers[tensor.file].raw) + tensor.info.start
 
         def read(start: int, stop: int) -> Bytes:

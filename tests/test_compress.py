@@ -239,6 +239,21 @@ def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
     assert inner["original"] == {"quant_method": "other"}
 
 
+def test_a_tied_tensor_is_rounded_as_the_one_it_is_tied_to(tmp_path: Path, save: Save) -> None:
+    """Both are counted: `compress` says how many tensors are rounded, and the copy is one of them."""
+    random = np.random.default_rng(0)
+    a, c = ((random.normal(0, 0.02, 4096).astype("<f4").view("<u4") >> 16).astype("<u2") for _ in range(2))
+    tensors = {"a": ("BF16", (64, 64), a), "b": ("BF16", (64, 64), a), "c": ("BF16", (64, 64), c)}
+    tensors["norm"] = ("BF16", (64,), c[:64])
+    source = save(tmp_path / "a.safetensors", tensors)
+    rules = (Rule("*", Scheme("truncated", 2), min_dimensions=2),)
+    report = compress(source, tmp_path / "b.safetensors", rules)
+    losses = {t.name: t.loss for t in report.tensors}
+    assert sum(t.scheme.startswith("same as") for t in report.tensors) == 1
+    assert losses["a"] is not None and losses["a"] == losses["b"]
+    assert losses["c"] is not None and losses["norm"] is None
+
+
 def test_a_tied_tensor_is_stored_once(checkpoint: Path, tmp_path: Path) -> None:
     compress(checkpoint, tmp_path / "small")
     with Container(tmp_path / "small" / "model-00002-of-00002.safetensors") as container:
