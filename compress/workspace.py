@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuzip.errors import NeuzipError, WouldOverwrite
+from neuzip.errors import FULL, DiskFull, NeuzipError, WouldOverwrite
 from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint
 
 from .replaceable import why_not
@@ -31,11 +31,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NeuzipError(
-                f"{path}: no space left on the disk",
-                "free some space and repeat the command: it goes on where it stopped",
-            ) from error
+        if error.errno in FULL:
+            raise DiskFull(path) from error
         raise NeuzipError(
             f"{error.filename or path}: cannot be written: {error.strerror or error}"
         ) from error
@@ -138,14 +135,19 @@ def publish_file(work: Path, dst: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file under its final name in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a small file under its final name in one step, or nothing. Raises NeuzipError."""
     temporary = partial_name(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def copy_file(source: Path, target: Path) -> None:

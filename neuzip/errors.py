@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import shlex
 from collections.abc import Iterable
 from os import PathLike
@@ -45,6 +46,17 @@ def unknown_key(place: object, key: str, known: Iterable[str]) -> UsageError:
     close = difflib.get_close_matches(key, names, 1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     return UsageError(f"{place}: there is no key {key!r}", hint)
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the operating system says of a disk without room, or of a user who has used up a share of it."""
+
+
+class DiskFull(NeuzipError):
+    """There is no space left where `path` is to be written. What a repeated command does, commands add."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__(f"{path}: no space left on the disk", "free some space and repeat the command")
 
 
 class WouldOverwrite(NeuzipError):

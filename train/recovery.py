@@ -38,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import (
     clear,
     partial_name,
@@ -58,7 +59,7 @@ from .compressed import checksum
 from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
-from .plain import storing, write_plain
+from .plain import write_plain
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms
 from .ternary import Recipe, convert

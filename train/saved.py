@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.runtime.load import load_model
 
-from .plain import storing, write_plain
+from .plain import write_plain
 from .states import Pieces
 from .units import Slot
 
