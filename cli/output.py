@@ -209,6 +209,22 @@ def _bounded(text: str) -> str:
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
+def open_closed_streams() -> bool:
+    """Let nothing stand where a shell has closed a stream (`>&-`), and say whether stdout was open.
+
+    Python has None for such a stream, and the next file that is opened would get its number.
+    """
+    had_stdout = sys.stdout is not None
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+    return had_stdout
+
+
 def make_streams_forgiving() -> None:
     """Show a character that the terminal's encoding lacks as an escape instead of ending the program."""
     for stream in (sys.stdout, sys.stderr):

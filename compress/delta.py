@@ -363,7 +363,8 @@ class Decoder:
         self._index = read_stream("index", 0, 2 * self._blocks * digits).view("<u2")
         expect_length("choice", length("choice"), padded(self._blocks * digits))
         self._choice = read_stream("choice", 0, self._blocks * digits)
-        self._starts = np.concatenate([[0], np.cumsum(self._index.astype(np.int64))])
+        self._starts = np.zeros(self._index.size + 1, np.int64)
+        np.cumsum(self._index, out=self._starts[1:])
         expect_length("words", length("words"), padded(2 * int(self._starts[-1])))
 
     def read(self, start: int, stop: int, read_base: Read) -> Bits:

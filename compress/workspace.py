@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
+from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError, WouldOverwrite
 from neuzip.formats.checkpoint import CHUNK, OWN_FOLDER, find_checkpoint
 from neuzip.formats.tensor_file import NEW_FILE, opener
 
@@ -44,11 +44,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NeuzipError(
-                f"{error.filename or path}: no space left on the disk",
-                "free some space and repeat the command: it goes on where it stopped",
-            ) from error
+        if error.errno in FULL:
+            raise DiskFull(error.filename or path) from error
         raise NeuzipError(
             f"{error.filename or path}: cannot be written: {error.strerror or error}"
         ) from error
@@ -202,19 +199,24 @@ def make_folder(folder: Path, like: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, like: Path | None = None) -> None:
-    """Write a small file under its final name in one step.
+    """Write a small file under its final name in one step, or nothing. Raises NeuzipError.
 
     It has the permission bits of the file that it replaces, or of the file `like`, less the umask.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial_name(path)
     known = path if path.is_file() else like
     mode = NEW_FILE if known is None else permissions(known)
-    with open(temporary, "wb", opener=opener(mode)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb", opener=opener(mode)) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -62,7 +62,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return (
-        named or isinstance(error, RuntimeError) and any(w in str(error) for w in NO_MEMORY + NO_GPU_MEMORY)
+        named
+        or isinstance(error, RuntimeError)
+        and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
     )
 
 
@@ -80,6 +82,17 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
         f"{what}: memory ran out{amount}",
         "free some, or use a machine with more; where there is --jobs, fewer take less",
     )
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the operating system says of a disk without room, or of a user who has used up a share of it."""
+
+
+class DiskFull(NeuzipError):
+    """There is no space left where `path` is to be written. What a repeated command does, commands add."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__(f"{path}: no space left on the disk", "free some space and repeat the command")
 
 
 class WouldOverwrite(NeuzipError):

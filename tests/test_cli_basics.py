@@ -24,11 +24,12 @@ from typing import Any
 
 import pytest
 import typer
+from safetensors import SafetensorError
 
 from neuzip.cli import commands, output
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
 
 HEAVY = ("torch", "numpy", "numba", "transformers", "matplotlib", "triton", "safetensors", "huggingface_hub")
 PAGES = ("", *commands.VERBS)
@@ -212,8 +213,34 @@ def test_json_and_quiet_exclude_each_other(probe, neuzip):
         pytest.param(
             OSError(28, "No space left on device", "/out/model.safetensors"),
             1,
-            "error: /out/model.safetensors: No space left on device\n",
+            "error: /out/model.safetensors: No space left on device\n"
+            "hint: free some space and repeat the command\n",
             id="full disk",
+        ),
+        pytest.param(
+            DiskFull("/out"),
+            1,
+            "error: /out: no space left on the disk\nhint: free some space and repeat the command\n",
+            id="full disk, named by the library",
+        ),
+        pytest.param(
+            FileNotFoundError(2, "No such file or directory", "/in/a.json"),
+            1,
+            "error: /in/a.json: No such file or directory\n"
+            "hint: was it moved or removed while neuzip ran? repeat the command\n",
+            id="a file that vanishes",
+        ),
+        pytest.param(
+            OSError(24, "Too many open files", "/in/b"),
+            1,
+            "error: /in/b: Too many open files\nhint: allow more open files: ulimit -n 4096\n",
+            id="too many files",
+        ),
+        pytest.param(
+            SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)"),
+            1,
+            "error: Permission denied\n",
+            id="safetensors without a right",
         ),
     ],
 )
@@ -255,7 +282,12 @@ def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
     assert "bug" not in said.stderr
 
 
-@pytest.mark.parametrize("bug", [ValueError("bad"), FileNotFoundError("x"), EOFError("early")], ids=repr)
+@pytest.mark.parametrize(
+    "bug",
+    [ValueError("bad"), FileNotFoundError("x"), EOFError("early"), OSError(9, "Bad file descriptor"),
+     SafetensorError("invalid (os error in words)")],
+    ids=repr,
+)  # fmt: skip
 def test_any_other_exception_is_a_bug(bug, probe, neuzip):
     probe(fail_with(bug))
     said = neuzip("probe", "x")
@@ -285,6 +317,14 @@ def test_interrupt_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
     said = neuzip("probe", "x")
     assert said.stderr.splitlines()[1] == (
         "hint: what is finished is kept: the same command goes on where it stopped"
+    )
+
+
+def test_a_full_disk_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
+    probe(fail_with(DiskFull("/out")))
+    monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
+    assert neuzip("probe", "x").stderr.splitlines()[1] == (
+        "hint: free some space; what is finished is kept: the same command goes on where it stopped"
     )
 
 
@@ -365,6 +405,29 @@ def test_a_transfer_hears_of_other_signals_and_leaves_nothing_behind():
     """)
     said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
     assert (said.returncode, said.stdout, said.stderr) == (0, "handled\n", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_bug(closed: str, tmp_path: Path):
+    """Without stdout there is nowhere to put a result; what is printed does not get into a file instead."""
+    body = f"out.status('said'); open({str(tmp_path / 'file')!r}, 'w').close(); out.text('result')"
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "bash", *probe_program(body)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    no_stdout, no_stderr = closed.startswith(">") or " >" in closed, "2>" in closed
+    assert done.returncode == (1 if no_stdout else 0)
+    assert done.stdout == ("" if no_stdout else "result\n")
+    shown = "said\n"
+    if no_stdout:
+        shown = (
+            "error: stdout is closed, and the result goes there\n"
+            "hint: redirect it to a file, or to /dev/null\n"
+        )
+    assert done.stderr == ("" if no_stderr else shown)
+    assert not (tmp_path / "file").exists() or (tmp_path / "file").read_text() == ""
 
 
 def test_a_reader_that_leaves_is_no_bug():

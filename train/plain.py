@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-
-from neuzip.compress.workspace import copy_file, permissions, writing
+from neuzip.compress.workspace import copy_file, permissions
 from neuzip.formats.checkpoint import PICKLES, find_checkpoint
 from neuzip.runtime.load import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """`writing`, for what safetensors writes too: it has an error of its own for a disk that is full."""
-    try:
-        with writing(path):
-            yield
-    except SafetensorError as error:
-        if (found := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        with writing(path):
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def write_plain(

@@ -36,6 +36,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import (
     clear,
     partial_name,
@@ -57,7 +58,7 @@ from .compressed import checksum
 from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
-from .plain import storing, write_plain
+from .plain import write_plain
 from .state_file import read_state, write_state
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms

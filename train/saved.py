@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 from neuzip.runtime.load import load_model
 
-from .plain import storing, write_plain
+from .plain import write_plain
 from .state_file import read_state, write_state
 from .states import Pieces
 from .units import Slot

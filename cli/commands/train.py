@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +17,7 @@ from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +69,7 @@ def command(
     from neuzip.train import configuration
 
     began = time.monotonic()
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, _going_on():
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         asked = configuration.read(config)
         require_device(asked.device)
@@ -85,7 +88,8 @@ def command(
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
                 asked.require_same_text(_begun(asked), windows)
-                trainer.load(asked.out / CHECKPOINT)
+                if (asked.out / CHECKPOINT).is_dir():
+                    trainer.load(asked.out / CHECKPOINT)
                 _say_where(out, asked, trainer)
             else:
                 ranks.on_first(lambda: _make_room(asked, windows))
@@ -96,8 +100,22 @@ def command(
             _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Say on a full disk how to go on: the command as it was would refuse what it has written itself."""
+    try:
+        yield
+    except DiskFull as full:
+        raise NeuzipError(
+            full.message, "free some space and give --resume: it goes on from the last checkpoint"
+        ) from full
+
+
 def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
     """Say what is left of a run that goes on."""
+    if not trainer.steps:
+        out.status("no checkpoint was written before it stopped: the run begins with its first step")
+        return
     if trainer.steps < asked.steps:
         out.status(f"going on after step {trainer.steps}")
         return
@@ -165,24 +183,55 @@ def _train(
 
 def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import recover, refuse_nesting, require_name
+    from neuzip.compress.workspace import refuse_nesting, require_name
 
     require_name(asked.out)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.texts):
         if source is not None and Path(source).exists():
             refuse_nesting(Path(source), asked.out)
     if resume:
-        checkpoint = asked.out / CHECKPOINT
-        recover(checkpoint)
-        if not (asked.out / RUN).is_file() or not checkpoint.is_dir():
-            raise NeuzipError(f"{asked.out}: has no checkpoint to go on from", "leave --resume out")
+        _refuse_to_go_on(asked.out)
         asked.require_same(_begun(asked))
-    elif asked.out.exists() and not (asked.out.is_dir() and not any(asked.out.iterdir())):
+    elif not _is_free(asked.out):
         if not overwrite:
+            is_run = (asked.out / RUN).is_file()
             raise WouldOverwrite(
-                f"{asked.out}: exists already", "go on there with --resume, or give --overwrite"
+                f"{asked.out}: exists already",
+                "--resume goes on there; --overwrite removes what was trained and begins anew"
+                if is_run
+                else "choose another out",
             )
         _refuse_strangers(asked.out)
+
+
+def _is_free(out: Path) -> bool:
+    """Whether a run can begin in a folder: it is not there, or holds at most the first file of one, begun."""
+    from neuzip.compress.workspace import partial_name
+
+    if not out.is_dir():
+        return not os.path.lexists(out)
+    return {path.name for path in out.iterdir()} <= {partial_name(out / RUN).name}
+
+
+def _refuse_to_go_on(out: Path) -> None:
+    """Raise NeuzipError unless a run can go on in a folder, from a checkpoint or from its first step.
+
+    A run that was killed before its first checkpoint begins anew, and loses nothing. A model without a
+    checkpoint stays as it is.
+    """
+    from neuzip.compress.workspace import recover
+
+    if not (out / RUN).is_file():
+        raise NeuzipError(
+            f"{out}: holds no run to go on with",
+            "leave --resume out" if _is_free(out) else "choose another out",
+        )
+    recover(out / CHECKPOINT)
+    if (out / MODEL).exists() and not (out / CHECKPOINT).is_dir():
+        raise NeuzipError(
+            f"{out}: has a trained model, and no checkpoint to go on from",
+            "to train the model on give it as `model`, with another out; --overwrite begins anew",
+        )
 
 
 def _refuse_strangers(folder: Path) -> None:
