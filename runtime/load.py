@@ -191,7 +191,7 @@ def prefer_single_experts(config: PreTrainedConfig) -> None:
 
 
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without values that predicts text, of a config: of a vision-language model too, with all of it."""
+    """A model without values that predicts text, of a config; a vision-language model with all its parts."""
     known = [auto for auto in PREDICT_TEXT if type(config) in auto._model_mapping]
     auto = known[0] if known else PREDICT_TEXT[0]  # which says what it does not know
     with torch.device("meta"):
