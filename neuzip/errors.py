@@ -61,8 +61,7 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
     if any(words in str(error) for words in NO_GPU_MEMORY):
         return NeuzipError(
             f"{what}: the memory of the GPU ran out{amount}",
-            "free some of it, or ask for less at once: fewer or shorter windows, a residency that keeps weights"
-            " compressed, --device cpu",
+            "free some of it; shorter windows, weights that stay compressed and --device cpu take less",
         )
     return NeuzipError(
         f"{what}: memory ran out{amount}",
