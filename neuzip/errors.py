@@ -48,10 +48,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, that of the machine or of a GPU, in whatever words a library says so."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return (
-        named or isinstance(error, RuntimeError) and any(w in str(error) for w in NO_MEMORY + NO_GPU_MEMORY)
-    )
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
 
 
 def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
