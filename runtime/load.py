@@ -145,7 +145,8 @@ def load_model(
                 if residency != "dense":
                     prefer_single_experts(config)
                 skeleton = skeleton_of(config)
-                model, found = type(skeleton).from_pretrained(
+                kind: Any = type(skeleton)  # whose answer has two parts here, which its types do not say
+                model, found = kind.from_pretrained(
                     None,
                     config=skeleton.config,
                     state_dict=stored,
