@@ -56,7 +56,7 @@ def main() -> None:
     environment = describe("neuzip-toolkit", "torch", "transformers")
     if base.device.type == "cuda":
         environment["gpu"] = describe_gpu()
-    reading = task.readings[0]
+    reading = task.compared
     path = save(
         f"kv_cache-{arguments.name}",
         {
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _measure(task: Task, base: HeadedModel, other: HeadedModel) -> dict[str, object]:
-    reading = task.readings[0]
+    reading = task.compared
     began = time.monotonic()
     found = compare(base, other, reading.ids, reading.windows, reading.blocks).summary()
     perplexity = exponential(found.other_nll)

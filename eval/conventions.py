@@ -157,10 +157,8 @@ class Tokenised:
         self.text, self._tokenizer = text, tokenizer
         self.positions, self.max_tokens = positions, max_tokens
         content = text.content
-        with (
-            quiet_transformers(),
-            naming_tokenizer(tokenizer),
-        ):  # that the text is longer than the model's context
+        # transformers would say that the text is longer than the model's context.
+        with quiet_transformers(), naming_tokenizer(tokenizer):
             encoded = tokenizer(
                 content, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast)
             )

@@ -201,7 +201,7 @@ def prepare(
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
     `conventions` None are all that the text is long enough for, with "bos" as the first where the tokenizer
-    puts BOS in front of a text. `window` and `stride` are of the first two;
+    puts BOS in front of a text. `window` is of "bos", "token" and "strided", `stride` of the last of these;
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last

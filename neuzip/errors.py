@@ -60,12 +60,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, that of the machine or of a GPU, in whatever words a library says so."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return (
-        named
-        or isinstance(error, RuntimeError)
-        and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
-    )
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
 
 
 def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
@@ -75,8 +72,7 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
     if any(words in str(error) for words in NO_GPU_MEMORY):
         return NeuzipError(
             f"{what}: the memory of the GPU ran out{amount}",
-            "free some of it, or ask for less at once: fewer or shorter windows, a residency that keeps weights"
-            " compressed, --device cpu",
+            "free some of it; shorter windows, weights that stay compressed and --device cpu take less",
         )
     return NeuzipError(
         f"{what}: memory ran out{amount}",

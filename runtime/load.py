@@ -145,7 +145,8 @@ def load_model(
                 if residency != "dense":
                     prefer_single_experts(config)
                 skeleton = skeleton_of(config)
-                model, found = type(skeleton).from_pretrained(
+                kind: Any = type(skeleton)  # whose answer has two parts here, which its types do not say
+                model, found = kind.from_pretrained(
                     None,
                     config=skeleton.config,
                     state_dict=stored,
@@ -191,7 +192,7 @@ def prefer_single_experts(config: PreTrainedConfig) -> None:
 
 
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without values that predicts text, of a config: of a vision-language model too, with all of it."""
+    """A model without values that predicts text, of a config; a vision-language model with all its parts."""
     known = [auto for auto in PREDICT_TEXT if type(config) in auto._model_mapping]
     auto = known[0] if known else PREDICT_TEXT[0]  # which says what it does not know
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Vision-language models that are no causal language models to transformers: all that neuzip does with text."""
+"""Vision-language models, which are no causal language models to transformers: what neuzip does with text."""
 
 from __future__ import annotations
 
