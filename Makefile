@@ -13,7 +13,7 @@ LINKS := .typing/neuzip/__init__.py .typing/neuzip/errors.py .typing/neuzip/py.t
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick lint format install links clean
+.PHONY: help demo test quick lowest lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 
 quick: $(VENV)/.developed ## Run the tests that take seconds
 	@$(BIN)/pytest -q -n $(WORKERS) $(ARGS)
+
+lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10 for all)
+	@folder=$$(mktemp -d) && $(PYTHON) tests/lowest_versions.py $$folder/lowest && rm -rf $$folder
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, is_out_of_memory, memory_ran_out
 
 _NOT_OUR_FAULT = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
@@ -58,6 +58,10 @@ def run(argv: Sequence[str] | None = None) -> int:
             error(f"{place}{os.strerror(failure.errno)}")
             return 1
         shown = _traceback_if_wanted()
+        if is_out_of_memory(failure):
+            ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
+            error(ran_out.message, ran_out.hint)
+            return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
@@ -122,8 +126,9 @@ def _traceback_if_wanted() -> bool:
     import traceback
 
     from neuzip.cli.output import printable
+    from neuzip.formats.hub_secrets import scrubbed
 
-    print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
     return True
 
 

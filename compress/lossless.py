@@ -190,6 +190,25 @@ def _streams(
     return streams
 
 
+def expected_bytes(counted: Census, numel: int, fmt: FloatFormat) -> int:
+    """About what the streams of `numel` weights take, or the tensor where they are no smaller.
+
+    `counted` are the weights, or a sample of them. Nothing is coded.
+    """
+    plain = numel * fmt.bits // 8
+    if numel == 0:
+        return plain
+    exponents = counted.exponents
+    table = rans.build_table(exponents, counted.pairs)
+    streams = (
+        padded(_table_stream(table).nbytes)
+        + padded(2 * -(-numel // rans.BLOCK))
+        + padded(2 * rans.expected_words(table, exponents, counted.pairs, numel))
+        + plane_starts(1 + counted.kept_bits(fmt), numel)[1]
+    )
+    return plain if streams + OVERHEAD >= plain else streams
+
+
 class Decoder:
     """Decodes ranges of one tensor from its streams: the inverse of `encode`.
 

@@ -18,7 +18,7 @@ from neuzip.formats.checkpoint import config_files, index_files
 from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
+from neuzip.kernels.float_fields import FORMATS, Bits, census, non_finite
 
 from . import lossless, truncated
 from .lossless import Read
@@ -328,17 +328,12 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
         ]
     ).view(fmt.dtype)
     normalisers = 0
-    try:
-        if planned.scheme.mantissa_bits is not None and not non_finite(sample, fmt).any():
-            block_size = planned.scheme.block_size
-            rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
-            sample, _ = rounding.apply(sample)
-            normalisers = lossless.padded(-(-info.numel // block_size)) if block_size is not None else 0
-        kept, streams = lossless.encode(lambda a, b: sample[a:b], sample.size, fmt)
-    except lossless.NotWorthwhile:
-        return replace(planned, predicted=info.nbytes)
-    words = streams["words"].nbytes * info.numel // sample.size
-    predicted = streams["table"].nbytes + 2 * blocks + words + (1 + kept) * info.numel // 8 + normalisers
+    if planned.scheme.mantissa_bits is not None and not non_finite(sample, fmt).any():
+        block_size = planned.scheme.block_size
+        rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
+        sample, _ = rounding.apply(sample)
+        normalisers = truncated.normaliser_bytes(info.numel, block_size)
+    predicted = lossless.expected_bytes(census(sample, fmt), info.numel, fmt) + normalisers
     if try_ternary(planned.tensor, planned.scheme, _patterns(source, planned.tensor)):
         predicted = min(predicted, _ternary_bytes(planned))
     return replace(planned, predicted=min(predicted, info.nbytes))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
 from neuzip.formats.container import Container, checksum, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
@@ -26,6 +26,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 from . import delta, lossless, truncated
 from .device import CPU, Device
 from .lossless import PIECE, OnGpu
+from .workspace import reading
 
 if TYPE_CHECKING:
     from . import ternary
@@ -147,8 +148,12 @@ class TensorSource:
         return opened.original if isinstance(opened, Container) else opened.header
 
     def file_bytes(self, file: str) -> int:
-        """Size of any file of the checkpoint."""
-        return (self.checkpoint.root / file).stat().st_size
+        """Size of any file of the checkpoint. Raises FormatError for one that has gone away."""
+        if file in self._files:
+            opened = self._files[file]
+            return (opened.file if isinstance(opened, Container) else opened).size
+        with reading(self.checkpoint.root / file):
+            return (self.checkpoint.root / file).stat().st_size
 
     def opened(self, file: str) -> TensorFile | Container:
         """The open file itself."""
@@ -235,7 +240,11 @@ class TensorSource:
     def base_hint(self) -> str:
         """Which base to give."""
         name = base_name(self.checkpoint)
-        return f"give --base {name}" if name is not None else "give the --base that it was made against"
+        return (
+            f"give {shell('--base', name)}"
+            if name is not None
+            else "give the --base that it was made against"
+        )
 
     def extents(self, tensor: SourceTensor) -> list[Extent]:
         """What is stored of a tensor that is no alias: its streams, or its bytes."""

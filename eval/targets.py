@@ -60,7 +60,6 @@ from .texts import Text
 from .yardstick import NotFinite, Run, Stage, Yardstick
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 ATTEMPTS = 8
@@ -330,8 +329,7 @@ def _look(
         groups = find_groups(source, workers, request.rules)
         with stage("code", sum(g.nbytes for g in groups), "bytes") as advance:
             candidates = look_at(source, groups, request.block_size, workers, advance)
-        ids = None if yardstick is None else yardstick.ids
-        sensitivity = _sensitivity(request.method, source, candidates, model, ids, stage)
+        sensitivity = _sensitivity(request.method, source, candidates, model, yardstick, stage)
         fixed = _Fixed.of(source, request.rules, candidates, workers)
     return _Planner(request, sensitivity, fixed, yardstick, stage)
 
@@ -404,16 +402,17 @@ def _sensitivity(
     source: TensorSource,
     candidates: Sequence[Candidates],
     model: PreTrainedModel | None,
-    ids: torch.Tensor | None,
+    yardstick: Yardstick | None,
     stage: Stage,
 ) -> Sensitivity:
-    if method == "weights" or model is None or ids is None:
+    if method == "weights" or model is None or yardstick is None:
         return weights_only(candidates)
+    ids, front = yardstick.ids, yardstick.front
     if method == "fisher":
-        windows = Windows.of(ids[: FISHER_TOKENS + 1], FISHER_WINDOW)
+        windows = Windows.of(ids[: FISHER_TOKENS + 1], FISHER_WINDOW, front)
         with stage("gradients", windows.tokens, "tokens") as advance:
             return fisher(model, source, candidates, windows, advance)
-    windows = Windows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW)
+    windows = Windows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW, front)
     with stage("sensitivity", passes(candidates) * windows.tokens, "tokens") as advance:
         return measure(HeadedModel(model), source, candidates, windows, advance)
 
@@ -701,6 +700,7 @@ def key_of(request: Request, text: Text | None, yardstick: Yardstick | None) -> 
         "checkpoint": fingerprint.of_checkpoint(find_checkpoint(request.src)),
         "text": None if text is None else fingerprint.of_text(text.content),
         "tokens": None if yardstick is None else yardstick.tokens,
+        "rule": None if yardstick is None else yardstick.reading.convention.rule,
         "device": None if yardstick is None else str(yardstick.device),
         "target": str(request.target),
         "method": request.method,

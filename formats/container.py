@@ -21,7 +21,16 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
-from .tensor_file import DTYPE_BITS, MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
+from .tensor_file import (
+    DTYPE_BITS,
+    MAX_HEADER,
+    NEW_FILE,
+    Header,
+    TensorFile,
+    TensorInfo,
+    opener,
+    parse_header,
+)
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
@@ -93,11 +102,16 @@ class ContainerWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], original: Header, streams: Mapping[str, Sequence[str]]
+        self,
+        path: str | os.PathLike[str],
+        original: Header,
+        streams: Mapping[str, Sequence[str]],
+        mode: int = NEW_FILE,
     ) -> None:
         """Open `path` for the tensors of `original`. `streams[name]` are those that a tensor may get.
 
-        Raises NeuzipError when there are too many tensors for the header of one safetensors file.
+        `mode` are its permission bits, less the umask. Raises NeuzipError when there are too many tensors for
+        the header of one safetensors file.
         """
         self.path = Path(path)
         self._original = original
@@ -110,7 +124,7 @@ class ContainerWriter:
                 "give --exclude for many of the smaller tensors, or split the file",
             )
         self._offset = 0
-        self._file: BinaryIO = open(self.path, "wb")
+        self._file: BinaryIO = open(self.path, "wb", opener=opener(mode))
         self._file.seek(self._room)
 
     def add(self, name: str, record: TensorRecord, streams: Mapping[str, Stream]) -> None:
@@ -366,7 +380,7 @@ def is_container_metadata(metadata: Mapping[str, str]) -> bool:
 
 
 def _metadata(manifest_checksum: str) -> dict[str, str]:
-    return {"format": "pt", "neuzip": str(VERSION), "neuzip_manifest": manifest_checksum}
+    return {"format": "neuzip", "neuzip": str(VERSION), "neuzip_manifest": manifest_checksum}
 
 
 def _aligned(n: int) -> int:

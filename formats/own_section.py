@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from neuzip.errors import FormatError
 
-from .tensor_file import parse_json
+from .tensor_file import opener, parse_json
 
 SECTION = "neuzip"
 """The key in config.json, and the attribute of a config of transformers."""
@@ -54,5 +55,7 @@ def write_entry(path: Path, name: str, value: object) -> None:
     """Put an entry into our section of a config.json, at once or not at all. Raises FormatError."""
     document = with_entry(read_config(path), name, value, path)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    mode = stat.S_IMODE(path.stat().st_mode) & 0o777
+    with open(new, "w", encoding="utf-8", opener=opener(mode)) as file:
+        file.write(json.dumps(document, indent=2) + "\n")
     os.replace(new, path)

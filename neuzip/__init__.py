@@ -5,18 +5,18 @@ name of a room: importing `neuzip.compress` binds the room to that attribute and
 
 Importing it also lets transformers load compressed folders and the models of `neuzip.runtime.norm_placement`,
 and attend by "neuzip_sage8" and "neuzip_sage4": at once if what that takes is there already, and otherwise as
-soon as it is imported.
+soon as it is imported. `import torch` imports it as well (neuzip_autoload.py).
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
     from neuzip.compress import compress as compress_checkpoint
     from neuzip.compress import decompress as decompress_checkpoint
@@ -84,9 +84,34 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _register_config() -> None:
+    import_module("neuzip.runtime.earlier_config").register_earlier()
+
+
 def _register_quantizer_and_attention() -> None:
-    import_module("neuzip.runtime.quantizer")
+    try:
+        import_module("neuzip.runtime.quantizer")
+    except Exception as failure:
+        _refuse_compressed_folders(failure)
+        raise
     import_module("neuzip.runtime.attention")
+
+
+def _refuse_compressed_folders(reason: Exception) -> None:
+    """Have transformers raise NeuzipError when it is to load one, in place of starting from random weights."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    from neuzip.errors import NeuzipError
+
+    class Refusal:
+        @classmethod
+        def from_dict(cls, *_: Any, **__: Any) -> None:
+            raise NeuzipError(
+                f"neuzip could not register with transformers, so it loads no compressed folder: {reason}",
+                "restore the folder with `neuzip decompress`",
+            ) from reason
+
+    AUTO_QUANTIZATION_CONFIG_MAPPING["neuzip"] = Refusal  # type: ignore[assignment]
 
 
 def _register_norm_placement() -> None:
@@ -94,10 +119,21 @@ def _register_norm_placement() -> None:
 
 
 _REGISTER = {
+    "transformers.configuration_utils": _register_config,
     "transformers.modeling_utils": _register_quantizer_and_attention,
     "transformers.models.auto.configuration_auto": _register_norm_placement,
 }
 """Modules of transformers, and what registers with each: nothing that imports what may be half imported."""
+
+
+def _register(name: str) -> None:
+    """Register with a module. What goes wrong is said, and must not keep others from using transformers."""
+    try:
+        _REGISTER[name]()
+    except Exception as failure:
+        import logging
+
+        logging.getLogger(__name__).warning("neuzip could not register with %s: %s", name, failure)
 
 
 class _WhenImported:
@@ -115,13 +151,35 @@ class _WhenImported:
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
-                _REGISTER[name]()
+                _register(name)
 
             spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
 
 
+class _Running(ModuleType):
+    """A module that has not run to its end: when it has, whoever asks it for a name first has us register.
+
+    transformers imports torch within such modules, and torch imports us. LazyLoader of importlib works alike.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        module = super()
+        if not _is_running(module.__getattribute__("__spec__")):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _register(module.__getattribute__("__name__"))
+        return module.__getattribute__(name)
+
+
+def _is_running(spec: ModuleSpec | None) -> bool:
+    return getattr(spec, "_initializing", False)
+
+
 sys.meta_path.insert(0, _WhenImported)  # before the question, as other threads import too
-for _name, _register in _REGISTER.items():
-    if _name in sys.modules:
-        _register()
+for _name in _REGISTER:
+    if (_module := sys.modules.get(_name)) is None:
+        continue
+    if _is_running(_module.__spec__):
+        _module.__class__ = _Running
+    else:
+        _register(_name)

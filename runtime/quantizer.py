@@ -106,6 +106,7 @@ class NeuzipConfig(QuantizationConfigMixin):
         self.residency = residency
         self.activations = activations
         self.fallback = "none"  # the mode of ternary layers of which neither this nor a config.json says one
+        self.weights_file: str | None = None  # `transformers_weights` of the original's config.json
         self.is_placed = False  # `load_model` hands tensors out where they shall stay, with no device map
         if not hasattr(modeling_utils.PreTrainedModel, _STEP):
             raise NeuzipError(
@@ -134,7 +135,9 @@ class NeuzipConfig(QuantizationConfigMixin):
                 "transformers cannot load weights that were quantized before neuzip compressed them",
                 "restore them with `neuzip decompress` first, or load them with neuzip.load_model",
             )
-        return (cls(), kwargs) if return_unused_kwargs else cls()
+        config = cls()
+        config.weights_file = config_dict.get("transformers_weights")
+        return (config, kwargs) if return_unused_kwargs else config
 
     def __repr__(self) -> str:
         more = "" if self.activations is None else f", activations={self.activations!r}"
@@ -158,8 +161,9 @@ class DenseQuantizer(HfQuantizer):
         self.attention: str | None = None  # what the caller asked for
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The same config: it says whether attention was asked for by name."""
+        """The config as the original's: it says whether attention was asked for by name."""
         self.attention = config._attn_implementation
+        _name_original_weights(self, config)
         return config
 
     def update_tp_plan(self, config: Any) -> Any:
@@ -239,6 +243,7 @@ class CompressingQuantizer(HfQuantizer):
         from .load import prefer_single_experts
 
         self.attention = config._attn_implementation
+        _name_original_weights(self, config)
         prefer_single_experts(config)
         return config
 
@@ -342,6 +347,16 @@ class CompressingQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it: not where experts are computed one by one."""
         return not self._has_experts
+
+
+def _name_original_weights(quantizer: DenseQuantizer | CompressingQuantizer, config: Any) -> None:
+    """Put the original's `transformers_weights` in the place of the sentence that stops transformers without us."""
+    if not quantizer.is_stored_compressed:
+        return
+    if quantizer.quantization_config.weights_file is not None:
+        config.transformers_weights = quantizer.quantization_config.weights_file
+    elif hasattr(config, "transformers_weights"):
+        del config.transformers_weights
 
 
 def _attend_as_recorded(model: PreTrainedModel, asked: str | None) -> None:
@@ -462,9 +477,10 @@ def _with_our_config(merge: Any) -> Any:
                 f"the weights are quantized already ({method}), so there is no residency for them",
                 "leave quantization_config out, or load a checkpoint that is not quantized",
             )
-        if isinstance(stored, dict):
-            NeuzipConfig.from_dict(stored)
-        return copy.copy(asked)
+        found = NeuzipConfig.from_dict(stored) if isinstance(stored, dict) else stored
+        chosen = copy.copy(asked)
+        chosen.weights_file = found.weights_file
+        return chosen
 
     return merged
 

@@ -102,7 +102,8 @@ class Header:
         must(8 <= self.end <= len(data), f"The header of {what} is cut off.")
         must(data[8:9] == b"{", f"The header of {what} does not begin with a brace.")
         fields = parse_json(data[8 : self.end], f"The header of {what}")
-        self.metadata = fields.pop("__metadata__", {})
+        self.metadata = without_nulls(fields).get("__metadata__", {})
+        fields.pop("__metadata__", None)
         good = isinstance(self.metadata, dict) and all(isinstance(v, str) for v in self.metadata.values())
         must(good, f"The metadata of {what} are not an object of strings.")
 
@@ -385,7 +386,7 @@ class Container:
         metadata = self.header.metadata
         must("neuzip" in metadata, "This is not a container.")
         must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
-        must(metadata.get("format") == "pt", 'The metadata `format` is not "pt".')
+        must("format" in metadata, "The metadata has no `format`.")
         must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
         filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
         must(filled, "The header is filled up with something else than spaces.")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import queue
 import re
 import signal
 import subprocess
@@ -220,6 +221,38 @@ def test_failure_leaves_stdout_empty_in_every_mode(failure, code, stderr, flags,
     probe(fail_with(failure))
     said = neuzip("probe", "x", *flags)
     assert (said.exit_code, said.stdout, said.stderr) == (code, "", stderr)
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+OF_TORCH = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    " allocate 4500000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (RuntimeError(OF_TORCH), "neuzip probe: memory ran out, 4500000000 bytes at once were asked for"),
+        (MemoryError(), "neuzip probe: memory ran out"),
+        (MemoryError("Unable to allocate 8.00 EiB for an array"), "memory ran out, 8.00 EiB at once"),
+        (OSError(12, "Cannot allocate memory"), "neuzip probe: memory ran out"),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
+            "neuzip probe: the memory of the GPU ran out, 20.00 GiB at once were asked for",
+        ),
+    ],
+    ids=["torch", "python", "numpy", "system", "gpu"],
+)
+def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
+    probe(fail_with(failure))
+    said = neuzip("probe", "x")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert message in said.stderr and "hint: free some" in said.stderr
+    assert "bug" not in said.stderr
 
 
 @pytest.mark.parametrize("bug", [ValueError("bad"), FileNotFoundError("x"), EOFError("early")], ids=repr)
@@ -534,27 +567,84 @@ def test_no_bar_where_nobody_watches(flags: dict[str, bool], capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
-    """Also of what does not say how far it is; and nothing is left running."""
-    monkeypatch.setattr(output, "EVERY", 0.05)
-    out = Output()
-    with out.progress("compress", 4_000_000) as advance:
-        time.sleep(0.12)
-        advance(1_000_000)
-        with out.progress("verify", 10) as inner:  # one speaks at a time
-            inner(3)
-        time.sleep(0.12)
-    with out.progress("eval", None, unit="tokens") as advance:
-        advance(1234)
-        time.sleep(0.12)
-    said = capsys.readouterr()
-    lines = [re.sub(r"0\.\d\d s$", "#", line) for line in said.err.splitlines()]
-    assert said.out == ""
-    assert list(dict.fromkeys(lines)) == [
-        "compress: at work after #",
-        "compress: 1.00 MB of 4.00 MB after #",
-        "eval: 1,234 tokens after #",
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(course: output.Course, clock: Clock, steps: list[tuple[float, int]]) -> list[str]:
+    """What is said after each step: the seconds it took, and what was done."""
+    said = []
+    for seconds, amount in steps:
+        clock.now += seconds
+        course.advance(amount)
+        said.append(course.line)
+    return said
+
+
+def test_lines_of_a_log_say_how_far_it_is_and_how_long_the_rest_takes():
+    """As soon as there is something to go by; and that a tail is left when all is counted."""
+    clock = Clock()
+    course = output.Course("compress", 4_000_000, "bytes", clock)
+    steps = [(30, 0), (30, 10_000), (30, 90_000), (210, 900_000), (60, 2_000_000), (0, 1_000_000), (60, 0)]
+    assert lines_of(course, clock, steps) == [
+        "compress: at work after 30.0 s",
+        "compress: 10.0 kB of 4.00 MB after 1 min 0 s",
+        "compress: 100 kB of 4.00 MB after 1 min 30 s, about 58 min left",
+        "compress: 1.00 MB of 4.00 MB after 5 min 0 s, about 15 min left",
+        "compress: 3.00 MB of 4.00 MB after 6 min 0 s, about 2 min left",
+        "compress: 4.00 MB of 4.00 MB after 6 min 0 s, finishing",
+        "compress: 4.00 MB of 4.00 MB after 7 min 0 s, finishing",
     ]
+
+
+def test_lines_of_a_log_do_not_guess_without_a_total():
+    clock = Clock()
+    course = output.Course("eval", None, "tokens", clock)
+    assert lines_of(course, clock, [(30, 1234)]) == ["eval: 1,234 tokens after 30.0 s"]
+
+
+def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
+    """One piece of work speaks at a time, a line for each pause; and nothing is left running."""
+    pauses: queue.Queue[bool] = queue.Queue()
+    told = threading.Semaphore(0)
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == output.EVERY
+            told.release()
+            return pauses.get()
+
+        def set(self) -> None:
+            pauses.put(True)
+
+    monkeypatch.setattr(output, "Event", Ended)
+    monkeypatch.setattr(output, "seconds_text", lambda seconds: "a while")
+    monkeypatch.setattr(output, "rough_text", lambda seconds: "a while")
+    out = Output()
+
+    def pause() -> None:
+        pauses.put(False)
+        told.acquire()  # the line was said, and the next pause begins
+
+    with out.progress("compress", 4_000_000) as advance:
+        told.acquire()
+        pause()
+        advance(1_000_000)
+        with out.progress("verify", 10) as inner:
+            inner(3)
+        pause()
+        pause()
+    assert capsys.readouterr() == (
+        "",
+        "compress: at work after a while\n"
+        + 2 * "compress: 1.00 MB of 4.00 MB after a while, about a while left\n",
+    )
     assert not any(thread.name == "neuzip-progress" for thread in threading.enumerate())
 
 

@@ -1,6 +1,6 @@
 """What was written once is read for ever: golden files that nobody changes unseen, versions, unknown keys.
 
-`python tests/test_compatibility.py` writes the golden folder anew, and says what tests/golden/SHA256SUMS and
+`python tests/test_compatibility.py` writes today's golden folder anew, and says what tests/golden/SHA256SUMS and
 RESTORED below have to be: to write those down is a decision. Whoever changes a sum of a released version
 breaks the promise; a new version gets folders of its own.
 """
@@ -28,7 +28,8 @@ from neuzip.formats.manifest import KNOWN_REQUIREMENTS, VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
-FOLDER = GOLDEN / "folder_v1"
+FOLDER, WRITTEN = GOLDEN / "folder_v1", GOLDEN / "folder_v1b"
+"""The first folder; and what neuzip writes today: its config.json stops transformers where neuzip is not."""
 
 SUMS = GOLDEN / "SHA256SUMS"
 """Of every golden file, as sha256sum writes it: none may change, and none may go."""
@@ -73,18 +74,20 @@ def test_no_golden_file_has_changed() -> None:
 
 def test_what_golden_containers_restore_to_is_pinned_too() -> None:
     """The expected checksums are in a golden file themselves, so they cannot follow a wrong decoder."""
-    expected = json.loads((GOLDEN / "v1" / "expected.json").read_text(encoding="utf-8"))
-    pinned = pins()
-    assert "v1/expected.json" in pinned
-    assert set(expected) == {Path(name).stem for name in pinned if re.fullmatch(r"v1/\w+\.safetensors", name)}
+    for folder in ("v1", "v1b"):
+        expected = json.loads((GOLDEN / folder / "expected.json").read_text(encoding="utf-8"))
+        containers = [n for n in pins() if re.fullmatch(rf"{folder}/\w+\.safetensors", n)]
+        assert f"{folder}/expected.json" in pins()
+        assert set(expected) == {Path(name).stem for name in containers}
 
 
-def test_golden_folder_is_read_as_ever(tmp_path: Path) -> None:
-    assert verify(FOLDER).files == len(RESTORED)
-    decompress(FOLDER, tmp_path / "back")
+@pytest.mark.parametrize("folder", [FOLDER, WRITTEN], ids=lambda folder: folder.name)
+def test_golden_folder_is_read_as_ever(folder: Path, tmp_path: Path) -> None:
+    assert verify(folder).files == len(RESTORED)
+    decompress(folder, tmp_path / "back")
     back = {p.relative_to(tmp_path / "back").as_posix(): p for p in (tmp_path / "back").rglob("*")}
     assert {name: sha256(p.read_bytes()) for name, p in back.items() if p.is_file()} == RESTORED
-    restored = decoder.restore_folder(FOLDER)
+    restored = decoder.restore_folder(folder)
     assert {name: sha256(data) for name, data in restored.items()} == RESTORED
 
 
@@ -307,9 +310,9 @@ def write_folder(target: Path) -> dict[str, str]:
 def test_golden_folder_is_what_neuzip_would_write(tmp_path: Path) -> None:
     """Only the plan may say more than it did."""
     assert write_folder(tmp_path / "folder") == RESTORED
-    for path in FOLDER.rglob("*"):
+    for path in WRITTEN.rglob("*"):
         if path.is_file() and path.name != "plan.json":
-            again = tmp_path / "folder" / path.relative_to(FOLDER)
+            again = tmp_path / "folder" / path.relative_to(WRITTEN)
             assert again.read_bytes() == path.read_bytes(), path
 
 
@@ -317,8 +320,8 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as made:
-        restored = write_folder(Path(made) / "folder_v1")
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        shutil.copytree(Path(made) / "folder_v1", FOLDER)
+        restored = write_folder(Path(made) / "folder")
+        shutil.rmtree(WRITTEN, ignore_errors=True)
+        shutil.copytree(Path(made) / "folder", WRITTEN)
     print("".join(f"{digest}  {name}\n" for name, digest in golden_files().items()))
     print("".join(f'    "{name}": "{digest}",\n' for name, digest in restored.items()))

@@ -533,7 +533,7 @@ def main(first: int, count: int) -> None:
     try:  # that they are: this count is a lie
         cpu.decode(
             np.zeros(10, np.uint16), np.array([0]), np.array([100]), 256, 8, 1, table.decoder,
-            table.exponents, out, out, (out[:0], out[:0]),
+            table.exponents, out, out, (out[:0], out[:0]), None,
         )  # fmt: skip
     except IndexError:
         pass

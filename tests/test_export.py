@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neuzip.compress.export import ExportReport, Gguf, export
+from neuzip.compress.source import weight_bytes
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.export.compressed_tensors import PackQuantized
@@ -187,8 +188,9 @@ BITNETS = [("bitlinear", "offline"), ("autobitlinear", "offline"), ("autobitline
 
 @pytest.mark.parametrize(("linear_class", "mode"), BITNETS)
 def test_transformers_computes_the_same(models, tmp_path: Path, linear_class: str, mode: str) -> None:
-    source = models()
-    report = export(source, tmp_path / "out", TransformersBitnet(linear_class, mode))
+    source, told = models(), [0]
+    report = export(source, tmp_path / "out", TransformersBitnet(linear_class, mode), on_bytes=told.append)
+    assert sum(told) == weight_bytes(source), "progress: each tensor once"
     assert report.ternary == 14
     assert report.scale_error < 2e-7
     plain, loaded = load(source), load(tmp_path / "out")

@@ -481,7 +481,12 @@ def test_damaged_and_foreign_states_are_refused(original: Path, tmp_path: Path):
     with pytest.raises(FormatError, match="no state"):
         course.load_state(tmp_path)
     (tmp_path / STATE_FILE).write_bytes(b"12345678" * 4)
-    with pytest.raises(FormatError, match="no state"):
+    with pytest.raises(FormatError, match="not a safetensors file"):
+        course.load_state(tmp_path)
+    course.save_state(tmp_path, 3)
+    whole = (tmp_path / STATE_FILE).read_bytes()
+    (tmp_path / STATE_FILE).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FormatError, match="it is damaged"):
         course.load_state(tmp_path)
     begin(original, scales="absmean").save_state(tmp_path, 3)
     with pytest.raises(FormatError, match="another model, or of other scales"):

@@ -31,6 +31,7 @@ from neuzip.compress.stream import (
 )
 from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.formats import hub_stream
+from neuzip.formats.checkpoint import MANIFEST_PATH
 from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
 from neuzip.formats.hub_draft import Draft, parse_target
@@ -448,6 +449,24 @@ def test_a_run_killed_in_its_last_moment_is_finished(
         assert len(here.repositories["me/nz"].commits) == 1 + len(files) - 4 + 1  # weights, and all at once
         assert verify(resolve_source("me/nz")).files == len(files)
     assert not work_of(tmp_path / "nz").exists()
+
+
+def test_a_damaged_result_of_a_killed_run_is_not_believed(
+    here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here.add("some/model", files)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "_finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stream(tmp_path / "nz", rules=K3)
+    for name in (shard(2), "tokenizer.json", "config.json", "neuzip/original/config.json", MANIFEST_PATH):
+        path = tmp_path / "nz" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :])
+        with pytest.raises(WouldOverwrite, match="nz: exists already"):
+            stream(tmp_path / "nz", rules=K3)
+        path.write_bytes(whole)
+    assert stream(tmp_path / "nz", rules=K3).compression.resumed_files == SHARDS + 1
 
 
 def test_what_is_finished_is_known_again(here: Hub, files: Files, tmp_path: Path):

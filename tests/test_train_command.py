@@ -48,6 +48,7 @@ def test_a_run_leaves_model_log_and_picture(
     out = tmp_path / "out"
     said = in_all_modes("train", write(), prepare=lambda: shutil.rmtree(out, ignore_errors=True))
     assert said["human"].exit_code == 0
+    assert not torch.are_deterministic_algorithms_enabled()
     assert {"model", "checkpoint", "log.jsonl", "loss.svg", "run.json"} == {p.name for p in out.iterdir()}
     found = said["json"].json
     assert found["steps"] == 4 and 2 < found["loss"] < 6
@@ -256,6 +257,13 @@ def test_without_a_length_windows_are_what_the_model_can(
     assert neuzip("train", write(length=None, steps=2, batch=1), "--resume").exit_code == 0
     said = neuzip("train", write(length=16, steps=2, batch=1), "--resume")
     assert said.exit_code == 2 and "was begun with length = 256, now it is 16" in said.stderr
+    run = tmp_path / "out" / "run.json"
+    begun = {key: value for key, value in json.loads(run.read_text()).items() if key != "filter_gradients"}
+    run.write_text(json.dumps(begun))  # as a version without that key left it
+    assert neuzip("train", write(length=256, steps=2, batch=1), "--resume").exit_code == 0
+    said = neuzip("train", write(length=256, steps=2, batch=1, filter_gradients=False), "--resume")
+    assert said.exit_code == 2
+    assert "was begun with filter_gradients = True, now it is False" in said.stderr
     given = configuration.checked(GIVEN, "run.toml")
     assert [given.window(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from neuzip.compress.workspace import copy_file, writing
+from neuzip.compress.workspace import copy_file, permissions, writing
 from neuzip.formats.checkpoint import PICKLES, find_checkpoint
 from neuzip.runtime.load import quiet_transformers
 
@@ -38,16 +37,20 @@ def write_plain(
 ) -> None:
     """Write a model into a folder, with all that the checkpoint `like` has beside weights.
 
-    Indices and pickles are left out, and files whose names end in `without`. Raises NeuzipError.
+    No file gets more permission bits than its counterpart there. Indices and pickles are left out, and files
+    whose names end in `without`. Raises NeuzipError.
     """
     with quiet_transformers():
         model.save_pretrained(folder)
+    checkpoint = None if like is None else find_checkpoint(like)
+    mode = permissions(folder / "config.json", *([] if checkpoint is None else checkpoint.weight_paths()))
     for weights in folder.glob("*.safetensors"):  # safetensors makes files that nobody else may read
-        shutil.copymode(folder / "config.json", weights)
-    if like is None:
+        weights.chmod(mode)
+    if checkpoint is None:
         return
     left_out = (".index.json", *PICKLES) if without is None else (".index.json", without, *PICKLES)
-    checkpoint = find_checkpoint(like)
     for file in checkpoint.others:
+        if (folder / file).exists():
+            (folder / file).chmod(permissions(folder / file, checkpoint.root / file))
         if not (folder / file).exists() and not file.endswith(left_out):
             copy_file(checkpoint.root / file, folder / file)

@@ -28,6 +28,7 @@ from neuzip.compress.workspace import (
     writing,
 )
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.decoder import decoder_layers
@@ -193,7 +194,7 @@ def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwri
     """
     require_free(src, dst, overwrite)
     recover(dst)
-    with workspace(dst) as work:
+    with workspace(dst, find_checkpoint(src).root) as work:
         clear(work, overwrite)
         with writing(work):
             write_plain(model, work, src)

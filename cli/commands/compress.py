@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import deltas, options, streaming, targets
-from neuzip.cli.commands.patch_attention import result_of, show, stages
+from neuzip.cli.commands.patch_attention import result_of, show
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
@@ -59,7 +59,9 @@ GROUPS = {
         "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
         "allow_destructive",
     ),
-    "From and to the Hub, and differences": ("stream", "push_to", "private", "against"),
+    "From and to the Hub, and differences": (
+        "stream", "push_to", "private", "allow_private_files", "against",
+    ),
 }  # fmt: skip
 
 WORTH_A_WORD = 1 << 16
@@ -207,6 +209,7 @@ def command(
     stream: StreamOption = False,
     push_to: PushToOption = None,
     private: PrivateOption = False,
+    allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
     verify: Annotated[
         bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
@@ -273,7 +276,7 @@ def command(
                         'plans need a rule with scheme = "ternary" for it',
                     )
         asked_stream = streaming.understand(
-            stream, push_to, private,
+            stream, push_to, private, allow_private_files,
             {
                 goal.option if goal is not None else "a target": goal is not None,
                 "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
@@ -373,7 +376,7 @@ def _calibrate(
         require_plain(source, dst)
     if not dry_run:
         (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
-    found = attention.calibrate(path, read_text(calibration), mode, stages(out), device=device)
+    found = attention.calibrate(path, read_text(calibration), mode, out.stage, device=device)
     show(out, found)
     out.text()
     return found
@@ -460,6 +463,7 @@ def _report(
             "device": report.device,
             "resumed_files": report.resumed_files,
             "warnings": report.warnings,
+            "private_files": report.private_files,
             "tensors": report.tensors,
             **(more or {}),
         },
@@ -481,10 +485,14 @@ def _show_plan(
     from neuzip.compress.pipeline import require_plain
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers
+    from neuzip.formats.private_files import listed, private_files
 
     with TensorSource(path) as source, Workers(jobs) as workers:
         require_plain(source, dst)
         plan = make_plan(source, rules, workers, predict=True, allow_destructive=allow_destructive)
+        private = private_files(source.checkpoint)
+    for line in listed(private):
+        out.warning(f"looks private, and would be carried along: {line}")
     predicted = plan.predicted_bytes or 0
     rows = []
     for t in plan.tensors:
@@ -511,6 +519,7 @@ def _show_plan(
             "original_bytes": plan.original_bytes,
             "stored_bytes": predicted,
             "ratio": predicted / plan.original_bytes if plan.original_bytes else 1.0,
+            "private_files": list(private),
             "tensors": [
                 {
                     "file": t.tensor.file,

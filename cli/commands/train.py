@@ -41,7 +41,8 @@ EXAMPLES = [
     "",
     "More keys: length, batch, micro_batch, optimizer, weight_decay,",
     "schedule, warm_up, least, clip, clipping, compressed, states, compress,",
-    "checkpoint_every, budget_minutes, seed, device, scratch, tokenizer, dtype",
+    "checkpoint_every, budget_minutes, seed, device, filter_gradients,",
+    "deterministic, scratch, tokenizer, dtype",
 ]
 
 CHECKPOINT, MODEL, LOG, PICTURE, RUN = "checkpoint", "model", "log.jsonl", "loss.svg", "run.json"
@@ -73,12 +74,13 @@ def command(
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
         from neuzip.eval.distributed import take_a_gpu
         from neuzip.runtime.generate import choose_device
+        from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
 
         take_a_gpu()
         device = choose_device(asked.device)
-        with team(ranks, device, asked.batch) as own:
+        with deterministic_algorithms(asked.deterministic), team(ranks, device, asked.batch) as own:
             trainer, windows = _begin(asked, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
@@ -91,7 +93,7 @@ def command(
             _write_model(out, asked, trainer, like, ranks)
         if ranks.is_first:
             picture_of_losses(figures, asked.out / PICTURE)
-            _report(out, asked, trainer, figures, time.monotonic() - began, ranks.world)
+            _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
 def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
@@ -107,11 +109,13 @@ def _train(
     out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
 ) -> list[Figures]:  # fmt: skip
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
+    from neuzip.eval.convention_names import special_text
     from neuzip.train.loop import run
 
     start = trainer.steps
+    front = special_text(windows.special_tokens)
     out.status(
-        f"{windows.tokens:,} tokens, {windows.length} a window; weights take"
+        f"{windows.tokens:,} tokens, {windows.length} a window{front}; weights take"
         f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
@@ -154,7 +158,8 @@ def _train(
                 raise
             raise SystemExit(130) from None
     if trainer.steps > start:
-        save(trainer.steps)
+        with out.progress("save", None):
+            save(trainer.steps)
     return figures
 
 
@@ -230,6 +235,7 @@ def _begin(
     """The model in training, and its text."""
     import torch
 
+    from neuzip.runtime.bos import bos_in_front
     from neuzip.runtime.generate import positions
     from neuzip.runtime.load import load_tokenizer
     from neuzip.train.compressed import train_compressed
@@ -239,13 +245,15 @@ def _begin(
     ids = tokenise(tokenizer, documents)
     model = _model(asked, path, tokenizer)
     length = asked.window(positions(model.config))
-    windows = Windows.of(ids, length=length, batch=asked.batch, seed=asked.seed)
+    windows = Windows.of(
+        ids, length=length, batch=asked.batch, seed=asked.seed, front=bos_in_front(tokenizer)
+    )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
         micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
-        seed=asked.seed, device=device,
+        seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
 
@@ -293,7 +301,13 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
 
 
 def _report(
-    out: Output, asked: Configuration, trainer: Trainer, figures: list[Figures], seconds: float, world: int
+    out: Output,
+    asked: Configuration,
+    trainer: Trainer,
+    windows: Windows,
+    figures: list[Figures],
+    seconds: float,
+    world: int,
 ) -> None:
     import statistics
 
@@ -319,7 +333,8 @@ def _report(
             "picture": asked.out / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
             "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
-            "device": str(trainer.device), "processes": world, "seconds": seconds,
+            "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
+            "seconds": seconds,
         },
         quiet=[asked.out / MODEL],
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
     python tests/golden/make.py
 
-Every release has to read the containers in v1. While version 1 has not been released they follow the writer;
-afterwards a writer that codes differently gets a folder of its own, and v1 stays as it is.
+Every release has to read the containers in v1 and v1b. A writer that writes other bytes gets a folder of its own,
+and those before stay as they are; all restore to the same. v1b has the `format` "neuzip" in place of "pt".
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from neuzip.compress.against import compress_against
 
 HERE = Path(__file__).resolve().parent
 V1 = HERE / "v1"
+WRITTEN = HERE / "v1b"
+"""What neuzip writes today."""
+
 BASES = V1 / "bases"
-EXPECTED = V1 / "expected.json"
+EXPECTED = "expected.json"
 SIZES = HERE / "sizes.csv"
 
 FIELDS = {  # exponent bits, mantissa bits
@@ -312,19 +315,19 @@ def make(recipe: Callable[[], Input], folder: Path) -> Made:
 
 def write() -> None:
     """Write the containers, the checksums of what they restore to, and the sizes."""
-    V1.mkdir(exist_ok=True)
+    WRITTEN.mkdir(exist_ok=True)
     expected, sizes = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for name, recipe in (GOLDEN | WATCHED).items():
             made = make(recipe, Path(folder))
             sizes.append([name, len(made.original), len(made.container)])
             if name in GOLDEN:
-                (V1 / f"{name}.safetensors").write_bytes(made.container)
+                (WRITTEN / f"{name}.safetensors").write_bytes(made.container)
                 if (base := recipe().base) is not None:
                     BASES.mkdir(exist_ok=True)
                     (BASES / f"{name}.safetensors").write_bytes(Input(base).to_bytes())
                 expected[name] = hashlib.sha256(made.restored).hexdigest()
-    EXPECTED.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+    (WRITTEN / EXPECTED).write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
     with open(SIZES, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([["name", "original_bytes", "compressed_bytes"], *sizes])
