@@ -74,6 +74,8 @@ def parts() -> list[str]:
         found.append(group_formats())
     if measured_of("kv_cache"):
         found.append(kv_cache(measured_of("kv_cache")))
+    if is_measured("tied_embedding"):
+        found.append(tied_embedding(load("tied_embedding")))
     found.append(codec(load("cpu_codec")))
     for name, render in (
         ("packed_linear", packed_linear), ("generate", generate), ("ternary_linear", ternary_linear),
@@ -287,6 +289,38 @@ def ternary_conversion(documents: dict[str, dict[str, Any]]) -> str:
         f"with it, and in brackets without, on {' and '.join(documents)}: {rotated}.\n\n"
         + "; ".join(dict.fromkeys(machine(d) for d in documents.values()))
     )
+
+
+def tied_embedding(document: dict[str, Any]) -> str:
+    """What more bits for the embedding, or the head, buy beside the same bits everywhere."""
+    lines, texts = [], []
+    for model, section in document["sections"].items():
+        found = {(r["mantissa_bits"], r["more_for"], r["more_bits"]): r for r in section["results"]}
+        parts = ("embedding",) if section["tied"] else ("embedding", "head")
+        for part in parts:
+            tied = ", tied" if section["tied"] else ""
+            for k in sorted({bits for bits, _, _ in found}, reverse=True):
+                cells = [found.get((k, "nothing", None))]
+                cells += [found.get((k, part, more)) for more in (1, 2, "lossless")]
+                lines.append(f"| {model}: {part}{tied} | {k} | {' | '.join(map(of_more_bits, cells))} |")
+        texts.append(
+            f"{model}: {section['tokens']:,} tokens of {text_of(section['text'])}, "
+            f"windows of {section['window']}"
+        )
+    return (
+        "**More bits for a tied embedding**, or for an embedding and a head that are two tensors, beside K "
+        "mantissa bits for all matrices: bits a weight of the weight files, mean KL divergence from the "
+        f"original in nats. {'; '.join(texts)}. `python benchmarks/tied_embedding.py`\n\n"
+        "| of | K | K everywhere | one bit more | two bits more | lossless |\n|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + "; ".join(dict.fromkeys(machine(section) for section in document["sections"].values()))
+    )
+
+
+def of_more_bits(row: dict[str, Any] | None) -> str:
+    """Bits and divergence of one form."""
+    return "" if row is None else f"{row['bits_per_weight']:.2f}, {row['kld']:.3g}"
 
 
 def beside_rotated(step: str, models: Iterable[dict[str, Any]]) -> str:

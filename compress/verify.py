@@ -248,8 +248,8 @@ def verify_files(source: TensorSource) -> int:
 def check_rewritten(source: TensorSource) -> None:
     """Compare what was rewritten in a compressed folder with the originals and the records of all tensors.
 
-    What config.json has under `neuzip` is not looked at: how a model runs may be changed. Nor is the sentence
-    that stops a transformers without neuzip, which older folders do not have. Raises FormatError.
+    What config.json has under `neuzip` is not looked at: how a model runs may be changed. The sentence that
+    stops a transformers without neuzip may be missing, as in older folders. Raises FormatError.
     """
     checkpoint = source.checkpoint
     if not checkpoint.is_compressed_folder:
@@ -274,7 +274,9 @@ def _require_entries(path: Path, wanted: dict[str, Any]) -> None:
     if not path.is_file():
         raise FormatError(path, "is missing")
     document = read_lenient(path)
-    for key in wanted.keys() - {SECTION, WEIGHTS_KEY}:
+    for key in wanted.keys() - {SECTION}:
+        if key == WEIGHTS_KEY and key not in document:
+            continue  # an older folder
         # As text: NaN, which Python's JSON may hold, differs from itself.
         a, b = (json.dumps(d.get(key), sort_keys=True) for d in (document, wanted))
         if key not in document or a != b:

@@ -228,7 +228,7 @@ def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
     for shard in sorted(set(index.values())):
         with safetensors.safe_open(small / shard, "np") as file:
             names = set(file.keys())
-            assert file.metadata()["format"] == "pt"
+            assert file.metadata()["format"] == "neuzip"
         assert {name for name, where in index.items() if where == shard} == {
             name for name in names if not name.startswith("neuzip:")
         }

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -421,14 +421,30 @@ def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, yar
     assert made.run.comparison.kld.mean.value < 0.75 * divergence
 
 
+WORKS = ("compress", "compare")
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere(
     k, uniform, yardstick, tmp_path: Path
 ):
     nbytes, divergence = uniform[k]
     request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld(f"{divergence}"), "fisher")
-    made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
+    labels = []
+
+    def told(label: str, total: int, unit: str) -> AbstractContextManager[object]:
+        labels.append(label)
+        return stage(label, total, unit)
+
+    made = targets.compress_to_target(request, read_text("demo"), yardstick, told)
     assert made.holds and made.found is not None and made.run is not None
+    works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.found.trials)) for work in WORKS]
+    assert labels == [
+        "stage 1 of 4, sizes",
+        "stage 2 of 4, gradients",
+        *(f"stage 3 of 4, {work}" for work in works),
+        "stage 4 of 4, compress",  # and not measured again: the last trial had the same files
+    ]
     assert 0.8 * divergence < made.run.comparison.kld.mean.value <= divergence
     assert made.report.stored_weight_bytes < 0.98 * nbytes
     assert made.found.trials[-1].bytes == made.report.stored_weight_bytes
