@@ -1,4 +1,4 @@
-"""What `import torch` calls where neuzip is installed, so that transformers loads compressed folders by itself.
+"""What `import torch` calls where neuzip is installed, so that transformers loads compressed folders.
 
 torch loads the entry points "torch.backends" when it has been imported, and cannot be imported if one of them
 fails. So this is a module of its own, which needs nothing and lets nothing through. It imports neuzip, which

@@ -788,7 +788,7 @@ class Compression:
 
     def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
         """The record and streams of one tensor; no streams for one that is stored raw, or is the base's."""
-        if self._base is None:
+        if self._base is None or planned.is_adapter:
             return self._encode_alone(planned, parallel)
         found = self._base.encode(self._source, planned.tensor, parallel, code=planned.scheme.kind != "raw")
         if found is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from neuzip.errors import NeuzipError
-from neuzip.formats.checkpoint import config_files, index_files
+from neuzip.formats.checkpoint import adapter_files, config_files, index_files
 from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
@@ -50,7 +50,7 @@ class PlannedTensor:
     """A tensor and its scheme. `note` says why it is another than the rules asked for.
 
     `alias_of` is the earlier tensor with the same bytes, if there is one; `predicted` its stored size in
-    bytes, if that was asked for.
+    bytes, if that was asked for. `is_adapter` is true of what peft reads under its name, with its bytes.
     """
 
     tensor: SourceTensor
@@ -58,6 +58,7 @@ class PlannedTensor:
     note: str = ""
     alias_of: SourceTensor | None = None
     predicted: int | None = None
+    is_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def choose_schemes(source: TensorSource, rules: Sequence[Rule]) -> list[PlannedT
     require_matches(rules, [tensor.name for tensor in source.tensors()])
     chosen = [(t, choose(rules, t.name, len(t.info.shape))) for t in source.tensors()]
     _refuse_packed(source, [t for t, scheme in chosen if scheme.kind == "ternary"])
-    return [_apply(tensor, scheme) for tensor, scheme in chosen]
+    adapters = frozenset(adapter_files(source.checkpoint))
+    return [_kept(t) if t.file in adapters else _apply(t, scheme) for t, scheme in chosen]
 
 
 def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
@@ -126,6 +128,11 @@ def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
             if rule.match == LINEAR_WEIGHTS and rule.scheme.kind == "ternary":
                 hint = 'name the linear layers in a --plan, in rules with scheme = "ternary"'
             raise NeuzipError(f"no tensor is called anything like {rule.match!r}", hint)
+
+
+def _kept(tensor: SourceTensor) -> PlannedTensor:
+    """An adapter's tensor as it is: peft, which opens the file itself, would go on without one it misses."""
+    return PlannedTensor(tensor, RAW, "peft reads adapters itself", is_adapter=True)
 
 
 def _apply(tensor: SourceTensor, scheme: Scheme) -> PlannedTensor:
@@ -289,7 +296,7 @@ def _find_aliases(source: TensorSource, planned: Iterable[PlannedTensor]) -> lis
     alike: dict[object, list[int]] = defaultdict(list)
     for i, t in enumerate(planned):
         info = t.tensor.info
-        if info.nbytes >= ALIAS_MINIMUM:
+        if info.nbytes >= ALIAS_MINIMUM and not t.is_adapter:
             folder = t.tensor.file[: t.tensor.file.rfind("/") + 1]
             middle = info.nbytes // 2 // 64 * 64
             read = source.reader(t.tensor)

@@ -496,6 +496,7 @@ class _Stream(Compression):
         if not self._allow_destructive:
             refuse_destruction(self._source, planned, self._workers)
         large = [t for t in planned if t.tensor.info.nbytes >= ALIAS_MINIMUM and self._alike[_kind(t)] > 1]
+        large = [t for t in large if not t.is_adapter]
         firsts = dict(self._firsts)
         aliases: dict[str, SourceTensor] = {}
         for t, found in zip(large, self._workers.map(self._digest, large), strict=True):
@@ -514,7 +515,7 @@ class _Stream(Compression):
         """Remember the digests of a file's tensors, to which later ones may be equal."""
         for t in self._plan.of_file(file):
             record = self._records[file, t.tensor.name]
-            if record.scheme != "alias" and t.tensor.info.nbytes >= ALIAS_MINIMUM:
+            if record.scheme != "alias" and t.tensor.info.nbytes >= ALIAS_MINIMUM and not t.is_adapter:
                 self._firsts.setdefault((_kind(t), record.original or record.checksum), t.tensor)
 
     def _digest(self, planned: PlannedTensor) -> str:

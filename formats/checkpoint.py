@@ -33,8 +33,10 @@ MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
 ORIGINAL_FOLDER = f"{OWN_FOLDER}/original"
 
 WEIGHTS_KEY = "transformers_weights"
-NOT_A_FILE = "compressed by neuzip: it loads where neuzip-toolkit is installed, and `neuzip decompress` restores it"
-"""What a compressed folder's config.json has there: the end of transformers' error where neuzip is not installed."""
+NOT_A_FILE = (
+    "compressed by neuzip: it loads where neuzip-toolkit is installed, and `neuzip decompress` restores it"
+)
+"""What a compressed config.json has there: transformers' error ends with it where neuzip is not installed."""
 
 SKIPPED_FOLDERS = (".git", ".cache/huggingface")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -273,14 +275,24 @@ def config_files(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def adapter_files(checkpoint: Checkpoint) -> list[str]:
+    """The weight files that peft reads: adapter_model.safetensors beside an adapter_config.json."""
+    return [
+        w
+        for w in checkpoint.weights
+        if w == f"{_folder(w)}adapter_model.safetensors"
+        and f"{_folder(w)}adapter_config.json" in checkpoint.others
+    ]
+
+
 def rewritten_config(
     checkpoint: Checkpoint, config: str, lossless: bool, activations: str | None = None
 ) -> bytes:
     """A config.json that says how its weights are stored, in the words of transformers.
 
     transformers without neuzip warns of the `quant_method` and goes on; what is in `transformers_weights` it
-    takes for the name of a file, and refuses one with another ending. And in ours how `activations` are to be
-    quantised where weights are ternary (runtime/bitlinear.py).
+    takes for the name of a file, and refuses one with this ending. And in ours the config.json says how
+    `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
     """
     path = checkpoint.root / config
     document = read_lenient(path)

@@ -98,7 +98,7 @@ def _register_quantizer_and_attention() -> None:
 
 
 def _refuse_compressed_folders(reason: Exception) -> None:
-    """Have transformers raise NeuzipError when it is to load one, in place of starting from random weights."""
+    """Have transformers raise NeuzipError when it is to load one: else it would start from random weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     from neuzip.errors import NeuzipError
@@ -111,7 +111,7 @@ def _refuse_compressed_folders(reason: Exception) -> None:
                 "restore the folder with `neuzip decompress`",
             ) from reason
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING["neuzip"] = Refusal  # type: ignore[assignment]
+    AUTO_QUANTIZATION_CONFIG_MAPPING["neuzip"] = Refusal
 
 
 def _register_norm_placement() -> None:
@@ -175,11 +175,15 @@ def _is_running(spec: ModuleSpec | None) -> bool:
     return getattr(spec, "_initializing", False)
 
 
+def _wait_for(name: str) -> None:
+    """Register with a module that is there already: at once, or when it has run to its end."""
+    module = sys.modules.get(name)
+    if module is not None and _is_running(module.__spec__):
+        module.__class__ = _Running
+    elif module is not None:
+        _register(name)
+
+
 sys.meta_path.insert(0, _WhenImported)  # before the question, as other threads import too
 for _name in _REGISTER:
-    if (_module := sys.modules.get(_name)) is None:
-        continue
-    if _is_running(_module.__spec__):
-        _module.__class__ = _Running
-    else:
-        _register(_name)
+    _wait_for(_name)

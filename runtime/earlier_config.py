@@ -1,8 +1,8 @@
 """What has transformers 4.57 read a compressed folder's config.json as version 5 does.
 
 `transformers_weights` there is a sentence in place of a file, on which transformers without neuzip stumbles
-(formats/checkpoint.py). Version 5 looks at it after our quantizer has put the original's value back, 4.57 before
-there is a quantizer: so there that is done when the file is read.
+(formats/checkpoint.py). Version 5 looks at it after our quantizer has put the original's value back. 4.57
+looks before there is a quantizer, so there the value is put back when the file is read.
 """
 
 from __future__ import annotations

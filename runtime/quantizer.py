@@ -158,6 +158,7 @@ class DenseQuantizer(HfQuantizer):
     def __init__(self, config: NeuzipConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.is_stored_compressed: bool = self.pre_quantized
+        self.weights_file = config.weights_file
         self.attention: str | None = None  # what the caller asked for
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -213,6 +214,7 @@ class CompressingQuantizer(HfQuantizer):
         self._is_placed = config.is_placed
         self.failure: Exception | None = None
         self.is_stored_compressed: bool = self.pre_quantized
+        self.weights_file = config.weights_file
         self.attention: str | None = None
         # What arrives is dense, as for quantization on the fly: transformers then loads one by one.
         self.pre_quantized = False
@@ -350,11 +352,11 @@ class CompressingQuantizer(HfQuantizer):
 
 
 def _name_original_weights(quantizer: DenseQuantizer | CompressingQuantizer, config: Any) -> None:
-    """Put the original's `transformers_weights` in the place of the sentence that stops transformers without us."""
+    """Put the original's `transformers_weights` back, where a sentence stops transformers without neuzip."""
     if not quantizer.is_stored_compressed:
         return
-    if quantizer.quantization_config.weights_file is not None:
-        config.transformers_weights = quantizer.quantization_config.weights_file
+    if quantizer.weights_file is not None:
+        config.transformers_weights = quantizer.weights_file
     elif hasattr(config, "transformers_weights"):
         del config.transformers_weights
 

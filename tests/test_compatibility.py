@@ -1,8 +1,8 @@
 """What was written once is read for ever: golden files that nobody changes unseen, versions, unknown keys.
 
-`python tests/test_compatibility.py` writes today's golden folder anew, and says what tests/golden/SHA256SUMS and
-RESTORED below have to be: to write those down is a decision. Whoever changes a sum of a released version
-breaks the promise; a new version gets folders of its own.
+`PYTHONPATH=tests python -P tests/test_compatibility.py` writes today's golden folder anew, and says what
+tests/golden/SHA256SUMS and RESTORED below have to be: to write those down is a decision. Whoever changes a
+sum of a released version breaks the promise; a new version gets folders of its own.
 """
 
 from __future__ import annotations

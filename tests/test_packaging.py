@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import neuzip_autoload
 import pytest
 from lowest_versions import lowest_versions
 from packaging.requirements import Requirement
@@ -28,6 +29,8 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 ROOMS = {folder: name for name, folder in SETUPTOOLS["package-dir"].items() if (ROOT / folder).is_dir()}
 FLOORS = ("cli", "eval", "train", "runtime", "compress", "formats", "kernels")
 NOT_PACKAGED = ("tests", "benchmarks")
+HOOK = "neuzip_autoload.py"
+"""What `import torch` calls: outside the package, as it must not fail where that does."""
 
 
 def sources(*folders: str) -> list[Path]:
@@ -73,7 +76,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(
                 ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "results")
             )
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "README.md", "LICENSE", HOOK):
         if (ROOT / file).is_file():
             shutil.copy(ROOT / file, tree)
     target = tmp_path_factory.mktemp("wheel")
@@ -96,15 +99,24 @@ def pip(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_wheel_adds_one_name_to_site_packages(inside: set[str]):
+def test_wheel_adds_one_name_and_the_hook_to_site_packages(inside: set[str]):
     version = PROJECT["project"]["version"]
-    assert {name.split("/")[0] for name in inside} == {"neuzip", f"neuzip_toolkit-{version}.dist-info"}
+    assert {name.split("/")[0] for name in inside} == {"neuzip", HOOK, f"neuzip_toolkit-{version}.dist-info"}
 
 
 def test_wheel_holds_every_source_file(inside: set[str]):
     assert {name for name in inside if name.endswith(".py")} == {
-        packaged_path(path) for path in sources(*ROOMS)
-    }
+        HOOK, *(packaged_path(path) for path in sources(*ROOMS))
+    }  # fmt: skip
+
+
+def test_torch_finds_the_hook():
+    (found,) = importlib.metadata.entry_points(group="torch.backends", name="neuzip")
+    assert found.load() is neuzip_autoload.autoload
+    imports = [
+        node for node in ast.walk(ast.parse((ROOT / HOOK).read_text())) if isinstance(node, ast.Import)
+    ]
+    assert {alias.name for node in imports for alias in node.names} == {"os", "logging", "neuzip"}
 
 
 def test_wheel_holds_the_data(inside: set[str]):

@@ -1,16 +1,20 @@
-"""`import neuzip` is all that `from_pretrained` of transformers needs to load compressed folders."""
+"""`from_pretrained` of transformers loads compressed folders where neuzip is installed, and else refuses."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import neuzip_autoload
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file
 from transformers import (
@@ -25,12 +29,15 @@ from transformers import (
     PreTrainedModel,
     modeling_utils,
 )
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
 import neuzip
-from neuzip.compress import Rule, Scheme, compress, verify
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress.against import compress_against
+from neuzip.compress.plan import CODED_MINIMUM
 from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.quantizer import NeuzipConfig, make_quantizer, register
 from neuzip.runtime.residency import is_compressed, memory
 
@@ -673,15 +680,14 @@ IMPORT = "import neuzip; print([m for m in ('numpy', 'torch', 'transformers') if
     ("program", "cheap"),
     [
         (IMPORT + "import importlib; importlib.reload(neuzip)\n" + LOAD, "[]"),
-        ("import transformers\nimport neuzip" + LOAD, None),
         ("from transformers import PreTrainedModel\nimport neuzip, neuzip" + LOAD, None),
     ],
-    ids=["before", "between", "after"],
+    ids=["before", "after"],
 )
 def test_any_order_of_imports(program: str, cheap: str | None, small, tmp_path: Path):
     result = subprocess.run(
         [sys.executable, "-c", "import sys\n" + program, str(small["gpt2"])],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
+        cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ | {"NEUZIP_AUTOLOAD": "0"},
     )  # fmt: skip
     *said, total = result.stdout.splitlines()
     assert said == ([cheap] if cheap else [])
@@ -689,10 +695,126 @@ def test_any_order_of_imports(program: str, cheap: str | None, small, tmp_path: 
     assert float(total) == expected.float().sum().item()
 
 
-def test_without_the_import_transformers_warns(small, tmp_path: Path):
-    """That is all it does: it skips quantizers it does not know. README.md says so."""
-    result = subprocess.run(
-        [sys.executable, "-c", "import sys\n" + LOAD, str(small["gpt2"])],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "Unknown quantization type, got neuzip" in result.stderr
+def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
+    """It warns of what a file lacks, and goes on without: so all tensors are there, under their names."""
+    peft = pytest.importorskip("peft")
+
+    def base() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")
+
+    for name in ("before", "plain"):  # half of the matrices are 0, and equal
+        adapter = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=16))
+        adapter.save_pretrained(tmp_path / name)
+    compress(tmp_path / "plain", tmp_path / "small")
+    compress_against(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
+    expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    assert max(tensor.nbytes for tensor in expected.values()) >= CODED_MINIMUM
+    for name in ("small", "delta"):
+        read = peft.PeftModel.from_pretrained(base(), tmp_path / name)
+        found = peft.get_peft_model_state_dict(read)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+
+
+# Where neuzip is not imported, or not there
+
+
+@pytest.fixture(scope="module")
+def benchmark(root: Path) -> ModuleType:
+    """benchmarks/without_import.py, whose table says the same of other versions of transformers."""
+    spec = importlib.util.spec_from_file_location("without_import", root / "benchmarks" / "without_import.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folders(benchmark: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folders: plain and small."""
+    made = tmp_path_factory.mktemp("folders")
+    benchmark.make_folders(made)
+    return made
+
+
+WAYS = ["AutoModelForCausalLM", "LlamaForCausalLM, sharded", "AutoModelForSequenceClassification", "pipeline",
+        "subfolder", "variant", "saved by a packed model", "3 mantissa bits"]  # fmt: skip
+
+
+def test_without_the_import_an_installed_neuzip_loads(benchmark: ModuleType, folders: Path):
+    ways = [*WAYS, "config of the folder", *benchmark.UNSTOPPED]
+    found = benchmark.run(sys.executable, folders, "installed", ways)
+    assert {way: said["outcome"] for way, said in found["outcomes"].items()} == dict.fromkeys(ways, "right")
+
+
+def test_without_neuzip_transformers_refuses_and_names_it(benchmark: ModuleType, folders: Path):
+    """As it does where the hook is switched off: both have transformers alone."""
+    ways = [*WAYS, "ternary, with activations", "a delta", "of weights quantised before"]
+    found = benchmark.run(sys.executable, folders, "switched off", ways)
+    for way in ways:
+        said = found["outcomes"][way]
+        assert said["outcome"] == "refused", way
+        assert NOT_A_FILE in said["error"], way
+
+
+def test_a_container_does_not_call_itself_a_file_of_torch(small):
+    """Version 4.57, accelerate and others ask for the format. Read by us it has the original's."""
+    path = small["llama"] / "model.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "neuzip"
+    with neuzip.safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+@pytest.mark.parametrize("residency", ["dense", "packed"])
+def test_transformers_weights_of_the_original_are_those_loaded(residency: str, larger, tmp_path: Path):
+    """It names the file to load; in a compressed config.json it stops transformers where neuzip is not."""
+    source, named = larger["llama"] / "plain", "consolidated.safetensors"
+    folder = Path(shutil.copytree(source, tmp_path / "plain"))
+    (folder / "model.safetensors").rename(folder / named)
+    config = json.loads((folder / "config.json").read_text()) | {"transformers_weights": named}
+    (folder / "config.json").write_text(json.dumps(config))
+    compress(folder, tmp_path / "small")
+    written = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert written["transformers_weights"] == NOT_A_FILE
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", dtype="auto", quantization_config=NeuzipConfig(residency)
+    )
+    assert model.config.transformers_weights == named
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    decompress(tmp_path / "small", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_import_torch_bears_a_neuzip_that_cannot_be_imported(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "neuzip", None)
+    neuzip_autoload.autoload()
+    assert "neuzip cannot be imported" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("NEUZIP_AUTOLOAD", "0")
+    neuzip_autoload.autoload()
+    assert not caplog.text
+
+
+def test_where_registering_fails_folders_are_refused(small, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "neuzip.runtime.quantizer", None)
+    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "neuzip", NeuzipConfig)  # put back afterwards
+    neuzip._register("transformers.modeling_utils")
+    assert "neuzip could not register with transformers.modeling_utils" in caplog.text
+    with pytest.raises(NeuzipError, match=r"loads no compressed folder: import of neuzip\.runtime"):
+        AutoModelForCausalLM.from_pretrained(small["llama"])
+
+
+def test_a_module_that_imports_us_half_way_registers_at_its_end(tmp_path: Path, monkeypatch):
+    """As modules of transformers 5 do: they import torch, which imports neuzip."""
+    (tmp_path / "half_way.py").write_text(
+        "import neuzip\nseen = []\nneuzip._REGISTER[__name__] = lambda: seen.append('end')\n"
+        "neuzip._wait_for(__name__)\nat_once = list(seen)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(neuzip, "_REGISTER", {})
+    module = importlib.import_module("half_way")
+    assert module.at_once == []
+    assert module.seen == module.seen == ["end"]
+    assert type(module) is ModuleType

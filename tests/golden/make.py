@@ -2,8 +2,8 @@
 
     python tests/golden/make.py
 
-Every release has to read the containers in v1 and v1b. A writer that writes other bytes gets a folder of its own,
-and those before stay as they are; all restore to the same. v1b has the `format` "neuzip" in place of "pt".
+Every release has to read the containers in v1 and v1b. A writer that writes other bytes gets a folder of its
+own, and those before stay as they are; all restore to the same. v1b has the `format` "neuzip", v1 "pt".
 """
 
 from __future__ import annotations
