@@ -289,7 +289,7 @@ class Container:
         records = self.manifest.tensors
         pooled = [t for t in self.original.in_file_order if t.name not in records]
         if not pooled:
-            raise FormatError(self.path, "no tensor is pooled, as 'pool' has it", field="requires")
+            raise FormatError(self.path, "requires 'pool', and every tensor has a record", field="requires")
         total, sums = sum(t.nbytes for t in pooled), self._entry_bytes(POOL_CHECKSUMS_ENTRY)
         pool = self._file.header.tensors.get(POOL_ENTRY)
         if pool is None or pool.dtype != "U8" or pool.shape != (total,):
