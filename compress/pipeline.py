@@ -64,6 +64,7 @@ from .plan import (
     coded_streams,
     make_plan,
     online_config,
+    pooled_tensors,
     try_ternary,
 )
 from .scheme import LOSSLESS, Rule, Scheme
@@ -678,7 +679,9 @@ class Compression:
         """Write the container of one weight file, whose tensors come in order, without the aliases."""
         planned = self._plan.of_file(file)
         mode = permissions(self._source.checkpoint.root / file)
-        writer = ContainerWriter(path, self._source.header(file), coded_streams(planned), mode)
+        pooled = pooled_tensors(planned, delta=self._base is not None)
+        header = self._source.header(file)
+        writer = ContainerWriter(path, header, coded_streams(planned), mode, pooled)
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
             for t, (record, streams) in coded:
@@ -696,14 +699,23 @@ class Compression:
                     self._on_bytes(self._coded_part(t.tensor))
             # The widest first, so that every raw tensor is aligned to its own elements.
             for t, record in sorted(raw, key=lambda r: -DTYPE_BITS.get(r[0].tensor.info.dtype, 0)):
-                writer.begin_raw(t.tensor.name, record)
-                read = self._source.reader(t.tensor)
-                for piece in t.tensor.pieces():
-                    writer.write(read(*piece))
+                if t.tensor.name not in pooled:
+                    writer.begin_raw(t.tensor.name, record)
+                    self._write_raw(writer, t.tensor)
+            if pooled:
+                writer.begin_pool({t.tensor.name: record for t, record in raw})
+                for tensor in self._source.tensors(file):  # in the order of the file, as the pool is
+                    if tensor.name in pooled:
+                        self._write_raw(writer, tensor)
             writer.close()
         except BaseException:
             writer.abandon()
             raise
+
+    def _write_raw(self, writer: ContainerWriter, tensor: SourceTensor) -> None:
+        read = self._source.reader(tensor)
+        for piece in tensor.pieces():
+            writer.write(read(*piece))
 
     def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
         """Read a container back, and compare every tensor, or those of `part`, with the source."""

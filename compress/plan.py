@@ -29,6 +29,11 @@ from .workers import Workers
 CODED_MINIMUM = 4096
 """Bytes from which on coding can pay."""
 
+POOL_LEAST = 1024
+POOL_SHARE = 100
+RECORD_BYTES = 180
+"""Small tensors are pooled from so many on, where what is recorded of them is 1 % of the file or more."""
+
 ALIAS_MINIMUM = 4096
 """Bytes from which on equal tensors are stored once."""
 
@@ -82,6 +87,21 @@ def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
         for t in planned
         if t.scheme.kind != "raw" and t.alias_of is None
     }
+
+
+def pooled_tensors(planned: Sequence[PlannedTensor], *, delta: bool = False) -> frozenset[str]:
+    """The tensors of one file whose entries and records would take more than they are worth.
+
+    They are small ones that are stored as they are, where there are so many that it shows in the file's size.
+    In a delta there are none.
+    """
+    small = [
+        t.tensor for t in planned
+        if t.scheme.kind == "raw" and t.alias_of is None and t.tensor.info.nbytes < CODED_MINIMUM
+    ]  # fmt: skip
+    total = sum(t.tensor.info.nbytes for t in planned)
+    worthwhile = len(small) >= POOL_LEAST and POOL_SHARE * len(small) * RECORD_BYTES >= total
+    return frozenset(t.name for t in small) if worthwhile and not delta else frozenset()
 
 
 def make_plan(
@@ -359,16 +379,19 @@ def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor])
     header = source.header(file)
     zeros = "0" * 16
     streams = dict.fromkeys(streams_of("lossless"), zeros)
+    pooled = pooled_tensors(planned)
     records = {
         t.tensor.name: TensorRecord("raw", zeros)
         if t.scheme.kind == "raw"
         else TensorRecord("lossless", zeros, streams=streams)
         for t in planned
+        if t.tensor.name not in pooled
     }
-    manifest = Manifest(zeros, records).to_bytes()
+    manifest = Manifest(zeros, records, bool(pooled)).to_bytes()
     return (
-        header_room(header, coded_streams(planned))
+        header_room(header, coded_streams(planned), pooled)
         + len(header.raw)
         + len(manifest)
+        + 8 * len(pooled)
         + sum(t.predicted or 0 for t in planned)
     )

@@ -259,7 +259,9 @@ class TensorSource:
         if record is None:
             return [extent(None, tensor.name, None)]
         if not record.streams:
-            return [extent(None, tensor.name, record.checksum)]
+            assert isinstance(opened, Container)
+            start = file.data_start + opened.raw_start(tensor.name)
+            return [Extent(None, start, start + tensor.info.nbytes, record.checksum)]
         return [extent(s, stream_name(tensor.name, s), checksum) for s, checksum in record.streams.items()]
 
     def read_into(self, file: str, offset: int, target: Bytes) -> None:

@@ -136,8 +136,9 @@ def check_version(manifest: dict[str, Any], what: str) -> bool:
     """Whether it is a delta's."""
     version, requires = manifest.get("version"), without_nulls(manifest).get("requires", [])
     must(type(version) is int and version == 1, f"The version {version!r} of {what} is not known.")
-    must(requires in ([], ["delta"]), f"{what} requires {requires!r}, which is not known.")
-    return bool(requires)
+    known = isinstance(requires, list) and all(name in ("delta", "pool") for name in requires)
+    must(known, f"{what} requires {requires!r}, which is not known.")
+    return "delta" in requires
 
 
 def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -399,24 +400,40 @@ class Container:
         original = Header(self.original_header, "neuzip:header")
         must(original.end == len(self.original_header), "neuzip:header is longer than its header.")
         self.tensors = {name: (dtype, shape) for name, (dtype, shape, _, _) in original.entries.items()}
-        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
-
         entries = ["neuzip:header", "neuzip:manifest"]
+        self.pool, self.pooled = b"", dict[str, tuple[int, int]]()
+        if "pool" in without_nulls(manifest).get("requires", []):
+            self.find_pooled(original)
+            entries += ["neuzip:pool", "neuzip:pool_checksums"]
+        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
+        own = len(entries)
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 entries.append(name)
-            elif record["scheme"] not in ("alias", "base"):
+            elif record["scheme"] not in ("alias", "base", "pooled"):
                 entries += [f"{name}:{stream}" for stream in record["streams"]]
         must(len(set(entries)) == len(entries), "Two entries have the same name.")
         must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
-        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:2]}
+        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:own]}
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 expected[name] = self.tensors[name]
-            elif record["scheme"] not in ("alias", "base"):
+            elif record["scheme"] not in ("alias", "base", "pooled"):
                 expected |= self.expected_streams(name)
         for name, value in expected.items():
             must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
+
+    def find_pooled(self, original: Header) -> None:
+        """Section 4: records of the tensors that have none, and where they are in the pool."""
+        self.pool, sums = self.entry("neuzip:pool"), self.entry("neuzip:pool_checksums")
+        names, at = [name for name in original.entries if name not in self.records], 0
+        must(bool(names) and len(sums) == 8 * len(names), "There are not 8 bytes for each pooled tensor.")
+        for i, name in enumerate(names):
+            self.records[name] = {"scheme": "pooled", "checksum": sums[8 * i : 8 * i + 8][::-1].hex()}
+            begin, end = original.entries[name][2:]
+            self.pooled[name] = at, at + end - begin
+            at += end - begin
+        must(at == len(self.pool), "The pool has not the length of its tensors.")
 
     def entry(self, name: str) -> bytes:
         must(name in self.header.entries, f"There is no entry {name!r}.")
@@ -476,7 +493,9 @@ class Container:
     def tensor(self, name: str) -> bytes:
         """Section 4: the bytes of a tensor."""
         record = self.records[name]
-        if record["scheme"] == "raw":
+        if record["scheme"] == "pooled":
+            restored = self.pool[slice(*self.pooled[name])]
+        elif record["scheme"] == "raw":
             restored = self.entry(name)
         elif record["scheme"] in ("base", "delta"):
             restored = self.from_base(name)

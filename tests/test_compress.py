@@ -17,8 +17,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import independent_decoder as decoder
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +32,7 @@ from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOver
 from neuzip.formats.container import Container
 from neuzip.formats.own_section import write_entry
 from neuzip.kernels.float_fields import FORMATS
+from neuzip.runtime import load_file
 
 Save = Callable[..., Path]
 K3 = [Rule("*", Scheme("truncated", 3))]
@@ -155,17 +158,53 @@ def test_a_source_that_goes_away_is_named(
     assert folder_bytes(tmp_path / "small") == folder_bytes(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("tensors", "warned"), [(100, False), (400, True)])
-def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: Save, tmp_path: Path) -> None:
-    """What names and records of small tensors take is told: some 190 bytes each."""
-    small = {
-        f"dataset.sample.{i:07d}.embedding": ("BF16", (2,), weights("BF16", 2, i)) for i in range(tensors)
+def many(tensors: int) -> dict[str, Any]:
+    """Small tensors of two widths, some of them empty."""
+    dtypes = ["F32" if i < 7 else "BF16" for i in range(tensors)]
+    return {
+        f"dataset.sample.{i:07d}.embedding": (dtype, (i % 3,), weights(dtype, i % 3, i))
+        for i, dtype in enumerate(dtypes)
     }
-    report = compress(save(tmp_path / "many.safetensors", small), tmp_path / "small.safetensors")
+
+
+@pytest.mark.parametrize(("tensors", "warned"), [(100, False), (500, True)])
+def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: Save, tmp_path: Path) -> None:
+    """Of so few small tensors each has its name and record: some 190 bytes."""
+    report = compress(save(tmp_path / "many.safetensors", many(tensors)), tmp_path / "small.safetensors")
     more = report.stored_weight_bytes - report.weight_bytes
     assert more < 200 * tensors
     said = [w for w in report.warnings if f"{more:,} bytes larger than SRC" in w]
     assert len(said) == warned
+
+
+def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -> None:
+    """With a coded one, and one that is equal to it, beside them."""
+    large = ("BF16", (100, 333), weights("BF16", 33300))
+    whole = {"a": large, **many(1500), "b": large}
+    path = save(tmp_path / "model" / "many.safetensors", whole, {"format": "pt"}, padding=5)
+    alone = save(tmp_path / "alone.safetensors", {"a": large, "b": large}, {"format": "pt"}, padding=5)
+    report = compress(tmp_path / "model", tmp_path / "small")
+    base = compress(alone, tmp_path / "alone.nz.safetensors")
+    more = report.stored_weight_bytes - base.stored_weight_bytes
+    assert more - (path.stat().st_size - alone.stat().st_size) < 8 * 1500 + 400
+    assert not report.warnings
+    assert verify(tmp_path / "small", tmp_path / "model").different == []
+    decompress(tmp_path / "small", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "model")
+    assert decoder.restore_folder(tmp_path / "small") == folder_bytes(tmp_path / "model")
+    names = [t.tensor.name for t in make_plan_of(tmp_path / "model") if t.scheme.kind == "raw"]
+    assert len(names) == 1500
+    with load_file.safe_open(tmp_path / "small" / "many.safetensors", "pt") as opened:
+        assert set(opened.keys()) == set(whole)
+        for name in (names[2], names[-1]):
+            found = opened.get_tensor(name).view(-1).view(torch.uint8).numpy()
+            assert found.size and found.tobytes() == whole[name][2].tobytes()
+    assert compress(tmp_path / "model", tmp_path / "small").resumed_files == 1
+
+
+def make_plan_of(path: Path) -> Any:
+    with TensorSource(path) as source, Workers(1) as workers:
+        return make_plan(source, [LOSSLESS], workers).tensors
 
 
 def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -796,6 +797,18 @@ def test_other_weights_are_left(models, tmp_path: Path) -> None:
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "tokenizer.json"} < names
     assert not names & {"consolidated.safetensors", "pytorch_model.bin"}
+
+
+def test_no_export_is_more_open_than_its_source(models, tmp_path: Path) -> None:
+    source = changed(models(), tmp_path / "source")
+    for path in source.iterdir():
+        path.chmod(0o600)
+    source.chmod(0o700)
+    export(source, tmp_path / "out", TransformersBitnet())
+    export(source, tmp_path / "out.gguf", Gguf("q2_0"))
+    made = [tmp_path / "out.gguf", *(tmp_path / "out").iterdir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o600}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
 
 
 def test_shards_stay_shards(models, tmp_path: Path) -> None:

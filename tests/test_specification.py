@@ -24,7 +24,15 @@ from safetensors import safe_open
 from neuzip.compress import Rule, Scheme, compress, decompress, lossless
 from neuzip.errors import NeuzipError
 from neuzip.formats import manifest, tensor_file
-from neuzip.formats.container import HEADER_ENTRY, MANIFEST_ENTRY, STREAM_DTYPES, Container, stream_name
+from neuzip.formats.container import (
+    HEADER_ENTRY,
+    MANIFEST_ENTRY,
+    POOL_CHECKSUMS_ENTRY,
+    POOL_ENTRY,
+    STREAM_DTYPES,
+    Container,
+    stream_name,
+)
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans import model, numbers
 
@@ -150,7 +158,7 @@ def test_headers_that_safetensors_reads_come_back(header: str, tmp_path: Path):
 def test_entries_and_metadata_are_those_of_section_2():
     _, metadata, entries, sizes = tables(2)
     assert [names(entry)[0] for entry, _, _ in entries] == [
-        stream_name("T", "S"), "T", HEADER_ENTRY, MANIFEST_ENTRY,
+        stream_name("T", "S"), "T", POOL_ENTRY, HEADER_ENTRY, POOL_CHECKSUMS_ENTRY, MANIFEST_ENTRY,
     ]  # fmt: skip
     listed = {
         dtype: int(bits)
