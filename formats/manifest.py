@@ -120,15 +120,19 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The index of a container file. `header` is the xxh3-64 of the original file's header."""
+    """The index of a container file. `header` is the xxh3-64 of the original file's header.
+
+    `requires_base` says that the file is a delta even if no tensor needs the base.
+    """
 
     header: str
     tensors: Mapping[str, TensorRecord]
+    requires_base: bool = False
 
     @property
     def needs_base(self) -> bool:
         """Whether another checkpoint is needed to restore the file."""
-        return any(record.needs_base for record in self.tensors.values())
+        return self.requires_base or any(record.needs_base for record in self.tensors.values())
 
     def to_bytes(self) -> bytes:
         """The manifest's JSON: keys in a fixed order, no white space."""
@@ -162,7 +166,8 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = F
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise FormatError(file, "not an object", field="tensors")
-    manifest = Manifest(header, {name: _record(name, entry, file) for name, entry in tensors.items()})
+    records = {name: _record(name, entry, file) for name, entry in tensors.items()}
+    manifest = Manifest(header, records, is_delta)
     for name, record in manifest.tensors.items():
         if record.needs_base and not is_delta:
             raise FormatError(
