@@ -125,17 +125,19 @@ class TensorRecord:
 class Manifest:
     """The index of a container file. `header` is the xxh3-64 of the original file's header.
 
-    With `has_pool` those of its tensors that `tensors` lacks are in the container's pool.
+    With `has_pool` those of its tensors that `tensors` lacks are in the container's pool. With `requires_base`
+    the file is a delta even if no tensor needs the base.
     """
 
     header: str
     tensors: Mapping[str, TensorRecord]
     has_pool: bool = False
+    requires_base: bool = False
 
     @property
     def needs_base(self) -> bool:
         """Whether another checkpoint is needed to restore the file."""
-        return any(record.needs_base for record in self.tensors.values())
+        return self.requires_base or any(record.needs_base for record in self.tensors.values())
 
     def to_bytes(self) -> bytes:
         """The manifest's JSON: keys in a fixed order, no white space."""
@@ -172,7 +174,7 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = F
     if not isinstance(tensors, dict):
         raise FormatError(file, "not an object", field="tensors")
     records = {name: _record(name, entry, file) for name, entry in tensors.items()}
-    manifest = Manifest(header, records, POOL in requires)
+    manifest = Manifest(header, records, POOL in requires, is_delta)
     for name, record in manifest.tensors.items():
         if record.needs_base and not is_delta:
             raise FormatError(

@@ -235,7 +235,7 @@ def test_absurd_sizes_take_no_memory(tmp_path: Path, expected: dict[str, dict[st
     suspects += [str(folder / "index"), str(folder / "manifest"), f"compress:{folder / 'config'}"]
     ran = subprocess.run(
         [sys.executable, "-I", "-c", MEMORY_SCRIPT, good, tmp_path / "out", *suspects],
-        capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path,
+        capture_output=True, text=True, check=True, timeout=600, cwd=tmp_path,
     )  # fmt: skip
     results = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(results) == len(suspects)

@@ -21,7 +21,7 @@ import xxhash
 from golden import make as golden
 from safetensors import safe_open
 
-from neuzip.compress import Rule, Scheme, compress, decompress, lossless
+from neuzip.compress import Rule, Scheme, compress, decompress, lossless, verify
 from neuzip.errors import NeuzipError
 from neuzip.formats import manifest, tensor_file
 from neuzip.formats.container import (
@@ -498,6 +498,14 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "3 odd block_size": ("truncated_normaliser", lambda c: c.records["BF16"].update(block_size=63)),
     "3 other block_size": ("truncated_normaliser", lambda c: c.records["BF16"].update(block_size=8)),
     "3 no original": ("truncated", lambda c: c.records["BF16"].pop("original")),
+    "3 original is no checksum": ("truncated", lambda c: c.records["BF16"].update(original="0" * 15 + "G")),
+    "3 checksum is a number": ("truncated", lambda c: c.records["BF16"]["streams"].update(words=7)),
+    "3 negative loss": ("truncated", lambda c: c.records["BF16"]["loss"].update(max_relative=-1)),
+    "3 infinite loss": ("truncated", lambda c: c.records["BF16"]["loss"].update(rms_relative=1e999)),
+    "3 relative_l2 is no number": ("ternary", lambda c: c.records["row"]["loss"].update(relative_l2="1")),
+    "3 file with a backslash": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="a\\b")),
+    "3 long number": ("truncated", lambda c: c.manifest.update(unknown=10**20)),
+    "3 needs a base, and has no difference": ("truncated", lambda c: c.manifest.update(requires=["delta"])),
     "3 file above": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="../x")),
     "3 absolute file": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="/x")),
     "3 no such file": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="x")),
@@ -567,6 +575,71 @@ def test_both_readers_refuse_what_breaks_a_rule(rule: str, tmp_path: Path):
     with pytest.raises(NeuzipError):
         decompress(path, tmp_path / "back.safetensors", base=base)
     assert not (tmp_path / "back.safetensors").exists()
+
+
+# What a reader has to accept
+
+
+def other_dtype(container: Opened) -> None:
+    """A dtype that no list has, of a raw tensor."""
+    name = next(name for name in container.entries if name in container.records)
+    container.entries[name][0] = "X7"
+    header = json.loads(container.entries[HEADER_ENTRY][2][8:])
+    header[name]["dtype"] = "X7"
+    text = json.dumps(header).encode()
+    container.entries[HEADER_ENTRY][1:] = [8 + len(text)], len(text).to_bytes(8, "little") + text
+
+
+def first(container: Opened) -> dict[str, Any]:
+    return next(iter(container.records.values()))
+
+
+ALLOWED: dict[str, tuple[str, Callable[[Opened], object]]] = {
+    "2 no format": ("truncated", lambda c: c.metadata.pop("format")),
+    "2 other metadata": ("truncated", lambda c: c.metadata.update(format="x", more="y")),
+    "2 unknown dtype": ("alias_raw_metadata", other_dtype),
+    "3 key of another scheme": ("lossless_pairs", lambda c: first(c).update(block_size=8, of=1, group="x")),
+    "3 null": ("lossless_pairs", lambda c: first(c).update(file=None) or c.manifest.update(requires=None)),
+    "3 a feature twice": ("delta", lambda c: c.manifest.update(requires=["delta", "delta"])),
+}  # fmt: skip
+"""What was refused once by one of the readers, and what the specification says to ignore."""
+
+
+@pytest.mark.parametrize("rule", ALLOWED)
+def test_both_readers_accept_what_breaks_no_rule(rule: str, tmp_path: Path):
+    name, change = ALLOWED[rule]
+    container, path = Opened(name), tmp_path / "changed.safetensors"
+    change(container)
+    path.write_bytes(container.to_bytes())
+    base = base_of(Path(f"{name}.safetensors"))
+    verify(path, base=base)
+    decompress(path, tmp_path / "back.safetensors", base=base)
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path, base)
+
+
+def test_data_may_start_anywhere(tmp_path: Path):
+    """A writer makes it a multiple of 16; a reader does not depend on it."""
+    data = GOLDEN_FILES[0].read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path = tmp_path / "moved.safetensors"
+    path.write_bytes((length + 3).to_bytes(8, "little") + data[8 : 8 + length] + b"   " + data[8 + length :])
+    decompress(path, tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path)
+
+
+def test_a_delta_without_a_difference_is_a_delta(tmp_path: Path):
+    """It can be verified alone, as any delta, and restored with its base."""
+    container, path = Opened("alias_raw_metadata"), tmp_path / "delta.safetensors"
+    container.manifest["requires"] = ["delta"]
+    path.write_bytes(container.to_bytes())
+    verify(path)
+    with pytest.raises(NeuzipError, match="is a delta"):
+        decompress(path, tmp_path / "back.safetensors")
+    with pytest.raises(decoder.SpecViolation, match="needs its base"):
+        decoder.restore_file(path)
+    base = golden.BASES / "delta.safetensors"
+    decompress(path, tmp_path / "back.safetensors", base=base)
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path, base)
 
 
 # The decoder itself
