@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+MINUTES ?= 10
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 ROOMS := cli compress eval formats kernels runtime train
@@ -13,7 +14,7 @@ LINKS := .typing/neuzip/__init__.py .typing/neuzip/errors.py .typing/neuzip/py.t
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick lint format install links clean
+.PHONY: help demo test quick mutate fuzz lowest lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +29,15 @@ test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 
 quick: $(VENV)/.developed ## Run the tests that take seconds
 	@$(BIN)/pytest -q -n $(WORKERS) $(ARGS)
+
+mutate: $(VENV)/.developed ## Change stored inputs at random for a minute, and look for bugs
+	@$(BIN)/python tests/fuzz/mutate.py 60
+
+fuzz: $(VENV)/.fuzzing ## Fuzz all readers with atheris, for ten minutes (MINUTES=480 for a night)
+	@$(BIN)/python benchmarks/fuzz.py .fuzz --check --seconds $$((60 * $(MINUTES)))
+
+lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10 for all)
+	@folder=$$(mktemp -d) && $(PYTHON) tests/lowest_versions.py $$folder/lowest && rm -rf $$folder
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
@@ -45,7 +55,7 @@ install: $(VENV)/.developed ## Make .venv with the pinned development tools
 
 clean: ## Remove .venv and everything that was made
 	@echo "clean: .venv, caches and build products"
-	@rm -rf $(VENV) .typing neuzip-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .typing .fuzz neuzip-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 links: $(LINKS)
@@ -70,6 +80,13 @@ $(VENV)/.made:
 $(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt
 	@echo "setup: installing neuzip and what it needs (some minutes on a slow line)"
 	@$(PIP) install --constraint requirements-dev.txt --editable .
+	@touch $@
+
+$(VENV)/.fuzzing: $(VENV)/.developed
+	@$(BIN)/python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "error: atheris is for Python 3.11 to 3.13: make clean, then make fuzz PYTHON=python3.12" >&2; exit 1; }
+	@echo "setup: installing atheris"
+	@$(PIP) install atheris==3.0.0
 	@touch $@
 
 $(VENV)/.developed: $(VENV)/.made pyproject.toml requirements-dev.txt

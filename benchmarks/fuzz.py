@@ -25,12 +25,6 @@ from typing import Any
 
 from environment import ROOT, describe, save
 
-SHARES = {
-    "container": 32, "words": 14, "manifest": 10, "delta": 9, "folder": 9, "header": 7, "ternary": 7,
-    "tokenizer": 6, "plan": 3, "card": 3,
-}  # fmt: skip
-"""Percent of the time: more for what has more code behind it."""
-
 CHUNK = 180
 """Seconds of one process: atheris takes more and more memory."""
 
@@ -46,18 +40,22 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=int, default=3600, help="of fuzzing, all targets together")
+    parser.add_argument("--check", action="store_true", help="only say whether there are bugs: for make fuzz")
     parser.add_argument("--keep", action="store_true", help="write tests/fuzz/corpus at the end")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
+    targets = _targets().TARGETS
+    if asked.check:
+        sys.exit(check(targets, asked.folder, asked.seconds))
     log = asked.folder / "log.json"
     done: dict[str, Any] = json.loads(log.read_text()) if log.is_file() else {}
-    for name, share in SHARES.items():
-        seconds = asked.seconds * share / 100
+    for name, target in targets.items():
+        seconds = asked.seconds * target.share / 100
         while (left := seconds - done.get(name, {}).get("seconds", 0)) >= 1:
             fuzz(name, asked.folder, min(left, CHUNK), done.setdefault(name, {}))
             log.write_text(json.dumps(done, indent=1) + "\n")
             print(json.dumps({name: done[name]}), flush=True)
-    kept = {name: keep(name, asked.folder) for name in SHARES} if asked.keep else None
+    kept = {name: keep(name, asked.folder) for name in targets} if asked.keep else None
     path = save(
         "fuzz",
         {
@@ -80,22 +78,42 @@ def main() -> None:
     print(path)
 
 
+def check(targets: dict[str, Any], folder: Path, seconds: int) -> int:
+    """Fuzz all targets, each with the corpus that is there; how many inputs found a bug, each by its path."""
+    found = []
+    for name, target in targets.items():
+        for old in _bugs(folder / name):
+            old.unlink()
+        done: dict[str, Any] = {}
+        fuzz(name, folder, seconds * target.share / 100, done)
+        found += _bugs(folder / name)
+        print(f"fuzz: {name}: {done['executions']:,} inputs, {done['crashes']} bugs", flush=True)
+    for path in found:
+        print(f"error: {path}: python tests/fuzz/targets.py {path.parent.name} {path}", file=sys.stderr)
+    return len(found)
+
+
+def _bugs(place: Path) -> list[Path]:
+    """The inputs that found a bug, took too long or took too much memory."""
+    return sorted(path for kind in ("crash", "timeout", "oom") for path in place.glob(f"{kind}-*"))
+
+
 def fuzz(name: str, folder: Path, seconds: float, done: dict[str, Any]) -> None:
     """Run one target for some seconds, and add what happened to what was `done`."""
     place = folder / name
-    place.mkdir(exist_ok=True)
+    place.mkdir(exist_ok=True, parents=True)
     before, began = _cpu(), time.monotonic()
     command = [ROOT / "tests" / "fuzz" / "run.py", name, place / "corpus", f"-max_total_time={int(seconds)}"]
     ran = subprocess.run(
-        [sys.executable, "-P", *command], env=os.environ | {"NUMBA_BOUNDSCHECK": "1"},
+        [sys.executable, "-P", *command],
+        # A cache of its own: numba would find there what was compiled without these checks.
+        env=os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(folder.resolve() / "numba")},
         capture_output=True, text=True, errors="replace",
     )  # fmt: skip
     text = ran.stderr + ran.stdout
     (place / "log.txt").write_text(text)
     figures = {key: int(value) for key, value in STATISTICS.findall(text)}
-    crashes = sorted(
-        path.name for path in place.iterdir() if path.name.startswith(("crash", "timeout", "oom"))
-    )
+    crashes = [path.name for path in _bugs(place)]
     if ran.returncode and not crashes:
         sys.exit(f"{name} did not run:\n{text[-3000:]}")
     seen = COVERAGE.findall(text)

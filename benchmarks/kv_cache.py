@@ -40,11 +40,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("text")
     parser.add_argument("--max-tokens", type=int, default=10_000)
+    parser.add_argument("--window", type=int, help="tokens predicted in a window")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     task = prepare(
         [arguments.checkpoint], read_text(arguments.text), conventions=["token"],
-        max_tokens=arguments.max_tokens, device=arguments.device,
+        window=arguments.window, max_tokens=arguments.max_tokens, device=arguments.device,
     )  # fmt: skip
     model = load_model(task.paths[0], task.dtype, task.device)
     base = HeadedModel(model)
@@ -55,7 +56,7 @@ def main() -> None:
     environment = describe("neuzip-toolkit", "torch", "transformers")
     if base.device.type == "cuda":
         environment["gpu"] = describe_gpu()
-    reading = task.readings[0]
+    reading = task.compared
     path = save(
         f"kv_cache-{arguments.name}",
         {
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def _measure(task: Task, base: HeadedModel, other: HeadedModel) -> dict[str, object]:
-    reading = task.readings[0]
+    reading = task.compared
     began = time.monotonic()
     found = compare(base, other, reading.ids, reading.windows, reading.blocks).summary()
     perplexity = exponential(found.other_nll)

@@ -5,6 +5,9 @@
     python benchmarks/mix_ln.py RUNS --report                       # and benchmarks/results/mix_ln.{json,svg}
     python benchmarks/mix_ln.py ONCE --steps 480                    # no window comes twice
     python benchmarks/mix_ln.py ONCE --report --name mix_ln-once
+    python benchmarks/mix_ln.py SMALL --size small --placements pre,mix --seeds 0 --steps 120 --batch 4 \\
+        --held-tokens 16384                                         # --report --name mix_ln-small
+    python benchmarks/mix_ln.py SCALED ... --embed-scale 50         # the control: mix_ln-small-scaled
 
 A run is one placement and one seed: the 71M recipe of the paper (train/mix_ln.py) with its learning rates,
 but fewer tokens, of $NEUZIP_DATA/train-mix.jsonl.gz, and the tokenizer of wikilm-26m, which has 8,192. What a
@@ -45,7 +48,7 @@ from torch import Tensor, nn
 from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError
 from neuzip.runtime.load import load_tokenizer
-from neuzip.runtime.norm_placement import PLACEMENTS, Placement
+from neuzip.runtime.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
 from neuzip.train.loop import read_log, run, smoothed
 from neuzip.train.mix_ln import (
     LENGTH,
@@ -60,6 +63,12 @@ from neuzip.train.text import Windows, read_documents, tokenise
 
 TINY = Recipe(32, 48, 2, 4, steps=12, tokens=0, peak=3e-3)
 """For a test of this script: nothing can be seen by it."""
+
+SMALL = Recipe(128, 344, 4, 12, steps=120, tokens=0, peak=1e-3)
+"""As deep as the 71M recipe and a quarter as wide: minutes on a CPU."""
+
+OWN = {"tiny": TINY, "small": SMALL}
+"""Sizes that are not the paper's."""
 
 MAIN: tuple[Placement, ...] = ("pre", "post", "mix")
 NAMES = {"pre": "Pre-LN", "post": "Post-LN", "mix": "Mix-LN", "layernorm-scaling": "LayerNorm scaling",
@@ -91,6 +100,7 @@ class Settings:
     held_out: dict[str, int]
     bf16: bool
     compiled: bool
+    embed_scale: float
 
 
 @dataclass(frozen=True)
@@ -112,10 +122,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--placements", default=",".join(MAIN), help=f"all, or of {', '.join(PLACEMENTS)}")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--size", default="71M", choices=[*RECIPES, "tiny"])
+    parser.add_argument("--size", default="71M", choices=[*RECIPES, *OWN])
+    parser.add_argument("--embed-scale", type=float, default=1.0, help="multiply what the embedding gives")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32, help=f"windows of {LENGTH} tokens a step")
     parser.add_argument("--peak", type=float, help="the highest learning rate; the recipe's otherwise")
+    parser.add_argument("--held-tokens", type=int, default=MOST_HELD, help="of a held-out text, at most")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -132,12 +144,14 @@ def main() -> None:
 def make(arguments: argparse.Namespace) -> None:
     """The runs that are missing, seed by seed, so that what is there can always be compared."""
     began, longest = time.monotonic(), 0.0
-    texts = read(arguments.text, arguments.held_out, load_tokenizer(arguments.tokenizer))
-    recipe = TINY if arguments.size == "tiny" else RECIPES[arguments.size]
+    texts = read(
+        arguments.text, arguments.held_out, load_tokenizer(arguments.tokenizer), arguments.held_tokens
+    )
+    recipe = (RECIPES | OWN)[arguments.size]
     settings = Settings(
         arguments.size, arguments.steps, arguments.batch, arguments.peak or recipe.peak, texts.name,
         texts.train.numel(), {name: ids.numel() for name, ids in texts.held_out.items()},
-        bf16=arguments.device != "cpu", compiled=arguments.compile,
+        bf16=arguments.device != "cpu", compiled=arguments.compile, embed_scale=arguments.embed_scale,
     )  # fmt: skip
     names = PLACEMENTS if arguments.placements == "all" else arguments.placements.split(",")
     arguments.runs.mkdir(parents=True, exist_ok=True)
@@ -167,8 +181,8 @@ def require_settings(path: Path, settings: Settings) -> None:
         raise SystemExit(f"{path} was made with other settings: {before}; name another folder")
 
 
-def read(text: Path, held_out: Path, tokenizer: Any) -> Texts:
-    """The text in two parts, if it has sources, and another one that is held out."""
+def read(text: Path, held_out: Path, tokenizer: Any, most_held: int) -> Texts:
+    """The text in two parts, if it has sources, and another one that is held out; tokens of each at most."""
     documents = list(read_documents(text))
     sources = [None] * len(documents)
     if text.name.endswith(".jsonl.gz"):
@@ -179,8 +193,8 @@ def read(text: Path, held_out: Path, tokenizer: Any) -> Texts:
         part: tokenise(tokenizer, [d for d, is_held in zip(documents, held, strict=True) if is_held is part])
         for part in (False, True)
     }
-    others = tokenise(tokenizer, read_documents(held_out))[:MOST_HELD]
-    own = {"held-out documents": parts[True][:MOST_HELD]} if any(held) else {}
+    others = tokenise(tokenizer, read_documents(held_out))[:most_held]
+    own = {"held-out documents": parts[True][:most_held]} if any(held) else {}
     return Texts(parts[False], own | {held_out.name: others}, text.name, len(tokenizer))
 
 
@@ -189,6 +203,8 @@ def one_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Train one model, and what is found."""
     model = new_model(recipe.config(placement, texts.vocab_size), seed, torch.device(device))
+    if settings.embed_scale != 1:
+        scale_embedding(model, settings.embed_scale)
     windows = Windows.of(texts.train, length=LENGTH, batch=settings.batch, seed=seed)
     others = Windows.of(texts.train, length=LENGTH, batch=settings.batch, seed=PROBE_SEED)
     probes = [others.batch(number) for number in range(PROBES)]
@@ -196,7 +212,8 @@ def one_run(
     trained: nn.Module = torch.compile(model) if settings.compiled else model
     take = stepper(trained, windows, bf16=settings.bf16)
     while_training: list[tuple[int, float]] = []
-    text = next(iter(texts.held_out.values()))[: MOST_HELD // 4]
+    text = next(iter(texts.held_out.values()))
+    text = text[: max(LENGTH + 1, text.numel() // 4)]
 
     def step(number: int, lr: float) -> dict[str, float]:
         if number and number % max(1, settings.steps // 5) == 0:
@@ -230,6 +247,11 @@ def one_run(
         "seconds": seconds,
         "environment": environment,
     }  # fmt: skip
+
+
+def scale_embedding(model: NormPlacementForCausalLM, scale: float) -> None:
+    """Multiply what the embedding gives; its weights, and what Adam makes of them, stay as they are."""
+    model.get_input_embeddings().register_forward_hook(lambda module, ids, given: given * scale)
 
 
 def report(folder: Path, kept: Path | None) -> None:

@@ -131,10 +131,10 @@ def settings_of(asked: argparse.Namespace, section: str) -> Settings:
 
 def windows_of(asked: argparse.Namespace, settings: Settings) -> Windows:
     """The training text, tokenised once."""
-    if not hasattr(asked, "ids"):
+    if not hasattr(asked, "windows"):
         tokenizer = load_tokenizer(asked.checkpoint)
-        asked.ids = Windows.of(tokenizer, asked.train, length=1, batch=1).ids
-    return Windows.of(asked.ids, length=settings.length, batch=settings.batch, seed=settings.seed)
+        asked.windows = Windows.of(tokenizer, asked.train, length=1, batch=1, seed=0)
+    return replace(asked.windows, length=settings.length, per_batch=settings.batch, seed=settings.seed)
 
 
 def teacher_of(asked: argparse.Namespace) -> Any:

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["fisher", "measured"])
     parser.add_argument("--mantissa-bits", type=int, nargs="*", default=[3, 2, 1])
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--window", type=int, help="tokens predicted in a window")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -55,8 +56,9 @@ def main() -> None:
     text = replace(text, name=Path(text.name).name)  # not where it lies on this machine
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(
-            arguments.checkpoint, text, max_tokens=arguments.max_tokens, device=arguments.device
-        )
+            arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens,
+            device=arguments.device,
+        )  # fmt: skip
         asked = parse_schemes(arguments.schemes, arguments.blocks)
         found = sweep(setting, asked, arguments.out or Path(folder) / "sweep", stage)
         for row in found.rows:
@@ -106,7 +108,9 @@ def _plans(
     calibrated = Yardstick(
         arguments.checkpoint, calibration(arguments.calibration), max_tokens=MAX_TOKENS, device=device
     )
-    judge = Yardstick(arguments.checkpoint, text, max_tokens=arguments.max_tokens, device=device)
+    judge = Yardstick(
+        arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens, device=device
+    )
     results: list[dict[str, object]] = []
     for k, row in rows.items():
         divergence = _uniform_divergence(arguments.checkpoint, k, calibrated, folder / f"uniform-{k}")

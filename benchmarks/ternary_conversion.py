@@ -66,9 +66,9 @@ def main() -> None:
         arguments.checkpoint, read_text(arguments.text), max_tokens=arguments.max_tokens,
         device=arguments.device, dtype="float32",
     )  # fmt: skip
-    seen = read_tokens(arguments.checkpoint, calibration(arguments.calibration)).ids
+    seen = read_tokens(arguments.checkpoint, calibration(arguments.calibration))
     window = min(WINDOW, judge.model.config.max_position_embeddings)
-    windows = seen[: min(len(seen), arguments.calibration_tokens) // window * window].view(-1, window)
+    windows = seen.rows(window, arguments.calibration_tokens)
     results = []
     for rotated, recipe in STEPS:
         row = step(judge, arguments.checkpoint, rotated, recipe, windows)

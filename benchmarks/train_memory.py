@@ -1,13 +1,15 @@
 """Peak memory and speed of full-parameter training: vanilla, layer by layer (LOMO), and held compressed.
 
-    python benchmarks/train_memory.py llama-3-8b gpt-neo-2.7b llama-2-13b adamw bits       any of them
+    python benchmarks/train_memory.py llama-3-8b gpt-neo-2.7b llama-2-13b adamw bits resume    any of them
     torchrun --nproc-per-node 2 benchmarks/train_memory.py two-gpus
     python benchmarks/train_memory.py --tiny            all of it on a CPU, to see that it runs
 
 Models have the published shapes and random weights; NeuZip's Table 1 has the same (1,024 tokens a step, SGD,
 activation checkpointing, bf16). Vanilla is transformers' own forward pass, with checkpointing, and
-torch.optim.SGD. LOMO is our trainer with plain arrays: the same code, the same bits. "One buffer" decodes and
-codes in turn with the work, not beside it.
+torch.optim.SGD. LOMO is our trainer with plain arrays: the same code. "One buffer" decodes and codes in turn
+with the work, not beside it. "Again" is the same run a second time, to see whether runs repeat;
+"deterministic" is under torch's deterministic algorithms. All methods see the same batches, so that their
+losses can be compared.
 Every section is put into the place of its last run in benchmarks/results/train_memory.json.
 """
 
@@ -18,17 +20,20 @@ import gc
 import hashlib
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # coded weights change in size
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for all, or cuBLAS would not be deterministic
 
 import torch
 from environment import describe, describe_gpu, save_sections
 from transformers import AutoModelForCausalLM, GPTNeoConfig, LlamaConfig, PretrainedConfig
 
 from neuzip.train.compressed import train_compressed
+from neuzip.train.deterministic import deterministic_algorithms
 
 SEQUENCE = 1024
 ROWS = (1, 8)
@@ -40,6 +45,10 @@ PAPER = {
     "llama-2-13b": {"lomo": 26.26, "ours": 18.58},
 }
 """GiB, on an RTX A6000."""
+METHODS = (
+    "lomo", "lomo, again", "ours", "ours, one buffer", "vanilla", "vanilla, again", "lomo, deterministic",
+    "ours, deterministic",
+)  # fmt: skip
 
 
 def shapes(tiny: bool) -> dict[str, PretrainedConfig]:
@@ -78,7 +87,7 @@ def shapes(tiny: bool) -> dict[str, PretrainedConfig]:
 def main() -> None:
     """Run the sections that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help="names of models, adamw, bits, two-gpus")
+    parser.add_argument("sections", nargs="*", help="names of models, adamw, bits, resume, two-gpus")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on a CPU; nothing is saved")
     arguments = parser.parse_args()
     device = torch.device("cpu")
@@ -90,6 +99,7 @@ def main() -> None:
         **{name: lambda name=name: model_section(name, configs[name], device) for name in PAPER},
         "adamw": lambda: adamw_section(configs["llama-3-8b"], device),
         "bits": lambda: bits_section(configs["llama-1b"], device),
+        "resume": lambda: resume_section(configs["llama-1b"], device),
         "two-gpus": lambda: ranks_section(configs["llama-1b"], device),
     }
     asked = arguments.sections or (list(sections)[:-1] if arguments.tiny else ["llama-3-8b"])
@@ -121,15 +131,17 @@ def batches(
 def model_section(name: str, config: PretrainedConfig, device: torch.device) -> list[dict[str, Any]]:
     """All methods on one model, at all numbers of tokens."""
     found = []
-    for method in ("ours", "ours, one buffer", "lomo", "vanilla"):
-        model = made(config, device)
-        step, facts = stepper(method, model, device)
-        del model
-        for rows in ROWS:
-            row = {"model": name, "method": method, **facts, **timed(step, config, rows, device)}
-            found.append(row)
-            say(row)
-        del step
+    for method in METHODS:
+        with deterministic_algorithms(method.endswith("deterministic")):
+            model = made(config, device)
+            step, facts = stepper(method, model, device)
+            del model
+            for rows in ROWS:
+                row = {"model": name, "method": method, **facts, **timed(step, config, rows, device)}
+                row["steps_as_the_peer"] = steps_as_the_peer(row, found)
+                found.append(row)
+                say(row)
+            del step
         free(device)
     for rows in ROWS:
         speeds = {r["method"]: r["tokens_per_second"] for r in found if r["tokens"] == rows * SEQUENCE}
@@ -139,6 +151,23 @@ def model_section(name: str, config: PretrainedConfig, device: torch.device) -> 
     return found
 
 
+def steps_as_the_peer(row: dict[str, Any], before: list[dict[str, Any]]) -> int | None:
+    """How many steps from the first on have the losses of the peer to the last bit; None without a peer.
+
+    The peer is LOMO on the same batches: deterministic for a deterministic method, vanilla for vanilla.
+    """
+    method = row["method"]
+    peer = "vanilla" if "vanilla" in method else "lomo"
+    peer += ", deterministic" if method.endswith("deterministic") else ""
+    losses = next(
+        (r.get("losses") for r in before if (r["method"], r["tokens"]) == (peer, row["tokens"])), None
+    )
+    if losses is None or "losses" not in row:
+        return None
+    equal = [mine == other for mine, other in zip(row["losses"], losses, strict=True)]
+    return equal.index(False) if False in equal else len(equal)
+
+
 Step = Callable[[Any], float]
 
 
@@ -146,7 +175,7 @@ def stepper(
     method: str, model: Any, device: torch.device, optimizer: str = "sgd"
 ) -> tuple[Step, dict[str, Any]]:
     """A function that trains on a batch."""
-    if method == "vanilla":
+    if method.startswith("vanilla"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
@@ -160,7 +189,7 @@ def stepper(
 
         return step, {}
     ahead = False if method.endswith("one buffer") else None
-    trainer = train_compressed(model, optimizer, compressed=method != "lomo", ahead=ahead)
+    trainer = train_compressed(model, optimizer, compressed=not method.startswith("lomo"), ahead=ahead)
     facts = {"weight_bytes": trainer.stored_bytes, "dense_weight_bytes": trainer.dense_bytes}
     return lambda batch: trainer.step(batch, LR), facts
 
@@ -207,27 +236,65 @@ def adamw_section(config: PretrainedConfig, device: torch.device) -> list[dict[s
 
 
 def bits_section(config: PretrainedConfig, device: torch.device) -> list[dict[str, Any]]:
-    """50 steps, compressed and not: losses and a checksum of all weights."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    rows = []
-    for optimizer in ("sgd", "adamw8bit"):
-        found = {}
-        for compressed in (True, False):
-            trainer = train_compressed(made(config, device), optimizer, compressed=compressed)
-            given = batches(config, 1, 5, device)
-            losses = [trainer.step(given[i % 5], 1e-2 if optimizer == "sgd" else 1e-4) for i in range(50)]
-            found[compressed] = losses, checksum(trainer.release())
-            del trainer
+    """50 steps, compressed and not, deterministic: losses and a checksum of all weights."""
+    with deterministic_algorithms():
+        return [bits_row(optimizer, config, device) for optimizer in ("sgd", "adamw8bit")]
+
+
+def bits_row(optimizer: str, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+    """One optimizer, compressed and not."""
+    found = {}
+    for compressed in (True, False):
+        trainer = train_compressed(made(config, device), optimizer, compressed=compressed)
+        given = batches(config, 1, 5, device)
+        losses = [trainer.step(given[i % 5], 1e-2 if optimizer == "sgd" else 1e-4) for i in range(50)]
+        found[compressed] = losses, checksum(trainer.release())
+        del trainer
+        free(device)
+    row = {
+        "optimizer": optimizer, "steps": 50, "deterministic": True,
+        "losses_equal": found[True][0] == found[False][0], "weights_equal": found[True][1] == found[False][1],
+        "first": found[True][0][0], "last": found[True][0][-1], "losses": found[True][0],
+    }  # fmt: skip
+    print({name: value for name, value in row.items() if name != "losses"}, flush=True)
+    return row
+
+
+def resume_section(config: PretrainedConfig, device: torch.device) -> list[dict[str, Any]]:
+    """10 steps twice, and in two halves with a checkpoint between them: whether the bits are the same."""
+    return [resume_row(wanted, config, device) for wanted in (False, True)]
+
+
+def resume_row(wanted: bool, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
+    """With deterministic algorithms, or without."""
+    steps, optimizer, lr = 10, "adamw8bit", 1e-4
+    given = batches(config, 2, steps, device)
+
+    def finished(trainer: Any, rest: list[Any], losses: list[float]) -> tuple[list[float], str]:
+        losses += [trainer.step(batch, lr) for batch in rest]
+        return losses, checksum(trainer.release())
+
+    with deterministic_algorithms(wanted), tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for _ in range(2):
+            runs.append(finished(train_compressed(made(config, device), optimizer), given, []))
             free(device)
-        row = {
-            "optimizer": optimizer, "steps": 50, "losses_equal": found[True][0] == found[False][0],
-            "weights_equal": found[True][1] == found[False][1], "first": found[True][0][0],
-            "last": found[True][0][-1], "losses": found[True][0],
-        }  # fmt: skip
-        rows.append(row)
-        print({name: value for name, value in row.items() if name != "losses"}, flush=True)
-    torch.use_deterministic_algorithms(False)
-    return rows
+        trainer = train_compressed(made(config, device), optimizer)
+        begun = [trainer.step(batch, lr) for batch in given[: steps // 2]]
+        trainer.save(folder)
+        del trainer
+        free(device)
+        trainer = train_compressed(made(config, device), optimizer)
+        trainer.load(folder)
+        resumed = finished(trainer, given[steps // 2 :], begun)
+        del trainer
+        free(device)
+    row = {
+        "optimizer": optimizer, "steps": steps, "deterministic": wanted, "repeats": runs[0] == runs[1],
+        "resumes": resumed == runs[0], "losses": [runs[0][0], runs[1][0], resumed[0]],
+    }  # fmt: skip
+    print({name: value for name, value in row.items() if name != "losses"}, flush=True)
+    return row
 
 
 def ranks_section(config: PretrainedConfig, device: torch.device) -> list[dict[str, Any]]:

@@ -14,24 +14,39 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import FULL, DiskFull, NeuzipError, UsageError, is_out_of_memory, memory_ran_out
 
-_NOT_OUR_FAULT = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
-)
+_NOT_OUR_FAULT = FULL | {
+    errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+    errno.ENOTEMPTY, errno.EEXIST, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EBUSY, errno.ETXTBSY, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOTSUP,
+    errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
+}  # fmt: skip
+"""What happens to anyone: to disks, rights, limits, and files that somebody else moves meanwhile."""
+
+_WHAT_TO_DO = {
+    errno.ENOENT: "was it moved or removed while neuzip ran? repeat the command",
+    errno.ESTALE: "was it replaced on the file server while neuzip ran? repeat the command",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
+    **dict.fromkeys(FULL, "free some space and repeat the command"),
+}
 
 GO_ON = "what is finished is kept: the same command goes on where it stopped"
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` excludes the program's name."""
-    from neuzip.cli.output import error, make_streams_forgiving
+    from neuzip.cli.output import error, make_streams_forgiving, open_closed_streams
 
+    if not open_closed_streams():
+        error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
+        return 1
     make_streams_forgiving()
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -41,7 +56,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         return code
     except NeuzipError as failure:
         _traceback_if_wanted()
-        error(failure.message, failure.hint)
+        goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
+        error(failure.message, f"free some space; {GO_ON}" if goes_on else failure.hint)
         return failure.exit_code
     except KeyboardInterrupt:
         _traceback_if_wanted()
@@ -52,18 +68,33 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as failure:
-        if isinstance(failure, OSError) and failure.errno in _NOT_OUR_FAULT:
+        system = _system_error(failure)
+        if system is not None and system.errno in _NOT_OUR_FAULT:
             _traceback_if_wanted()
-            place = f"{failure.filename}: " if failure.filename else ""
-            error(f"{place}{os.strerror(failure.errno)}")
+            place = f"{system.filename}: " if system.filename else ""
+            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""))
             return 1
         shown = _traceback_if_wanted()
+        if is_out_of_memory(failure):
+            ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
+            error(ran_out.message, ran_out.hint)
+            return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
             + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
         )
         return 3
+
+
+def _system_error(failure: Exception) -> OSError | None:
+    """What the operating system said, if that is the failure; safetensors has it in an error's words."""
+    if isinstance(failure, OSError):
+        return failure
+    number = re.search(r"\(os error (\d+)\)", str(failure))
+    if number is None or type(failure).__name__ != "SafetensorError":
+        return None
+    return OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -122,8 +153,9 @@ def _traceback_if_wanted() -> bool:
     import traceback
 
     from neuzip.cli.output import printable
+    from neuzip.formats.hub_secrets import scrubbed
 
-    print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
     return True
 
 

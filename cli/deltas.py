@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.cli.source import refuse_before_download, resolved
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.cli.streaming import Report
@@ -52,12 +52,11 @@ def run(
     refuse_before_download(src, dst, overwrite)
     path = resolved(out, src)
     base = resolved(out, against)
-    name, total = name_of(base, against), weight_bytes(path)
-    with out.progress("compress", total) as advance:
-        report = compress_against(
-            path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
-            device=choose(device, total), on_bytes=advance,
-        )  # fmt: skip
+    name = name_of(base, against)
+    report = compress_against(
+        path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+        device=choose(device, weight_bytes(path)), stage=out.progress,
+    )  # fmt: skip
     for warning in report.warnings:
         out.warning(warning)
     count = Counter(_kind(t.scheme) for t in report.tensors)
@@ -66,7 +65,7 @@ def run(
         f"{count['alone']} alone"
     )
     report_of(out, report, {"against": base, "base": name}, where=None)
-    out.hint(f"to restore it: neuzip apply {dst} --base {against} DST")
+    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', against, 'DST')}")
 
 
 def _kind(scheme: str) -> str:

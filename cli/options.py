@@ -26,6 +26,12 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would 
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the destination")
 ]
+AllowPrivateFilesOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-private-files", help="Upload files too that look private: keys, passwords, histories, logs"
+    ),
+]
 JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", "-j", metavar="N", min=1, help="Use N threads; all cores if not given"),

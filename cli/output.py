@@ -14,14 +14,14 @@ import json as json_module
 import math
 import os
 import sys
-import threading
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from io import StringIO, TextIOWrapper
 from os import PathLike
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.errors import UsageError
@@ -44,6 +44,12 @@ NARROW = 10
 
 EVERY = 30.0
 """Seconds between two lines of progress where no bar can move: in a pipe, or a log."""
+
+BASIS = 0.01
+"""The share of a piece of work after which the time that the rest takes is estimated."""
+
+SMOOTHED = 300.0
+"""Seconds whose mean speed a bar's estimate goes by: some tensors take a minute each, others come at once."""
 
 Mode = Literal["human", "json", "quiet", "silent"]
 Advance = Callable[[int], None]
@@ -149,7 +155,7 @@ class Output:
         """Show a bar while the block runs and give it a function that adds to it; any thread may call that.
 
         Nothing moves unless a person is watching; in a pipe or a log a line says every now and then how far
-        it is. `total` is None when it is not known.
+        it is, and about how long the rest takes. `total` is None when it is not known.
         """
         if self._live is not None or self._told or self.mode != "human" or _silenced():
             yield lambda amount: None
@@ -157,7 +163,7 @@ class Output:
         if not self.watched:
             self._told = True
             try:
-                with _lines(label, total, unit) as advance:
+                with _lines(Course(label, total, unit)) as advance:
                     yield advance
             finally:
                 self._told = False
@@ -167,13 +173,19 @@ class Output:
         from rich.progress import Progress
 
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        with Progress(*_progress_columns(unit), console=console, transient=True) as bar:
+        with Progress(
+            *_progress_columns(unit), console=console, transient=True, speed_estimate_period=SMOOTHED
+        ) as bar:
             task = bar.add_task(printable(label), total=total)
             self._live = console
             try:
                 yield lambda amount: bar.advance(task, amount)
             finally:
                 self._live = None
+
+    def stage(self, label: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+        """`progress` of one of several pieces of work, as the library asks for it."""
+        return self.progress(label, total, unit=unit)
 
     def _say(self, message: str) -> None:
         if self._live is not None:  # above the bar, not through it
@@ -191,8 +203,26 @@ def error(message: str, hint: str = "") -> None:
 
 def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
-    line = printable(text, one_line=True)
+    from neuzip.formats.hub_secrets import scrubbed
+
+    line = printable(scrubbed(text), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
+
+
+def open_closed_streams() -> bool:
+    """Let nothing stand where a shell has closed a stream (`>&-`), and say whether stdout was open.
+
+    Python has None for such a stream, and the next file that is opened would get its number.
+    """
+    had_stdout = sys.stdout is not None
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+    return had_stdout
 
 
 def make_streams_forgiving() -> None:
@@ -362,6 +392,21 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def rough_text(seconds: float) -> str:
+    """Write an estimated duration: no finer than it is known.
+
+    >>> [rough_text(s) for s in (0.5, 31, 59, 75, 171, 3570, 7384)]
+    ['10 s', '40 s', '1 min', '1 min', '3 min', '1 h', '2 h 3 min']
+    """
+    if seconds <= 50:
+        return f"{max(1, math.ceil(seconds / 10)) * 10} s"
+    minutes = max(1, round(seconds / 60))
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
 def _person_watches() -> bool:
     return sys.stderr.isatty() and not _silenced() and os.environ.get("TERM") != "dumb"
 
@@ -370,27 +415,47 @@ def _silenced() -> bool:
     return os.environ.get("NEUZIP_NO_PROGRESS", "") not in ("", "0")
 
 
-@contextmanager
-def _lines(label: str, total: int | None, unit: str) -> Iterator[Advance]:
-    """Say on stderr how far something is, EVERY so many seconds, from a thread of its own."""
-    done, lock, ended = 0, threading.Lock(), threading.Event()
-    began = time.monotonic()
+class Course:
+    """How far a piece of work is, and what to say of it. `clock` gives seconds."""
 
-    def advance(amount: int) -> None:
-        nonlocal done
-        with lock:
-            done += amount
+    def __init__(
+        self, label: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._label, self._total, self._unit = printable(label), total, unit
+        self._clock, self._began = clock, clock()
+        self._done, self._lock = 0, Lock()
+
+    def advance(self, amount: int) -> None:
+        """Add to what is done; any thread may."""
+        with self._lock:
+            self._done += amount
+
+    @property
+    def line(self) -> str:
+        """Where it is now."""
+        after, done, total = self._clock() - self._began, self._done, self._total
+        far = f"{self._label}: {_far(done, total, self._unit)} after {seconds_text(after)}"
+        if total is None or not done or done < BASIS * total:
+            return far
+        if done >= total:
+            return f"{far}, finishing"
+        return f"{far}, about {rough_text(after * (total - done) / done)} left"
+
+
+@contextmanager
+def _lines(course: Course) -> Iterator[Advance]:
+    """Say on stderr how far something is, EVERY so many seconds, from a thread of its own."""
+    ended = Event()
 
     def tell() -> None:
         with suppress(OSError, ValueError):  # stderr was closed
             while not ended.wait(EVERY):
-                far, after = _far(done, total, unit), seconds_text(time.monotonic() - began)
-                print(f"{printable(label)}: {far} after {after}", file=sys.stderr, flush=True)
+                print(course.line, file=sys.stderr, flush=True)
 
-    teller = threading.Thread(target=tell, name="neuzip-progress", daemon=True)
+    teller = Thread(target=tell, name="neuzip-progress", daemon=True)
     teller.start()
     try:
-        yield advance
+        yield course.advance
     finally:
         ended.set()
         teller.join()

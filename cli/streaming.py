@@ -33,15 +33,19 @@ class Asked:
     stream: bool
     push_to: str | None
     private: bool
+    allow_private_files: bool
 
 
-def understand(stream: bool, push_to: str | None, private: bool, others: Mapping[str, bool]) -> Asked | None:
+def understand(
+    stream: bool, push_to: str | None, private: bool, allow_private_files: bool, others: Mapping[str, bool]
+) -> Asked | None:
     """What was asked for, or None if it was neither. `others` are options that exclude it, if given.
 
     Raises UsageError.
     """
-    if private and push_to is None:
-        raise UsageError("--private is for --push-to", "leave it out, or say where to push to")
+    for option, given in (("--private", private), ("--allow-private-files", allow_private_files)):
+        if given and push_to is None:
+            raise UsageError(f"{option} is for --push-to", "leave it out, or say where to push to")
     if not stream and push_to is None:
         return None
     option = "--stream" if stream else "--push-to"
@@ -53,7 +57,7 @@ def understand(stream: bool, push_to: str | None, private: bool, others: Mapping
                 if push_to is not None and not stream
                 else "leave out --stream: then the whole checkpoint is downloaded before",
             )
-    return Asked(stream, push_to, private)
+    return Asked(stream, push_to, private, allow_private_files)
 
 
 def run(
@@ -110,8 +114,9 @@ def _stream(
     chosen = choose(device, plan.weight_bytes)
     with out.progress("compress", plan.weight_bytes) as advance:
         done = compress_stream(
-            plan, dst, rules, draft=draft, private=asked.private, device=chosen,
-            on_bytes=advance, note=out.status, **more,
+            plan, dst, rules, draft=draft, private=asked.private,
+            allow_private_files=asked.allow_private_files, device=chosen, on_bytes=advance,
+            note=out.status, **more,
         )  # fmt: skip
     _finish(out, done.compression, report, plan, done.commit, done.pushed, kept=draft is None)
 
@@ -138,7 +143,8 @@ def _push_as_ready(
     total = weight_bytes(path)
     with out.progress("compress", total) as advance:
         done, pushed = compress_and_push(
-            path, dst, rules, draft=draft, private=asked.private, device=choose(device, total),
+            path, dst, rules, draft=draft, private=asked.private,
+            allow_private_files=asked.allow_private_files, note=out.status, device=choose(device, total),
             on_bytes=advance, **more,
         )  # fmt: skip
     _finish(out, done, report, None, None, pushed, kept=True)
@@ -174,6 +180,8 @@ def _finish(
 
 def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> None:
     """Print what --stream would do, which it knows from the headers alone."""
+    from neuzip.formats.private_files import listed, private_files
+
     tensors = [
         {
             "file": t.tensor.file, "name": t.tensor.name, "dtype": t.tensor.info.dtype,
@@ -188,6 +196,9 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
         for t in plan.tensors
     ]  # fmt: skip
     out.table(["tensor", "shape", "dtype", "scheme", "bytes"], rows, right=["bytes"])
+    private = private_files(plan.source.checkpoint)
+    for line in listed(private):
+        out.warning(f"looks private: {line}")
     most = plan.most_of_source
     result = dst if asked.push_to is None else f"one container, which goes to {asked.push_to}"
     out.text(
@@ -198,7 +209,7 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
         {
             "dry_run": True, "src": src, "dst": dst if asked.push_to is None else None,
             "original_bytes": plan.original_bytes, "stored_bytes": None, "ratio": None, "tensors": tensors,
-            "stream": {"commit": plan.remote.commit, "most_of_source": most},
+            "private_files": list(private), "stream": {"commit": plan.remote.commit, "most_of_source": most},
         },
         quiet=[most],
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
@@ -195,10 +194,7 @@ def find(out: Output, asked: Asked) -> Found:
     """The plan as far as it can be known without trying it, for --dry-run."""
     from neuzip.eval.targets import find_plan
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    found = find_plan(asked.request, asked.yardstick, stage, trials=False)
+    found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
         out.status(f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats a token")
     if any(scheme != "lossless" for scheme, _ in found.schemes):
@@ -210,10 +206,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
     """Find the plan, compress, measure; say what was asked for beside what was delivered."""
     from neuzip.eval.targets import compress_to_target, is_search_of, key_of
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    command = shlex.join(["neuzip", *sys.argv[1:]])  # also of `python -m neuzip.cli`
+    command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, yardstick = asked.request, asked.text, asked.yardstick
 
     def plan_is_kept() -> bool:
@@ -221,7 +214,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
     with nothing_kept(unless=plan_is_kept):
         delivered = compress_to_target(
-            request, text, yardstick, stage, command=command, verify=verify, overwrite=overwrite
+            request, text, yardstick, out.stage, command=command, verify=verify, overwrite=overwrite
         )
     for warning in delivered.report.warnings:
         out.warning(warning)
@@ -230,6 +223,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
@@ -251,7 +245,8 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
-        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, and true of it: "
+        front = special_text(_special_tokens(asked))
+        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}{front}, and true of it: "
                  f"another text may give more; {errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("an increase is taken to be within the target if it is with its standard error added")
@@ -358,6 +353,11 @@ def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
     )
 
 
+def _special_tokens(asked: Asked) -> str:
+    """What stands in front of each window of the calibration text, "none" too where there is no text."""
+    return "none" if asked.yardstick is None else asked.yardstick.reading.convention.special_tokens
+
+
 def _in_order(schemes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(schemes, key=lambda item: (item[0] != "lossless", item[0]), reverse=True)
 
@@ -383,6 +383,7 @@ def result_of(asked: Asked, found: Found | None, delivered: Delivered | None = N
         "holds": None if delivered is None else delivered.holds,
         "method": request.method,
         "calibration": None if asked.text is None else asked.text.name,
+        "special_tokens": _special_tokens(asked),
         "plan": None if delivered is None else delivered.plan,
         "delivered": None if run is None else run.comparison,
         "predicted_kld": None if found is None or request.method == "weights" else found.predicted_kld,

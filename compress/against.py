@@ -15,8 +15,8 @@ from .device import CPU, Device
 from .pipeline import DEFAULT_RULES, CompressionReport, compress, refuse_other_file, refuse_unless_made
 from .restore import decompress
 from .scheme import Rule
-from .source import TensorSource
-from .verify import OnBytes, ignore
+from .source import TensorSource, weight_bytes
+from .verify import Stage, unseen
 from .workspace import recover, refuse_existing, refuse_nesting, remove, require_name, writing
 
 
@@ -31,7 +31,7 @@ def compress_against(
     jobs: int | None = None,
     overwrite: bool = False,
     device: Device = CPU,
-    on_bytes: OnBytes = ignore,
+    stage: Stage = unseen,
 ) -> CompressionReport:
     """Store a checkpoint as a delta of `old`, its base, called `name`. Either may be compressed.
 
@@ -42,16 +42,21 @@ def compress_against(
     with TensorSource(old, device) as source:
         refuse_nesting(source.checkpoint.path, dst)
         refuse_nesting(source.checkpoint.path, Path(new))
-        with _plain(Path(new), dst, overwrite, jobs, device) as path:
+        with (
+            _plain(Path(new), dst, overwrite, jobs, device, stage) as path,
+            stage("compress", weight_bytes(path)) as advance,
+        ):
             report = compress(
                 path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=device,
-                on_bytes=on_bytes, base=Base(source, name),
+                on_bytes=advance, base=Base(source, name),
             )  # fmt: skip
     return replace(report, src=Path(new))
 
 
 @contextmanager
-def _plain(new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Device) -> Iterator[Path]:
+def _plain(
+    new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Device, stage: Stage
+) -> Iterator[Path]:
     """`new`, or what it restores to if it is compressed. A run that was killed leaves that to the next."""
     with TensorSource(new) as source:
         if not source.is_compressed:
@@ -70,7 +75,10 @@ def _plain(new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Devi
     restored = dst.with_name(f"{dst.name}.neuzip-new{new.suffix if new.is_file() else ''}")
     with writing(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)
-    report = decompress(new, restored, jobs=jobs, overwrite=restored.is_file(), device=device)
+    with stage("restore SRC", weight_bytes(new)) as advance:
+        report = decompress(
+            new, restored, jobs=jobs, overwrite=restored.is_file(), device=device, on_bytes=advance
+        )
     if not report.lossless:
         remove(restored)
         raise NeuzipError(

@@ -59,6 +59,9 @@ SYMBOL_BITS = 16
 MOST_TABLES = 255
 """Tables of a digit that a reader takes."""
 
+CHECKED = 1 << 14
+"""Blocks that `Decoder.check` looks at together; of these a PIECE at most are coded."""
+
 AS_FLOAT = FloatFormat("digit", SYMBOL_BITS, 63 - SYMBOL_BITS)
 """What a digit is to a GPU's decoder: the exponent of a float of 64 bits (those of narrower ones may have 8
 bits at most) that is positive and has no mantissa."""
@@ -360,7 +363,8 @@ class Decoder:
         self._index = read_stream("index", 0, 2 * self._blocks * digits).view("<u2")
         expect_length("choice", length("choice"), padded(self._blocks * digits))
         self._choice = read_stream("choice", 0, self._blocks * digits)
-        self._starts = np.concatenate([[0], np.cumsum(self._index.astype(np.int64))])
+        self._starts = np.zeros(self._index.size + 1, np.int64)
+        np.cumsum(self._index, out=self._starts[1:])
         expect_length("words", length("words"), padded(2 * int(self._starts[-1])))
 
     def read(self, start: int, stop: int, read_base: Read) -> Bits:
@@ -406,6 +410,21 @@ class Decoder:
             symbols = self._decode(digit, self._blocks_of(digit, first, last), first, end - begin)
             put_digit(symbols, self._cut.low + SYMBOL_BITS * digit, zigzagged)
         return zigzagged[start - begin : stop - begin]
+
+    def check(self) -> None:
+        """Decode what the streams hold, which needs no base. Raises NeuzipError where they break a rule.
+
+        Only coded blocks are decoded, and lists are looked at as they stand: a block in which nothing changed
+        takes three bytes for up to 131,072, so the work follows the streams, not what they stand for.
+        """
+        for digit in range(len(self._tables)):
+            of_digit = self._index[digit * self._blocks : (digit + 1) * self._blocks]
+            coded = np.flatnonzero(of_digit >= HEADER_WORDS)[:: PIECE // rans.BLOCK]
+            cuts = sorted({*coded.tolist(), *range(0, self._blocks, CHECKED), self._blocks})
+            for first, last in pairwise(cuts):
+                numel = min(last * rans.BLOCK, self._numel) - first * rans.BLOCK
+                for part in self._blocks_of(digit, first, last).coded:
+                    self._decode_coded(digit, part, first, numel)
 
     def _extent(self, start: int, stop: int) -> tuple[int, int, int, int]:
         """The blocks of some weights, and the weights of those blocks."""
@@ -467,23 +486,29 @@ class Decoder:
         """The digits of all `numel` weights of some blocks, the first of which is block `first`."""
         symbols = np.zeros(numel, np.uint16)
         for coded in blocks.coded:
-            ranges = _ranges(coded.numbers, numel)
-            try:
-                decoded = rans.decode(
-                    coded.words, coded.index, coded.table, sum(b - a for a, b in ranges),
-                    self._cut.width(digit),
-                )  # fmt: skip
-            except rans.CorruptStream as error:
-                raise NeuzipError(
-                    f"the stream 'words', digit {digit}, among the coded blocks from block {first} on: "
-                    f"{error.message}"
-                ) from error
+            ranges, decoded = self._decode_coded(digit, coded, first, numel)
             at = 0
             for a, b in ranges:
                 symbols[a:b] = decoded[at : at + b - a]
                 at += b - a
         symbols[blocks.at] = blocks.values
         return symbols
+
+    def _decode_coded(
+        self, digit: int, coded: _Coded, first: int, numel: int
+    ) -> tuple[list[tuple[int, int]], Words]:
+        """The digits of blocks of one table, side by side, and the ranges of weights that they are."""
+        ranges = _ranges(coded.numbers, numel)
+        try:
+            decoded = rans.decode(
+                coded.words, coded.index, coded.table, sum(b - a for a, b in ranges), self._cut.width(digit)
+            )
+        except rans.CorruptStream as error:
+            raise NeuzipError(
+                f"the stream 'words', digit {digit}, among the coded blocks from block {first} on: "
+                f"{error.message}"
+            ) from error
+        return ranges, decoded
 
 
 def _ranges(blocks: npt.NDArray[np.int64], numel: int) -> list[tuple[int, int]]:

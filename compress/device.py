@@ -75,8 +75,11 @@ def choose(option: Option, nbytes: int) -> Device:
         try:
             problem = unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
             if problem is None:
+                from neuzip.kernels.triton_cache import make_optional
+
                 from .gpu import Gpu
 
+                make_optional()
                 device = torch.device("cuda", number)
                 return Device(str(device), Gpu(device), PIECE if option == "auto" else 1)
         except RuntimeError as error:  # a card that is taken, or lost

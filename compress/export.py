@@ -37,7 +37,9 @@ from .workspace import (
     clear,
     copy_file,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     recover,
     refuse_existing,
@@ -124,9 +126,9 @@ def export(
 ) -> ExportReport:
     """Write a ternary model, compressed or plain, as another engine reads it.
 
-    `dst` is a folder, or for GGUF a file. `on_bytes` is told of each tensor twice: when it was looked at, and
-    when it was written. Raises NeuzipError for models that have nothing ternary, or that the engine cannot
-    hold.
+    `dst` is a folder, or for GGUF a file. `on_bytes` is told of half of each tensor's bytes when it was
+    looked at, and of the rest when it was written. Raises NeuzipError for models that have nothing ternary,
+    or that the engine cannot hold.
     """
     began, dst = time.monotonic(), Path(dst)
     with TensorSource(src) as source:
@@ -157,7 +159,7 @@ class _Model:
     """The model to export: its config, its other files, its tensors by name."""
 
     def __init__(self, source: TensorSource, on_bytes: OnBytes) -> None:
-        self.source, self.on_bytes = source, on_bytes
+        self.source, self._on_bytes = source, on_bytes
         self.warnings: list[str] = []
         checkpoint = source.checkpoint
         if checkpoint.is_file or "config.json" not in checkpoint.others:
@@ -203,7 +205,7 @@ class _Model:
 
     def other_files(self) -> tuple[list[str], list[str]]:
         """The files to carry along, and those to leave: weights of other kinds."""
-        indices = index_files(self.source.checkpoint)
+        indices = {*index_files(self.source.checkpoint), *self.source.checkpoint.unread}
         names = [
             f
             for f in self.source.checkpoint.others
@@ -225,7 +227,7 @@ class _Model:
         """Every tensor of the model: of the files that an index names, of the one there is, else of all."""
         checkpoint = self.source.checkpoint
         files: Sequence[str] = checkpoint.weights
-        if INDEX in checkpoint.others:
+        if INDEX in index_files(checkpoint):
             files = sorted(set(read_weight_map(checkpoint, INDEX).values()))
         elif SINGLE in files:
             files = [SINGLE]
@@ -298,8 +300,12 @@ class _Model:
         found = self.ternary(tensor)
         if found is None and is_ternary(self.source.resolve(tensor)):
             self.warnings.append(f"tensor {tensor.name!r}: is ternary in SRC, and written dense")
-        self.on_bytes(tensor.info.nbytes)
+        self._on_bytes(tensor.info.nbytes - tensor.info.nbytes // 2)
         return found
+
+    def written(self, tensor: SourceTensor) -> None:
+        """Tell that a tensor is done with."""
+        self._on_bytes(tensor.info.nbytes // 2)
 
     def require_ternary(self, exported: Iterable[ExportedTensor]) -> None:
         """Raise NeuzipError if there is nothing to export."""
@@ -341,17 +347,17 @@ def _write_folder(
     config = model.config | {"quantization_config": target.quantization_config(modules, others)}
     carried, left = model.other_files()
     model.warnings += [f"{f}: a pickle, not carried along" for f in left]
-    with workspace(dst) as work, writing(work):
+    with workspace(dst, model.source.checkpoint.root) as work, writing(work):
         clear(work, overwrite)
         for file, layout in layouts.items():
             _write_shard(model, target, work / file, file, layout, modules)
         if len(layouts) > 1:
-            write_file(work / INDEX, _index(layouts, work))
+            write_file(work / INDEX, _index(layouts, work), model.path(INDEX))
         for name in carried:
             original = model.path(name)
             assert original is not None
             copy_file(original, work / name)
-        write_file(work / "config.json", _pretty(config))
+        write_file(work / "config.json", _pretty(config), model.path("config.json"))
         publish(work, dst)
     return exported
 
@@ -364,9 +370,10 @@ def _write_shard(
     layout: Layout,
     modules: dict[str, int | None],
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    original = model.source.checkpoint.root / file
+    make_folder(path.parent, original.parent)
     temporary = partial_name(path)
-    with TensorWriter(temporary, layout, {"format": "pt"}) as writer:
+    with TensorWriter(temporary, layout, {"format": "pt"}, permissions(original)) as writer:
         for tensor in model.tensors.values():
             if tensor.file != file:
                 continue
@@ -377,7 +384,7 @@ def _write_shard(
                 parts = target.tensors(tensor.name, tensor.info.dtype, found.codes, found.scale, found.group)
                 for name, part in parts.items():
                     writer.write(name, [_bytes(part)])
-            model.on_bytes(tensor.info.nbytes)
+            model.written(tensor)
     os.replace(temporary, path)
 
 
@@ -398,7 +405,7 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
         called = described.tensor_name(name)
         found = model.look_at(tensor)
         if called is None:
-            model.on_bytes(tensor.info.nbytes)
+            model.written(tensor)
             continue
         if found is None:
             dense = gguf.DENSE.get(dtype if len(shape) > 1 else "F32")
@@ -422,10 +429,11 @@ def _write_gguf(model: _Model, target: Gguf, dst: Path, overwrite: bool) -> list
         clear(work, overwrite)
         try:
             everything = [info for _, info in infos] + extra
-            with gguf.GgufWriter(work / dst.name, metadata, everything) as writer:
+            mode = permissions(*model.source.checkpoint.weight_paths())
+            with gguf.GgufWriter(work / dst.name, metadata, everything, mode) as writer:
                 for tensor, info in infos:
                     writer.write(info.name, _gguf_data(model, tensor, info, described.row_order(tensor.name)))
-                    model.on_bytes(tensor.info.nbytes)
+                    model.written(tensor)
                 for info in extra:
                     assert factors is not None
                     writer.write(info.name, [_bytes(factors)])

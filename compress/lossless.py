@@ -190,6 +190,25 @@ def _streams(
     return streams
 
 
+def expected_bytes(counted: Census, numel: int, fmt: FloatFormat) -> int:
+    """About what the streams of `numel` weights take, or the tensor where they are no smaller.
+
+    `counted` are the weights, or a sample of them. Nothing is coded.
+    """
+    plain = numel * fmt.bits // 8
+    if numel == 0:
+        return plain
+    exponents = counted.exponents
+    table = rans.build_table(exponents, counted.pairs)
+    streams = (
+        padded(_table_stream(table).nbytes)
+        + padded(2 * -(-numel // rans.BLOCK))
+        + padded(2 * rans.expected_words(table, exponents, counted.pairs, numel))
+        + plane_starts(1 + counted.kept_bits(fmt), numel)[1]
+    )
+    return plain if streams + OVERHEAD >= plain else streams
+
+
 class Decoder:
     """Decodes ranges of one tensor from its streams: the inverse of `encode`.
 
@@ -223,7 +242,7 @@ class Decoder:
         if length("table") > padded(LARGEST_TABLE):
             raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
         self.table = parse_table(read_stream("table", 0, length("table")).view("<u2"), fmt)
-        counts = read_stream("index", 0, 2 * blocks).view("<u2").astype(np.int64)
+        counts = read_stream("index", 0, length("index")).view("<u2")[:blocks].astype(np.int64)
         self._word_starts = np.concatenate([[0], np.cumsum(counts)])
         self._index = counts.astype(np.uint16)
         expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))

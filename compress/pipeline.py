@@ -1,7 +1,8 @@
 """From checkpoint to compressed checkpoint, file by file, never more than a tensor in memory.
 
-A killed run resumes with the files that are not finished. What was finished is decoded and compared with the
-source again before it is believed.
+A killed run resumes with the files that are not finished. What was finished is compared with the source
+again before it is believed, and so is a result that is there already: weights decoded, all other files by
+their bytes. What is damaged or missing in it is made again.
 
 Under torchrun the ranks share the files out. Where there are fewer of them than ranks, or one too many, all
 ranks code a part of its tensors into a scratch file, one puts the container together, and all check a part.
@@ -16,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xxhash
@@ -40,10 +41,14 @@ from neuzip.formats.checkpoint import (
     rewritten_config,
     rewritten_index,
     stored_files_to_json,
+    to_json,
 )
-from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream
+from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
+from neuzip.formats.hub import HUB_FILES
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.tensor_file import DTYPE_BITS, Header
+from neuzip.formats.own_section import SECTION, own_section, read_config
+from neuzip.formats.private_files import listed, private_files
+from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated
@@ -59,6 +64,7 @@ from .plan import (
     coded_streams,
     make_plan,
     online_config,
+    pooled_tensors,
     try_ternary,
 )
 from .scheme import LOSSLESS, Rule, Scheme
@@ -70,9 +76,12 @@ from .workspace import (
     copy_file,
     file_workspace,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     publish_file,
+    reading,
     recover,
     refuse_existing,
     refuse_folder,
@@ -82,6 +91,7 @@ from .workspace import (
     remove_scratch,
     require_name,
     scratch_folder,
+    sync_folder,
     workspace,
     write_file,
     writing,
@@ -94,6 +104,9 @@ SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
 
+GROWTH_BYTES = 1 << 16
+"""Bytes, and 1 %, by which weight files may grow before there is a warning."""
+
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
 
@@ -104,8 +117,14 @@ DEFAULT_RULES = (Rule("*", LOSSLESS),)
 OnFile = Callable[[str, Path], None]
 """on_file(file, path): a container of the checkpoint is at `path`, in the workspace."""
 
+State = Literal["whole", "damaged", "other"]
+"""What a file of an earlier run is: what this run would make, or damaged, or made from another source."""
+
 Key = tuple[str, str]
 """File and name of a tensor."""
+
+_Beside = tuple[Path | bytes, Path | None]
+"""A file beside containers: the file that it copies, or its content, and the file whose mode it gets."""
 
 Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
 """A tensor with its record and streams; no streams for one that is stored raw."""
@@ -113,7 +132,10 @@ Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
 
 @dataclass(frozen=True)
 class TensorReport:
-    """A tensor before and after. `scheme` is what became of it, `note` why, where that may surprise."""
+    """A tensor before and after. `scheme` is what became of it, `note` why, where that may surprise.
+
+    `loss` is None where nothing was lost; a tied tensor has that of the one whose data it shares.
+    """
 
     file: str
     name: str
@@ -130,7 +152,7 @@ class TensorReport:
 class CompressionReport:
     """What a run did. Byte counts are of whole checkpoints, all files included; `seconds` is wall time.
 
-    `device` is where this rank coded.
+    `device` is where this rank coded. `private_files` were carried along and look private by their names.
     """
 
     src: Path
@@ -145,6 +167,7 @@ class CompressionReport:
     device: str
     resumed_files: int = 0
     warnings: tuple[str, ...] = field(default=())
+    private_files: tuple[str, ...] = field(default=())
 
     @property
     def ratio(self) -> float:
@@ -175,12 +198,14 @@ def compress(
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
-    With `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
-    told of weights done, as bytes of the original. All `ranks` of a `distributed.joined()` make the same
-    call; rank 0's `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any
-    `device`. `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is
-    the mode that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each
-    container that gets its final name; it needs one process. With a `base` what is stored is a delta: of
+    Files and folders get the permission bits of those of `src`, as far as the umask leaves them. With
+    `verify` every file is read back, decoded and compared before it gets its final name. `on_bytes` is
+    told of weights done, as bytes of the original; with `verify` of half of a tensor when it is coded, and of
+    the rest when it was compared. All `ranks` of a `distributed.joined()` make the same call; rank 0's
+    `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any `device`.
+    `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is the mode
+    that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each container that
+    gets its final name; it needs one process. With a `base` what is stored is a delta: of
     every tensor the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
     """
     assert on_file is None or ranks.world == 1
@@ -324,6 +349,7 @@ class Compression:
         self._notes: dict[Key, str] = {}
         self._records: dict[Key, TensorRecord] = {}
         self._resumed = 0
+        self._mended: tuple[str, ...] = ()
 
     def require_shared_source(self) -> None:
         """Raise NeuzipError if rank 0 has another source than this one."""
@@ -368,23 +394,24 @@ class Compression:
             recover(dst)
             return dst.exists() and not overwrite and self._is_ours(dst)
 
-        if ranks.on_first(is_begun) and self._is_done(dst):
-            self._resumed = len(files)
+        if ranks.on_first(is_begun) and self._is_mended(dst):
             return
         ranks.on_first(lambda: refuse_existing(dst, overwrite))
         # Rank 0 holds the lock for all.
-        with workspace(dst) if ranks.is_first else nullcontext(partial_name(dst)) as work:
+        like = self._source.checkpoint.root
+        with workspace(dst, like) if ranks.is_first else nullcontext(partial_name(dst)) as work:
             scratch, present = ranks.on_first(lambda: self._claim(work, overwrite))
             if not self._is_ours(work):
                 raise NeuzipError(f"{work}: rank {ranks.rank} does not find there what rank 0 wrote", _SHARE)
-            finished = self._finished(present, work)
-            for file in present:
-                if file not in finished and not overwrite:
+            states = self._states(present, work)
+            for file, state in states.items():
+                if state == "other" and not overwrite:
                     original = self._source.checkpoint.root / file
                     raise NeuzipError(
-                        f"{work / file}: is damaged, or was made from another {original}",
+                        f"{work / file}: was made from another {original}",
                         "if the source has changed, give --overwrite to begin anew",
                     )
+            finished = {file for file, state in states.items() if state == "whole"}
             self._resumed = len(finished)
             self._code({file: work / file for file in files if file not in finished}, scratch)
             self._share_records()
@@ -393,6 +420,48 @@ class Compression:
                     remove_scratch(work / SCRATCH)
                     self._other_files(work)
                 publish(work, dst)
+
+    def _is_mended(self, dst: Path) -> bool:
+        """Whether `dst` is what this run would make: whatever of it is damaged or missing is made again.
+
+        False if it was made from a source with other contents; then nothing in it is touched.
+        """
+        ranks, files = self._ranks, self._source.checkpoint.weights
+        states = self._states(files, dst)
+        if "other" in states.values() or not ranks.on_first(lambda: self._is_of_source(dst)):
+            return False
+        self._share_records()
+        broken = [file for file in files if states[file] == "damaged"]
+        self._resumed = len(files) - len(broken)
+        if broken or ranks.on_first(lambda: sorted(self._amiss(dst))):
+            self._mend(dst, broken)
+        return True
+
+    def _mend(self, dst: Path, broken: Sequence[str]) -> None:
+        """Make some containers of a result again, and all that is amiss beside them, each in one step."""
+        ranks = self._ranks
+
+        def begin() -> Path:
+            with writing(dst):
+                remove_scratch(dst / SCRATCH)
+                return self._scratch(dst / SCRATCH)
+
+        # The workspace is there for its lock alone.
+        with workspace(dst) if ranks.is_first else nullcontext(partial_name(dst)) as work:
+            scratch = ranks.on_first(begin)
+            self._code({file: dst / file for file in broken}, scratch)
+            self._share_records()
+            if ranks.is_first:
+                with writing(dst):
+                    remove_scratch(dst / SCRATCH)
+                    amiss = self._amiss(dst)
+                    for place, (content, like) in amiss.items():
+                        _put(content, like, dst / place)
+                    for folder in {(dst / place).parent for place in (*broken, *amiss)}:
+                        sync_folder(folder)
+                self._mended = tuple(sorted({*broken, *amiss}))
+                with suppress(OSError):  # it is not empty where a run with --overwrite was killed
+                    work.rmdir()
 
     def _share_records(self) -> None:
         for records, notes in self._ranks.all_gather((self._records, self._notes)):
@@ -436,15 +505,38 @@ class Compression:
             there = {p.relative_to(work).as_posix() for p in files_in(work)}
             return self._scratch(work / SCRATCH), [file for file in weights if file in there]
 
-    def _is_done(self, dst: Path) -> bool:
-        """Whether `dst` is what this run would make: a run killed in its last moment, or repeated."""
+    def _is_of_source(self, dst: Path) -> bool:
+        """Whether the files beside weights are those of SRC, as far as the result's manifest can tell.
+
+        Without a manifest they all have to be there as they should: one that is not may be of another SRC.
+        """
         checkpoint = self._source.checkpoint
-        if self._finished(checkpoint.weights, dst) != set(checkpoint.weights):
-            return False
-        stored = read_stored_files(dst, delta=self._base is not None)
-        return self._ranks.on_first(
-            lambda: all(stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others)
+        try:
+            stored = read_stored_files(dst, delta=self._base is not None)
+        except FormatError:
+            return all(
+                place == MANIFEST_PATH or not isinstance(content, Path)
+                for place, (content, _) in self._amiss(dst).items()
+            )
+        return set(stored) == {*checkpoint.weights, *checkpoint.others} and all(
+            stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others
         )
+
+    def _amiss(self, dst: Path) -> dict[str, _Beside]:
+        """What a result lacks beside its containers, or has otherwise than it should, by its place."""
+        try:
+            found = read_stored_files(dst, delta=self._base is not None)
+        except FormatError:
+            found = {}
+        # On the Hub these stand below neuzip/original: that is no damage.
+        moved = {name for name in HUB_FILES if name in found and found[name].kind == "rewritten"}
+        wanted = self._beside(moved) | {MANIFEST_PATH: (self._manifest(self._stored_files(moved)), None)}
+        return {
+            place: (content, like)
+            for place, (content, like) in wanted.items()
+            if not _is_at(content, dst / place)
+            and not (isinstance(content, bytes) and _has_own_entries(content, dst / place))
+        }
 
     def _is_made(self, dst: Path) -> bool:
         """Whether the file `dst` is intact, and has the checksums that this run would write."""
@@ -468,29 +560,32 @@ class Compression:
             return False
         return True
 
-    def _finished(self, files: Sequence[str], folder: Path) -> set[str]:
-        """Those of some files that `_is_finished`; every rank looks at a part of them."""
+    def _states(self, files: Sequence[str], folder: Path) -> dict[str, State]:
+        """What each of some containers is; every rank looks at a part of them."""
         ranks = self._ranks
-        mine = [f for f in files[ranks.rank :: ranks.world] if self._is_finished(f, folder)]
-        return {file for part in ranks.all_gather(mine) for file in part}
+        mine = {f: self._state(f, folder) for f in files[ranks.rank :: ranks.world]}
+        return {file: state for part in ranks.all_gather(mine) for file, state in part.items()}
 
-    def _is_finished(self, file: str, folder: Path) -> bool:
+    def _state(self, file: str, folder: Path) -> State:
         """Whether a container is intact, and holds what the source still holds."""
-        source = self._source
+        source, path = self._source, folder / file
         try:
-            with Container(folder / file, delta=self._base is not None) as container:
+            with Container(path, delta=self._base is not None) as container:
                 if container.original.raw != source.header(file).raw:
-                    return False
+                    return "other"
                 records = container.manifest.tensors
-            for tensor in source.tensors(file):
-                record = self._records[file, tensor.name] = records[tensor.name]
-                if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
-                    return False
-                self._on_bytes(tensor.info.nbytes)
-            self._check_written(file, folder / file)
+        except FormatError:
+            return "other" if _is_plain(path) else "damaged"
+        for tensor in source.tensors(file):
+            record = self._records[file, tensor.name] = records[tensor.name]
+            if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
+                return "other"
+            self._on_bytes(self._coded_part(tensor))
+        try:
+            self._check_written(file, path)
         except (FormatError, VerificationError):
-            return False
-        return True
+            return "damaged"
+        return "whole"
 
     def _code(self, targets: Mapping[str, Path], scratch: Path) -> None:
         """Make the containers of some files, under their final names."""
@@ -504,7 +599,7 @@ class Compression:
         }
         for file in alone[ranks.rank]:
             with writing(targets[file]):
-                targets[file].parent.mkdir(parents=True, exist_ok=True)
+                self._make_folder_of(file, targets[file])
                 self.container(file, temporary[file])
                 os.replace(temporary[file], targets[file])
             if self._on_file is not None:
@@ -518,6 +613,9 @@ class Compression:
                 mine,
                 scratch / f"rank-{ranks.rank}",
             )
+
+    def _make_folder_of(self, file: str, target: Path) -> None:
+        make_folder(target.parent, (self._source.checkpoint.root / file).parent)
 
     def _code_together(
         self,
@@ -544,7 +642,7 @@ class Compression:
         ranks.barrier()
         for file in owned:
             with writing(targets[file]):
-                targets[file].parent.mkdir(parents=True, exist_ok=True)
+                self._make_folder_of(file, targets[file])
                 os.replace(temporary[file], targets[file])
 
     def _park(self, planned: list[PlannedTensor], path: Path) -> dict[Key, _Parked]:
@@ -571,7 +669,8 @@ class Compression:
         self._write(file, path, self._coded(self._plan.of_file(file)))
         if self._verify:
             try:
-                self._check_written(file, path)
+                with _computing(file):
+                    self._check_written(file, path)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -579,7 +678,10 @@ class Compression:
     def _write(self, file: str, path: Path, coded: Iterable[Coded]) -> None:
         """Write the container of one weight file, whose tensors come in order, without the aliases."""
         planned = self._plan.of_file(file)
-        writer = ContainerWriter(path, self._source.header(file), coded_streams(planned))
+        mode = permissions(self._source.checkpoint.root / file)
+        pooled = pooled_tensors(planned, delta=self._base is not None)
+        header = self._source.header(file)
+        writer = ContainerWriter(path, header, coded_streams(planned), mode, pooled)
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
             for t, (record, streams) in coded:
@@ -594,17 +696,26 @@ class Compression:
                 if t.alias_of is not None:
                     record = self._records[file, t.tensor.name] = self._alias(t.tensor, t.alias_of)
                     writer.add_alias(t.tensor.name, record)
-                    self._on_bytes(t.tensor.info.nbytes)
+                    self._on_bytes(self._coded_part(t.tensor))
             # The widest first, so that every raw tensor is aligned to its own elements.
             for t, record in sorted(raw, key=lambda r: -DTYPE_BITS.get(r[0].tensor.info.dtype, 0)):
-                writer.begin_raw(t.tensor.name, record)
-                read = self._source.reader(t.tensor)
-                for piece in t.tensor.pieces():
-                    writer.write(read(*piece))
+                if t.tensor.name not in pooled:
+                    writer.begin_raw(t.tensor.name, record)
+                    self._write_raw(writer, t.tensor)
+            if pooled:
+                writer.begin_pool({t.tensor.name: record for t, record in raw})
+                for tensor in self._source.tensors(file):  # in the order of the file, as the pool is
+                    if tensor.name in pooled:
+                        self._write_raw(writer, tensor)
             writer.close()
         except BaseException:
             writer.abandon()
             raise
+
+    def _write_raw(self, writer: ContainerWriter, tensor: SourceTensor) -> None:
+        read = self._source.reader(tensor)
+        for piece in tensor.pieces():
+            writer.write(read(*piece))
 
     def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
         """Read a container back, and compare every tensor, or those of `part`, with the source."""
@@ -612,17 +723,18 @@ class Compression:
         alone = Checkpoint(path, path.parent, (path.name,), ())
         base = self._base.source if self._base is not None else None
         with TensorSource(alone, self._device, base=base) as written:
+            mine = [t for t in written.tensors() if part is None or (file, t.name) in part]
             # Tensors that live in another file were compared byte by byte when the plan was made.
-            here = [
-                t
-                for t in written.tensors()
-                if t.record is not None
-                and t.record.alias_file is None
-                and (part is None or (file, t.name) in part)
-            ]
-            for verdict in check_tensors(
-                written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
+            here = [t for t in mine if t.record is not None and t.record.alias_file is None]
+            self._on_bytes(sum(map(self._checked_part, mine)) - sum(map(self._checked_part, here)))
+            for tensor, verdict in zip(
+                here,
+                check_tensors(
+                    written, here, self._workers, original=lambda t: self._source.reader(originals[t.name])
+                ),
+                strict=True,
             ):
+                self._on_bytes(self._checked_part(tensor))
                 if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
@@ -640,11 +752,19 @@ class Compression:
             "alias", of.checksum, original=of.original, alias_of=target.name, alias_file=other
         )
 
+    def _checked_part(self, tensor: SourceTensor) -> int:
+        """The bytes of a tensor that `on_bytes` is told of when it was read back and compared."""
+        return tensor.info.nbytes // 2 if self._verify else 0
+
+    def _coded_part(self, tensor: SourceTensor) -> int:
+        """The bytes of a tensor that `on_bytes` is told of when it is coded."""
+        return tensor.info.nbytes - self._checked_part(tensor)
+
     def _coded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
         """Code the tensors that are no aliases, one ahead of where the result is used."""
         for coded in ahead(self._encoded([t for t in planned if t.alias_of is None])):
             yield coded
-            self._on_bytes(coded[0].tensor.info.nbytes)
+            self._on_bytes(self._coded_part(coded[0].tensor))
 
     def _encoded(self, planned: list[PlannedTensor]) -> Iterator[Coded]:
         """Records and streams in order: small tensors side by side, a large one split among the workers.
@@ -671,10 +791,12 @@ class Compression:
                     future.cancel()
 
     def _encode_large(self, planned: PlannedTensor) -> Coded:
-        return planned, self._encode(planned, self._workers.map)
+        with _computing(planned.tensor.name):
+            return planned, self._encode(planned, self._workers.map)
 
     def _encode_small(self, planned: PlannedTensor) -> Coded:
-        return planned, self._encode(planned, map)
+        with _computing(planned.tensor.name):
+            return planned, self._encode(planned, map)
 
     def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
         """The record and streams of one tensor; no streams for one that is stored raw, or is the base's."""
@@ -803,32 +925,65 @@ class Compression:
 
         `also` are files that may be in `work` beside them.
         """
+        wanted = self._beside()
+        for place, (content, like) in wanted.items():
+            _put(content, like, work / place)
+        # Of the copies, not of what SRC has now: it may have changed since.
+        write_file(work / MANIFEST_PATH, self._manifest(self._stored_files(copied_to=work)))
+        weights = self._source.checkpoint.weights
+        refuse_strangers(work, {*weights, *wanted, MANIFEST_PATH, PLAN_PATH, *also})
+
+    def _beside(self, moved: AbstractSet[str] = frozenset()) -> dict[str, _Beside]:
+        """What lies beside the containers of a result, by its place, but for the manifest.
+
+        The records of all tensors must be there. Files that are `moved` stand below neuzip/original.
+        """
         checkpoint = self._source.checkpoint
         records: dict[str, dict[str, TensorRecord]] = {file: {} for file in checkpoint.weights}
         for (file, name), record in self._records.items():
             records[file][name] = record
         lossless_only = all(r.lossless for r in self._records.values())
-        rewritten = {f: rewritten_index(checkpoint, f, records) for f in index_files(checkpoint)}
+        wanted: dict[str, _Beside] = {
+            place: (checkpoint.root / file, checkpoint.root / file)
+            for file, (_, place) in self._places(moved).items()
+        }
+        for file in index_files(checkpoint):
+            wanted[file] = rewritten_index(checkpoint, file, records), checkpoint.root / file
         for file in config_files(checkpoint):
-            rewritten[file] = rewritten_config(checkpoint, file, lossless_only, self._activations)
+            content = rewritten_config(checkpoint, file, lossless_only, self._activations)
+            wanted[file] = content, checkpoint.root / file
+        return wanted
+
+    def _places(self, moved: AbstractSet[str] = frozenset()) -> dict[str, tuple[str, str]]:
+        """Of each file that is not weights how it is stored, and where its bytes stand in a result."""
+        checkpoint = self._source.checkpoint
+        rewritten = {*index_files(checkpoint), *config_files(checkpoint), *moved}
+        return {
+            f: ("rewritten", f"{ORIGINAL_FOLDER}/{f}") if f in rewritten else ("carried", f)
+            for f in checkpoint.others
+        }
+
+    def _stored_files(
+        self, moved: AbstractSet[str] = frozenset(), copied_to: Path | None = None
+    ) -> dict[str, StoredFile]:
+        """What the manifest of a result says: of the files of SRC, or of their copies in a folder."""
+        checkpoint = self._source.checkpoint
         stored = {file: StoredFile("container") for file in checkpoint.weights}
-        for file in checkpoint.others:
-            original = checkpoint.root / file
-            copy = work / (f"{ORIGINAL_FOLDER}/{file}" if file in rewritten else file)
-            copy_file(original, copy)
-            kind = "rewritten" if file in rewritten else "carried"
-            stored[file] = StoredFile(kind, copy.stat().st_size, file_checksum(copy))
-            if file in rewritten:
-                write_file(work / file, rewritten[file])
-        base = self._base.name if self._base is not None else None
-        write_file(work / MANIFEST_PATH, stored_files_to_json(stored, base))
-        originals = {f"{ORIGINAL_FOLDER}/{file}" for file in rewritten}
-        refuse_strangers(work, {*stored, *originals, PLAN_PATH, MANIFEST_PATH, *also})
+        for file, (kind, place) in self._places(moved).items():
+            path = checkpoint.root / file if copied_to is None else copied_to / place
+            with reading(path):
+                stored[file] = StoredFile(kind, path.stat().st_size, file_checksum(path))
+        return stored
+
+    def _manifest(self, stored: dict[str, StoredFile]) -> bytes:
+        return stored_files_to_json(stored, self._base.name if self._base is not None else None)
 
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
         source, checkpoint = self._source, self._source.checkpoint
-        tensors = []
+        tensors: list[TensorReport] = []
+        losses: dict[tuple[str, str], Loss | None] = {}
+        tied: dict[int, tuple[str, str]] = {}
         for file in checkpoint.weights:
             path = dst if checkpoint.is_file else dst / file
             with Container(path, delta=self._base is not None) as container:
@@ -840,6 +995,11 @@ class Compression:
                     elif record.scheme == "raw" and t.scheme.kind != "raw":
                         note = "does not shrink"
                     info = t.tensor.info
+                    losses[file, info.name] = record.loss
+                    if record.scheme == "alias":
+                        folder = file[: file.rfind("/") + 1]
+                        of = file if record.alias_file is None else folder + record.alias_file
+                        tied[len(tensors)] = of, record.alias_of or ""
                     tensors.append(
                         TensorReport(
                             file,
@@ -853,11 +1013,14 @@ class Compression:
                             note,
                         )
                     )
+        for number, place in tied.items():  # what is the same as a rounded tensor is rounded as well
+            tensors[number] = replace(tensors[number], loss=losses.get(place))
         weight_paths = [dst] if checkpoint.is_file else [dst / file for file in checkpoint.weights]
         stored_weights = sum(p.stat().st_size for p in weight_paths)
         others = (
             [] if checkpoint.is_file else [p for p in dst.rglob("*") if p.is_file() and p not in weight_paths]
         )
+        private = private_files(checkpoint)
         return CompressionReport(
             checkpoint.path, dst, self._plan.original_bytes,
             stored_weights + sum(p.stat().st_size for p in others),
@@ -865,11 +1028,68 @@ class Compression:
             sum(t.info.numel for t in source.tensors()), tuple(tensors),
             seconds, self._device.name, self._resumed,
             (
+                *(f"{dst / f}: was damaged or missing, and is made again" for f in self._mended),
+                *(f"{f}: names shards that are not here, carried along unread" for f in checkpoint.unread),
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
+                *(f"looks private, and is carried along: {line}" for line in listed(private)),
                 *_unrounded(tensors),
+                *_larger(sum(map(source.file_bytes, checkpoint.weights)), stored_weights, len(tensors)),
             ),
+            tuple(private),
         )  # fmt: skip
+
+
+@contextmanager
+def _computing(what: str) -> Iterator[None]:
+    """Tell what the operating system refuses a coder as that: no file that is being written is to blame.
+
+    Files of checkpoints have errors of their own, so it is a cache of compiled kernels.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = "" if error.filename is None else f": {error.filename}"
+        raise NeuzipError(
+            f"{what}: cannot be coded{where}: {error.strerror or error}",
+            "where the folder of compiled kernels is full, TRITON_CACHE_DIR and NUMBA_CACHE_DIR name another",
+        ) from error
+
+
+def _put(content: Path | bytes, like: Path | None, target: Path) -> None:
+    """Copy a file to its place, or write it there."""
+    if isinstance(content, Path):
+        copy_file(content, target)
+    else:
+        write_file(target, content, like)
+
+
+def _is_at(content: Path | bytes, path: Path) -> bool:
+    """Whether a file is there and has this content."""
+    if not path.is_file():
+        return False
+    wanted = file_checksum(content) if isinstance(content, Path) else xxhash.xxh3_64_hexdigest(content)
+    return file_checksum(path) == wanted
+
+
+def _has_own_entries(content: bytes, path: Path) -> bool:
+    """Whether a config.json has this content, and further entries of ours that say how to run the model."""
+    try:
+        section = own_section(read_config(path), path)
+    except FormatError:
+        return False
+    document = json.loads(content)
+    own = {**section, **own_section(document, path)}
+    return bool(section) and _is_at(to_json(document | {SECTION: own}, path), path)
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a file is one of safetensors that is no container: no damage makes that of one."""
+    try:
+        with TensorFile(path) as file:
+            return not is_container(file)
+    except FormatError:
+        return False
 
 
 def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
@@ -877,6 +1097,17 @@ def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
     why = sorted({t.note for t in tensors if t.note.endswith(KEEP_ALL)})
     rounded = any(t.loss is not None for t in tensors)
     return [] if rounded or not why else [f"nothing is rounded: {'; '.join(why)}"]
+
+
+def _larger(before: int, after: int, tensors: int) -> list[str]:
+    """A warning if weight files take more than before: names and records of small tensors outweigh them."""
+    more = after - before
+    if more <= max(GROWTH_BYTES, before // 100):
+        return []
+    return [
+        f"the result is {more:,} bytes larger than SRC: what is recorded of its {tensors:,} tensors takes"
+        " more than is saved"
+    ]
 
 
 def checksums(streams: dict[str, Stream]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from neuzip.formats.checkpoint import adapter_files, config_files, index_files
 from neuzip.formats.container import header_room, streams_of
 from neuzip.formats.manifest import Manifest, TensorRecord
 from neuzip.kernels import rans
-from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
+from neuzip.kernels.float_fields import FORMATS, Bits, census, non_finite
 
 from . import lossless, truncated
 from .lossless import Read
@@ -28,6 +28,11 @@ from .workers import Workers
 
 CODED_MINIMUM = 4096
 """Bytes from which on coding can pay."""
+
+POOL_LEAST = 1024
+POOL_SHARE = 100
+RECORD_BYTES = 180
+"""Small tensors are pooled from so many on, where what is recorded of them is 1 % of the file or more."""
 
 ALIAS_MINIMUM = 4096
 """Bytes from which on equal tensors are stored once."""
@@ -82,6 +87,21 @@ def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
         for t in planned
         if t.scheme.kind != "raw" and t.alias_of is None
     }
+
+
+def pooled_tensors(planned: Sequence[PlannedTensor], *, delta: bool = False) -> frozenset[str]:
+    """The tensors of one file whose entries and records would take more than they are worth.
+
+    They are small ones that are stored as they are, where there are so many that it shows in the file's size.
+    In a delta there are none.
+    """
+    small = [
+        t.tensor for t in planned
+        if t.scheme.kind == "raw" and t.alias_of is None and t.tensor.info.nbytes < CODED_MINIMUM
+    ]  # fmt: skip
+    total = sum(t.tensor.info.nbytes for t in planned)
+    worthwhile = len(small) >= POOL_LEAST and POOL_SHARE * len(small) * RECORD_BYTES >= total
+    return frozenset(t.name for t in small) if worthwhile and not delta else frozenset()
 
 
 def make_plan(
@@ -335,17 +355,12 @@ def _predict(source: TensorSource, planned: PlannedTensor) -> PlannedTensor:
         ]
     ).view(fmt.dtype)
     normalisers = 0
-    try:
-        if planned.scheme.mantissa_bits is not None and not non_finite(sample, fmt).any():
-            block_size = planned.scheme.block_size
-            rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
-            sample, _ = rounding.apply(sample)
-            normalisers = lossless.padded(-(-info.numel // block_size)) if block_size is not None else 0
-        kept, streams = lossless.encode(lambda a, b: sample[a:b], sample.size, fmt)
-    except lossless.NotWorthwhile:
-        return replace(planned, predicted=info.nbytes)
-    words = streams["words"].nbytes * info.numel // sample.size
-    predicted = streams["table"].nbytes + 2 * blocks + words + (1 + kept) * info.numel // 8 + normalisers
+    if planned.scheme.mantissa_bits is not None and not non_finite(sample, fmt).any():
+        block_size = planned.scheme.block_size
+        rounding = truncated.Rounding(fmt, planned.scheme.mantissa_bits, block_size)
+        sample, _ = rounding.apply(sample)
+        normalisers = truncated.normaliser_bytes(info.numel, block_size)
+    predicted = lossless.expected_bytes(census(sample, fmt), info.numel, fmt) + normalisers
     if try_ternary(planned.tensor, planned.scheme, _patterns(source, planned.tensor)):
         predicted = min(predicted, _ternary_bytes(planned))
     return replace(planned, predicted=min(predicted, info.nbytes))
@@ -364,16 +379,19 @@ def _predict_file(source: TensorSource, file: str, planned: list[PlannedTensor])
     header = source.header(file)
     zeros = "0" * 16
     streams = dict.fromkeys(streams_of("lossless"), zeros)
+    pooled = pooled_tensors(planned)
     records = {
         t.tensor.name: TensorRecord("raw", zeros)
         if t.scheme.kind == "raw"
         else TensorRecord("lossless", zeros, streams=streams)
         for t in planned
+        if t.tensor.name not in pooled
     }
-    manifest = Manifest(zeros, records).to_bytes()
+    manifest = Manifest(zeros, records, bool(pooled)).to_bytes()
     return (
-        header_room(header, coded_streams(planned))
+        header_room(header, coded_streams(planned), pooled)
         + len(header.raw)
         + len(manifest)
+        + 8 * len(pooled)
         + sum(t.predicted or 0 for t in planned)
     )

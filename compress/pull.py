@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +13,10 @@ from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.hub import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
 from neuzip.formats.hub_connection import Note
 from neuzip.formats.hub_pull import RECORDS, fetch
+from neuzip.formats.tensor_file import LONGEST_SIGN, other_format
 
 from .source import weight_bytes
-from .verify import verify
+from .verify import Stage, verify
 from .workspace import (
     files_in,
     publish,
@@ -33,9 +32,6 @@ from .workspace import (
 
 MARK = f"{RECORDS}/neuzip-pull"
 """What tells a later run that a workspace is one of a pull, and of which repository."""
-
-Stage = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""stage(label, nbytes): a progress bar and the function that moves it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,7 @@ def pull(
                 _require_space(work, listing)
             fetch(listing, work, note=note, progress=progress)
             _refuse_damaged(listing, work, stage)
+            _refuse_other_formats(listing, work)
             if listing.is_compressed:
                 tensors, without_base = _verified(listing, work, stage)
             with writing(work):
@@ -148,6 +145,19 @@ def _refuse_damaged(listing: Listing, work: Path, stage: Stage) -> None:
             for file in damaged:
                 (work / file.path).unlink(missing_ok=True)
         raise not_as_on_the_hub(listing, [file.path for file in damaged])
+
+
+def _refuse_other_formats(listing: Listing, work: Path) -> None:
+    """Raise VerificationError for a weight file that is something else on the Hub, such as an LFS pointer."""
+    for file in listing.files:
+        if file.path.endswith(".safetensors"):
+            with open(work / file.path, "rb") as content:
+                error = other_format(file.path, content.read(LONGEST_SIGN))
+            if error is not None:
+                raise VerificationError(
+                    f"{listing.src}: arrived as it is on the Hub, and {error.message}",
+                    f"tell its owner, or pull an older revision; {work} can be removed",
+                )
 
 
 def _verified(listing: Listing, work: Path, stage: Stage) -> tuple[int, int]:

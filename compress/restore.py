@@ -16,7 +16,7 @@ from neuzip.formats.checkpoint import (
     file_checksum,
     read_stored_files,
 )
-from neuzip.formats.tensor_file import TensorFile
+from neuzip.formats.tensor_file import TensorFile, opener
 
 from .base import check_base
 from .device import CPU, Device
@@ -27,7 +27,9 @@ from .workspace import (
     copy_file,
     file_workspace,
     files_in,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     publish_file,
     recover,
@@ -71,7 +73,7 @@ def decompress(
     on_bytes: OnBytes = ignore,
     base: str | os.PathLike[str] | None = None,
 ) -> DecompressionReport:
-    """Restore a compressed checkpoint: for a lossless one every file, byte by byte.
+    """Restore a compressed checkpoint: for a lossless one every file, byte by byte, with its permission bits.
 
     A delta needs the `base` that it was made against, whose tensors are compared with their checksums first.
     Every tensor is compared with its checksum before its file gets its final name. Raises NeuzipError.
@@ -112,7 +114,7 @@ def _restore_single(
     (file,) = source.checkpoint.weights
     refuse_folder(dst)
     with file_workspace(dst, overwrite) as work:
-        if dst.exists() and not overwrite and _is_restored_file(source, file, dst):
+        if dst.exists() and not overwrite and _is_restored_file(source, file, dst, on_bytes):
             return 1, True
         refuse_existing(dst, overwrite, file=True)
         require_space(dst, sum(t.info.nbytes for t in source.tensors()))
@@ -135,19 +137,19 @@ def _restore_folder(
     verify_files(source)
     stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
     recover(dst)
-    if dst.exists() and not overwrite and _is_restored(source, stored, dst):
+    if dst.exists() and not overwrite and _is_restored(source, stored, dst, on_bytes):
         return len(stored), True
     refuse_existing(dst, overwrite, known=stored)
     missing = {file for file in checkpoint.weights if not (partial_name(dst) / file).is_file()}
     require_space(dst, sum(t.info.nbytes for t in source.tensors() if t.file in missing))
-    with workspace(dst) as work:
+    with workspace(dst, checkpoint.root) as work:
         for name, file in stored.items():
             target = work / name
             with writing(target):
                 if file.kind == "container":
-                    if target.exists() and _is_restored_file(source, name, target):
+                    if target.exists() and _is_restored_file(source, name, target, on_bytes):
                         continue
-                    target.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(target.parent, (checkpoint.root / name).parent)
                     _restore(source, name, target, workers, on_bytes)
                 else:
                     folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
@@ -163,8 +165,9 @@ def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on
     The threads that decode write too: so the file is all that anybody waits for.
     """
     temporary = partial_name(target)
+    mode = permissions(source.checkpoint.root / file)
     try:
-        with open(temporary, "wb") as out:
+        with open(temporary, "wb", opener=opener(mode)) as out:
             raw = source.header(file).raw
             out.write(raw)
             out.flush()
@@ -187,26 +190,32 @@ def _write_at(descriptor: int, offset: int, data: Bytes) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def _is_restored(source: TensorSource, stored: dict[str, StoredFile], folder: Path) -> bool:
+def _is_restored(
+    source: TensorSource, stored: dict[str, StoredFile], folder: Path, on_bytes: OnBytes
+) -> bool:
     """Whether a folder holds all that `source` restores to, and nothing else."""
     if {p.relative_to(folder).as_posix() for p in files_in(folder)} != set(stored):
         return False
     return all(
-        _is_restored_file(source, name, folder / name)
+        _is_restored_file(source, name, folder / name, on_bytes)
         if file.kind == "container"
         else file_checksum(folder / name) == file.checksum
         for name, file in stored.items()
     )
 
 
-def _is_restored_file(source: TensorSource, name: str, path: Path) -> bool:
-    """Whether a weight file holds what its container says."""
+def _is_restored_file(source: TensorSource, name: str, path: Path, on_bytes: OnBytes) -> bool:
+    """Whether a weight file holds what its container says; then `on_bytes` is told of its tensors."""
+    tensors = list(source.tensors(name))
     try:
         with TensorFile(path) as file:
-            return file.header.raw == source.header(name).raw and all(
+            if file.header.raw != source.header(name).raw or not all(
                 t.record is not None
                 and digest(lambda a, b, i=t.info: file.read(i, a, b), t.info.nbytes) == t.record.checksum  # type: ignore[misc]
-                for t in source.tensors(name)
-            )
+                for t in tensors
+            ):
+                return False
     except FormatError:
         return False
+    on_bytes(sum(t.info.nbytes for t in tensors))
+    return True

@@ -128,10 +128,12 @@ def rules_of_options(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     ternary: Scheme | None = None,
+    bits_for: Sequence[str] = (),
 ) -> list[Rule]:
     """The rules that the options of `neuzip compress` stand for. Raises UsageError.
 
-    `block_size` is a number or "none". Only tensors of two and more dimensions are rounded: norms and biases
+    `block_size` is a number or "none"; each of `bits_for` is GLOB=K, mantissa bits of the matrices that match
+    in place of `mantissa_bits`. Only tensors of two and more dimensions are rounded: norms and biases
     weigh little and matter much, so they stay lossless. `ternary` is for LINEAR_WEIGHTS only.
     """
     if ternary is not None and include:
@@ -141,8 +143,17 @@ def rules_of_options(
     if block_size != "none" and not (block_size.isdecimal() and len(block_size) < 10):
         raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
     size = None if block_size == "none" else int(block_size)
-    scheme = Scheme("lossless" if mantissa_bits is None else "truncated", mantissa_bits, size)
+    alone = mantissa_bits is None and bits_for  # then a block size is for those
+    kind = "lossless" if mantissa_bits is None else "truncated"
+    scheme = Scheme(kind, mantissa_bits, None if alone else size)
     rules = [Rule(glob, RAW) for glob in exclude]
+    for asked in bits_for:
+        glob, _, bits = asked.rpartition("=")
+        if not (glob and bits.isdecimal() and len(bits) < 10):
+            raise UsageError(
+                f"--bits-for {asked!r}: is no GLOB=K", "give names and bits, as in '*embed_tokens.weight=4'"
+            )
+        rules.append(Rule(glob, Scheme("truncated", int(bits), size), min_dimensions=2))
     if ternary is not None:
         rules.append(Rule(LINEAR_WEIGHTS, ternary, min_dimensions=2))
     for glob in include or ["*"]:

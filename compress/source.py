@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
-from neuzip.formats.container import Container, is_container, stream_name
+from neuzip.formats.container import Container, checksum, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile, TensorInfo
 from neuzip.kernels import rans
@@ -26,6 +26,7 @@ from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 from . import delta, lossless, truncated
 from .device import CPU, Device
 from .lossless import PIECE, OnGpu
+from .workspace import reading
 
 if TYPE_CHECKING:
     from . import ternary
@@ -147,8 +148,12 @@ class TensorSource:
         return opened.original if isinstance(opened, Container) else opened.header
 
     def file_bytes(self, file: str) -> int:
-        """Size of any file of the checkpoint."""
-        return (self.checkpoint.root / file).stat().st_size
+        """Size of any file of the checkpoint. Raises FormatError for one that has gone away."""
+        if file in self._files:
+            opened = self._files[file]
+            return (opened.file if isinstance(opened, Container) else opened).size
+        with reading(self.checkpoint.root / file):
+            return (self.checkpoint.root / file).stat().st_size
 
     def opened(self, file: str) -> TensorFile | Container:
         """The open file itself."""
@@ -168,10 +173,11 @@ class TensorSource:
         records = opened.manifest.tensors if isinstance(opened, Container) else {}
         return None if info is None else SourceTensor(file, info, records.get(name))
 
-    def reader(self, tensor: SourceTensor) -> Callable[[int, int], Bytes]:
+    def reader(self, tensor: SourceTensor, *, check: bool = False) -> Callable[[int, int], Bytes]:
         """read(start, stop) for a tensor's restored bytes; both at multiples of its element size.
 
-        For several threads. Raises FormatError, now or when reading, for streams that cannot be decoded.
+        For several threads. `check` compares a stream that is read whole with its checksum. Raises
+        FormatError, now or when reading, for streams that cannot be decoded.
         """
         opened = self._files[tensor.file]
         if isinstance(opened, TensorFile):
@@ -179,14 +185,14 @@ class TensorSource:
         record = tensor.record
         assert record is not None
         if record.scheme == "alias":
-            return self.reader(self.resolve(tensor))
+            return self.reader(self.resolve(tensor), check=check)
         if record.scheme == "raw":
             return lambda start, stop: opened.read_raw(tensor.name, start, stop)
         of_base = self._base_reader(tensor) if record.needs_base else None
         if record.scheme == "base":
             assert of_base is not None
             return of_base
-        decoder = self.decoder(tensor)
+        decoder = self.decoder(tensor, check=check)
         size = DTYPE_BITS[tensor.info.dtype] // 8
 
         def read(start: int, stop: int) -> Bytes:
@@ -234,7 +240,11 @@ class TensorSource:
     def base_hint(self) -> str:
         """Which base to give."""
         name = base_name(self.checkpoint)
-        return f"give --base {name}" if name is not None else "give the --base that it was made against"
+        return (
+            f"give {shell('--base', name)}"
+            if name is not None
+            else "give the --base that it was made against"
+        )
 
     def extents(self, tensor: SourceTensor) -> list[Extent]:
         """What is stored of a tensor that is no alias: its streams, or its bytes."""
@@ -249,7 +259,9 @@ class TensorSource:
         if record is None:
             return [extent(None, tensor.name, None)]
         if not record.streams:
-            return [extent(None, tensor.name, record.checksum)]
+            assert isinstance(opened, Container)
+            start = file.data_start + opened.raw_start(tensor.name)
+            return [Extent(None, start, start + tensor.info.nbytes, record.checksum)]
         return [extent(s, stream_name(tensor.name, s), checksum) for s, checksum in record.streams.items()]
 
     def read_into(self, file: str, offset: int, target: Bytes) -> None:
@@ -308,18 +320,15 @@ class TensorSource:
         for stream, expected in tensor.record.streams.items():
             total = opened.stream_bytes(tensor.name, stream)
             found = digest(lambda a, b, s=stream: opened.read_stream(tensor.name, s, a, b), total)  # type: ignore[misc]
-            if found != expected:
-                raise FormatError(
-                    opened.path, f"has the checksum {found} instead of {expected}: the file is damaged",
-                    tensor=tensor.name, field=stream,
-                )  # fmt: skip
+            _require_checksum(opened.path, tensor.name, stream, found, expected)
 
     def decoder(
-        self, tensor: SourceTensor
+        self, tensor: SourceTensor, *, check: bool = False
     ) -> lossless.Decoder | truncated.Decoder | ternary.Decoder | delta.Decoder:
         """What decodes ranges of a tensor that has streams. Raises FormatError.
 
-        Ternary tensors are decoded on the CPU, whatever the device: there is little to do.
+        With `check` a stream that is read whole, as its table is, is compared with its checksum. Ternary
+        tensors are decoded on the CPU, whatever the device: there is little to do.
         """
         opened, record = self._files[tensor.file], tensor.record
         assert isinstance(opened, Container)
@@ -332,7 +341,10 @@ class TensorSource:
             )  # fmt: skip
 
         def read(stream: str, start: int, stop: int) -> Bytes:
-            return opened.read_stream(tensor.name, stream, start, stop)
+            data = opened.read_stream(tensor.name, stream, start, stop)
+            if check and (start, stop) == (0, length(stream)):
+                _require_checksum(opened.path, tensor.name, stream, checksum(data), record.streams[stream])
+            return data
 
         def length(stream: str) -> int:
             return opened.stream_bytes(tensor.name, stream)
@@ -369,6 +381,14 @@ class TensorSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_checksum(path: Path, tensor: str, stream: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise FormatError(
+            path, f"has the checksum {found} instead of {expected}: the file is damaged",
+            tensor=tensor, field=stream,
+        )  # fmt: skip
 
 
 def _ternary_decoder(

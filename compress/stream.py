@@ -25,15 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
     Checkpoint,
     find_checkpoint,
-    index_files,
     read_stored_files,
-    read_weight_map,
+    with_indices,
 )
 from neuzip.formats.container import HEADER_ENTRY, Container, is_container_metadata
 from neuzip.formats.hub import HubFile, Pushed, plan_push
@@ -42,6 +41,7 @@ from neuzip.formats.hub_connection import Note, bars
 from neuzip.formats.hub_draft import Draft
 from neuzip.formats.hub_pull import remove_unfinished
 from neuzip.formats.hub_stream import RemoteCheckpoint, download, find_remote, read_headers, read_range
+from neuzip.formats.private_files import private_files, refuse_private
 from neuzip.formats.tensor_file import Header, TensorFile
 
 from .device import CPU, Device
@@ -57,7 +57,7 @@ from .pipeline import (
 from .plan import ALIAS_MINIMUM, Plan, PlannedTensor, choose_schemes, refuse_destruction
 from .scheme import Rule
 from .source import Bytes, SourceTensor, TensorSource, digest
-from .verify import OnBytes, check_tensors, ignore
+from .verify import OnBytes, check_rewritten, check_tensors, ignore
 from .workers import Workers
 from .workspace import (
     files_in,
@@ -114,10 +114,10 @@ class StreamedSource(TensorSource):
             for info in self._headers[name].in_file_order:
                 yield SourceTensor(name, info)
 
-    def reader(self, tensor: SourceTensor) -> Callable[[int, int], Bytes]:
+    def reader(self, tensor: SourceTensor, *, check: bool = False) -> Callable[[int, int], Bytes]:
         """read(start, stop) for a tensor's bytes."""
         if tensor.file in self._files:
-            return super().reader(tensor)
+            return super().reader(tensor, check=check)
         begin = len(self._headers[tensor.file].raw) + tensor.info.start
 
         def read(start: int, stop: int) -> Bytes:
@@ -223,6 +223,7 @@ def compress_stream(
     *,
     draft: Draft | None = None,
     private: bool = False,
+    allow_private_files: bool = False,
     jobs: int | None = None,
     overwrite: bool = False,
     device: Device = CPU,
@@ -234,9 +235,13 @@ def compress_stream(
     """Download, compress, verify and delete shard by shard; a killed run goes on where it stopped.
 
     With a `draft` the result goes to the Hub and nothing stays: `dst` only says where the work is done. It is
-    made `private` if it is new there. `note` is told of each file. Raises NeuzipError.
+    made `private` if it is new there; files that look private are refused then, unless
+    `allow_private_files`. `note` is told of each file. Raises NeuzipError.
     """
     dst, began, remote = Path(dst), time.monotonic(), plan.remote
+    if draft is not None:
+        refuse_private(private_files(plan.source.checkpoint), str(draft.target), allow_private_files)
+        note(going(plan.source.checkpoint, draft))
     if activations is not None and "config.json" not in remote.others:
         raise NeuzipError(f"{remote.src}: has no config.json", "leave out --activations")
     wanted = _State(
@@ -256,7 +261,7 @@ def compress_stream(
             draft.begin(private=private, overwrite=overwrite or (begun == wanted and bool(begun.sent)))
         elif dst.is_dir() and not overwrite:
             finished = job(StreamedSource(remote, dst, plan.headers))
-            if _load_state(dst) == wanted or finished.is_made(dst):
+            if finished.is_made(dst, ours=_load_state(dst) == wanted):
                 return _finish(finished, dst, began)
         if draft is None:
             refuse_existing(dst, overwrite)
@@ -303,8 +308,7 @@ def _download_others(source: StreamedSource) -> None:
         remove_unfinished(root)
     for file in source.checkpoint.others:
         download(source.remote, file, root)
-    for index in index_files(source.checkpoint):
-        read_weight_map(source.checkpoint, index)
+    source.checkpoint = with_indices(source.checkpoint)
 
 
 def _finish(stream: _Stream, dst: Path, began: float) -> StreamReport:
@@ -383,19 +387,34 @@ class _Stream(Compression):
                 hollow(work / file)
         return sent
 
-    def is_made(self, dst: Path) -> bool:
-        """Whether `dst` is what this run would make, which only a lossless result can tell.
+    def is_made(self, dst: Path, *, ours: bool) -> bool:
+        """Whether `dst` is what this run would make, and intact.
 
-        Its files are restored in memory, and have to have the digests that the Hub names.
+        A lossless result tells: its files are restored in memory, and have to have the digests that the Hub
+        names. Any other is known only as `ours`, by a state that names the same commit.
         """
-        if not self._is_ours(dst):
+        if not ours and not self._is_ours(dst):
             return False
+        try:
+            return self._is_intact_folder(dst, ours)
+        except (FormatError, VerificationError):
+            return False
+
+    def _is_intact_folder(self, dst: Path, ours: bool) -> bool:
         stored, files = read_stored_files(dst), self.remote.files
         with TensorSource(dst, self._device) as made:
-            if made.checkpoint.weights != self.remote.weights or not all(
-                files[file].matches_pieces(_restored(made, file)) for file in self.remote.weights
-            ):
+            if made.checkpoint.weights != self.remote.weights:
                 return False
+            check_rewritten(made)
+            for file in self.remote.weights:
+                here = list(made.tensors(file))
+                if ours and not all(t.record is None or t.record.lossless for t in here):
+                    for _ in check_tensors(made, here, self._workers, on_bytes=self._on_bytes):
+                        pass
+                elif not files[file].matches_pieces(_restored(made, file, self._on_bytes)):
+                    return False
+                for tensor in here:
+                    made.check_streams(tensor)
         self._resumed = len(self.remote.weights)
         return all(
             file in stored
@@ -511,13 +530,14 @@ class _Stream(Compression):
         )
 
 
-def _restored(made: TensorSource, file: str) -> Iterator[bytes | memoryview]:
+def _restored(made: TensorSource, file: str, on_bytes: OnBytes) -> Iterator[bytes | memoryview]:
     """A file as it was before compression, in pieces."""
     yield made.header(file).raw
     for tensor in made.tensors(file):
         read = made.reader(tensor)
-        for piece in tensor.pieces():
-            yield read(*piece).data
+        for start, stop in tensor.pieces():
+            yield read(start, stop).data
+            on_bytes(stop - start)
 
 
 def _kind(planned: PlannedTensor) -> tuple[object, ...]:
@@ -543,6 +563,11 @@ def hollow(path: Path) -> None:
         os.replace(partial_name(path), path)
 
 
+def going(checkpoint: Checkpoint, draft: Draft) -> str:
+    """Which files of a checkpoint an upload has."""
+    return f"these files go to {draft.target}: {', '.join((*checkpoint.weights, *checkpoint.others))}"
+
+
 def compress_and_push(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -551,17 +576,22 @@ def compress_and_push(
     draft: Draft,
     private: bool = False,
     overwrite: bool = False,
+    allow_private_files: bool = False,
+    note: Note = pass_over,
     **options: Any,
 ) -> tuple[CompressionReport, Pushed]:
     """Compress a folder as `compress`, which gets the `options`, and upload each container when it is ready.
 
     The repository is made `private` if it is new. With `overwrite` both results may replace older ones.
-    Raises NeuzipError.
+    Files that look private are refused unless `allow_private_files`. `note` is told what is uploaded. Raises
+    NeuzipError.
     """
     if Path(src).is_file():
         raise NeuzipError(f"{src}: is a file, and repositories hold folders", "give its folder")
     with TensorSource(src) as source:
         require_plain(source, Path(dst))
+        refuse_private(private_files(source.checkpoint), str(draft.target), allow_private_files)
+        note(going(source.checkpoint, draft))
     refuse_unless_made(Path(dst), overwrite)
     draft.begin(private=private, overwrite=overwrite)
     sent: dict[str, HubFile] = {}

@@ -44,6 +44,11 @@ def normalisable(fmt: FloatFormat) -> bool:
     return fmt.bits >= 16
 
 
+def normaliser_bytes(numel: int, block_size: int | None) -> int:
+    """What the normalisers of a tensor take: one byte a block, none without blocks."""
+    return 0 if block_size is None else lossless.padded(-(-numel // block_size))
+
+
 @dataclass(frozen=True)
 class Rounding:
     """Rounding to `mantissa_bits`, normalised by blocks of `block_size` weights, or not (None)."""
@@ -149,8 +154,8 @@ class Decoder:
         if rounding.block_size is not None:
             if not normalisable(rounding.fmt):
                 raise NeuzipError(f"{rounding.fmt.name} takes no normaliser, so no block_size")
-            blocks = -(-numel // rounding.block_size)
-            lossless.expect_length("normaliser", length("normaliser"), lossless.padded(blocks))
+            expected = normaliser_bytes(numel, rounding.block_size)
+            lossless.expect_length("normaliser", length("normaliser"), expected)
 
     def read(self, start: int, stop: int) -> Bits:
         """The restored patterns of weights `start` to `stop`."""

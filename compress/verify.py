@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, file_checksum, read_stored_files
+from neuzip.errors import FormatError, NeuzipError, VerificationError, shell
+from neuzip.formats.checkpoint import (
+    ORIGINAL_FOLDER,
+    WEIGHTS_KEY,
+    Checkpoint,
+    config_files,
+    file_checksum,
+    index_files,
+    read_lenient,
+    read_stored_files,
+    rewritten_config,
+    rewritten_index,
+)
 from neuzip.formats.container import Container
-from neuzip.formats.own_section import own_section, read_config
+from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
 from .base import check_base
 from .delta import Decoder
 from .device import CPU, Device
-from .lossless import PIECE, pieces
+from .lossless import PIECE
 from .scheme import DROPPED_LAYERS
 from .source import Bytes, SourceTensor, TensorSource
 from .truncated import Error
 from .workers import Workers, default_jobs
 
 OnBytes = Callable[[int], None]
+Stage = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""stage(label, nbytes): shows how far a piece of work is; gives the function that moves it."""
+
 Reader = Callable[[int, int], Bytes]
 Keep = Callable[[SourceTensor, int, Bytes], None]
 """keep(tensor, start, data): the restored bytes of a tensor from `start` on."""
@@ -35,6 +53,11 @@ Piece = tuple[Bytes, bool, list[Error], Bytes | None]
 
 def ignore(_: int) -> None:
     """Report no progress."""
+
+
+def unseen(label: str, nbytes: int) -> AbstractContextManager[OnBytes]:
+    """A `Stage` that shows nothing."""
+    return nullcontext(ignore)
 
 
 @dataclass(frozen=True)
@@ -108,6 +131,7 @@ def verify(
         if of_base is not None:
             check_base(source, workers)
         files, tensors = verify_files(source), list(source.tensors())
+        check_rewritten(source)
 
         if against is None:
             stored = [t for t in tensors if _decoded_elsewhere(source, t) is None]
@@ -137,14 +161,18 @@ def verify(
         if verdict.identical is False and verdict.lossless:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} is stored {verdict.scheme}, but is not that of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
         if verdict.of_another:
             raise VerificationError(
                 f"{src}: tensor {verdict.name!r} was rounded from other weights than those of {against}",
-                f"is {against} the checkpoint that was compressed? see: neuzip diff {src} {against}",
+                _is_it(src, against),
             )
     return VerifyReport(tuple(verdicts), files, device.name)
+
+
+def _is_it(src: str | os.PathLike[str], against: str | os.PathLike[str]) -> str:
+    return f"is {against} the checkpoint that was compressed? see: {shell('neuzip', 'diff', src, against)}"
 
 
 def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
@@ -156,8 +184,7 @@ def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
     decoder = source.decoder(tensor)
     assert isinstance(decoder, Decoder)
     try:
-        for piece in pieces(tensor.info.numel):
-            decoder.read_differences(*piece)
+        decoder.check()
     except FormatError:
         raise
     except NeuzipError as error:
@@ -218,6 +245,47 @@ def verify_files(source: TensorSource) -> int:
     return len(stored)
 
 
+def check_rewritten(source: TensorSource) -> None:
+    """Compare what was rewritten in a compressed folder with the originals and the records of all tensors.
+
+    What config.json has under `neuzip` is not looked at: how a model runs may be changed. The sentence that
+    stops a transformers without neuzip may be missing, as in older folders. Raises FormatError.
+    """
+    checkpoint = source.checkpoint
+    if not checkpoint.is_compressed_folder:
+        return
+    root = checkpoint.root / ORIGINAL_FOLDER
+    stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
+    records: dict[str, dict[str, TensorRecord]] = {file: {} for file in checkpoint.weights}
+    for tensor in source.tensors():
+        if tensor.record is not None:
+            records[tensor.file][tensor.name] = tensor.record
+    lossless = all(r.lossless for of_file in records.values() for r in of_file.values())
+    rewritten = tuple(file for file, how in stored.items() if how.kind == "rewritten")
+    originals = Checkpoint(root, root, checkpoint.weights, rewritten)
+    wanted = {file: rewritten_index(originals, file, records) for file in index_files(originals)}
+    wanted |= {file: rewritten_config(originals, file, lossless) for file in config_files(originals)}
+    for file, content in wanted.items():
+        _require_entries(checkpoint.root / file, json.loads(content))
+
+
+def _require_entries(path: Path, wanted: dict[str, Any]) -> None:
+    """Raise FormatError unless a JSON file has these keys and values, but for those that say how to run."""
+    if not path.is_file():
+        raise FormatError(path, "is missing")
+    document = read_lenient(path)
+    for key in wanted.keys() - {SECTION}:
+        if key == WEIGHTS_KEY and key not in document:
+            continue  # an older folder
+        # As text: NaN, which Python's JSON may hold, differs from itself.
+        a, b = (json.dumps(d.get(key), sort_keys=True) for d in (document, wanted))
+        if key not in document or a != b:
+            raise FormatError(
+                path, f"is not what follows from {ORIGINAL_FOLDER}: it is damaged", field=key,
+                hint="repeat the command that compressed it: it makes the file again",
+            )  # fmt: skip
+
+
 def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
     """Raise VerificationError if layers were dropped from `source` that its original has."""
     if _dropped(source) != _dropped(original):
@@ -226,7 +294,7 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
             f"{src}: was made without some layers of {against}, and the others have new numbers:"
             " tensors cannot be compared",
             f"without --against {src} itself is checked;"
-            f" neuzip eval {src} --base {against} --text TEXT measures what is missing",
+            f" {shell('neuzip', 'eval', src, '--base', against, '--text', 'TEXT')} measures what is missing",
         )
 
 

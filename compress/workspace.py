@@ -11,13 +11,17 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from neuzip.errors import NeuzipError, WouldOverwrite
-from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint
+from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError, WouldOverwrite
+from neuzip.formats.checkpoint import CHUNK, OWN_FOLDER, find_checkpoint
+from neuzip.formats.tensor_file import NEW_FILE, opener
 
 from .replaceable import why_not
 
@@ -25,25 +29,47 @@ PLAN_PATH = f"{OWN_FOLDER}/plan.json"
 """What tells a later run that a workspace is one of a compression, and of which."""
 
 
+UNSUPPORTED = frozenset(
+    {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
+)
+"""What file systems answer that have no locks, or cannot sync a folder. The descriptor is a good one."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of a failed write into an error that says what to do."""
+    """Turn what the operating system says of a failed write into an error that says what to do.
+
+    What is read meanwhile stands in a `reading`, so that no source is told of as what was written.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NeuzipError(
-                f"{path}: no space left on the disk",
-                "free some space and repeat the command: it goes on where it stopped",
-            ) from error
+        if error.errno in FULL:
+            raise DiskFull(error.filename or path) from error
         raise NeuzipError(
             f"{error.filename or path}: cannot be written: {error.strerror or error}"
         ) from error
 
 
 @contextmanager
-def workspace(dst: Path) -> Iterator[Path]:
-    """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails."""
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a failed read into a FormatError that names what was read."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FormatError(
+            path, "went away while it was read", hint="put it back and repeat the command"
+        ) from error
+    except OSError as error:
+        raise FormatError(path, f"cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def workspace(dst: Path, like: Path | None = None) -> Iterator[Path]:
+    """The folder in which `dst` is prepared, locked against other runs. It stays when the run fails.
+
+    It has the permission bits of the folder `like`, if one is given, as far as the umask leaves them.
+    """
     work = partial_name(dst)
     _refuse_link(work)
     if work.is_file():
@@ -52,6 +78,9 @@ def workspace(dst: Path) -> Iterator[Path]:
             "remove it if a run that was killed has left it, or choose another DST",
         )
     with writing(work):
+        if like is not None:
+            work.parent.mkdir(parents=True, exist_ok=True)
+            work.mkdir(folder_mode(like), exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
         try:
             lock = locked(work)
@@ -70,11 +99,22 @@ def locked(folder: Path) -> int:
 
     Raises BlockingIOError if another run has it, FileNotFoundError if the folder is there no more, and
     OSError for what is none: a link may lead to a user's files. A run that has just ended has renamed or
-    removed its folder: the lock of that one would protect nothing.
+    removed its folder: the lock of that one would protect nothing. Where the file system has no locks, there
+    is a warning, and nothing keeps other runs out.
     """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warnings.warn(
+                f"{folder}: cannot be locked on this file system ({error.strerror}):"
+                " take care that no other run writes there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if not os.path.samestat(os.fstat(lock), os.stat(folder)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     except BaseException:
@@ -137,25 +177,66 @@ def publish_file(work: Path, dst: Path) -> None:
         sync_folder(dst.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file under its final name in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def permissions(file: Path, *others: Path) -> int:
+    """The permission bits that all of some files or folders have, without setuid, setgid and sticky bit."""
+    mode = 0o777
+    for path in (file, *others):
+        with reading(path):
+            mode &= stat.S_IMODE(path.stat().st_mode)
+    return mode
+
+
+def folder_mode(like: Path) -> int:
+    """The permission bits of a folder that holds what another does; its owner may write there."""
+    return permissions(like) | 0o700
+
+
+def make_folder(folder: Path, like: Path) -> None:
+    """Make a folder, and those above it, with the permission bits of another and those above that."""
+    if not folder.is_dir():
+        make_folder(folder.parent, like.parent)
+        folder.mkdir(folder_mode(like), exist_ok=True)
+
+
+def write_file(path: Path, data: bytes, like: Path | None = None) -> None:
+    """Write a small file under its final name in one step, or nothing. Raises NeuzipError.
+
+    It has the permission bits of the file that it replaces, or of the file `like`, less the umask.
+    """
     temporary = partial_name(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    known = path if path.is_file() else like
+    mode = NEW_FILE if known is None else permissions(known)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb", opener=opener(mode)) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's content under its final name in one step."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = partial_name(target)
-    shutil.copyfile(source, temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
+    """Copy a file's content and permission bits, less the umask, under its final name in one step."""
+    with reading(source):
+        content = open(source, "rb")
+    with content:
+        make_folder(target.parent, source.parent)
+        temporary = partial_name(target)
+        with open(temporary, "wb", opener=opener(permissions(source))) as file:
+            while chunk := _read(content, source):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+
+def _read(content: BinaryIO, path: Path) -> bytes:
+    with reading(path):
+        return content.read(CHUNK)
 
 
 def remove(path: Path) -> None:
@@ -284,6 +365,9 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:  # some file systems cannot, and have no other way either
+        if error.errno not in UNSUPPORTED:
+            raise
     finally:
         os.close(handle)
 

@@ -148,7 +148,7 @@ class Calibration:
     Divergences are in nats a token. `limit` is the budget, None where there was none; `offered` are the bits
     that layers could get, `sum_of_layers` the sum of the divergences of single layers as they were chosen,
     `trials` the divergence of each choice that was measured as a whole, the last one taken. `comparison` is
-    of the model with the choice.
+    of the model with the choice. `special_tokens` says what stands in front of windows, as in `Convention`.
     """
 
     mode: Mode
@@ -167,6 +167,7 @@ class Calibration:
     dtype: str
     seconds: float
     versions: dict[str, str] = field(default_factory=versions)
+    special_tokens: str = "none"
 
     @property
     def bits(self) -> tuple[int | None, ...]:
@@ -222,6 +223,7 @@ def calibrate(
         device=device_name(yardstick.device),
         dtype=str(model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
+        special_tokens=convention.special_tokens,
     )
 
 
@@ -515,7 +517,7 @@ def copy_patched(
     checkpoint = find_checkpoint(src)
     require_free(checkpoint.path, dst, overwrite)
     recover(dst)
-    with workspace(dst) as work:
+    with workspace(dst, checkpoint.root) as work:
         clear(work, overwrite)
         with writing(work):
             for file in (*checkpoint.weights, *checkpoint.others):

@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.compress.workspace import write_file
-
 from .attention import BITS, Calibration, Form, Layer
+from .convention_names import special_text
 from .histograms import visible
 from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 
@@ -33,9 +32,9 @@ def draw(found: Calibration, title: str) -> Figure:
         return _draw(found, title)
 
 
-def write(found: Calibration, title: str, path: Path) -> None:
-    """Write the picture, of the kind that the suffix of `path` names."""
-    write_file(path, (png if path.suffix == ".png" else svg)(draw(found, title)))
+def drawn(found: Calibration, title: str, path: Path) -> bytes:
+    """The picture as a file, of the kind that the suffix of `path` names."""
+    return (png if path.suffix == ".png" else svg)(draw(found, title))
 
 
 def _draw(found: Calibration, title: str) -> Figure:
@@ -43,7 +42,7 @@ def _draw(found: Calibration, title: str) -> Figure:
 
     figure = Figure(figsize=(11, 5), facecolor="white")
     figure.text(0.04, 0.94, visible(title), color=INK, size=15, weight="bold", va="center", parse_math=False)
-    how = f"{found.tokens:,} tokens, windows of {found.window:,}"
+    how = f"{found.tokens:,} tokens, windows of {found.window:,}{special_text(found.special_tokens)}"
     budget = f"; dashed: the budget of all, {found.limit:g}" if found.limit else ""
     said = f"{visible(found.text)}: {how}; {choice_text(found)}{budget}"
     figure.text(0.04, 0.885, said, color=MUTED, size=10, va="center", parse_math=False)

@@ -2,6 +2,8 @@
 
 | convention | windows                                                          | scored                  |
 |------------|------------------------------------------------------------------|-------------------------|
+| bos        | as token, but BOS in front of each window takes the place of its | all, a window's first   |
+|            | first token; only if the tokenizer puts BOS in front of a text   | token too               |
 | token      | 1,024 predictions each, without overlap, over all documents      | all                     |
 | strided    | 1,024 tokens, one every 512, as in the guide of transformers     | what was not before     |
 | llama.cpp  | 512 tokens without overlap; a last one that is shorter is left   | the last 255: of the    |
@@ -9,10 +11,10 @@
 | lm-eval    | each document, behind BOS (or else EOS), in windows as long as   | all, the document's     |
 |            | the model can; the last one is moved back to its full length     | first token too         |
 
-token and strided put no special tokens in. The last follows the task `wikitext` of lm-evaluation-harness
-0.4.13: articles of WikiText are detokenised, other texts are not; perplexities are those a word and a byte,
-and these are counted before. The guide: huggingface.co/docs/transformers/perplexity; llama.cpp:
-tools/perplexity.
+token and strided put no special tokens in, whatever the tokenizer does by itself. The last follows the task
+`wikitext` of lm-evaluation-harness 0.4.13: articles of WikiText are detokenised, other texts are not;
+perplexities are those a word and a byte, and these are counted before. The guide:
+huggingface.co/docs/transformers/perplexity; llama.cpp: tools/perplexity.
 
 A convention becomes tokens in a row and windows over them, whatever they stand for.
 """
@@ -30,9 +32,10 @@ import numpy as np
 import torch
 
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.runtime.load import quiet_transformers
+from neuzip.runtime.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
+from neuzip.runtime.load import naming_tokenizer, quiet_transformers
 
-from .convention_names import Name
+from .convention_names import BOS, Name, special_text
 from .estimates import Blocks, Values, effective
 from .texts import Text
 
@@ -70,7 +73,8 @@ class Convention:
     """What a perplexity must be told with. `tokens` are those predicted.
 
     `words` and `bytes` are what perplexities a word and a byte are of, None where there are none of these, or
-    where not all of the text is predicted. A word belongs to the token with which it begins.
+    where not all of the text is predicted. A word belongs to the token with which it begins. `special_tokens`
+    says what stands in front of windows, "none" if nothing does and the tokenizer would put nothing there.
     """
 
     name: Name
@@ -88,18 +92,20 @@ class Convention:
         """The windows, in words."""
         size = f"{self.window:,}"
         return {
+            "bos": f"windows of {size} predictions, no overlap",
             "token": f"windows of {size} predictions, no overlap",
             "strided": f"windows of {size} tokens, stride {self.stride or 0:,}",
             "llama.cpp": f"windows of {size} tokens, their second halves",
             "lm-eval": f"documents in windows of up to {size}",
-        }[self.name] + ("" if self.special_tokens == "none" else f", {self.special_tokens}")
+        }[self.name] + special_text(self.special_tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
     """A text under a convention: `ids` int64 [n], windows over them, and the blocks of what is scored.
 
-    `words` and `bytes` are those of each block, None where that is not known.
+    `words` and `bytes` are those of each block, None where that is not known. `front` is the token with which
+    every window begins, which is not of the text; None if there is none.
     """
 
     convention: Convention
@@ -108,6 +114,18 @@ class Reading:
     blocks: Blocks
     words: Values | None = None
     bytes: Values | None = None
+    front: int | None = None
+
+    @property
+    def text(self) -> torch.Tensor:
+        """The tokens of the text, int64 [n], without those in front of windows."""
+        if self.front is None:
+            return self.ids
+        return torch.cat([self.ids[w.start + 1 : w.stop + 1] for w in self.windows])
+
+    def rows(self, width: int, tokens: int) -> torch.Tensor:
+        """The first `tokens` of the text in rows that a model reads, [n, width], each behind `front`."""
+        return rows_behind(self.front, self.text[:tokens], width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +157,8 @@ class Tokenised:
         self.text, self._tokenizer = text, tokenizer
         self.positions, self.max_tokens = positions, max_tokens
         content = text.content
-        with quiet_transformers():  # that the text is longer than the model's context
+        # transformers would say that the text is longer than the model's context.
+        with quiet_transformers(), naming_tokenizer(tokenizer):
             encoded = tokenizer(
                 content, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast)
             )
@@ -156,10 +175,19 @@ class Tokenised:
             return self._rolling()
         if name == "llama.cpp":
             return self._second_halves()
+        if name == "bos":
+            return self._behind_bos(self._window_and_stride(window, None)[0])
         window, stride = self._window_and_stride(window, stride)
         if name == "token":
             return self._stream(name, window, None, tuple(cut(len(self.ids), window)))
         return self._stream(name, window, stride, tuple(strided(len(self.ids), window, stride)))
+
+    def read_for_comparison(self, window: int | None = None) -> Reading:
+        """The text as models are compared and calibrated on it: behind BOS where the tokenizer puts it there.
+
+        Raises as `read`.
+        """
+        return self.read("token" if self.bos is None else BOS, window)
 
     def _window_and_stride(self, window: int | None, stride: int | None) -> tuple[int, int]:
         limit = self.positions
@@ -189,12 +217,39 @@ class Tokenised:
         if self._ends is not None and sum(w.scored for w in windows) == len(self.ids) - 1:
             first = int(self._ends[0])  # nothing predicts the first token
             units = units_of(self.text.content[first:], self._ends - first)
-        return self._made(name, self.ids, windows, self._documents, window, stride, units, "none")
+        special = "none" if self.bos is None else "without the BOS that the tokenizer adds"
+        return self._made(name, self.ids, windows, self._documents, window, stride, units, special)
+
+    def _behind_bos(self, window: int) -> Reading:
+        """All documents in a row, cut into windows that are read as texts of their own."""
+        bos = self.bos
+        if bos is None:
+            raise UsageError(
+                "--conventions bos: the tokenizer puts no BOS in front of a text", "choose token: it has none"
+            )
+        count = len(self.ids) if self.max_tokens is None else min(len(self.ids), self.max_tokens)
+        if not count:
+            raise TooShort(f"{self.text.name}: holds no token to predict")
+        ids, windows, of = list[int](), list[Window](), list[int]()
+        for start in range(0, count, window):
+            stop = min(start + window, count)
+            windows.append(Window(len(ids), len(ids) + stop - start, stop - start))
+            ids += [bos, *self.ids[start:stop]]
+            of += [start, *range(start, stop)]  # to which token each belongs: BOS to the one behind it
+        documents = self._documents
+        units = None
+        if self._ends is not None:
+            found = units_of(self.text.content, self._ends[:count])
+            units = Units(found.words[of], found.bytes[of])
+        return self._made(
+            BOS, ids, tuple(windows), None if documents is None else documents[of], window, None, units,
+            IN_FRONT_OF_EACH, bos,
+        )  # fmt: skip
 
     def _second_halves(self) -> Reading:
         ids, documents = self.ids, self._documents
         window = LLAMA_CPP_WINDOW if self.positions is None else min(LLAMA_CPP_WINDOW, self.positions)
-        bos = self._bos_that_is_added
+        bos = self.bos
         if bos is not None:
             ids = [bos, *ids]
             documents = None if documents is None else np.concatenate([documents[:1], documents])
@@ -206,7 +261,7 @@ class Tokenised:
         scored = window - window // 2 - 1
         windows = tuple(Window(at, at + window - 1, scored) for at in range(0, count * window, window))
         special = "none" if bos is None else "the first one BOS"
-        return self._made("llama.cpp", ids, windows, documents, window, None, None, special)
+        return self._made("llama.cpp", ids, windows, documents, window, None, None, special, bos)
 
     def _rolling(self) -> Reading:
         prefix = self._tokenizer.bos_token_id
@@ -259,18 +314,17 @@ class Tokenised:
     def _page_tokens(self, page: str) -> tuple[list[int], Values | None]:
         """Tokens and where they end in the page: None if it is detokenised, or the tokenizer a slow one."""
         known = bool(self._tokenizer.is_fast) and not self.text.wikitext
-        with quiet_transformers():
+        with quiet_transformers(), naming_tokenizer(self._tokenizer):
             encoded = self._tokenizer(
                 detokenised(page) if self.text.wikitext else page, return_offsets_mapping=known
             )
         ids: list[int] = encoded["input_ids"]
         return ids, ends_of(encoded["offset_mapping"], page) if known and ids else None
 
-    @property
-    def _bos_that_is_added(self) -> int | None:
-        bos = self._tokenizer.bos_token_id
-        ids = self._tokenizer("a")["input_ids"]
-        return bos if isinstance(bos, int) and ids and ids[0] == bos else None
+    @cached_property
+    def bos(self) -> int | None:
+        """The BOS that the tokenizer puts in front of a text by itself, or None."""
+        return bos_in_front(self._tokenizer)
 
     @cached_property
     def _documents(self) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
@@ -295,6 +349,7 @@ class Tokenised:
         stride: int | None,
         units: Units | None,
         special_tokens: str,
+        front: int | None = None,
     ) -> Reading:
         blocks = blocks_of(windows, documents)
         places = scored_places(windows)
@@ -319,6 +374,7 @@ class Tokenised:
             blocks,
             None if words is None else blocks.count_of(words),
             None if size is None else blocks.count_of(size),
+            front,
         )
 
 

@@ -145,6 +145,12 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
             self._on_requests(len(requests))
         return found
 
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
+        """As the backend `hf` has it, but a generation config may name strings that end a text."""
+        if self._model.generation_config.stop_strings:
+            options.setdefault("tokenizer", self.tokenizer)
+        return super()._model_generate(context, max_length, stop, **options)
+
     @property
     def _has_no_bars(self) -> bool:
         return self._on_requests is not None

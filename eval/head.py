@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
@@ -210,9 +210,9 @@ class HeadedModel:
             with self._intercepted(torch.tensor(TRIALS)[:, None]) as seen:
                 answers = self._run(ids)
             hidden = self._hidden(seen, ids)
-        except torch.OutOfMemoryError:
-            raise
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             return f"it does not work without them: {str(error).strip().partition(chr(10))[0]}"
         if answers.shape != (1, len(TRIALS), 1) or answers.dtype != torch.float32:
             return "it does more with them than to scale and to cap them"

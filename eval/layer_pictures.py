@@ -15,6 +15,7 @@ import numpy as np
 
 from neuzip.compress.workspace import write_file
 
+from .convention_names import special_text
 from .estimates import Estimate
 from .histograms import visible
 from .layers import Analysis, Layer
@@ -54,7 +55,7 @@ def _draw(found: Analysis, title: str) -> Figure:
     figure.text(0.04, 0.95, visible(title), color=INK, size=15, weight="bold", va="center", parse_math=False)
     figure.text(
         0.04, 0.9, f"{visible(found.text)}: {found.tokens:,} tokens, {found.windows:,} windows of up to"
-        f" {found.window:,}{_dropped(found)}",
+        f" {found.window:,}{special_text(found.special_tokens)}{_dropped(found)}",
         color=MUTED, size=10, va="center", parse_math=False,
     )  # fmt: skip
     _map(figure, found)

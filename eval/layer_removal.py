@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.verify import check_tensors, verify_files
@@ -28,7 +28,9 @@ from neuzip.compress.workers import Workers, default_jobs
 from neuzip.compress.workspace import (
     clear,
     copy_file,
+    make_folder,
     partial_name,
+    permissions,
     publish,
     recover,
     require_free,
@@ -37,7 +39,7 @@ from neuzip.compress.workspace import (
     write_file,
     writing,
 )
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
@@ -46,9 +48,9 @@ from neuzip.formats.checkpoint import (
     index_files,
 )
 from neuzip.formats.own_section import SECTION, own_section, read_config
-from neuzip.formats.tensor_file import parse_json
+from neuzip.formats.tensor_file import opener, parse_json
 from neuzip.runtime.decoder import decoder_layers
-from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers
+from neuzip.runtime.load import INDEX, indexed_shards, load_config, quiet_transformers, skeleton_of
 
 NOTE = "dropped_layers"
 """What our section of config.json says of them."""
@@ -125,13 +127,14 @@ def remove_layers(
         plan = _plan(source, sorted(set(dropped)))
         require_space(dst, sum(t.info.nbytes for tensors in plan.files.values() for t, _ in tensors))
         recover(dst)
-        with workspace(dst) as work:
+        with workspace(dst, checkpoint.root) as work:
             clear(work, overwrite)
             with writing(work):
                 for file, tensors in plan.files.items():
                     _write_weights(source, file, tensors, work / file, workers, on_bytes)
                 for name, data in plan.documents.items():
-                    write_file(work / name, data)
+                    like = checkpoint.root / name
+                    write_file(work / name, data, like if like.is_file() else None)
                 for name in plan.carried:
                     copy_file(checkpoint.root / name, work / name)
             publish(work, dst)
@@ -201,7 +204,7 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
     warnings += [f"{f}: is no part of the model, and left out" for f in checkpoint.weights if f not in read]
     if source.is_compressed:
         warnings.append("what is written is plain: neuzip compress makes it small again")
-    indices = index_files(checkpoint)
+    indices = {*index_files(checkpoint), *checkpoint.unread}
     others = [f for f in checkpoint.others if f not in indices and f.split("/")[0] != OWN_FOLDER]
     warnings += [f"{f}: a pickle, not carried along" for f in others if f.endswith(PICKLES)]
     carried = [f for f in others if f != "config.json" and not f.endswith(PICKLES)]
@@ -287,9 +290,10 @@ def _write_weights(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     raw = len(text).to_bytes(8, "little") + text
-    target.parent.mkdir(parents=True, exist_ok=True)
+    original = source.checkpoint.root / file
+    make_folder(target.parent, original.parent)
     temporary = partial_name(target)
-    with open(temporary, "wb") as out:
+    with open(temporary, "wb", opener=opener(permissions(original))) as out:
         out.write(raw)
         out.truncate(len(raw) + at)
         out.flush()
@@ -399,12 +403,13 @@ def _refuse_named_layers(path: Path, document: dict[str, Any], prefix: str) -> N
 def _laid_out(config: PreTrainedConfig, path: Path) -> PreTrainedModel:
     """The model of a config, without values. Raises NeuzipError where transformers cannot make it."""
     try:
-        with quiet_transformers(), torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        with quiet_transformers():
+            return skeleton_of(config)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NeuzipError(f"{path}: transformers cannot make a model of its config: {reason}") from error
-    return model
 
 
 def _require_the_same(

@@ -132,7 +132,8 @@ class Analysis:
 
     `rank_correlations` are those of each metric with the divergence of the model without the layer, None
     where a metric is the same for all; "depth" says that later layers are worth less. `parameters` are all of
-    the model's; it computed in `dtype`, its config says `stored_dtype`.
+    the model's; it computed in `dtype`, its config says `stored_dtype`. `special_tokens` says what stands in
+    front of windows, as in `Convention`.
     """
 
     text: str
@@ -152,6 +153,7 @@ class Analysis:
     stored_dtype: str
     seconds: float
     versions: dict[str, str] = field(default_factory=versions)
+    special_tokens: str = "none"
 
 
 def analyse(
@@ -222,6 +224,7 @@ def analyse(
         dtype=str(model.dtype).removeprefix("torch."),
         stored_dtype=str(load_config(path).dtype or model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
+        special_tokens=convention.special_tokens,
     )
 
 

@@ -26,7 +26,7 @@ from neuzip.runtime.load import load_config, load_model, load_tokenizer, version
 from neuzip.runtime.residency import memory
 from neuzip.runtime.speed import device_name, peak_bytes, reset_peak
 
-from .convention_names import NAMES, Name
+from .convention_names import BOS, NAMES, Name
 from .conventions import Convention, Reading, Tokenised, TooShort, Window
 from .distributed import ROWS, Batch, OnTokens, over_windows, take_a_gpu
 from .divergence import Comparison, Paired, compare, require_finite
@@ -143,6 +143,8 @@ class Evaluation:
 class Task:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
+    `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
+    where the tokenizer puts BOS in front of a text and windows of the first begin without it.
     `device` is a torch device, or "auto" for a device map; `dtype` None is each checkpoint's own. `kv_bits`
     are those of the last checkpoint's keys and values, `activations` its mode where weights are ternary, and
     `attention` how it attends; all others do as they record.
@@ -151,6 +153,7 @@ class Task:
     paths: tuple[Path, ...]
     text: Text
     readings: tuple[Reading, ...]
+    compared: Reading
     skipped: Mapping[str, str]
     device: torch.device | str
     dtype: torch.dtype | None
@@ -162,7 +165,14 @@ class Task:
     @property
     def tokens(self) -> int:
         """Predictions to be made, of all models together."""
-        return len(self.paths) * sum(reading.convention.tokens for reading in self.readings)
+        return len(self.paths) * sum(reading.convention.tokens for reading in self.measured)
+
+    @property
+    def measured(self) -> tuple[Reading, ...]:
+        """The readings, that under which several models are compared first."""
+        if len(self.paths) == 1:
+            return self.readings
+        return (self.compared, *(one for one in self.readings if one is not self.compared))
 
     @property
     def place(self) -> str:
@@ -190,7 +200,8 @@ def prepare(
 ) -> Task:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
-    `conventions` None are all that the text is long enough for. `window` and `stride` are of the first two;
+    `conventions` None are all that the text is long enough for, with "bos" as the first where the tokenizer
+    puts BOS in front of a text. `window` is of "bos", "token" and "strided", `stride` of the last of these;
     see there for what they are otherwise. `max_tokens` bounds the predictions of each. `device` auto is CUDA
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
@@ -205,16 +216,21 @@ def prepare(
     tokenised = _tokenise(paths, text, max_tokens)
     readings: list[Reading] = []
     skipped: dict[str, str] = {}
-    for name in conventions or NAMES:
+    every = NAMES if tokenised.bos is None else (BOS, *NAMES)
+    for name in conventions or every:
         try:
             readings.append(tokenised.read(name, window, stride))
         except TooShort as reason:
             if conventions or name == "token":
                 raise
             skipped[name] = str(reason)
+    compared = readings[0]
+    if compared.front != tokenised.bos:
+        compared = tokenised.read(BOS, window)
     return Task(
-        paths, text, tuple(readings), skipped, place, kind, residency, kv_bits, activations, attention
-    )
+        paths, text, tuple(readings), compared, skipped, place, kind, residency, kv_bits, activations,
+        attention,
+    )  # fmt: skip
 
 
 def evaluate(
@@ -227,7 +243,7 @@ def evaluate(
     """Measure the models. `on_tokens` is told of predictions made.
 
     Without `divergence` they are in memory one after the other. With it there are two, at once, and the
-    second is compared with the first under the first of the conventions. All processes of a run, `ranks`, get
+    second is compared with the first under `task.compared`. All processes of a run, `ranks`, get
     all figures. The same weights give the same figures to the last bit on the same machine. Raises
     NeuzipError.
     """
@@ -245,11 +261,11 @@ def evaluate(
         residency=task.residency,
         models=tuple(models),
         measured=tuple(
-            _measured(reading, of_reading) for reading, of_reading in zip(task.readings, losses, strict=True)
+            _measured(reading, of_reading) for reading, of_reading in zip(task.measured, losses, strict=True)
         ),
         skipped=task.skipped,
         comparison=paired.summary() if paired is not None else None,
-        compared=task.readings[0].convention.name if paired is not None else None,
+        compared=task.compared.convention.name if paired is not None else None,
         memory=_peak(memory_of, ranks),
         processes=ranks.world,
         seconds=time.monotonic() - began,
@@ -285,7 +301,7 @@ def _together(
 ) -> tuple[list[Model], list[list[Values]], Paired]:
     """Both models at once: what they are, the losses of both for each reading, and how they compare."""
     base, other = (_load(task, number) for number in range(2))
-    first, *rest = task.readings
+    first, *rest = task.measured
     paired = compare(
         base, other, first.ids, first.windows, first.blocks,
         ranks=ranks, on_tokens=lambda count: on_tokens(2 * count),
@@ -303,10 +319,10 @@ def _together(
 
 def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Model], list[list[Values]]]:
     models: list[Model] = []
-    losses: list[list[Values]] = [[] for _ in task.readings]
+    losses: list[list[Values]] = [[] for _ in task.measured]
     for number in range(len(task.paths)):
         model = _load(task, number)
-        for reading, found in zip(task.readings, losses, strict=True):
+        for reading, found in zip(task.measured, losses, strict=True):
             found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
         models.append(_described(model, ranks))
         del model  # before the next one is loaded
@@ -407,7 +423,7 @@ def _tokenise(paths: Sequence[Path], text: Text, max_tokens: int | None) -> Toke
     found: Tokenised | None = None
     for path in paths:
         tokenised = Tokenised(text, load_tokenizer(path), limit, max_tokens)
-        if found is not None and tokenised.ids != found.ids:
+        if found is not None and (tokenised.ids, tokenised.bos) != (found.ids, found.bos):
             raise NeuzipError(
                 f"{paths[0]} and {path} have tokenizers that cut the text differently",
                 "their figures cannot be compared token by token; evaluate them one by one",

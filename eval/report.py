@@ -312,7 +312,7 @@ def of_evaluation(
         perplexity=tuple(row for m in evaluation.measured for row in _perplexities(m, before is not None)),
         nll_difference=changes[0].nll if changes else None,
         blocks=evaluation.measured[0].blocks,
-        divergence=_divergences(compared) if compared is not None else (),
+        divergence=() if compared is None else _divergences(compared, _windows_compared(evaluation)),
         distribution=distribution(paired.kld) if paired is not None else None,
         cost=_costs(last, before, evaluation.memory),
         **more,
@@ -361,10 +361,20 @@ def _change(of: str, before: Estimate | None, difference: Difference | None) -> 
     return Estimate(100 * (ratio.value - 1), ratio.times(100).standard_error)
 
 
-def _divergences(found: Comparison) -> tuple[Row, ...]:
+def _windows_compared(evaluation: Evaluation) -> str:
+    assert evaluation.compared is not None
+    return evaluation.by(evaluation.compared).convention.rule
+
+
+def _divergences(found: Comparison, windows: str) -> tuple[Row, ...]:
     exact = [("median KLD", found.kld.median), ("99.9 % KLD", found.kld.p999), ("largest KLD", found.kld.max)]
     return (
-        Row(MEAN_KLD, found.kld.mean, unit="nats", note="KL(original || this), the whole vocabulary"),
+        Row(
+            MEAN_KLD,
+            found.kld.mean,
+            unit="nats",
+            note=f"KL(original || this), the whole vocabulary; {windows}",
+        ),
         *(Row(name, Estimate(value, None), unit="nats", note="of single tokens") for name, value in exact),
         Row("same top token", found.top_1.times(100), unit="%", note="both would choose the same token"),
         Row(f"top {found.k} in common", found.top_k.times(100), unit="%", note="whatever their order"),

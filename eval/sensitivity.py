@@ -16,7 +16,9 @@ Tensors that differ only in a number behind the layer's are one group: the exper
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +38,15 @@ from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.kernels.float_fields import FORMATS, Bits, non_finite
+from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
+from neuzip.kernels.float_fields.values import to_float64
+from neuzip.runtime.bos import behind
 from neuzip.runtime.generate import input_device
 from neuzip.runtime.tensors import TORCH_DTYPES, shaped
 
 from .allocation import Option
 from .head import HeadedModel, Predictions, divergence
+from .histograms import TOP_BITS, Counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -185,21 +190,26 @@ def look_at(
     workers: Workers,
     on_bytes: OnWork = ignore,
 ) -> list[Candidates]:
-    """Code every group in every scheme, to know the bytes and the error. `on_bytes` is told of bytes done."""
+    """Count what every group is in every scheme, to know its bytes, about, and the squared error.
+
+    Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
+    """
     found = []
     for group in groups:
-        totals: dict[Scheme, tuple[int, truncated.Error]] = {}
+        totals: dict[Scheme, tuple[int, float, float]] = {}
         for tensor in group.tensors:
             bits = read_bits(source, tensor)
-            for scheme in schemes_of(group, block_size):
-                nbytes, error = totals.get(scheme, (0, truncated.Error()))
-                if tensor.name not in group.aliases:
-                    nbytes += _stored_bytes(tensor, bits, scheme, workers.map)
-                totals[scheme] = nbytes, error + _error(tensor, bits, scheme, workers.map)
+            for scheme, squares, original in _squares(
+                tensor, bits, schemes_of(group, block_size), workers.map
+            ):
+                before = totals.get(scheme, (0, 0.0, 0.0))
+                stored = tensor.name not in group.aliases
+                nbytes = _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0
+                totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
             on_bytes(tensor.info.nbytes)
         choices = [
-            Choice(scheme, nbytes, error.squares / (error.original_squares or 1.0))
-            for scheme, (nbytes, error) in totals.items()
+            Choice(scheme, nbytes, squares / (original or 1.0))
+            for scheme, (nbytes, squares, original) in totals.items()
         ]
         found.append(Candidates(group, tuple(choices)))
     return found
@@ -239,28 +249,47 @@ def _rounding(tensor: SourceTensor, bits: Bits, scheme: Scheme) -> truncated.Rou
     return truncated.Rounding(fmt, k, scheme.block_size)
 
 
-def _stored_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
-    """The bytes of a tensor's streams, or of the tensor where it would not shrink."""
-    rounding = _rounding(tensor, bits, scheme)
+def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
+    """About the bytes of a tensor's streams, or of the tensor where it would not shrink."""
+    fmt, rounding = FORMATS[tensor.info.dtype], _rounding(tensor, bits, scheme)
 
-    def read(start: int, stop: int) -> Bits:
-        return bits[start:stop]
+    def count(piece: tuple[int, int]) -> Census:
+        part = bits[slice(*piece)]
+        return census(part if rounding is None else rounding.apply(part)[0], fmt)
 
-    try:
-        if rounding is None:
-            _, streams = lossless.encode(read, bits.size, FORMATS[tensor.info.dtype], parallel)
+    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
+    expected = lossless.expected_bytes(counted, bits.size, fmt)
+    if rounding is not None:
+        expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
+    return min(expected, tensor.info.nbytes)
+
+
+def _squares(
+    tensor: SourceTensor, bits: Bits, schemes: Sequence[Scheme], parallel: Map
+) -> Iterator[tuple[Scheme, float, float]]:
+    """The squared error of a tensor in each scheme, and the sum of its squares; 0 and 0 where it is exact.
+
+    Of formats of up to 16 bits every pattern is rounded once, however many weights have it.
+    """
+    fmt, counts = FORMATS[tensor.info.dtype], None
+    if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
+        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
+        counted = functools.reduce(operator.add, parts).top
+        patterns = np.flatnonzero(counted)
+        bits, counts = patterns.astype(fmt.dtype), counted[patterns]
+    for scheme in schemes:
+        restored = rounded(tensor, bits, scheme, parallel)
+        if restored is bits:
+            yield scheme, 0.0, 0.0
+        elif counts is not None:
+            before, after = to_float64(bits, fmt), to_float64(restored, fmt)
+            yield scheme, float(counts @ (after - before) ** 2), float(counts @ before**2)
         else:
-            _, streams, _, _ = truncated.encode(read, bits.size, rounding, parallel)
-    except lossless.NotWorthwhile:
-        return tensor.info.nbytes
-    return sum(stream.nbytes for stream in streams.values())
+            error = _error(bits, restored, fmt, parallel)
+            yield scheme, error.squares, error.original_squares
 
 
-def _error(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> truncated.Error:
-    restored = rounded(tensor, bits, scheme, parallel)
-    fmt = FORMATS[tensor.info.dtype]
-    if restored is bits:
-        return truncated.Error()
+def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
     parts = parallel(
         lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
         lossless.pieces(bits.size),
@@ -279,8 +308,15 @@ class Windows:
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, ids: torch.Tensor, width: int) -> Windows:
-        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out."""
+    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> Windows:
+        """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
+
+        Windows begin with `front`, which is not of `ids`, if there is one.
+        """
+        if front is not None:
+            width = min(width, len(ids))
+            targets = ids[: len(ids) // width * width].view(-1, width)
+            return cls(behind(front, targets[:, :-1]), targets)
         width = min(width, len(ids) - 1)
         count = (len(ids) - 1) // width
         used = count * width
@@ -308,9 +344,14 @@ def find_places(
     """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."
+    endings: dict[str, list[str]] = defaultdict(list)
+    for name in parameters:
+        endings[_ending(name)].append(name)
     places = {}
     for tensor in (t for group in groups for t in group.tensors):
-        for name in (tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)):
+        names = [tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)]
+        alike = endings[_ending(tensor.name)]  # models of several parts have stored them under other names
+        for name in (*names, *(alike if len(alike) == 1 else ())):
             parameter = parameters.get(name)
             if parameter is not None and parameter.shape == torch.Size(tensor.info.shape):
                 values = _values(tensor, read_bits(source, tensor), parameter)
@@ -318,6 +359,17 @@ def find_places(
                     places[tensor.name] = parameter
                     break
     return places
+
+
+def _ending(name: str) -> str:
+    """A name from its last list of modules on, which tells layers and what is in them; or its last two words.
+
+    >>> _ending("language_model.model.layers.7.mlp.up_proj.weight"), _ending("model.lm_head.weight")
+    ('layers.7.mlp.up_proj.weight', 'lm_head.weight')
+    """
+    words = name.split(".")
+    last = max((at for at, word in enumerate(words) if word.isdecimal()), default=len(words) - 1)
+    return ".".join(words[max(0, last - 1) :])
 
 
 def weights_only(candidates: Sequence[Candidates]) -> Sensitivity:
@@ -470,8 +522,18 @@ def _completed(choices: Sequence[Choice], measured: Mapping[int, float]) -> tupl
 def _filled(
     method: Method, candidates: Sequence[Candidates], found: Sequence[tuple[float, ...] | None]
 ) -> Sensitivity:
-    """Estimate what was not found by squared error, as the others are; leave out what is not finite."""
+    """Estimate what was not found by squared error, as the others are; leave out what is not finite.
+
+    So are those that are rounded without any effect: no text goes through them, as through parts for images.
+    Raises NeuzipError if nothing is left to estimate by.
+    """
+    found = [None if d is None or _is_blind(one, d) else d for one, d in zip(candidates, found, strict=True)]
     known = [(one, d) for one, d in zip(candidates, found, strict=True) if d is not None]
+    if not known:
+        raise NeuzipError(
+            "the calibration text goes through none of the matrices that could be rounded",
+            "give --sensitivity weights",
+        )
     ends = [(d[-1], one.choices[-1].relative_error) for one, d in known if math.isfinite(d[-1])]
     weight = sum(d for d, _ in ends) / (sum(error for _, error in ends) or 1.0)
     kept: list[Candidates] = []
@@ -483,6 +545,12 @@ def _filled(
         kept.append(replace(one, choices=tuple(c for c, _ in finite)))
         divergences.append(tuple(d for _, d in finite))
     return Sensitivity(method, tuple(kept), tuple(divergences), len(candidates) - len(known))
+
+
+def _is_blind(one: Candidates, divergences: Sequence[float]) -> bool:
+    """Whether rounding changes the weights of a group, and the predictions by nothing at all."""
+    changes = any(choice.relative_error for choice in one.choices)
+    return changes and not any(divergences)
 
 
 def _values(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tensor:

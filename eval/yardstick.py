@@ -61,9 +61,10 @@ class Run:
 class Yardstick:
     """The original, loaded, and the text, cut into windows without overlap.
 
-    At most `max_tokens` are predicted. Attention is not quantised, whatever a checkpoint records. `dtype`
-    "auto" is float32 for dense weights on a CPU, else the checkpoint's own. Raises NeuzipError for what is no
-    model, and UsageError for what it cannot do.
+    Each window begins with BOS where the tokenizer puts BOS in front of a text. At most `max_tokens` are
+    predicted. Attention is not quantised, whatever a checkpoint records. `dtype` "auto" is float32 for dense
+    weights on a CPU, else the checkpoint's own. Raises NeuzipError for what is no model, and UsageError for
+    what it cannot do.
     """
 
     def __init__(
@@ -87,8 +88,13 @@ class Yardstick:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The tokens of the text, int64 [n]."""
-        return self.reading.ids
+        """The tokens of the text, int64 [n], without BOS in front of windows."""
+        return self.reading.text
+
+    @property
+    def front(self) -> int | None:
+        """The BOS with which every window begins, None where the tokenizer puts none in front of a text."""
+        return self.reading.front
 
     @property
     def tokens(self) -> int:
@@ -141,9 +147,9 @@ class Yardstick:
 def read_tokens(
     path: str | os.PathLike[str], text: Text, window: int | None = None, max_tokens: int | None = None
 ) -> Reading:
-    """A text as the model of a checkpoint folder reads it, in windows without overlap."""
+    """A text as the model of a checkpoint folder reads it, cut into windows as `Yardstick` has them."""
     limit = positions(load_config(path))
-    return Tokenised(text, load_tokenizer(path), limit, max_tokens).read("token", window)
+    return Tokenised(text, load_tokenizer(path), limit, max_tokens).read_for_comparison(window)
 
 
 class _Remembering(HeadedModel):

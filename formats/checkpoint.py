@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .container import stream_name
+from .hub_address import did_you_mean
 from .manifest import DELTA, VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
 from .own_section import with_entry
 from .tensor_file import MAX_HEADER, parse_json
@@ -49,13 +50,15 @@ MAX_ENTRIES = 100_000
 class Checkpoint:
     """The files of a plain or compressed checkpoint: relative paths with forward slashes, in sorted order.
 
-    `root` is the folder, or the folder of the single file.
+    `root` is the folder, or the folder of the single file. `unread` are indices among the others that name
+    shards which are not here, beside weights that are taken without them.
     """
 
     path: Path
     root: Path
     weights: tuple[str, ...]
     others: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
     @property
     def is_file(self) -> bool:
@@ -80,10 +83,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     if not exists:
-        raise NeuzipError(f"{path}: no such file or folder", "give a folder, a .safetensors file or a Hub id")
+        raise NeuzipError(
+            f"{path}: no such file or folder",
+            did_you_mean(str(path)) or "give a folder, a .safetensors file or a Hub id",
+        )
     if is_file:
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
+        if path.suffix == ".gguf":
+            raise FormatError(path, "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL)
         if path.suffix != ".safetensors":
             raise FormatError(path, "is not a .safetensors file")
         return Checkpoint(path, path.parent, (path.name,), ())
@@ -101,17 +109,64 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise NeuzipError(
                 f"{path}: was compressed, but its .safetensors files are gone", "copy or pull all of it again"
             )
+        if any(_INDEX.search(f) for f in files):
+            raise NeuzipError(f"{path}: there are no .safetensors files, but an index of some", _INCOMPLETE)
+        if ggufs := [f for f in files if f.endswith(".gguf")]:
+            raise FormatError(
+                path / ggufs[0], "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL
+            )
         raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
-    checkpoint = Checkpoint(path, path, weights, tuple(f for f in files if not f.endswith(".safetensors")))
+    others = tuple(f for f in files if not f.endswith(".safetensors"))
+    return with_indices(Checkpoint(path, path, weights, others))
+
+
+def with_indices(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose indices were read: which are left `unread`. Raises FormatError for a shard missing.
+
+    transformers takes `model.safetensors` where it is, and never opens an index beside it; diffusers takes
+    the variant that it is asked for.
+    """
+    unread = []
     for index in index_files(checkpoint):
-        read_weight_map(checkpoint, index)
-    return checkpoint
+        missing = _shards(checkpoint, index) - frozenset(checkpoint.weights)
+        if missing and _is_beside_weights(checkpoint, index):
+            unread.append(index)
+        else:
+            read_weight_map(checkpoint, index)
+    return replace(checkpoint, unread=tuple(unread))
 
 
+def _shards(checkpoint: Checkpoint, index: str) -> frozenset[str]:
+    """The files that an index names. Raises FormatError for what is no index."""
+    path = checkpoint.root / index
+    document = parse_json(_read_limited(path), path)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict):
+        raise FormatError(path, "not an object", field="weight_map")
+    return frozenset(_folder(index) + str(shard) for shard in weight_map.values())
+
+
+def _is_beside_weights(checkpoint: Checkpoint, index: str) -> bool:
+    """Whether what an index stands for is there as one file, or another variant of it and no shard of it."""
+    match = _INDEX.search(index)
+    assert match is not None
+    stem, variant = index[: match.start()], match["variant"]
+    dotted = "" if variant is None else f".{variant}"
+    if f"{stem}{dotted}.safetensors" in checkpoint.weights:
+        return True
+    if _shards(checkpoint, index) & frozenset(checkpoint.weights):
+        return False
+    form = re.compile(rf"{re.escape(stem)}(\.[^./-]+)?(-\d+-of-\d+)?(\.[^./-]+)?\.safetensors")
+    found = [match for f in checkpoint.weights if (match := form.fullmatch(f))]
+    return any((match[1] or match[3] or "") != dotted for match in found)
+
+
+_INCOMPLETE = "if it is a download, it is incomplete: neuzip pull REPO_ID brings all of it"
+_ORIGINAL = "give the original checkpoint, or convert it to safetensors"
 _CONVERT = "load the model with transformers where you trust it: save_pretrained writes safetensors"
 
 
-_INDEX = re.compile(r"\.safetensors\.index(\.[^/]+)?\.json\Z")
+_INDEX = re.compile(r"\.safetensors\.index(\.(?P<variant>[^/]+))?\.json\Z")
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -155,16 +210,26 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def linked_from_outside(checkpoint: Checkpoint) -> list[str]:
-    """Files other than weights that links fetch from outside the folder, but for huggingface_hub's cache."""
+    """Files of a folder that links fetch from outside of it, but for those of huggingface_hub's cache.
+
+    The cache is made of links from snapshots/COMMIT to blobs beside it.
+    """
+    if checkpoint.is_file:
+        return []
     root = checkpoint.root.resolve()
-    inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    return [f for f in checkpoint.others if not set(inside) & set((checkpoint.root / f).resolve().parents)]
+    inside = {root, *(p.parent / "blobs" for p in root.parents if p.name == "snapshots")}
+    files = sorted((*checkpoint.weights, *checkpoint.others))
+    return [f for f in files if inside.isdisjoint((checkpoint.root / f).resolve().parents)]
 
 
 def index_files(checkpoint: Checkpoint) -> list[str]:
-    """The JSON files that map tensors to shards: *.safetensors.index.json, or with a variant before .json."""
+    """The JSON files that map tensors to shards: *.safetensors.index.json, or with a variant before .json.
+
+    Without those that are `unread`.
+    """
     own = OWN_FOLDER + "/"
-    return [f for f in checkpoint.others if _INDEX.search(f) and not f.startswith(own)]
+    unread = checkpoint.unread
+    return [f for f in checkpoint.others if _INDEX.search(f) and not f.startswith(own) and f not in unread]
 
 
 def read_weight_map(checkpoint: Checkpoint, index: str) -> dict[str, str]:
@@ -179,7 +244,9 @@ def read_weight_map(checkpoint: Checkpoint, index: str) -> dict[str, str]:
         if not is_safe_path(shard):
             raise FormatError(path, f"{shard!r} leaves the folder", tensor=tensor, field="weight_map")
         if folder + shard not in weights:
-            raise FormatError(path, f"the shard {shard!r} is missing", tensor=tensor, field="weight_map")
+            raise FormatError(
+                path, f"the shard {shard!r} is missing", tensor=tensor, field="weight_map", hint=_INCOMPLETE
+            )
     return weight_map
 
 
@@ -191,13 +258,13 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
     path = checkpoint.root / index
     document = parse_json(_read_limited(path), path)
     weight_map: dict[str, str] = {}
-    for tensor, shard in document["weight_map"].items():
+    for tensor, shard in read_weight_map(checkpoint, index).items():
         record = records[_folder(index) + shard].get(tensor)
         if record is not None and record.scheme in ("alias", "base"):
             continue
         streams = record.streams if record is not None else {}
         weight_map |= {stream_name(tensor, s): shard for s in streams} or {tensor: shard}
-    return _pretty(document | {"weight_map": weight_map}, path)
+    return to_json(document | {"weight_map": weight_map}, path)
 
 
 def config_files(checkpoint: Checkpoint) -> list[str]:
@@ -228,6 +295,19 @@ def rewritten_config(
     `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
     """
     path = checkpoint.root / config
+    document = read_lenient(path)
+    how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
+    if "quantization_config" in document:
+        how["original"] = document["quantization_config"]
+    if WEIGHTS_KEY in document:
+        how[WEIGHTS_KEY] = document[WEIGHTS_KEY]
+    if activations is not None:
+        document = with_entry(document, "activations", activations, path)
+    return to_json(document | {"quantization_config": how, WEIGHTS_KEY: NOT_A_FILE}, path)
+
+
+def read_lenient(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, with what Python reads beyond JSON. Raises FormatError."""
     try:
         document = json.loads(_read_limited(path))
     except RecursionError as error:
@@ -236,14 +316,7 @@ def rewritten_config(
         raise FormatError(path, f"the JSON is broken: {error}") from error
     if not isinstance(document, dict):
         raise FormatError(path, "not a JSON object")
-    how: dict[str, Any] = {"quant_method": "neuzip", "version": VERSION, "lossless": lossless}
-    if "quantization_config" in document:
-        how["original"] = document["quantization_config"]
-    if WEIGHTS_KEY in document:
-        how[WEIGHTS_KEY] = document[WEIGHTS_KEY]
-    if activations is not None:
-        document = with_entry(document, "activations", activations, path)
-    return _pretty(document | {"quantization_config": how, WEIGHTS_KEY: NOT_A_FILE}, path)
+    return document
 
 
 @dataclass(frozen=True)
@@ -266,7 +339,7 @@ def stored_files_to_json(files: dict[str, StoredFile], base: str | None = None) 
         if file.kind != "container":
             entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
     delta = {} if base is None else {"requires": [DELTA], "base": {"name": base}}
-    return _pretty({"version": VERSION, **delta, "files": entries}, MANIFEST_PATH)
+    return to_json({"version": VERSION, **delta, "files": entries}, MANIFEST_PATH)
 
 
 def base_name(checkpoint: Checkpoint) -> str | None:
@@ -350,7 +423,8 @@ def _folder(path: str) -> str:
     return path[: path.rfind("/") + 1]
 
 
-def _pretty(document: object, file: str | os.PathLike[str]) -> bytes:
+def to_json(document: object, file: str | os.PathLike[str]) -> bytes:
+    """A JSON file as neuzip writes it in a folder; `file` is named where that is not possible."""
     try:
         return (json.dumps(document, indent=2) + "\n").encode()
     except RecursionError as error:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,7 +23,16 @@ import xxhash
 from neuzip.errors import FormatError, NeuzipError
 
 from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
-from .tensor_file import DTYPE_BITS, MAX_HEADER, Header, TensorFile, TensorInfo, parse_header
+from .tensor_file import (
+    DTYPE_BITS,
+    MAX_HEADER,
+    NEW_FILE,
+    Header,
+    TensorFile,
+    TensorInfo,
+    opener,
+    parse_header,
+)
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
@@ -32,6 +43,8 @@ STREAM_DTYPES = {
 }  # fmt: skip
 """The streams of coded tensors, in the order in which they are written."""
 
+POOL_ENTRY = "neuzip:pool"
+POOL_CHECKSUMS_ENTRY = "neuzip:pool_checksums"
 HEADER_ENTRY = "neuzip:header"
 MANIFEST_ENTRY = "neuzip:manifest"
 
@@ -93,24 +106,31 @@ class ContainerWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], original: Header, streams: Mapping[str, Sequence[str]]
+        self,
+        path: str | os.PathLike[str],
+        original: Header,
+        streams: Mapping[str, Sequence[str]],
+        mode: int = NEW_FILE,
+        pooled: AbstractSet[str] = frozenset(),
     ) -> None:
         """Open `path` for the tensors of `original`. `streams[name]` are those that a tensor may get.
 
+        `mode` are the file's permission bits, less the umask. Of `pooled` tensors only `begin_pool` is told.
         Raises NeuzipError when there are too many tensors for the header of one safetensors file.
         """
         self.path = Path(path)
         self._original = original
         self._entries: dict[str, TensorInfo] = {}
         self._records: dict[str, TensorRecord] = {}
-        self._room = header_room(original, streams)
+        self._pooled = [t for t in original.in_file_order if t.name in pooled]
+        self._room = header_room(original, streams, pooled)
         if self._room - 8 > MAX_HEADER:
             raise NeuzipError(
                 f"{self.path}: the names of its streams take more than safetensors' {MAX_HEADER} bytes",
                 "give --exclude for many of the smaller tensors, or split the file",
             )
         self._offset = 0
-        self._file: BinaryIO = open(self.path, "wb")
+        self._file: BinaryIO = open(self.path, "wb", opener=opener(mode))
         self._file.seek(self._room)
 
     def add(self, name: str, record: TensorRecord, streams: Mapping[str, Stream]) -> None:
@@ -135,16 +155,29 @@ class ContainerWriter:
         info = self._original.tensors[name]
         self._entry(name, info.dtype, info.shape, info.nbytes)
 
+    def begin_pool(self, records: Mapping[str, TensorRecord]) -> None:
+        """Announce the pooled tensors: `write` gets their bytes next, in the order of the original file."""
+        for info in self._pooled:
+            self._record(info.name, records[info.name])
+        nbytes = sum(info.nbytes for info in self._pooled)
+        self._entry(POOL_ENTRY, "U8", (nbytes,), nbytes)
+
     def write(self, data: npt.NDArray[np.uint8]) -> None:
-        """Write a piece of the raw tensor that was announced last."""
+        """Write a piece of the raw tensor that was announced last, or of the pool."""
         self._file.write(data.data)
 
     def close(self) -> None:
         """Write manifest and header, and flush everything to disk."""
         header = np.frombuffer(self._original.raw, np.uint8)
         self._append(HEADER_ENTRY, "U8", (header.size,), header)
-        in_order = {name: self._records[name] for name in self._original.tensors}
-        manifest = np.frombuffer(Manifest(checksum(header), in_order).to_bytes(), np.uint8)
+        if self._pooled:
+            sums = b"".join(
+                int(self._records[info.name].checksum, 16).to_bytes(8, "little") for info in self._pooled
+            )
+            self._append(POOL_CHECKSUMS_ENTRY, "U8", (len(sums),), np.frombuffer(sums, np.uint8))
+        pooled = {info.name for info in self._pooled}
+        in_order = {name: self._records[name] for name in self._original.tensors if name not in pooled}
+        manifest = np.frombuffer(Manifest(checksum(header), in_order, bool(pooled)).to_bytes(), np.uint8)
         self._append(MANIFEST_ENTRY, "U8", (manifest.size,), manifest)
         text = _json(
             {"__metadata__": _metadata(checksum(manifest))}
@@ -184,18 +217,23 @@ class ContainerWriter:
         self._offset += nbytes
 
 
-def header_room(original: Header, streams: Mapping[str, Sequence[str]]) -> int:
+def header_room(
+    original: Header, streams: Mapping[str, Sequence[str]], pooled: AbstractSet[str] = frozenset()
+) -> int:
     """An upper bound on the header of a container, its length field included.
 
-    `streams[name]` are those that a tensor may get; it may still turn out raw.
+    `streams[name]` are those that a tensor may get; it may still turn out raw. `pooled` ones have no entry.
     """
     limit = 2 * original.data_bytes + (1 << 30)
     widest: dict[str, tuple[str, list[int]]] = {}
     for t in original.tensors.values():
+        if t.name in pooled:
+            continue
         coded = {stream_name(t.name, s): ("U16", [limit]) for s in streams.get(t.name, ())}
         raw = {t.name: (t.dtype, list(t.shape))}
         widest |= max((coded, raw), key=lambda entries: len(_json(entries)))
-    widest[HEADER_ENTRY] = widest[MANIFEST_ENTRY] = ("U8", [limit])
+    own = [HEADER_ENTRY, MANIFEST_ENTRY, *([POOL_ENTRY, POOL_CHECKSUMS_ENTRY] if pooled else [])]
+    widest |= dict.fromkeys(own, ("U8", [limit]))
     entries = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [limit, limit]}
         for name, (dtype, shape) in widest.items()
@@ -216,6 +254,7 @@ class Container:
         try:
             self.manifest = self._read_manifest()
             self.original = self._read_original()
+            self._pool = self._read_pool() if self.manifest.has_pool else {}
             self._check_entries()
         except BaseException:
             self._file.close()
@@ -245,6 +284,31 @@ class Container:
             raise FormatError(self.path, "the original's header has the wrong length", field=HEADER_ENTRY)
         return parse_header(raw, self.path)
 
+    def _read_pool(self) -> dict[str, int]:
+        """Where in the pool each tensor without a record begins; records that they have from now on."""
+        records = self.manifest.tensors
+        pooled = [t for t in self.original.in_file_order if t.name not in records]
+        if not pooled:
+            raise FormatError(self.path, "requires 'pool', and every tensor has a record", field="requires")
+        total, sums = sum(t.nbytes for t in pooled), self._entry_bytes(POOL_CHECKSUMS_ENTRY)
+        pool = self._file.header.tensors.get(POOL_ENTRY)
+        if pool is None or pool.dtype != "U8" or pool.shape != (total,):
+            raise FormatError(self.path, f"is missing, or not {total} bytes of U8", field=POOL_ENTRY)
+        if len(sums) != 8 * len(pooled):
+            raise FormatError(
+                self.path, f"{len(sums)} bytes are not 8 for each of {len(pooled)} tensors",
+                field=POOL_CHECKSUMS_ENTRY,
+            )  # fmt: skip
+        values = np.frombuffer(sums, "<u8").tolist()
+        found = {
+            t.name: TensorRecord("raw", f"{value:016x}") for t, value in zip(pooled, values, strict=True)
+        }
+        merged = {**records, **found}
+        in_order = {name: merged[name] for name in self.original.tensors}
+        self.manifest = replace(self.manifest, tensors=in_order | merged)
+        ends = accumulate(t.nbytes for t in pooled)
+        return {t.name: end - t.nbytes for t, end in zip(pooled, ends, strict=True)}
+
     def _entry_bytes(self, name: str) -> bytes:
         info = self._file.header.tensors.get(name)
         if info is None or info.dtype != "U8" or len(info.shape) != 1:
@@ -258,6 +322,8 @@ class Container:
         if set(self.manifest.tensors) != set(self.original.tensors):
             raise FormatError(self.path, "the manifest and the original's header list different tensors")
         expected = {HEADER_ENTRY, MANIFEST_ENTRY}
+        if self.manifest.has_pool:
+            expected |= {POOL_ENTRY, POOL_CHECKSUMS_ENTRY}
 
         def expect(entry: str, tensor: str) -> None:
             if entry in expected:
@@ -266,6 +332,8 @@ class Container:
 
         for name, record in self.manifest.tensors.items():
             info = self.original.tensors[name]
+            if name in self._pool:
+                continue
             if record.scheme == "raw":
                 expect(name, name)
                 self._check_entry(name, name, info.dtype, info.shape)
@@ -340,7 +408,15 @@ class Container:
 
     def read_raw(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
         """Bytes `start` to `stop` of a raw tensor."""
-        return self._file.read(self._file.header.tensors[name], start, stop)
+        if name not in self._pool:
+            return self._file.read(self._file.header.tensors[name], start, stop)
+        begin, stop = self._pool[name], self.original.tensors[name].nbytes if stop is None else stop
+        return self._file.read(self._file.header.tensors[POOL_ENTRY], begin + start, begin + stop)
+
+    def raw_start(self, name: str) -> int:
+        """The first byte of a raw tensor in the data of the file."""
+        entries = self._file.header.tensors
+        return entries[POOL_ENTRY].start + self._pool[name] if name in self._pool else entries[name].start
 
     def close(self) -> None:
         """Close the file."""

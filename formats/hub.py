@@ -5,18 +5,20 @@ All traffic is huggingface_hub's, with its cache, its access token and its envir
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
+from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite, shell
 
 from .card_evaluation import read_evaluation
 from .checkpoint import (
@@ -30,9 +32,20 @@ from .checkpoint import (
     read_stored_files,
     stored_files_to_json,
 )
-from .hub_connection import Note, bars, endpoint, explaining, patiently, require_token, transport_errors
+from .hub_address import did_you_mean
+from .hub_connection import (
+    Note,
+    bars,
+    endpoint,
+    explaining,
+    odd_answer,
+    patiently,
+    require_token,
+    transport_errors,
+)
 from .manifest import is_safe_path
 from .model_card import CARD, ENDING, model_card
+from .private_files import private_files, refuse_private
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -104,16 +117,33 @@ def _download(src: str, repo_id: str, revision: str | None, note: Note) -> Path:
         return Path(cached)
     left_out = [glob.escape(file.path) for file in found.left_out]
     had = {file for file in found.files if _is_cached(found, file)}
-    folder = Path(
-        patiently(
-            lambda: snapshot_download(repo_id, revision=revision, ignore_patterns=left_out or None), note
+    with _filling_cache():
+        folder = Path(
+            patiently(
+                lambda: snapshot_download(repo_id, revision=revision, ignore_patterns=left_out or None), note
+            )
         )
-    )
     if folder.name != found.commit:  # a commit was made since the listing
         found, had = list_repository(src, repo_id, folder.name, note), set()
     _refuse_damaged(found, [file for file in found.files if file not in had], folder)
     found.tell_left_out(note)
     return folder
+
+
+@contextmanager
+def _filling_cache() -> Iterator[None]:
+    """Turn what the operating system says of huggingface_hub's cache into an error that names it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise NeuzipError(
+            f"{HF_HUB_CACHE}: the cache of the Hub cannot be written: {error.strerror}",
+            "make room there, or set HF_HUB_CACHE to a folder on another disk and repeat the command",
+        ) from error
 
 
 def _is_cached(listing: Listing, file: HubFile) -> bool:
@@ -220,7 +250,7 @@ def find_repository(src: str, *, note: Note = ignore) -> Listing:
     """List a checkpoint of the Hub by its id, `owner/name` or `owner/name@revision`. Raises NeuzipError."""
     match = HUB_ID.fullmatch(src)
     if match is None:
-        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision")
+        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision", did_you_mean(src))
     with explaining(src, match["repo"], note=note):
         return list_repository(src, match["repo"], match["revision"], note)
 
@@ -249,7 +279,8 @@ def list_files(
 ) -> tuple[str, bool, tuple[HubFile, ...]]:
     """The commit that a revision is now, whether the repository is private, and its files.
 
-    Raises FormatError for a name that is no path inside the folder, and what huggingface_hub raises.
+    Raises FormatError for a name that is no path inside the folder, NeuzipError for values that the Hub would
+    not send, and what huggingface_hub raises.
     """
     from huggingface_hub import HfApi
 
@@ -261,10 +292,19 @@ def list_files(
         if not is_safe_path(file.rfilename):
             raise FormatError(src, f"{file.rfilename!r} is not a path inside the folder")
         sha256 = file.lfs.sha256 if file.lfs is not None else None
+        if not (_is(int, file.size) and _is(str, sha256) and _is(str, file.blob_id)):
+            raise odd_answer(src)
         files.append(HubFile(file.rfilename, file.size or 0, sha256, file.blob_id))
     if info.sha is None:
         raise NeuzipError(f"{src}: the Hub does not say which commit this is", "try again later")
+    if re.fullmatch(r"[0-9a-f]{40,64}", str(info.sha)) is None:
+        raise odd_answer(src)
     return info.sha, bool(info.private), tuple(files)
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether a value of an answer has a type, or is not there."""
+    return value is None or isinstance(value, kind)
 
 
 @dataclass(frozen=True)
@@ -280,7 +320,8 @@ class PushedFile:
 class PushPlan:
     """What `push` will upload, and the model card, which is one of the files.
 
-    `base` is what the base of a delta is called; None for other checkpoints.
+    `base` is what the base of a delta is called; None for other checkpoints. `private` are the paths of files
+    that look private, and the kind of each.
     """
 
     folder: Path
@@ -289,11 +330,17 @@ class PushPlan:
     card: str
     files: tuple[PushedFile, ...]
     base: str | None = None
+    private: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What the files are called in the repository."""
+        return tuple(file.path for file in self.files)
 
     @property
     def url(self) -> str:
@@ -323,14 +370,19 @@ def plan_push(
     if match is None or match["revision"] is not None:
         raise UsageError(
             f"REPO_ID: {repo_id!r} has not the form owner/name",
-            "for another branch than main give --revision" if match is not None else "",
+            "for another branch than main give --revision" if match is not None else did_you_mean(repo_id),
+        )
+    if revision is not None and re.fullmatch(r"[\w./-]+", revision, re.ASCII) is None:
+        raise UsageError(
+            f"--revision: {revision!r} cannot be named in an id, owner/name@revision",
+            "take letters, digits, '.', '_', '-' and '/'",
         )
     checkpoint = find_checkpoint(folder)
     root = checkpoint.root
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(
             f"{folder}: is not a folder that neuzip compressed",
-            f"compress it first: neuzip compress {folder} DST",
+            f"compress it first: {shell('neuzip', 'compress', folder, 'DST')}",
         )
     base = base_name(checkpoint)
     if base is not None and evaluation is not None:
@@ -365,6 +417,7 @@ def plan_push(
             for name, content in sorted(contents.items())
         ),
         base,
+        private_files(checkpoint),
     )  # fmt: skip
 
 
@@ -381,12 +434,13 @@ def _original_card(root: Path, contents: dict[str, Path | bytes]) -> str:
 class Pushed:
     """What `push` did: the page, the commit's id, and the older files that it removed.
 
-    `was_there` says that an earlier run had done it all.
+    `files` are the paths of all files of the upload. `was_there` says that an earlier run had done it all.
     """
 
     url: str
     commit: str
     deleted: tuple[str, ...]
+    files: tuple[str, ...]
     was_there: bool = False
 
 
@@ -396,6 +450,7 @@ def push(
     private: bool = False,
     message: str | None = None,
     overwrite: bool = False,
+    allow_private_files: bool = False,
     note: Note = ignore,
     progress: bool = False,
 ) -> Pushed:
@@ -404,8 +459,10 @@ def push(
     Until the commit readers see what was there before. The weights are on the Hub's storage by then: a run
     that was killed is repeated, and the Hub does not take a file twice. The repository is made if there is
     none, `private` if so wanted. A checkpoint that is there already is replaced with `overwrite`, and without
-    it this is refused. `note` is told of waits. Raises NeuzipError.
+    it this is refused; so are files that look private without `allow_private_files`. `note` is told of waits.
+    Raises NeuzipError.
     """
+    refuse_private(plan.private, plan.repo_id, allow_private_files)
     require_token()
     with explaining(plan.repo_id, plan.repo_id, note=note), bars(progress):
         return _push(plan, private, message or "Upload with neuzip", overwrite, note)
@@ -428,7 +485,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
     older = [file.path for file in files if is_of_a_checkpoint(file.path)]
     deleted = tuple(sorted(set(older) - {file.path for file in plan.files}))
     if branch == plan.revision and not deleted and _is_there(plan, files):
-        return Pushed(plan.url, head, (), was_there=True)
+        return Pushed(plan.url, head, (), plan.paths, was_there=True)
     # A branch at main's commit was made by a run that was killed, or holds nothing that main has not.
     if older and not overwrite and not (plan.revision is not None and head == main):
         raise WouldOverwrite(
@@ -462,7 +519,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
             f"{', '.join(lost)}",
             "push again with --overwrite",
         )
-    return Pushed(plan.url, commit, deleted)
+    return Pushed(plan.url, commit, deleted, plan.paths)
 
 
 def _has_branch(api: HfApi, plan: PushPlan, note: Note) -> bool:

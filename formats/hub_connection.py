@@ -1,7 +1,7 @@
 """What all traffic with the Hugging Face Hub shares: the access token, patience, errors that say what to do.
 
 The traffic itself is huggingface_hub's, with its environment variables. What it raises becomes a NeuzipError
-that never holds the token.
+that holds neither the token nor a password (hub_secrets).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from json import JSONDecodeError
 from typing import TypeVar
 
 from neuzip.errors import NeuzipError
+
+from .hub_secrets import scrubbed
 
 Note = Callable[[str], None]
 T = TypeVar("T")
@@ -73,19 +75,33 @@ def explaining(subject: str, repo_id: str, here: str = "", note: Note | None = N
         with _logging_to(note):
             yield
     except Exception as error:
-        if not isinstance(error, (ValueError, RuntimeError, *transport_errors())):
+        if not isinstance(error, (ValueError, RuntimeError, *transport_errors())) and not _is_odd(error):
             raise
         _scrub(error)
         raise _explained(_reason(error), subject, repo_id, here) from error
 
 
-def _scrub(error: BaseException | None) -> None:
-    """Take the token out of an error and of those behind it: a traceback would print it."""
-    token, seen = access_token(), set()
-    while token is not None and error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.args = tuple(a.replace(token, "***") if isinstance(a, str) else a for a in error.args)
-        error = error.__cause__ or error.__context__
+def _scrub(error: BaseException | None, seen: frozenset[int] = frozenset()) -> None:
+    """Take secrets out of an error and of those behind it: a traceback would print them."""
+    if error is None or id(error) in seen:
+        return
+    error.args = tuple(scrubbed(a) if isinstance(a, str) else a for a in error.args)
+    for behind in (error.__cause__, error.__context__):
+        _scrub(behind, seen | {id(error)})
+
+
+def _is_odd(error: BaseException) -> bool:
+    """Whether huggingface_hub could make nothing of an answer: JSON that the Hub would not send.
+
+    It is not asked what such JSON is, and lacks a key or meets a value of another type somewhere in it.
+    """
+    trace = error.__traceback__
+    if trace is None or not isinstance(error, (LookupError, TypeError, AttributeError)):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] == "huggingface_hub"
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -147,7 +163,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 @contextmanager
 def _logging_to(note: Note | None) -> Iterator[None]:
-    """Give the warnings of huggingface_hub to `note`, without the token."""
+    """Give the warnings of huggingface_hub to `note`, without secrets."""
     if note is None:
         yield
         return
@@ -188,9 +204,8 @@ def _explained(error: BaseException, subject: str, repo_id: str, here: str) -> N
         hint = "unset it, or give a folder" if here else "unset it"
     elif isinstance(error, errors.HFValidationError):
         message, hint = "is no id that the Hub accepts", "an id has the form owner/name"
-    elif isinstance(error, JSONDecodeError):
-        message = f"the Hub at {endpoint()} does not answer as the Hub does"
-        hint = "try again later; check HF_ENDPOINT if it is set"
+    elif isinstance(error, JSONDecodeError) or _is_odd(error):
+        return odd_answer(subject)
     elif isinstance(error, ValueError | RuntimeError):
         message, hint = _cleaned(str(error)), ""
     elif isinstance(error, OSError) and error.strerror:
@@ -202,6 +217,14 @@ def _explained(error: BaseException, subject: str, repo_id: str, here: str) -> N
         message = f"{here}the Hub at {endpoint()} cannot be reached ({type(error).__name__})"
         hint = "check the connection, and HF_ENDPOINT if it is set"
     return NeuzipError(f"{subject}: {message}", hint)
+
+
+def odd_answer(subject: str) -> NeuzipError:
+    """What to say of an answer that is none of the Hub's, such as a captive portal's or another server's."""
+    return NeuzipError(
+        f"{subject}: the Hub at {endpoint()} does not answer as the Hub does",
+        "try again later; check HF_ENDPOINT if it is set",
+    )
 
 
 def _refused(status: int, reason: str) -> tuple[str, str]:
@@ -221,10 +244,8 @@ def _refused(status: int, reason: str) -> tuple[str, str]:
 
 
 def _cleaned(text: str) -> str:
-    """What somebody else wrote, on one line, without the token and what signs a link."""
-    token = access_token()
-    if token is not None:
-        text = text.replace(token, "***")
+    """What somebody else wrote, on one line, without secrets and what signs a link."""
+    text = scrubbed(text)
     text = re.sub(r"(https?://[^\s?]+)\?[^\s'\"]+", r"\1", text)
     return " ".join(text.split())[:500]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverwrite
 
 from .hub import HUB_ID, HubFile, Pushed, PushPlan, is_of_a_checkpoint, list_files
+from .hub_address import did_you_mean
 from .hub_connection import Note, bars, explaining, patiently, require_token
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def parse_target(text: str) -> Target:
     """
     match = HUB_ID.fullmatch(text)
     if match is None:
-        raise UsageError(f"--push-to: {text!r} has not the form owner/name or owner/name@branch")
+        raise UsageError(
+            f"--push-to: {text!r} has not the form owner/name or owner/name@branch", did_you_mean(text)
+        )
     return Target(match["repo"], match["revision"])
 
 
@@ -164,7 +167,7 @@ class Draft:
                 )
         if target.draft in self._branches(api):
             patiently(lambda: api.delete_branch(target.repo_id, branch=target.draft), note)
-        return Pushed(plan.url, head, deleted)
+        return Pushed(plan.url, head, deleted, plan.paths)
 
     def _refuse_older(self, files: Mapping[str, HubFile]) -> None:
         older = sorted(filter(is_of_a_checkpoint, files))

@@ -6,14 +6,13 @@ the files that are not there; one that was cut off by a kill it begins anew.
 
 from __future__ import annotations
 
-import errno
 import glob
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import FULL, NeuzipError
 
 from .hub import Listing
 from .hub_connection import Note, bars, explaining, patiently
@@ -24,8 +23,6 @@ FILES_AT_ONCE = 4
 """A kill loses what has arrived of so many files."""
 
 LEFT_BY_A_KILL = re.compile(r"\.[0-9a-f]{8}\.incomplete\Z")
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def fetch(listing: Listing, folder: Path, *, note: Note, progress: bool = False) -> None:
@@ -64,7 +61,7 @@ def saving(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError):
             raise
-        full = error.errno in DISK_FULL
+        full = error.errno in FULL
         problem = "no space left on the disk" if full else f"cannot be written: {error.strerror}"
         raise NeuzipError(
             f"{path}: {problem}",

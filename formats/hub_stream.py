@@ -14,9 +14,10 @@ from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationErro
 
 from .checkpoint import SKIPPED_FOLDERS, Checkpoint
 from .hub import HUB_ID, HubFile, list_repository
+from .hub_address import did_you_mean
 from .hub_connection import Note, explaining, patiently
 from .hub_pull import saving
-from .tensor_file import MAX_HEADER, Header, parse_header
+from .tensor_file import MAX_HEADER, Header, other_format, parse_header
 
 HEADER_GUESS = 1 << 17
 """Bytes of a weight file that are asked for first: most headers lie within them."""
@@ -69,7 +70,8 @@ def find_remote(src: str, note: Note) -> RemoteCheckpoint:
     match = HUB_ID.fullmatch(src)
     if match is None or os.path.lexists(src):
         raise UsageError(
-            f"--stream takes a Hub id, and {src!r} is a path", "leave out --stream for what is on this disk"
+            f"--stream takes a Hub id, and {src!r} is a path",
+            did_you_mean(src) or "leave out --stream for what is on this disk",
         )
     with explaining(src, match["repo"]):
         found = list_repository(src, match["repo"], match["revision"], note)
@@ -96,6 +98,8 @@ def _header(remote: RemoteCheckpoint, file: str) -> Header:
     if size < 8:
         raise FormatError(name, f"{size} bytes are too few for a safetensors file")
     start = read_range(remote, file, 0, min(size, HEADER_GUESS))
+    if (error := other_format(name, start)) is not None:
+        raise error
     stop = 8 + int.from_bytes(start[:8], "little")
     if stop > min(size, 8 + MAX_HEADER):
         raise FormatError(

@@ -27,7 +27,10 @@ QUANTIZERS = ("absmean", "absmean-clamped", "least-squares", "exact")
 DELTA = "delta"
 """The feature that a manifest requires of its reader where another checkpoint is needed to restore it."""
 
-KNOWN_REQUIREMENTS = frozenset({DELTA})
+POOL = "pool"
+"""The feature that a manifest requires of its reader where small tensors have no records."""
+
+KNOWN_REQUIREMENTS = frozenset({DELTA, POOL})
 """Features that a manifest may require of its reader."""
 
 _HEX = re.compile(r"[0-9a-f]{16}\Z")
@@ -120,21 +123,28 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The index of a container file. `header` is the xxh3-64 of the original file's header."""
+    """The index of a container file. `header` is the xxh3-64 of the original file's header.
+
+    With `has_pool` those of its tensors that `tensors` lacks are in the container's pool. With `requires_base`
+    the file is a delta even if no tensor needs the base.
+    """
 
     header: str
     tensors: Mapping[str, TensorRecord]
+    has_pool: bool = False
+    requires_base: bool = False
 
     @property
     def needs_base(self) -> bool:
         """Whether another checkpoint is needed to restore the file."""
-        return any(record.needs_base for record in self.tensors.values())
+        return self.requires_base or any(record.needs_base for record in self.tensors.values())
 
     def to_bytes(self) -> bytes:
         """The manifest's JSON: keys in a fixed order, no white space."""
+        requires = [*([DELTA] if self.needs_base else []), *([POOL] if self.has_pool else [])]
         document = {
             "version": VERSION,
-            **({"requires": [DELTA]} if self.needs_base else {}),
+            **({"requires": requires} if requires else {}),
             "header": self.header,
             "tensors": {name: record.to_json() for name, record in self.tensors.items()},
         }
@@ -155,14 +165,16 @@ def parse_manifest(text: bytes, file: str | os.PathLike[str], *, delta: bool = F
             file, f"format version {version!r}; this neuzip reads version {VERSION}", field="version",
             hint="update neuzip to read it",
         )  # fmt: skip
-    is_delta = DELTA in check_requirements(document, file, delta=delta)
+    requires = check_requirements(document, file, delta=delta)
+    is_delta = DELTA in requires
     header = document.get("header")
     if not isinstance(header, str) or not is_checksum(header):
         raise FormatError(file, f"{header!r} is not a checksum", field="header")
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise FormatError(file, "not an object", field="tensors")
-    manifest = Manifest(header, {name: _record(name, entry, file) for name, entry in tensors.items()})
+    records = {name: _record(name, entry, file) for name, entry in tensors.items()}
+    manifest = Manifest(header, records, POOL in requires, is_delta)
     for name, record in manifest.tensors.items():
         if record.needs_base and not is_delta:
             raise FormatError(

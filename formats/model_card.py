@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from neuzip.errors import shell
 
 from .card_evaluation import Evaluation
 from .checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
@@ -76,7 +79,7 @@ def model_card(
         keep_trailing_newline=True,
     )
     environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
-    environment.filters |= {"norm": _norm, "cell": _cell, "line": _line}
+    environment.filters |= {"norm": _norm, "cell": _cell, "command": shown_command, "quoted": shell}
     return environment.get_template("model_card.md.j2").render(
         metadata=_new_metadata(metadata, base_model, lossless=not rounded, delta=base is not None),
         base=base,
@@ -258,8 +261,12 @@ def _cell(text: str) -> str:
     return re.sub(r"([|<>`\\\[\]])", r"\\\1", _visible(re.sub(r"\s+", " ", text)))
 
 
-def _line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
+def shown_command(text: str) -> str:
+    """A command of a report as the one command that it is, whatever a shell would make of its words."""
+    try:
+        return _visible(shell(*shlex.split(text)))
+    except ValueError:  # a quote that is not closed
+        return _visible(shell(text))
 
 
 def _code(name: str) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neuzip.errors import FormatError
+from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError
 
-from .tensor_file import parse_json
+from .tensor_file import opener, parse_json
 
 SECTION = "neuzip"
 """The key in config.json, and the attribute of a config of transformers."""
@@ -51,8 +52,16 @@ def with_entry(
 
 
 def write_entry(path: Path, name: str, value: object) -> None:
-    """Put an entry into our section of a config.json, at once or not at all. Raises FormatError."""
+    """Put an entry into our section of a config.json, at once or not at all. Raises NeuzipError."""
     document = with_entry(read_config(path), name, value, path)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    mode = stat.S_IMODE(path.stat().st_mode) & 0o777
+    try:
+        with open(new, "w", encoding="utf-8", opener=opener(mode)) as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        if error.errno in FULL:
+            raise DiskFull(path) from error
+        raise NeuzipError(f"{path}: cannot be written: {error.strerror}") from error

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,9 @@ MAX_DIGITS = 20
 
 MAX_DIMENSIONS = 64
 """No tensor library has more; a bound keeps the product of a hostile shape small."""
+
+NEW_FILE = 0o666
+"""Permission bits of a file that nothing is said of, before the umask takes its own."""
 
 DTYPE_BITS: dict[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -124,7 +128,8 @@ def parse_header(raw: bytes, file: str | os.PathLike[str], data_bytes: int | Non
     parsed = parse_json(raw[8:], file)
     if not isinstance(parsed, dict) or raw[8:9] != b"{":
         raise FormatError(file, "the header is not a JSON object")
-    metadata = parsed.pop("__metadata__", {})
+    metadata = parsed.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # safetensors reads null, too
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(file, "not an object of strings", field="__metadata__")
     tensors = {name: _tensor_info(name, entry, file) for name, entry in parsed.items()}
@@ -145,8 +150,8 @@ def _tensor_info(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorI
     def bad(field: str, problem: str) -> FormatError:
         return FormatError(file, problem, tensor=name, field=field)
 
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise FormatError(file, "an entry has exactly dtype, shape and data_offsets", tensor=name)
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise FormatError(file, "an entry has dtype, shape and data_offsets", tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str):
         raise bad("dtype", f"{dtype!r} is not a dtype")
@@ -164,6 +169,55 @@ def _tensor_info(name: str, entry: Any, file: str | os.PathLike[str]) -> TensorI
 
 def _is_size(n: object) -> bool:
     return type(n) is int and 0 <= n < 1 << 62
+
+
+_OTHER_FORMATS = {
+    b"version https://git-lfs": (
+        "is a Git LFS pointer, not the file that it stands for",
+        "`git lfs pull` in its clone, or neuzip pull, brings the file itself",
+    ),
+    b"<": ("is a page in HTML or XML, not a safetensors file", "download the file again, from where it lies"),
+    b"PK\x03\x04": (
+        "is a zip archive, perhaps a pickle of torch.save, not a safetensors file",
+        "load it with torch where you trust it, and save it with safetensors",
+    ),
+    b"\x80\x02": ("is a pickle, which can run code when it is loaded", "save the tensors with safetensors"),
+    b"\x80\x03": ("is a pickle, which can run code when it is loaded", "save the tensors with safetensors"),
+    b"\x80\x04": ("is a pickle, which can run code when it is loaded", "save the tensors with safetensors"),
+    b"\x80\x05": ("is a pickle, which can run code when it is loaded", "save the tensors with safetensors"),
+    b"GGUF": ("is a GGUF file, which neuzip writes but does not read", "give the original checkpoint"),
+}
+"""By the bytes with which a file begins, what it is in place of a safetensors file, and what to do."""
+
+LONGEST_SIGN = max(map(len, _OTHER_FORMATS))
+"""Bytes that tell what a file is."""
+
+
+def other_format(file: str | os.PathLike[str], start: bytes) -> FormatError | None:
+    """What is to be said of a file that begins so, if it is in a format that stands in for safetensors.
+
+    A header of safetensors that began so would be longer than may be.
+    """
+    if int.from_bytes(start[:8], "little") <= MAX_HEADER:
+        return None
+    for sign, (problem, hint) in _OTHER_FORMATS.items():
+        if start.startswith(sign):
+            return FormatError(file, problem, hint=hint)
+    return None
+
+
+def opener(mode: int) -> Callable[[str, int], int]:
+    """What `open` needs to make a file that has these permission bits, less the umask, from the beginning.
+
+    A file of this name that a killed run has left is removed: its permission bits are not these.
+    """
+
+    def open_new(path: str, flags: int) -> int:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return os.open(path, flags, mode)
+
+    return open_new
 
 
 class TensorFile:
@@ -186,10 +240,13 @@ class TensorFile:
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(self.path, "is not a regular file")
-        size = status.st_size
+        size = self.size = status.st_size
+        start = self._pread(0, min(size, LONGEST_SIGN))
+        if (error := other_format(self.path, start)) is not None:
+            raise error
         if size < 8:
             raise FormatError(self.path, f"{size} bytes are too few for a safetensors file")
-        length = int.from_bytes(self._pread(0, 8), "little")
+        length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER or 8 + length > size:
             raise FormatError(
                 self.path,

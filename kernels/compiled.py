@@ -21,6 +21,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return dispatcher  # type: ignore[no-any-return]
 
 
+FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a folder answers that cannot take more. A cache is optional: the loop is compiled anew each time."""
+
+
+@contextmanager
+def _optional() -> Iterator[None]:
+    """Pass over a cache that cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_OR_CLOSED:
+            raise
+
+
 class LockedCache(FunctionCache):  # type: ignore[misc]
     """Numba's cache, in which one process at a time writes.
 
@@ -32,15 +46,28 @@ class LockedCache(FunctionCache):  # type: ignore[misc]
         """What is kept for a signature, or None."""
         if not os.path.isdir(self.cache_path):
             return None
-        with self._lock(fcntl.LOCK_SH) as locked:
-            return super().load_overload(sig, target_context) if locked else None
+        kept = None
+        with _optional(), self._lock(fcntl.LOCK_SH) as locked:
+            if locked:
+                kept = super().load_overload(sig, target_context)
+        return kept
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled for a signature."""
-        os.makedirs(self.cache_path, exist_ok=True)
-        with self._lock(fcntl.LOCK_EX) as locked:
-            if locked:
-                super().save_overload(sig, data)
+        """Keep what was compiled for a signature, if its folder can take it."""
+        with _optional():
+            os.makedirs(self.cache_path, exist_ok=True)
+            with self._lock(fcntl.LOCK_EX) as locked:
+                if locked:
+                    self._save_whole(sig, data)
+
+    def _save_whole(self, sig: Any, data: Any) -> None:
+        """Keep it, or nothing: an index without its data would name what an older version has left there."""
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(self._cache_file._index_path)
+            raise
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[bool]:

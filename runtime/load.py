@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.ternary import is_ternary
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.own_section import read_config
 from neuzip.formats.tensor_file import parse_json
@@ -39,8 +46,27 @@ if TYPE_CHECKING:
 
     from .quantizer import NeuzipConfig
 
+PREDICT_TEXT: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+"""The kinds of models that predict text, in transformers' terms; of the second the text alone is fed here."""
+
+ADAPTER = "adapter_config.json"
+"""What makes transformers add an adapter of peft to a model, if it lies beside it."""
+
+CREDIBLE_LAYERS = 256
+"""Layers that a config.json may claim, whatever tensors there are: what is missing is found out quickly."""
+
+CREDIBLE_LAYERS_A_TENSOR = 4
+"""Layers a tensor that a config.json may claim: some models share the weights of all their layers."""
+
+_COUNTS_LAYERS = re.compile(r"(?:^|_)(?:layers?|blocks|depth)\Z")
+"""Names of fields that count layers: num_hidden_layers, n_layer, depth and the like."""
+
+GENERATION_CONFIG = "generation_config.json"
+MOVE_AWAY = "correct the file, or move it away: a model can do without"
+
 INDEX = "model.safetensors.index.json"
 SHOWN_NAMES = 5
+OTHER_VERSION = "another version of transformers may; code that comes with a checkpoint is never run"
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
@@ -118,9 +144,9 @@ def load_model(
             ) as stored:
                 if residency != "dense":
                     prefer_single_experts(config)
-                with torch.device("meta"):
-                    skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-                model, found = type(skeleton).from_pretrained(
+                skeleton = skeleton_of(config)
+                kind: Any = type(skeleton)  # whose answer has two parts here, which its types do not say
+                model, found = kind.from_pretrained(
                     None,
                     config=skeleton.config,
                     state_dict=stored,
@@ -129,12 +155,15 @@ def load_model(
                     ignore_mismatched_sizes=True,  # they are reported below, by name
                     **options,
                 )
-                if (folder / "generation_config.json").is_file():
-                    model.generation_config = GenerationConfig.from_pretrained(folder)
+                if (folder / GENERATION_CONFIG).is_file():
+                    model.generation_config = _generation_config(folder)
         except NeuzipError:
             raise
         except Exception as error:
-            raise _refusal(folder, "make a model of it", error) from error
+            hint = OTHER_VERSION
+            if not any(type(config) in auto._model_mapping for auto in PREDICT_TEXT):
+                hint = "models that do not predict text can be compressed and restored, but not run here"
+            raise _refusal(folder, "make a model of it", error, hint) from error
         _require_a_perfect_fit(folder, model, found)
     model.config.name_or_path = os.fspath(path)
     if attention and layers is not None:
@@ -162,8 +191,20 @@ def prefer_single_experts(config: PreTrainedConfig) -> None:
         config._experts_implementation = "eager"
 
 
+def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without values that predicts text, of a config; a vision-language model with all its parts."""
+    known = [auto for auto in PREDICT_TEXT if type(config) in auto._model_mapping]
+    auto = known[0] if known else PREDICT_TEXT[0]  # which says what it does not know
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    return model
+
+
 def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder, of a compressed one the original's. Raises NeuzipError."""
+    """The configuration of a checkpoint folder, of a compressed one the original's.
+
+    Raises NeuzipError, also where an adapter lies beside the model: nothing here would compute with it.
+    """
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
     folder = checkpoint.root
     if checkpoint.is_file:
@@ -171,6 +212,8 @@ def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
             f"{checkpoint.path}: has no config.json: a file of weights alone is no model",
             "give a folder with config.json and model.safetensors",
         )
+    if ADAPTER in checkpoint.others:
+        raise _refusal_of_an_adapter(checkpoint)
     if f"{ORIGINAL_FOLDER}/config.json" in checkpoint.others:
         folder = folder / ORIGINAL_FOLDER
     elif "config.json" not in checkpoint.others:
@@ -178,13 +221,67 @@ def load_config(path: str | os.PathLike[str] | Checkpoint) -> PreTrainedConfig:
             f"{checkpoint.path}: has no config.json, so it is not known which model the weights belong to",
             "give a folder with config.json and model.safetensors",
         )
-    read_config(folder / "config.json")
+    document = read_config(folder / "config.json")
+    _require_tensors_for(document, folder / "config.json", checkpoint)
     with quiet_transformers():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
             raise _refusal(checkpoint.path, "read its config.json", error) from error
     return config
+
+
+def _refusal_of_an_adapter(checkpoint: Checkpoint) -> NeuzipError:
+    """Why a folder with a LoRA adapter is no model here, where from_pretrained would add the adapter."""
+    path = checkpoint.root / ADAPTER
+    base = read_config(path).get("base_model_name_or_path")
+    named = f", of the base model {base!r}" if isinstance(base, str) else ""
+    if "config.json" in checkpoint.others:
+        return NeuzipError(
+            f"{path}: a LoRA adapter lies beside the model{named}: from_pretrained of transformers adds it,"
+            " neuzip would measure and run the model without it",
+            "merge it into the weights (merge_and_unload of peft, then save_pretrained), or move"
+            f" {ADAPTER} away to have the model without it",
+        )
+    return NeuzipError(
+        f"{path}: the folder holds a LoRA adapter alone{named}: its weights are no model",
+        "merge it into its base model (merge_and_unload of peft, then save_pretrained), and give that",
+    )
+
+
+def _require_tensors_for(document: dict[str, Any], path: Path, checkpoint: Checkpoint) -> None:
+    """Raise FormatError for a config.json with far more layers than tensors: it takes hours to build them."""
+    for name, layers in _layers_claimed(document):
+        if layers <= CREDIBLE_LAYERS:
+            continue
+        with TensorSource(checkpoint) as source:
+            tensors = sum(1 for _ in source.tensors())
+        if layers > CREDIBLE_LAYERS_A_TENSOR * tensors:
+            raise FormatError(
+                path, f"says {layers:,} layers, but the weights are {tensors:,} tensors", field=name,
+                hint="compare config.json with `neuzip inspect`",
+            )  # fmt: skip
+
+
+def _layers_claimed(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The fields that count layers, of the parts of a model too, and what they say."""
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", layers) for inner, layers in _layers_claimed(value))
+        elif type(value) is int and _COUNTS_LAYERS.search(name):
+            yield name, value
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """The generation_config.json of a folder. Raises FormatError where transformers does not take it."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise FormatError(
+            folder / GENERATION_CONFIG, f"transformers does not take it: {reason_of(error)}", hint=MOVE_AWAY
+        ) from error
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -202,12 +299,40 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False
             )
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise _refusal(folder, "load its tokenizer", error) from error
     longest: object = tokenizer.model_max_length
     if not isinstance(longest, int | float):  # which transformers finds out at the first text
         raise FormatError(folder, f"{longest!r} is no number of tokens", field="model_max_length")
     return tokenizer
+
+
+@contextmanager
+def naming_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise FormatError that names the file where a tokenizer fails at what it is given.
+
+    tokenizers, a library in Rust, raises plain Exception for errors of its own, and a BaseException where it
+    panics.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):
+            raise
+        folder = Path(tokenizer.name_or_path)
+        path = folder / TOKENIZER_FILES[0]
+        raise FormatError(
+            path if path.is_file() else folder,
+            f"the tokenizer fails: {reason_of(error)}",
+            hint="give another text, or the tokenizer that the model was trained with",
+        ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up, which is no Exception and has no class to import."""
+    return type(error).__name__ == "PanicException"
 
 
 def versions() -> dict[str, str]:
@@ -506,13 +631,19 @@ def indexed_shards(checkpoint: Checkpoint, index: str) -> list[str]:
     return files
 
 
-def _refusal(folder: Path, what: str, error: Exception) -> NeuzipError:
-    """What transformers would not do, with the first line of its reason."""
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says, without a full stop, or its name."""
     lines = str(error).strip().splitlines()
-    reason = f": {lines[0].rstrip('.')}" if lines else f": {type(error).__name__}"
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _refusal(folder: Path, what: str, error: BaseException, hint: str = OTHER_VERSION) -> NeuzipError:
+    """What transformers would not do, with the first line of its reason. Raises `error` if memory ran out."""
+    if is_out_of_memory(error):
+        raise error
     return NeuzipError(
-        f"{folder}: transformers {transformers_version} cannot {what}{reason}",
-        "another version of transformers may; code that comes with a checkpoint is never run",
+        f"{folder}: transformers {transformers_version} cannot {what}: {reason_of(error)}",
+        hint,
     )
 
 

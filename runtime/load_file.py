@@ -25,7 +25,7 @@ from neuzip.errors import UsageError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
 
-from .tensors import read_range, read_tensors, require_place, shaped, torch_dtype
+from .tensors import read_range, read_tensor, read_tensors, require_place, shaped, torch_dtype
 
 TORCH = ("pt", "torch", "pytorch")
 
@@ -60,10 +60,11 @@ def safe_open(
 ) -> Any:
     """Open a .safetensors file, plain or compressed, to read tensors and slices; as `safetensors.safe_open`.
 
-    A plain file is safetensors' own object. `verify` compares whole tensors of a compressed one with their
-    checksums; slices are not compared. `backend` is for plain files. Raises what safetensors raises,
-    FormatError for a damaged compressed file, and UsageError for one with another framework than torch, or on
-    a GPU that is not there.
+    A plain file is safetensors' own object. `verify` compares tensors of a compressed one with their
+    checksums. Of a slice that is less than its tensor it compares only the streams that are read whole:
+    damage in the others is found where they cannot be decoded, and otherwise gives wrong numbers. `backend`
+    is for plain files. Raises what safetensors raises, FormatError for a damaged compressed file, and
+    UsageError for one with another framework than torch, or on a GPU that is not there.
     """
     # A container is a safetensors file: safetensors judges the arguments, and says which kind of file it is.
     device = "cpu" if device is None else device
@@ -130,7 +131,7 @@ class CompressedFile:
 
     def get_slice(self, name: str) -> CompressedSlice:
         """A tensor of which parts can be read: `get_slice("embed.weight")[10:20]`."""
-        return CompressedSlice(self._open(), self._find(name), self._device)
+        return CompressedSlice(self._open(), self._find(name), self._device, self._verify)
 
     def _read(self, tensors: Sequence[SourceTensor]) -> list[torch.Tensor]:
         opened = self._open()
@@ -162,10 +163,14 @@ class CompressedFile:
 
 
 class CompressedSlice:
-    """A tensor that is read when it is indexed, as torch does; what leading indices leave out is not."""
+    """A tensor that is read when it is indexed, as torch does; what leading indices leave out is not.
 
-    def __init__(self, opened: _Opened, tensor: SourceTensor, device: str | int) -> None:
-        self._opened, self._tensor, self._device = opened, tensor, device
+    `verify` compares with checksums what is read whole: the tensor, or streams of it. A stream of which only
+    some blocks are read has no checksum of its own for them.
+    """
+
+    def __init__(self, opened: _Opened, tensor: SourceTensor, device: str | int, verify: bool) -> None:
+        self._opened, self._tensor, self._device, self._verify = opened, tensor, device, verify
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape."""
@@ -185,10 +190,17 @@ class CompressedSlice:
         else:
             first, shape = 0, list(info.shape)
         start, size = first * dtype.itemsize, math.prod(shape) * dtype.itemsize
-        target = source.resolve(self._tensor)
-        data = read_range(source.reader(target), target, start, start + size, self._opened.workers)
-        part = shaped(data, dtype, tuple(shape))[indices].contiguous()
+        part = self._rows(start, start + size, dtype, tuple(shape))[indices].contiguous()
         return part.to(torch.device(self._device))
+
+    def _rows(self, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Bytes `start` to `stop` of the tensor, as `dtype` and `shape`, on the CPU. Raises FormatError."""
+        source, workers = self._opened.source, self._opened.workers
+        if stop - start == self._tensor.info.nbytes:
+            return read_tensor(source, self._tensor, workers, verify=self._verify).view(shape)
+        target = source.resolve(self._tensor)
+        data = read_range(source.reader(target, check=self._verify), target, start, stop, workers)
+        return shaped(data, dtype, shape)
 
 
 def _is_plain(index: object) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from neuzip.compress import compress
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import writing
 from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint, index_files
@@ -40,7 +41,8 @@ def save_container(save: Callable[[Path], None], directory: str | os.PathLike[st
     if target.is_file():
         raise NeuzipError(f"{directory}: is a file", "give the name of a folder")
     with _scratch(target) as scratch:
-        save(scratch / "plain")
+        with storing(target):
+            save(scratch / "plain")
         compress(scratch / "plain", scratch / "compressed")
         shutil.rmtree(scratch / "plain")
         with writing(target):

@@ -35,10 +35,15 @@ def must(condition: object, sentence: str) -> None:
 # --- 1. Conventions -----------------------------------------------------------------------------------------
 
 
-def check(data: bytes, checksum: Any, what: str) -> None:
-    """XXH3 of 64 bits, seed 0, as 16 lower-case hexadecimal digits."""
+def check_form(checksum: Any, what: str) -> None:
+    """16 lower-case hexadecimal digits."""
     digits = isinstance(checksum, str) and len(checksum) == 16 and set(checksum) <= set("0123456789abcdef")
     must(digits, f"The checksum of {what} is not 16 lower-case hexadecimal digits.")
+
+
+def check(data: bytes, checksum: Any, what: str) -> None:
+    """XXH3 of 64 bits, seed 0."""
+    check_form(checksum, what)
     must(xxhash is None or xxhash.xxh3_64_hexdigest(data) == checksum, f"The checksum of {what} differs.")
 
 
@@ -50,9 +55,13 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise SpecViolation(f"{what} has {constant}, which is not JSON.")
 
+    def whole(digits: str) -> int:
+        must(len(digits) <= 20, f"{what} has a number of {len(digits)} digits.")  # section 10 allows that
+        return int(digits)
+
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse)
+        value = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse, parse_int=whole)
     except SpecViolation:
         raise
     except (ValueError, RecursionError) as error:
@@ -73,15 +82,21 @@ def pad16(length: int) -> int:
     return 16 * ceil_div(length, 16)
 
 
+def check_padding(filler: Any, what: str) -> None:
+    """Whoever leaves padding unread, as section 1 allows, does without this function."""
+    must(not any(filler), f"The padding of {what} is not zero.")
+
+
 def check_path(path: Any, what: str) -> None:
     """Sections 3 and 11: relative, and no part is empty, `.` or `..`."""
-    good = isinstance(path, str) and not {"", ".", ".."} & set(path.split("/"))
+    good = (
+        isinstance(path, str) and not {"", ".", ".."} & set(path.split("/")) and not set("\\\0") & set(path)
+    )
     must(good, f"{what} is not a relative path of plain parts.")
 
 
 # --- 2. File structure --------------------------------------------------------------------------------------
 
-# The specification has no list; these are the dtypes of safetensors, by their bits.
 DTYPES = {
     4: ["F4"],
     6: ["F6_E2M3", "F6_E3M2"],
@@ -102,19 +117,24 @@ class Header:
         must(8 <= self.end <= len(data), f"The header of {what} is cut off.")
         must(data[8:9] == b"{", f"The header of {what} does not begin with a brace.")
         fields = parse_json(data[8 : self.end], f"The header of {what}")
-        self.metadata = fields.pop("__metadata__", {})
+        self.metadata = without_nulls(fields).get("__metadata__", {})
+        fields.pop("__metadata__", None)
         good = isinstance(self.metadata, dict) and all(isinstance(v, str) for v in self.metadata.values())
         must(good, f"The metadata of {what} are not an object of strings.")
 
         self.entries: dict[str, tuple[str, list[int], int, int]] = {}
         for name, field in fields.items():
-            must(isinstance(field, dict), f"Entry {name!r} of {what} is not an object.")
-            dtype, shape, offsets = (field.get(key) for key in ("dtype", "shape", "data_offsets"))
+            keys = {"dtype", "shape", "data_offsets"}
+            must(isinstance(field, dict) and set(field) == keys, f"Entry {name!r} of {what} has not {keys}.")
+            dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
             lists = all(isinstance(v, list) and all(map(is_count, v)) for v in (shape, offsets))
             must(lists and len(offsets) == 2, f"Entry {name!r} of {what} lacks a shape or offsets.")
-            must(isinstance(dtype, str) and dtype in BITS, f"Entry {name!r} of {what} has no known dtype.")
+            must(len(shape) <= 64, f"Entry {name!r} of {what} has more than 64 dimensions.")
+            must(max(shape + offsets) < 1 << 62, f"A number of entry {name!r} of {what} is too large.")
+            must(isinstance(dtype, str), f"Entry {name!r} of {what} has no dtype.")
             size = 8 * (offsets[1] - offsets[0])
-            must(size == math.prod(shape) * BITS[dtype], f"Offsets and shape of entry {name!r} disagree.")
+            right = size >= 0 and (dtype not in BITS or size == math.prod(shape) * BITS[dtype])
+            must(right, f"Offsets and shape of entry {name!r} disagree.")
             self.entries[name] = (dtype, shape, *offsets)
         self.entries = dict(sorted(self.entries.items(), key=lambda item: item[1][2:]))
         self.size = 0
@@ -135,8 +155,24 @@ def check_version(manifest: dict[str, Any], what: str) -> bool:
     """Whether it is a delta's."""
     version, requires = manifest.get("version"), without_nulls(manifest).get("requires", [])
     must(type(version) is int and version == 1, f"The version {version!r} of {what} is not known.")
-    must(requires in ([], ["delta"]), f"{what} requires {requires!r}, which is not known.")
-    return bool(requires)
+    known = isinstance(requires, list) and all(name in ("delta", "pool") for name in requires)
+    must(known, f"{what} requires {requires!r}, which is not known.")
+    return "delta" in requires
+
+
+def is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+KEYS = {  # of each scheme, beside `scheme` and `checksum`
+    "raw": [],
+    "lossless": ["mantissa_bits", "streams"],
+    "truncated": ["mantissa_bits", "streams", "block_size", "original", "loss"],
+    "ternary": ["streams", "packing", "scale_dtype", "group", "quantizer", "original", "loss"],
+    "alias": ["of", "file", "original"],
+    "base": ["of", "file"],
+    "delta": ["of", "file", "base", "shift", "low_bits", "digits", "streams"],
+}
 
 
 def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -147,11 +183,10 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     records = {name: without_nulls(record) for name, record in dict(records or {}).items()}
     for name, record in records.items():
         must(isinstance(record, dict), f"The record of {name!r} is not an object.")
-        scheme, B = record.get("scheme"), record.get("block_size")
-        must(
-            scheme in ["raw", "lossless", "truncated", "ternary", "alias", "base", "delta"],
-            f"The scheme {scheme!r} is not known.",
-        )
+        scheme = record.get("scheme")
+        must(isinstance(scheme, str) and scheme in KEYS, f"The scheme {scheme!r} is not known.")
+        records[name] = record = {k: record[k] for k in ("scheme", "checksum", *KEYS[scheme]) if k in record}
+        B = record.get("block_size")
         needed = ["checksum"]
         if scheme == "alias":
             needed += ["of"]
@@ -173,7 +208,6 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             must(is_count(record.get("mantissa_bits")), f"The mantissa_bits of {name!r} are not a count.")
             good = "block_size" not in record or (is_count(B) and B in [1 << bit for bit in range(3, 15)])
             must(good, f"{name!r} has the block_size {B!r}.")
-            must(scheme == "truncated" or B is None, f"{name!r} is lossless and has a block_size.")
             others = {"codes", "scale", "choice", "low"} | ({"normaliser"} if B is None else set())
             streams = set(STREAMS) - others
             needed += ["original"] * (scheme == "truncated")
@@ -192,7 +226,15 @@ def check_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             loss = record.get("loss")
             figures = loss if isinstance(loss, dict) else {}
             for figure in (figures.get("max_relative"), figures.get("rms_relative")):
-                must(type(figure) in (int, float), f"The loss of {name!r} is not two numbers.")
+                must(is_figure(figure), f"The loss of {name!r} is not two numbers.")
+            relative = figures.get("relative_l2")
+            must(
+                relative is None or is_figure(relative), f"The loss of {name!r} has no number `relative_l2`."
+            )
+        for stream, checksum in record.get("streams", {}).items():
+            check_form(checksum, f"{name}:{stream}")
+        for key in {"checksum", "original", "base"} & set(record):
+            check_form(record[key], f"{name!r}, `{key}`")
         must(set(needed) <= set(record), f"The record of {name!r} lacks one of {needed}.")
     return dict(records or {})
 
@@ -243,7 +285,8 @@ def join_planes(data: bytes, n: int, w: int) -> np.ndarray:
         if width < 8:
             shifts = np.arange(0, 8, width, dtype=np.uint8)
             plane = (plane[:, None] >> shifts & np.uint8((1 << width) - 1)).reshape(-1)
-        must(not any(plane[n:]) and not any(data[length : pad16(length)]), "A plane's padding is not zero.")
+        check_padding(plane[n:], "a plane's last byte")
+        check_padding(data[length : pad16(length)], "a plane")
         fields = fields << np.uint64(width) | plane[:n].astype(np.uint64)
         data = data[pad16(length) :]
     return fields
@@ -385,37 +428,56 @@ class Container:
         metadata = self.header.metadata
         must("neuzip" in metadata, "This is not a container.")
         must(metadata["neuzip"] == "1", f"The format version {metadata['neuzip']!r} is not known.")
-        must("format" in metadata, "The metadata has no `format`.")
-        must(self.header.end % 16 == 0, "The data do not start at a multiple of 16.")
-        filled = self.data[: self.header.end].rstrip(b" ").endswith(b"}")
-        must(filled, "The header is filled up with something else than spaces.")
+        text = self.data[: self.header.end]
+        check_padding(text[text.rindex(b"}") + 1 :].strip(b" "), "the header")
         must(self.header.end + self.header.size == len(self.data), "The entries do not fill the file.")
         manifest_bytes, self.original_header = self.entry("neuzip:manifest"), self.entry("neuzip:header")
         check(manifest_bytes, metadata.get("neuzip_manifest"), "neuzip:manifest")
         manifest = parse_json(manifest_bytes, "The manifest")
         self.records = check_manifest(manifest)
+        self.is_delta = check_version(manifest, "the manifest")
         check(self.original_header, manifest.get("header"), "neuzip:header")
         original = Header(self.original_header, "neuzip:header")
         must(original.end == len(self.original_header), "neuzip:header is longer than its header.")
         self.tensors = {name: (dtype, shape) for name, (dtype, shape, _, _) in original.entries.items()}
-        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
-
         entries = ["neuzip:header", "neuzip:manifest"]
+        self.pool, self.pooled = b"", dict[str, tuple[int, int]]()
+        if "pool" in without_nulls(manifest).get("requires", []):
+            self.find_pooled(original)
+            entries += ["neuzip:pool", "neuzip:pool_checksums"]
+        must(set(self.records) == set(self.tensors), "The records are not those of the tensors.")
+        own = len(entries)
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 entries.append(name)
-            elif record["scheme"] not in ("alias", "base"):
+            elif record["scheme"] not in ("alias", "base", "pooled"):
                 entries += [f"{name}:{stream}" for stream in record["streams"]]
         must(len(set(entries)) == len(entries), "Two entries have the same name.")
         must(set(entries) == set(self.header.entries), "The entries are not those of the manifest.")
-        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:2]}
+        expected = {name: ("U8", [len(self.entry(name))]) for name in entries[:own]}
         for name, record in self.records.items():
             if record["scheme"] == "raw":
                 expected[name] = self.tensors[name]
-            elif record["scheme"] not in ("alias", "base"):
+            elif record["scheme"] not in ("alias", "base", "pooled"):
                 expected |= self.expected_streams(name)
         for name, value in expected.items():
             must(self.header.entries[name][:2] == value, f"Entry {name!r} is not {value[0]} {value[1]}.")
+        for name, record in self.records.items():
+            _, _, begin, end = original.entries[name]
+            right = record["scheme"] != "raw" or len(self.entry(name)) == end - begin
+            must(right, f"Entry {name!r} has not the length of the original.")
+
+    def find_pooled(self, original: Header) -> None:
+        """Section 4: records of the tensors that have none, and where they are in the pool."""
+        self.pool, sums = self.entry("neuzip:pool"), self.entry("neuzip:pool_checksums")
+        names, at = [name for name in original.entries if name not in self.records], 0
+        must(bool(names) and len(sums) == 8 * len(names), "There are not 8 bytes for each pooled tensor.")
+        for i, name in enumerate(names):
+            self.records[name] = {"scheme": "pooled", "checksum": sums[8 * i : 8 * i + 8][::-1].hex()}
+            begin, end = original.entries[name][2:]
+            self.pooled[name] = at, at + end - begin
+            at += end - begin
+        must(at == len(self.pool), "The pool has not the length of its tensors.")
 
     def entry(self, name: str) -> bytes:
         must(name in self.header.entries, f"There is no entry {name!r}.")
@@ -466,8 +528,7 @@ class Container:
         """What streams of these lengths are, filled up with zeros."""
         expected = {}
         for stream in self.records[name]["streams"]:
-            padding = self.entry(f"{name}:{stream}")[lengths[stream] :]
-            must(not any(padding), f"The padding of {name}:{stream} is not zero.")
+            check_padding(self.entry(f"{name}:{stream}")[lengths[stream] :], f"{name}:{stream}")
             itemsize = 2 if STREAMS[stream] == "U16" else 1
             expected[f"{name}:{stream}"] = (STREAMS[stream], [pad16(lengths[stream]) // itemsize])
         return expected
@@ -475,7 +536,9 @@ class Container:
     def tensor(self, name: str) -> bytes:
         """Section 4: the bytes of a tensor."""
         record = self.records[name]
-        if record["scheme"] == "raw":
+        if record["scheme"] == "pooled":
+            restored = self.pool[slice(*self.pooled[name])]
+        elif record["scheme"] == "raw":
             restored = self.entry(name)
         elif record["scheme"] in ("base", "delta"):
             restored = self.from_base(name)
@@ -643,6 +706,7 @@ class Base:
 def restore_file(path: Path, base: Path | None = None) -> bytes:
     """The bytes of the original file."""
     container = Container(Path(path), {}, None if base is None else Base(Path(base)))
+    must(base is not None or not container.is_delta, "This is a delta, and needs its base.")
     return container.original_header + b"".join(container.tensor(name) for name in container.tensors)
 
 

@@ -2,11 +2,12 @@
 
 A test file has its fixtures with `pytest_plugins = ["loopback_hub"]`; other programs use `running_hub`.
 
-It can fail as networks and Hubs do. `Hub.before` is called with every request and may raise a `Refusal`, or
-set what happens to the answer: after `handler.cut_after` bytes the connection ends, with a reset if
-`handler.reset`; `handler.spoil` makes other bytes of those of a file. `Hub.arriving` is called before a body
-is read: a `cut_after` set there cuts the upload. `Hub.on_bytes` is called with the handler and the number of
-bytes after each piece of a file, in either direction: it may wait, or kill whoever is at the other end.
+It can fail as networks and Hubs do. `Hub.before` is called with every request and may raise a `Refusal` or an
+`Answer`, or set what happens to the answer: after `handler.cut_after` bytes the connection ends, with a reset
+if `handler.reset`; `handler.spoil` makes other bytes of those of a file. `Hub.arriving` is called before a
+body is read: a `cut_after` set there cuts the upload. `Hub.on_bytes` is called with the handler and the
+number of bytes after each piece of a file, in either direction: it may wait, or kill whoever is at the other
+end.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.code, self.message, self.body = status, code, message, body
         self.retry_after = retry_after
+
+
+class Answer(Exception):
+    """A success with other JSON than the Hub's."""
+
+    def __init__(self, body: object) -> None:
+        super().__init__()
+        self.body = body
 
 
 class Hub(ThreadingHTTPServer):
@@ -166,6 +175,8 @@ class Handler(BaseHTTPRequestHandler):
                     action(self, *map(unquote, match.groups()))
                     return
             raise Refusal(404, message=f"the tests' Hub has no {self.command} {self.path}")
+        except Answer as other:
+            self.answer(other.body)
         except Refusal as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
             if refusal.retry_after is not None:

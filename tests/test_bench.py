@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,13 @@ def model(small: Path) -> PreTrainedModel:
 def test_a_run_times_the_prompt_and_every_step(model: PreTrainedModel, device: torch.device):
     model = model.to(device)
     decoder, ids = GreedyDecoder(model, 2, 30), prompts(1024, 2, 20)
+    began = time.perf_counter()
     timed = run(decoder, ids, 10)
+    elapsed = time.perf_counter() - began
     assert torch.equal(timed.tokens, decoder.generate(ids, 10).cpu())
     assert len(timed.step_seconds) == 9
-    assert 0 < min(timed.step_seconds) <= max(timed.step_seconds) < 5
-    assert 0 < timed.prefill_seconds < 5
+    assert min(timed.prefill_seconds, *timed.step_seconds) > 0
+    assert timed.prefill_seconds + sum(timed.step_seconds) <= elapsed
     assert run(decoder, ids, 1).step_seconds == ()
 
 

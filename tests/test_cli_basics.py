@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import queue
 import re
 import signal
 import subprocess
@@ -23,11 +24,12 @@ from typing import Any
 
 import pytest
 import typer
+from safetensors import SafetensorError
 
 from neuzip.cli import commands, output
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
 
 HEAVY = ("torch", "numpy", "numba", "transformers", "matplotlib", "triton", "safetensors", "huggingface_hub")
 PAGES = ("", *commands.VERBS)
@@ -40,7 +42,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         **options,
     )
 
@@ -73,25 +75,17 @@ def fail_with(exception: BaseException) -> Callable[[Output], None]:
 # What --help costs
 
 
-def test_help_takes_less_than_300_ms():
-    command = [Path(sys.executable).parent / "neuzip", "--help"]
-    seconds = []
-    for _ in range(5):  # the fastest counts: the others met a busy machine
-        start = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3, seconds
-
-
 @pytest.mark.parametrize("verb", PAGES, ids=lambda verb: verb or "neuzip")
 def test_help_imports_nothing_heavy(verb: str):
     done = python(f"""
         import sys
         from neuzip.cli import run
         assert run([*{[verb] if verb else []!r}, "--help"]) == 0
-        print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
+        print("loaded:", [name for name in {HEAVY!r} if name in sys.modules], len(sys.modules))
     """)
-    assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
+    loaded = re.fullmatch(r".*loaded: \[\] (\d+)\n", done.stdout, re.DOTALL)
+    assert loaded is not None, done.stdout + done.stderr
+    assert int(loaded[1]) < 500, "importing is most of the time that help takes: benchmarks/startup.py"
 
 
 def test_import_neuzip_imports_nothing_heavy():
@@ -211,8 +205,34 @@ def test_json_and_quiet_exclude_each_other(probe, neuzip):
         pytest.param(
             OSError(28, "No space left on device", "/out/model.safetensors"),
             1,
-            "error: /out/model.safetensors: No space left on device\n",
+            "error: /out/model.safetensors: No space left on device\n"
+            "hint: free some space and repeat the command\n",
             id="full disk",
+        ),
+        pytest.param(
+            DiskFull("/out"),
+            1,
+            "error: /out: no space left on the disk\nhint: free some space and repeat the command\n",
+            id="full disk, named by the library",
+        ),
+        pytest.param(
+            FileNotFoundError(2, "No such file or directory", "/in/a.json"),
+            1,
+            "error: /in/a.json: No such file or directory\n"
+            "hint: was it moved or removed while neuzip ran? repeat the command\n",
+            id="a file that vanishes",
+        ),
+        pytest.param(
+            OSError(24, "Too many open files", "/in/b"),
+            1,
+            "error: /in/b: Too many open files\nhint: allow more open files: ulimit -n 4096\n",
+            id="too many files",
+        ),
+        pytest.param(
+            SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)"),
+            1,
+            "error: Permission denied\n",
+            id="safetensors without a right",
         ),
     ],
 )
@@ -222,7 +242,44 @@ def test_failure_leaves_stdout_empty_in_every_mode(failure, code, stderr, flags,
     assert (said.exit_code, said.stdout, said.stderr) == (code, "", stderr)
 
 
-@pytest.mark.parametrize("bug", [ValueError("bad"), FileNotFoundError("x"), EOFError("early")], ids=repr)
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+OF_TORCH = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    " allocate 4500000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (RuntimeError(OF_TORCH), "neuzip probe: memory ran out, 4500000000 bytes at once were asked for"),
+        (MemoryError(), "neuzip probe: memory ran out"),
+        (MemoryError("Unable to allocate 8.00 EiB for an array"), "memory ran out, 8.00 EiB at once"),
+        (OSError(12, "Cannot allocate memory"), "neuzip probe: memory ran out"),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
+            "neuzip probe: the memory of the GPU ran out, 20.00 GiB at once were asked for",
+        ),
+    ],
+    ids=["torch", "python", "numpy", "system", "gpu"],
+)
+def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
+    probe(fail_with(failure))
+    said = neuzip("probe", "x")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert message in said.stderr and "hint: free some" in said.stderr
+    assert "bug" not in said.stderr
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [ValueError("bad"), FileNotFoundError("x"), EOFError("early"), OSError(9, "Bad file descriptor"),
+     SafetensorError("invalid (os error in words)")],
+    ids=repr,
+)  # fmt: skip
 def test_any_other_exception_is_a_bug(bug, probe, neuzip):
     probe(fail_with(bug))
     said = neuzip("probe", "x")
@@ -252,6 +309,14 @@ def test_interrupt_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
     said = neuzip("probe", "x")
     assert said.stderr.splitlines()[1] == (
         "hint: what is finished is kept: the same command goes on where it stopped"
+    )
+
+
+def test_a_full_disk_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
+    probe(fail_with(DiskFull("/out")))
+    monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
+    assert neuzip("probe", "x").stderr.splitlines()[1] == (
+        "hint: free some space; what is finished is kept: the same command goes on where it stopped"
     )
 
 
@@ -293,7 +358,7 @@ def test_ctrl_c_ends_the_process_with_130():
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=600)
     assert (process.returncode, stderr.splitlines()[0]) == (130, "error: interrupted")
 
 
@@ -310,7 +375,7 @@ def test_ctrl_c_that_does_not_wake_the_main_thread_ends_a_transfer():
             _thread.start_new_thread(lambda: signal.pthread_kill(_thread.get_ident(), signal.SIGINT), ())
             waiting.acquire()
     """)
-    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=600)
     assert (said.returncode, said.stdout) == (130, "")
     assert said.stderr == (
         "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n"
@@ -330,8 +395,31 @@ def test_a_transfer_hears_of_other_signals_and_leaves_nothing_behind():
         assert signal.set_wakeup_fd(-1) == -1
         assert threading.active_count() == 1
     """)
-    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+    said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=600)
     assert (said.returncode, said.stdout, said.stderr) == (0, "handled\n", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_bug(closed: str, tmp_path: Path):
+    """Without stdout there is nowhere to put a result; what is printed does not get into a file instead."""
+    body = f"out.status('said'); open({str(tmp_path / 'file')!r}, 'w').close(); out.text('result')"
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "bash", *probe_program(body)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    no_stdout, no_stderr = closed.startswith(">") or " >" in closed, "2>" in closed
+    assert done.returncode == (1 if no_stdout else 0)
+    assert done.stdout == ("" if no_stdout else "result\n")
+    shown = "said\n"
+    if no_stdout:
+        shown = (
+            "error: stdout is closed, and the result goes there\n"
+            "hint: redirect it to a file, or to /dev/null\n"
+        )
+    assert done.stderr == ("" if no_stderr else shown)
+    assert not (tmp_path / "file").exists() or (tmp_path / "file").read_text() == ""
 
 
 def test_a_reader_that_leaves_is_no_bug():
@@ -340,7 +428,7 @@ def test_a_reader_that_leaves_is_no_bug():
     assert process.stdout is not None
     process.stdout.read(10)
     process.stdout.close()
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=600)
     assert (process.returncode, stderr) == (1, b"")
 
 
@@ -493,7 +581,7 @@ def stderr_on_a_terminal(body: str, **settings: str) -> str:
             break
         seen += part
     os.close(main)
-    stdout, _ = process.communicate(timeout=30)
+    stdout, _ = process.communicate(timeout=600)
     assert (process.returncode, stdout) == (0, b"")
     return seen.decode()
 
@@ -534,27 +622,84 @@ def test_no_bar_where_nobody_watches(flags: dict[str, bool], capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
-    """Also of what does not say how far it is; and nothing is left running."""
-    monkeypatch.setattr(output, "EVERY", 0.05)
-    out = Output()
-    with out.progress("compress", 4_000_000) as advance:
-        time.sleep(0.12)
-        advance(1_000_000)
-        with out.progress("verify", 10) as inner:  # one speaks at a time
-            inner(3)
-        time.sleep(0.12)
-    with out.progress("eval", None, unit="tokens") as advance:
-        advance(1234)
-        time.sleep(0.12)
-    said = capsys.readouterr()
-    lines = [re.sub(r"0\.\d\d s$", "#", line) for line in said.err.splitlines()]
-    assert said.out == ""
-    assert list(dict.fromkeys(lines)) == [
-        "compress: at work after #",
-        "compress: 1.00 MB of 4.00 MB after #",
-        "eval: 1,234 tokens after #",
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(course: output.Course, clock: Clock, steps: list[tuple[float, int]]) -> list[str]:
+    """What is said after each step: the seconds it took, and what was done."""
+    said = []
+    for seconds, amount in steps:
+        clock.now += seconds
+        course.advance(amount)
+        said.append(course.line)
+    return said
+
+
+def test_lines_of_a_log_say_how_far_it_is_and_how_long_the_rest_takes():
+    """As soon as there is something to go by; and that a tail is left when all is counted."""
+    clock = Clock()
+    course = output.Course("compress", 4_000_000, "bytes", clock)
+    steps = [(30, 0), (30, 10_000), (30, 90_000), (210, 900_000), (60, 2_000_000), (0, 1_000_000), (60, 0)]
+    assert lines_of(course, clock, steps) == [
+        "compress: at work after 30.0 s",
+        "compress: 10.0 kB of 4.00 MB after 1 min 0 s",
+        "compress: 100 kB of 4.00 MB after 1 min 30 s, about 58 min left",
+        "compress: 1.00 MB of 4.00 MB after 5 min 0 s, about 15 min left",
+        "compress: 3.00 MB of 4.00 MB after 6 min 0 s, about 2 min left",
+        "compress: 4.00 MB of 4.00 MB after 6 min 0 s, finishing",
+        "compress: 4.00 MB of 4.00 MB after 7 min 0 s, finishing",
     ]
+
+
+def test_lines_of_a_log_do_not_guess_without_a_total():
+    clock = Clock()
+    course = output.Course("eval", None, "tokens", clock)
+    assert lines_of(course, clock, [(30, 1234)]) == ["eval: 1,234 tokens after 30.0 s"]
+
+
+def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
+    """One piece of work speaks at a time, a line for each pause; and nothing is left running."""
+    pauses: queue.Queue[bool] = queue.Queue()
+    told = threading.Semaphore(0)
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == output.EVERY
+            told.release()
+            return pauses.get()
+
+        def set(self) -> None:
+            pauses.put(True)
+
+    monkeypatch.setattr(output, "Event", Ended)
+    monkeypatch.setattr(output, "seconds_text", lambda seconds: "a while")
+    monkeypatch.setattr(output, "rough_text", lambda seconds: "a while")
+    out = Output()
+
+    def pause() -> None:
+        pauses.put(False)
+        told.acquire()  # the line was said, and the next pause begins
+
+    with out.progress("compress", 4_000_000) as advance:
+        told.acquire()
+        pause()
+        advance(1_000_000)
+        with out.progress("verify", 10) as inner:
+            inner(3)
+        pause()
+        pause()
+    assert capsys.readouterr() == (
+        "",
+        "compress: at work after a while\n"
+        + 2 * "compress: 1.00 MB of 4.00 MB after a while, about a while left\n",
+    )
     assert not any(thread.name == "neuzip-progress" for thread in threading.enumerate())
 
 

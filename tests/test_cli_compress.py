@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from neuzip.compress.tied import tied_embedding
+
 Save = Callable[..., Path]
 Speak = Callable[..., Any]
 
@@ -103,6 +105,72 @@ def test_include_and_exclude(neuzip: Speak, model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("options", "scheme"),
+    [
+        (["--bits-for", "a.*=4"], "k=4"),
+        (["--bits-for", "a.*=4", "--block-size", 64], "k=4 block=64"),
+        (["--mantissa-bits", 2, "--bits-for", "a.*=4", "--bits-for", "*=1"], "k=4"),
+        (["--mantissa-bits", 2, "--bits-for", "norm*=4"], "k=2"),
+    ],
+    ids=str,
+)
+def test_some_matrices_have_bits_of_their_own(
+    neuzip: Speak, model: Path, tmp_path: Path, options: list[object], scheme: str
+) -> None:
+    """The first that matches decides; vectors stay lossless."""
+    result = neuzip("compress", model, tmp_path / "small", *options, "--json").json
+    assert {t["name"]: t["scheme"] for t in result["tensors"]} == {
+        "a.weight": scheme, "norm.weight": "lossless",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "hinted"),
+    [
+        (["--mantissa-bits", 3], True),
+        (["--mantissa-bits", 3, "--dry-run"], True),
+        (["--mantissa-bits", 3, "--bits-for", "*embed*=4"], False),
+        (["--mantissa-bits", 5], False),  # not measured
+        ([], False),
+    ],
+    ids=str,
+)
+def test_a_tied_embedding_is_hinted_at(
+    neuzip: Speak, root: Path, tmp_path: Path, options: list[object], hinted: bool
+) -> None:
+    said = neuzip("compress", root / "eval/demo/checkpoint", tmp_path / "small", *options)
+    assert said.exit_code == 0
+    assert ("--bits-for model.embed_tokens.weight=4 took" in said.stderr) == hinted
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "w"),
+        ({"tie_word_embeddings": True}, "w"),
+        ({"tie_word_embeddings": False}, None),
+        ({"architectures": ["BertModel"]}, None),
+        ({"vocab_size": 99}, None),
+        ({"vocab_size": None, "text_config": {"vocab_size": 40}}, "w"),
+        ({"text_config": {"vocab_size": 40, "tie_word_embeddings": False}}, None),
+        ({"vocab_size": 32}, None),  # two of them: none is tied
+    ],
+    ids=str,
+)
+def test_tied_embeddings_are_told_by_their_rows(
+    tmp_path: Path, save: Save, changes: dict[str, object], expected: str | None
+) -> None:
+    floats = {rows: np.zeros(rows * 8, np.uint16) for rows in (40, 32)}
+    save(
+        tmp_path / "m/model.safetensors",
+        {"w": ("BF16", (40, 8), floats[40]), **dict.fromkeys("ab", ("BF16", (32, 8), floats[32]))},
+    )
+    config = {"architectures": ["XForCausalLM"], "vocab_size": 40} | changes
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    assert tied_embedding(tmp_path / "m") == expected
+
+
+@pytest.mark.parametrize(
     ("options", "code", "words"),
     [
         (["--mantissa-bits", "60"], 2, "60 mantissa bits"),
@@ -111,6 +179,11 @@ def test_include_and_exclude(neuzip: Speak, model: Path, tmp_path: Path) -> None
         (["--mantissa-bits", "3", "--block-size", "many"], 2, "--block-size"),
         (["--plan", "none.toml"], 1, "none.toml"),
         (["--plan", "none.toml", "--include", "*"], 2, "--plan excludes"),
+        (["--plan", "none.toml", "--bits-for", "*=4"], 2, "--plan excludes"),
+        (["--max-kld", "0.1", "--bits-for", "*=4"], 2, "--max-kld excludes"),
+        (["--bits-for", "a.weight"], 2, "'a.weight': is no GLOB=K"),
+        (["--bits-for", "a.weight=x"], 2, "'a.weight=x': is no GLOB=K"),
+        (["--bits-for", "nobody=4"], 1, "no tensor is called anything like 'nobody'"),
         (["--json", "--quiet"], 2, "--json and --quiet"),
         (["--jobs", "0"], 2, "--jobs"),
     ],

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
+from numba.core.caching import IndexDataCacheFile
+from triton import knobs
+from triton.runtime.cache import get_cache_manager
 
-from neuzip.kernels import compiled
+from neuzip.kernels import compiled, triton_cache
 
 LOOP = """
 import sys, time
@@ -45,6 +50,64 @@ def test_no_place_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LockedCache", refuse)
     double = compiled.compiled(lambda x: 2 * x)
     assert double(21) == 42
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("file", ["_save_index", "_save_data"])
+def test_a_cache_that_takes_nothing(
+    file: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop runs all the same, and no index is left that names data which is not there."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    double = compiled.compiled(lambda x: 2 * x)
+    monkeypatch.setattr(IndexDataCacheFile, file, refuse)
+    assert double(21) == 42
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_other_errors_of_a_cache_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "_save_index", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        compiled.compiled(lambda x: 2 * x)(21)
+
+
+@pytest.mark.parametrize("call", ["makedirs", "replace"])
+def test_a_full_cache_of_triton_is_left_for_another_folder(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch compiles is read from files again: they stand elsewhere, and only there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    real = getattr(os, call)
+    code = errno.ENOSPC
+
+    def full(*paths: Any, **options: Any) -> None:
+        if str(paths[-1]).startswith(str(tmp_path)):
+            raise OSError(code, os.strerror(code))
+        real(*paths, **options)
+
+    monkeypatch.setattr(os, call, full)
+    assert knobs.cache.manager_class is None
+    triton_cache.make_optional()
+    try:
+        manager = get_cache_manager("ab" * 32)
+        group = {name: manager.put(name.encode(), name) for name in ("k.cubin", "k.json")}
+        manager.put_group("k.json", group)
+        assert manager.get_group("k.json") == group
+        assert [Path(path).read_bytes() for path in group.values()] == [b"k.cubin", b"k.json"]
+        assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+        code = errno.EIO
+        with pytest.raises(OSError, match="Input/output error"):
+            get_cache_manager("cd" * 32).put(b"", "k.cubin")
+    finally:
+        knobs.cache.manager_class = None
 
 
 @pytest.mark.slow

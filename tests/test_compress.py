@@ -6,25 +6,33 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import independent_decoder as decoder
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, verify
-from neuzip.compress.source import TensorSource
+from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, pipeline, verify
+from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
+from neuzip.compress.workspace import PLAN_PATH
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.container import Container
+from neuzip.formats.own_section import write_entry
 from neuzip.kernels.float_fields import FORMATS
+from neuzip.runtime import load_file
 
 Save = Callable[..., Path]
 K3 = [Rule("*", Scheme("truncated", 3))]
@@ -99,6 +107,116 @@ def folder_bytes(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
+def modes(root: Path) -> dict[str, int]:
+    return {p.relative_to(root).as_posix(): stat.S_IMODE(p.stat().st_mode) for p in (root, *root.rglob("*"))}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_permission_bits_are_kept(checkpoint: Path, tmp_path: Path, umask: int) -> None:
+    """No file is more open than that of SRC, nor than the umask leaves new ones; setuid is never kept."""
+    wanted = {
+        ".": 0o700, "vae": 0o750, "model-00001-of-00002.safetensors": 0o600, "config.json": 0o640,
+        "model.safetensors.index.json": 0o600, "tokenizer.json": 0o6755, "README.md": 0o444,
+        "model-00002-of-00002.safetensors": 0o666, "vae/config.json": 0o600,
+        "vae/diffusion.safetensors": 0o600,
+    }  # fmt: skip
+    for name, mode in wanted.items():
+        (checkpoint / name).chmod(mode)
+    before = os.umask(umask)
+    try:
+        compress(checkpoint, tmp_path / "small")
+        decompress(tmp_path / "small", tmp_path / "back")
+        (tmp_path / "small" / "config.json").unlink()
+        compress(checkpoint, tmp_path / "small")  # what is made again has them, too
+        shard = "model-00001-of-00002.safetensors"
+        compress(checkpoint / shard, tmp_path / "one.safetensors")
+        decompress(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    finally:
+        os.umask(before)
+    expected = {name: mode & 0o777 & ~umask for name, mode in wanted.items()}
+    assert modes(tmp_path / "back") == expected
+    small = modes(tmp_path / "small")
+    assert {name: small[name] for name in expected} == expected
+    assert small["neuzip/original/config.json"] == expected["config.json"]
+    assert modes(tmp_path / "one.safetensors") == modes(tmp_path / "two.safetensors") == {".": 0o600}
+
+
+def test_a_source_that_goes_away_is_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are open already are read to their end; one that is not can be read no more."""
+
+    compress(checkpoint, tmp_path / "whole")
+    shard, other = "model-00002-of-00002.safetensors", "tokenizer.json"
+    gone = checkpoint / other
+    with pytest.raises(FormatError, match=rf"{gone}: went away while it was read"):
+        compress(checkpoint, tmp_path / "small", on_file=lambda *_: gone.unlink(missing_ok=True))
+    shutil.copy(tmp_path / "whole" / other, checkpoint)
+    published = pipeline.publish
+    monkeypatch.setattr(pipeline, "publish", lambda *a: ((checkpoint / shard).unlink(), published(*a)))
+    compress(checkpoint, tmp_path / "small")
+    assert folder_bytes(tmp_path / "small") == folder_bytes(tmp_path / "whole")
+
+
+def many(tensors: int) -> dict[str, Any]:
+    """Small tensors of two widths, some of them empty."""
+    dtypes = ["F32" if i < 7 else "BF16" for i in range(tensors)]
+    return {
+        f"dataset.sample.{i:07d}.embedding": (dtype, (i % 3,), weights(dtype, i % 3, i))
+        for i, dtype in enumerate(dtypes)
+    }
+
+
+@pytest.mark.parametrize(("tensors", "warned"), [(100, False), (500, True)])
+def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: Save, tmp_path: Path) -> None:
+    """Of so few small tensors each has its name and record: some 190 bytes."""
+    report = compress(save(tmp_path / "many.safetensors", many(tensors)), tmp_path / "small.safetensors")
+    more = report.stored_weight_bytes - report.weight_bytes
+    assert more < 200 * tensors
+    said = [w for w in report.warnings if f"{more:,} bytes larger than SRC" in w]
+    assert len(said) == warned
+
+
+def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -> None:
+    """With a coded one, and one that is equal to it, beside them."""
+    large = ("BF16", (100, 333), weights("BF16", 33300))
+    whole = {"a": large, **many(1500), "b": large}
+    path = save(tmp_path / "model" / "many.safetensors", whole, {"format": "pt"}, padding=5)
+    alone = save(tmp_path / "alone.safetensors", {"a": large, "b": large}, {"format": "pt"}, padding=5)
+    report = compress(tmp_path / "model", tmp_path / "small")
+    base = compress(alone, tmp_path / "alone.nz.safetensors")
+    more = report.stored_weight_bytes - base.stored_weight_bytes
+    assert more - (path.stat().st_size - alone.stat().st_size) < 8 * 1500 + 400
+    assert not report.warnings
+    assert verify(tmp_path / "small", tmp_path / "model").different == []
+    decompress(tmp_path / "small", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "model")
+    assert decoder.restore_folder(tmp_path / "small") == folder_bytes(tmp_path / "model")
+    names = [t.tensor.name for t in make_plan_of(tmp_path / "model") if t.scheme.kind == "raw"]
+    assert len(names) == 1500
+    with load_file.safe_open(tmp_path / "small" / "many.safetensors", "pt") as opened:
+        assert set(opened.keys()) == set(whole)
+        for name in (names[2], names[-1]):
+            found = opened.get_tensor(name).view(-1).view(torch.uint8).numpy()
+            assert found.size and found.tobytes() == whole[name][2].tobytes()
+    assert compress(tmp_path / "model", tmp_path / "small").resumed_files == 1
+
+
+def make_plan_of(path: Path) -> Any:
+    with TensorSource(path) as source, Workers(1) as workers:
+        return make_plan(source, [LOSSLESS], workers).tensors
+
+
+def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.lossless, "encode", _answer(errno.ENOSPC))
+    with pytest.raises(NeuzipError, match=r"'?embed\.weight'?: cannot be coded") as told:
+        compress(checkpoint, tmp_path / "small")
+    assert "small" not in told.value.message
+    assert "TRITON_CACHE_DIR" in told.value.hint
+
+
 def test_a_folder_comes_back_byte_by_byte(checkpoint: Path, tmp_path: Path) -> None:
     report = compress(checkpoint, tmp_path / "small")
     restored = decompress(tmp_path / "small", tmp_path / "back")
@@ -106,6 +224,38 @@ def test_a_folder_comes_back_byte_by_byte(checkpoint: Path, tmp_path: Path) -> N
     assert restored.lossless
     assert report.stored_weight_bytes < report.weight_bytes
     assert report.stored_bytes == sum(map(len, folder_bytes(tmp_path / "small").values()))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_progress_counts_coding_and_verification_once_each(
+    verify: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes are told of in the end, aliases too, and half of them are left when a file is read back."""
+    total = weight_bytes(checkpoint)
+    told, before_checks = [0], []
+    check = pipeline.check_tensors
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        before_checks.append(sum(told))
+        return check(*arguments, **named)
+
+    monkeypatch.setattr(pipeline, "check_tensors", checked)
+    compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=told.append)
+    assert sum(told) == total
+    if verify:
+        assert before_checks[-1] < total, "verification is a part of the work"
+    again = [0]
+    compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=again.append)
+    assert sum(again) == total, "that of a run which finds everything done, too"
+
+
+def test_progress_of_restoring_counts_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:
+    compress(checkpoint, tmp_path / "nz")
+    for _ in range(2):
+        told = [0]
+        report = decompress(tmp_path / "nz", tmp_path / "restored", on_bytes=told.append)
+        assert sum(told) == weight_bytes(checkpoint)
+    assert report.was_there
 
 
 def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
@@ -117,7 +267,7 @@ def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
     for shard in sorted(set(index.values())):
         with safetensors.safe_open(small / shard, "np") as file:
             names = set(file.keys())
-            assert file.metadata()["format"] == "pt"
+            assert file.metadata()["format"] == "neuzip"
         assert {name for name, where in index.items() if where == shard} == {
             name for name in names if not name.startswith("neuzip:")
         }
@@ -126,6 +276,21 @@ def test_what_other_tools_see(checkpoint: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     inner = json.loads((small / "vae" / "config.json").read_text())["quantization_config"]
     assert inner["original"] == {"quant_method": "other"}
+
+
+def test_a_tied_tensor_is_rounded_as_the_one_it_is_tied_to(tmp_path: Path, save: Save) -> None:
+    """Both are counted: `compress` says how many tensors are rounded, and the copy is one of them."""
+    random = np.random.default_rng(0)
+    a, c = ((random.normal(0, 0.02, 4096).astype("<f4").view("<u4") >> 16).astype("<u2") for _ in range(2))
+    tensors = {"a": ("BF16", (64, 64), a), "b": ("BF16", (64, 64), a), "c": ("BF16", (64, 64), c)}
+    tensors["norm"] = ("BF16", (64,), c[:64])
+    source = save(tmp_path / "a.safetensors", tensors)
+    rules = (Rule("*", Scheme("truncated", 2), min_dimensions=2),)
+    report = compress(source, tmp_path / "b.safetensors", rules)
+    losses = {t.name: t.loss for t in report.tensors}
+    assert sum(t.scheme.startswith("same as") for t in report.tensors) == 1
+    assert losses["a"] is not None and losses["a"] == losses["b"]
+    assert losses["c"] is not None and losses["norm"] is None
 
 
 def test_a_tied_tensor_is_stored_once(checkpoint: Path, tmp_path: Path) -> None:
@@ -581,10 +746,78 @@ class TestResume:
         data = bytearray(shard.read_bytes())
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
-        with pytest.raises(NeuzipError, match="damaged"):
-            compress(checkpoint, target)
-        compress(checkpoint, target, overwrite=True)
+        assert compress(checkpoint, target).resumed_files == 0
         assert verify(target, checkpoint).different == []
+
+    @pytest.mark.parametrize("damage", ["delete", "append", "replace"])
+    def test_a_damaged_result_is_not_believed(self, damage: str, checkpoint: Path, tmp_path: Path) -> None:
+        """Each file of a result is damaged once: the same command makes it again, and says so."""
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        (target / "of the user").write_bytes(b"stays")
+        before = folder_bytes(target)
+        for name in sorted(before.keys() - {PLAN_PATH, "of the user"}):
+            path = target / name
+            if damage == "delete":
+                path.unlink()
+            else:
+                path.write_bytes(before[name] + b" " if damage == "append" else b"{}")
+            report = compress(checkpoint, target)
+            assert folder_bytes(target) == before, name
+            assert report.resumed_files == 3 - name.endswith(".safetensors")
+            assert f"{path}: was damaged or missing, and is made again" in report.warnings
+            assert not _partial(target).exists()
+        assert compress(checkpoint, target).resumed_files == 3
+        (target / PLAN_PATH).write_bytes(b"{}")  # then nothing says what the folder is
+        with pytest.raises(WouldOverwrite):
+            compress(checkpoint, target)
+
+    @pytest.mark.parametrize("file", ["config.json", "vae/config.json", "model.safetensors.index.json"])
+    def test_what_was_rewritten_is_verified(self, file: str, checkpoint: Path, tmp_path: Path) -> None:
+        compress(checkpoint, tmp_path / "small")
+        path = tmp_path / "small" / file
+        right = json.loads(path.read_bytes())
+        path.write_text(json.dumps(dict(reversed(right.items())) | {"neuzip": {"attention": 8}}))
+        verify(tmp_path / "small")  # how it runs may be changed
+        wrong: list[dict[str, Any] | None] = [
+            right | {key: {"other": 1} if value == {} else {}} for key, value in right.items()
+        ]
+        for document in [*wrong, *([] if "index" in file else [{}, None])]:
+            path.unlink()
+            if document is not None:
+                path.write_text(json.dumps(document))
+            with pytest.raises(FormatError, match=re.escape(str(path))):
+                verify(tmp_path / "small")
+            decompress(tmp_path / "small", tmp_path / "back", overwrite=True)  # nothing is lost
+
+    def test_how_a_model_is_to_run_is_no_damage(self, checkpoint: Path, tmp_path: Path) -> None:
+        """`compress` with calibrated attention, and people, write to the object `neuzip` of config.json."""
+        compress(checkpoint, tmp_path / "small")
+        write_entry(tmp_path / "small" / "config.json", "attention", {"bits": [8]})
+        before = folder_bytes(tmp_path / "small")
+        assert not compress(checkpoint, tmp_path / "small").warnings
+        assert folder_bytes(tmp_path / "small") == before
+
+    def test_a_flipped_bit_of_weights_is_mended(self, checkpoint: Path, tmp_path: Path) -> None:
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        before = folder_bytes(target)
+        shard = target / "vae" / "diffusion.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        assert compress(checkpoint, target).resumed_files == 2
+        assert folder_bytes(target) == before
+
+    def test_what_is_no_damage_is_not_replaced(self, checkpoint: Path, tmp_path: Path) -> None:
+        """A whole safetensors file in place of a container is somebody's."""
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        shutil.copy(checkpoint / "vae" / "diffusion.safetensors", target / "vae")
+        before = folder_bytes(target)
+        with pytest.raises(WouldOverwrite):
+            compress(checkpoint, target)
+        assert folder_bytes(target) == before
 
     def test_a_changed_source_can_be_begun_anew(self, checkpoint: Path, tmp_path: Path) -> None:
         self._interrupt_after(1, checkpoint, tmp_path / "small")
@@ -697,12 +930,31 @@ class TestSingleFiles:
     def test_a_lock_that_cannot_be_had_is_not_called_another_run(
         self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def no_locks(*_: object) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-        with pytest.raises(NeuzipError, match="cannot be written: No locks available"):
+        monkeypatch.setattr(fcntl, "flock", broken)
+        with pytest.raises(NeuzipError, match="cannot be written: Input/output error"):
             compress(original, tmp_path / "dst.safetensors")
+
+    @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP])
+    def test_a_file_system_without_locks(
+        self, code: int, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(fcntl, "flock", _answer(code))
+        with pytest.warns(RuntimeWarning, match=r"back\.safetensors\.neuzip-partial: cannot be locked"):
+            decompress(one, tmp_path / "back.safetensors")
+
+    @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+    def test_a_file_system_that_cannot_sync_folders(
+        self, code: int, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sync = os.fsync
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: (_answer(code) if stat.S_ISDIR(os.fstat(fd).st_mode) else sync)(fd)
+        )
+        with pytest.raises(NeuzipError) if code == errno.EIO else nullcontext():
+            decompress(one, tmp_path / "back.safetensors")
 
     @pytest.mark.parametrize("act", [compress, decompress])
     def test_what_a_killed_run_left_is_cleared_away(
@@ -819,6 +1071,15 @@ class TestSingleFiles:
         assert said.exit_code == 0
         assert said.stderr == "the file was restored already and matches its checksums\n"
         assert neuzip("compress", original, back).exit_code == WouldOverwrite.exit_code
+
+
+def _answer(code: int) -> Callable[..., None]:
+    """What a file system does that refuses a call."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
 
 
 def _partial(target: Path) -> Path:

@@ -13,6 +13,8 @@ import importlib.util
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,9 @@ from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError
 from neuzip.formats.container import Container
 from neuzip.kernels import rans
+from neuzip.kernels.rans.intrinsics import SUPPORTED
 
+GUARDED = Path(__file__).resolve().parent / "fuzz" / "guarded.py"
 Rng = np.random.Generator
 
 ACCIDENTS = range(20)
@@ -525,7 +529,8 @@ def test_attacks_are_survived(batch: int, tmp_path: Path) -> None:
 
 
 def main(first: int, count: int) -> None:
-    """Decode attacks in a process of its own, where indices are checked."""
+    """Decode attacks in a process of its own, where indices are checked; a loop without end would kill it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (1200, 1200))
     from neuzip.kernels.rans import cpu
 
     table = rans.Table(1, np.array([1], np.uint16), np.array([2048, 2048], np.uint16))
@@ -533,7 +538,7 @@ def main(first: int, count: int) -> None:
     try:  # that they are: this count is a lie
         cpu.decode(
             np.zeros(10, np.uint16), np.array([0]), np.array([100]), 256, 8, 1, table.decoder,
-            table.exponents, out, out, (out[:0], out[:0]),
+            table.exponents, out, out, (out[:0], out[:0]), None,
         )  # fmt: skip
     except IndexError:
         pass
@@ -553,10 +558,30 @@ def test_attacks_stay_within_bounds(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run(
         [sys.executable, "-I", __file__, "0", "1500"],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) > 300
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "scalar",
+        pytest.param("vector", marks=pytest.mark.skipif(not SUPPORTED, reason="no AVX-512 VBMI2 here")),
+    ],
+)
+def test_the_coder_stays_between_guard_pages(form: str) -> None:
+    """All arrays end, then begin, at memory that nobody may touch; a process of its own would be killed."""
+    ran = subprocess.run([sys.executable, "-I", GUARDED, form], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 100, "streams that were refused"
+
+
+@pytest.mark.parametrize("side", ["begin", "end"])
+def test_guard_pages_kill_what_touches_them(side: str) -> None:
+    ran = subprocess.run([sys.executable, "-I", GUARDED, "beyond", side], capture_output=True, text=True)
+    assert ran.returncode == -signal.SIGSEGV
 
 
 def windows() -> Iterator[tuple[int, int]]:

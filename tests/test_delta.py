@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -428,7 +429,15 @@ def test_either_may_be_compressed(old_is_compressed: bool, family: tuple[Path, P
     compress(tuned, tmp_path / "tuned.nz")
     compress_against(tuned, base, tmp_path / "plain", "b")
     against = tmp_path / "base.nz" if old_is_compressed else base
-    compress_against(tmp_path / "tuned.nz", against, tmp_path / "delta", "b")
+    stages: dict[str, list[int]] = {}
+
+    @contextmanager
+    def stage(label: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+        stages[label] = [-nbytes]
+        yield stages[label].append
+
+    compress_against(tmp_path / "tuned.nz", against, tmp_path / "delta", "b", stage=stage)
+    assert {label: sum(told) for label, told in stages.items()} == {"restore SRC": 0, "compress": 0}
     assert contents(tmp_path / "delta") == contents(tmp_path / "plain")
     for number, with_base in enumerate((base, tmp_path / "base.nz")):
         decompress(tmp_path / "delta", tmp_path / f"restored{number}", base=with_base)

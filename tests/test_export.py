@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neuzip.compress.export import ExportReport, Gguf, export
+from neuzip.compress.source import weight_bytes
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.export.compressed_tensors import PackQuantized
@@ -187,8 +189,9 @@ BITNETS = [("bitlinear", "offline"), ("autobitlinear", "offline"), ("autobitline
 
 @pytest.mark.parametrize(("linear_class", "mode"), BITNETS)
 def test_transformers_computes_the_same(models, tmp_path: Path, linear_class: str, mode: str) -> None:
-    source = models()
-    report = export(source, tmp_path / "out", TransformersBitnet(linear_class, mode))
+    source, told = models(), [0]
+    report = export(source, tmp_path / "out", TransformersBitnet(linear_class, mode), on_bytes=told.append)
+    assert sum(told) == weight_bytes(source), "progress: each tensor once"
     assert report.ternary == 14
     assert report.scale_error < 2e-7
     plain, loaded = load(source), load(tmp_path / "out")
@@ -794,6 +797,18 @@ def test_other_weights_are_left(models, tmp_path: Path) -> None:
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "tokenizer.json"} < names
     assert not names & {"consolidated.safetensors", "pytorch_model.bin"}
+
+
+def test_no_export_is_more_open_than_its_source(models, tmp_path: Path) -> None:
+    source = changed(models(), tmp_path / "source")
+    for path in source.iterdir():
+        path.chmod(0o600)
+    source.chmod(0o700)
+    export(source, tmp_path / "out", TransformersBitnet())
+    export(source, tmp_path / "out.gguf", Gguf("q2_0"))
+    made = [tmp_path / "out.gguf", *(tmp_path / "out").iterdir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o600}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
 
 
 def test_shards_stay_shards(models, tmp_path: Path) -> None:

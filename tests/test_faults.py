@@ -322,7 +322,7 @@ def start(hub: Hub, root: Path, *arguments: object, prefix: tuple[object, ...] =
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and all that was said, which holds no token."""
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     require_no_token(stdout, stderr)
     return process.returncode, stdout + stderr
 
@@ -427,6 +427,8 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
     finally:
         go_on.set()
         process.kill()
+    if command[0] == "push":  # what it uploads
+        said = said.partition("\n")[2]
     assert (code, said) == (
         130,
         "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n",
@@ -453,7 +455,7 @@ def test_a_full_disk_loses_nothing(hub: Hub, original: Path, small: Path, tmp_pa
         f"cp -r {mount}/copy {out}\n"
     )
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script], check=False, capture_output=True, text=True, timeout=120,
+        ["unshare", "-rm", "sh", "-c", script], check=False, capture_output=True, text=True, timeout=600,
         cwd=tmp_path, env=hub_environment(hub.url, tmp_path / "hf"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -710,6 +710,54 @@ def test_a_broken_config_is_not_the_tokenizers_fault(text: str, problem: str, fo
     assert said.stderr.startswith(f"error: {folder / 'config.json'}: ") and problem in said.stderr
 
 
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_length": "x"}, "field 'max_length': \"x\" is no number"),
+        ({"temperature": True}, "field 'temperature': true is no number"),
+        ({"eos_token_id": "y"}, "field 'eos_token_id': \"y\" is no token"),
+        ({"eos_token_id": []}, "field 'eos_token_id': [] is no token"),
+        ({"eos_token_id": [1, "y"]}, "is no token"),
+        ({"repetition_penalty": -1}, "transformers cannot do what it asks for, repetition_penalty = -1: "),
+        ({"bad_words_ids": "x"}, "transformers cannot do what it asks for, bad_words_ids = 'x': "),
+        ({"cache_implementation": "zzz"}, "transformers does not take it: "),
+    ],
+)
+def test_a_generation_config_of_nonsense_is_named(values: dict[str, Any], field: str, folder: Path, neuzip):
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    said = neuzip("generate", folder, "--prompt", "the cat", "--max-new-tokens", 2)
+    assert said.exit_code == 1, said.stderr
+    assert said.stderr.startswith(f"error: {folder / 'generation_config.json'}")
+    assert field in said.stderr
+
+
+@pytest.mark.parametrize("stop", [["</s>", "class"], "class"])
+def test_strings_of_the_generation_config_end_a_text(stop: object, folder: Path, neuzip):
+    whole = neuzip("generate", folder, "--prompt", "the cat", "--max-new-tokens", 8, "--quiet").stdout
+    (folder / "generation_config.json").write_text(json.dumps({"stop_strings": stop}))
+    said = neuzip("generate", folder, "--prompt", "the cat", "--max-new-tokens", 8, "--quiet")
+    assert said.exit_code == 0, said.stderr
+    assert whole.partition("class")[1:] != ("", "")
+    assert said.stdout.strip() == "".join(whole.partition("class")[:2]).strip()
+
+
+def test_a_tokenizer_that_panics_is_named(folder: Path, neuzip):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "(a+)+$|(?:a|aa)+$"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    path.write_text(json.dumps(tokenizer))
+    for command in (
+        ["generate", folder, "--prompt", "a" * 40 + "!"],
+        ["eval", folder, "--text", folder / "a"],
+    ):
+        (folder / "a").write_text("a" * 40 + "!")
+        said = neuzip(*command)
+        assert said.exit_code == 1, said.stderr
+        assert f"error: {path}: the tokenizer fails: " in said.stderr
+
+
 def test_chat_puts_the_prompt_into_the_template(folder: Path):
     with pytest.raises(NeuzipError, match="its tokenizer has no chat template"):
         prepare(folder, "x", chat=True)

@@ -235,7 +235,7 @@ def test_absurd_sizes_take_no_memory(tmp_path: Path, expected: dict[str, dict[st
     suspects += [str(folder / "index"), str(folder / "manifest"), f"compress:{folder / 'config'}"]
     ran = subprocess.run(
         [sys.executable, "-I", "-c", MEMORY_SCRIPT, good, tmp_path / "out", *suspects],
-        capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path,
+        capture_output=True, text=True, check=True, timeout=600, cwd=tmp_path,
     )  # fmt: skip
     results = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(results) == len(suspects)
@@ -374,6 +374,74 @@ def test_an_index_of_a_million_tensors_is_read_in_time(model: Path) -> None:
 
 
 # Names, links, and files that are none
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a Git LFS pointer"),
+        (b"<!DOCTYPE html>\n<html><body>Not found</body></html>", "is a page in HTML"),
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x08archive/data.pkl", "is a zip archive"),
+        (b"\x80\x02}q\x00X\x01\x00\x00\x00wq\x01", "is a pickle"),
+        (b"GGUF\x03\x00\x00\x00\x01\x00\x00\x00", "is a GGUF file"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_called_what_it_is(
+    content: bytes, said: str, model: Path, here: Path
+) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    for act in (lambda: compress(model, "small"), lambda: verify(model / "model.safetensors")):
+        with pytest.raises(FormatError, match=rf"model\.safetensors: {said}") as told:
+            act()
+        assert told.value.hint
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_gguf_alone_is_called_so(folder: bool, model: Path, here: Path) -> None:
+    (model / "model.safetensors").rename(model / "model.gguf")
+    with pytest.raises(FormatError, match=r"model\.gguf: is GGUF, which neuzip writes but does not read"):
+        compress(model if folder else model / "model.gguf", "small")
+
+
+# Indices of what is not here
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("index", "shard", "weights"),
+    [
+        (INDEX, "model-00001-of-00030.safetensors", "model.safetensors"),
+        ("a.safetensors.index.fp16.json", "a.fp16-00001-of-00002.safetensors", "a.safetensors"),
+        ("a.safetensors.index.json", "a-00001-of-00002.safetensors", "a-00001-of-00003.fp16.safetensors"),
+    ],
+)
+def test_an_index_of_what_was_not_downloaded_is_carried(
+    index: str, shard: str, weights: str, model: Path, here: Path
+) -> None:
+    (model / "model.safetensors").rename(model / weights)
+    (model / index).write_text(json.dumps({"weight_map": {"w": shard}}))
+    report = compress(model, "small")
+    assert f"{index}: names shards that are not here, carried along unread" in report.warnings
+    assert compress(model, "small").resumed_files == 1
+    verify("small", model)
+    decompress("small", "back")
+    assert {p.name: p.read_bytes() for p in (here / "back").iterdir()} == {
+        p.name: p.read_bytes() for p in model.iterdir()
+    }
+
+
+@pytest.mark.parametrize("there", [[], ["model-00001-of-00002"], ["model-00001-of-00004"], ["adapter_model"]])
+def test_an_index_of_an_incomplete_download_is_refused(there: list[str], model: Path, here: Path) -> None:
+    for name in there:
+        shutil.copy(model / "model.safetensors", model / f"{name}.safetensors")
+    (model / "model.safetensors").unlink()
+    names = {str(i): f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    (model / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(NeuzipError) as told:
+        compress(model, "small")
+    assert "neuzip pull" in told.value.hint
 
 
 def test_folders_without_end(model: Path, tmp_path: Path) -> None:

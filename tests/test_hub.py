@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+import traceback
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import huggingface_hub
 import numpy as np
 import pytest
-from loopback_hub import LARGE, READ_TOKEN, TOKEN, Handler, Hub, Refusal, be_the_hub, hub_environment
+from loopback_hub import LARGE, READ_TOKEN, TOKEN, Answer, Handler, Hub, Refusal, be_the_hub, hub_environment
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
@@ -22,6 +27,7 @@ from neuzip.eval.report import Report, Row, TensorRow
 from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
 from neuzip.formats.model_card import ENDING, split_card
+from neuzip.formats.private_files import PRIVATE_KINDS, PUBLIC, private_kind
 
 pytest_plugins = ["loopback_hub"]
 
@@ -85,9 +91,10 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
     def neuzip(*arguments: object) -> str:
         done = subprocess.run(
             [Path(sys.executable).parent / "neuzip", *map(str, arguments)],
-            check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment,
+            check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment,
         )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        said = done.stderr if arguments[0] != "push" else re.sub(r"\Athese files go to .*\n", "", done.stderr)
+        assert (done.returncode, said) == (0, ""), done.stdout + done.stderr
         assert TOKEN not in done.stdout
         return done.stdout
 
@@ -185,7 +192,7 @@ def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, small: Path, neuzi
     first = neuzip("push", small, "me/model", "--json").json
     here.requests.clear()
     again = neuzip("push", small, "me/model")
-    assert again.stderr == "all files were there already, as they are here\n"
+    assert again.stderr.endswith("\nall files were there already, as they are here\n")
     assert not [r for r in here.requests if r.startswith("PUT") or "/commit/" in r]
     second = neuzip("push", small, "me/model", "--json").json
     assert (first["was_there"], second["was_there"]) == (False, True)
@@ -228,6 +235,19 @@ def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     notes: list[str] = []
     assert resolve_source("me/model", note=notes.append) == first
     assert notes == ["me/model: the Hub cannot be reached; taken from the cache"]
+
+
+def test_a_full_cache_is_named(here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch):
+    push(plan_push(small, "me/model"))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(NeuzipError, match="the cache of the Hub cannot be written: No space left") as told:
+        resolve_source("me/model")
+    assert told.value.message.startswith(huggingface_hub.constants.HF_HUB_CACHE)
+    assert "HF_HUB_CACHE" in told.value.hint
 
 
 def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, small: Path, tmp_path: Path, neuzip):
@@ -405,6 +425,70 @@ def test_a_source_that_cannot_be_had(
         assert secret not in said.stderr
 
 
+ODD_ANSWERS: dict[str, Any] = {
+    "no id": {"sha": "0" * 40}, "a list": [1, 2], "a text": "hello", "null": None,
+    "siblings of numbers": {"id": "org/m", "sha": "0" * 40, "siblings": [5]},
+    "a size of text": {"id": "org/m", "sha": "0" * 40, "siblings": [{"rfilename": "a", "size": "x"}]},
+    "a commit of numbers": {"id": "org/m", "sha": 7, "siblings": []},
+    "no digest": {"id": "org/m", "sha": "0" * 40, "siblings": [{"rfilename": "a", "lfs": {"size": 1}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["pull", "push", "inspect", "compress"])
+def test_another_server_is_no_bug(command: str, here: Hub, bare: Path, tmp_path: Path, neuzip):
+    """200 with JSON that the Hub would not send: a captive portal, or a wrong HF_ENDPOINT."""
+    arguments: dict[str, list[Any]] = {
+        "pull": ["org/m", tmp_path / "x"], "push": [bare, "org/m"], "inspect": ["org/m"],
+        "compress": ["org/m", tmp_path / "x", "--stream"],
+    }  # fmt: skip
+    for name, answer in ODD_ANSWERS.items() if command == "pull" else [("no id", {})]:
+
+        def before(_: Handler, answer: Any = answer) -> None:
+            raise Answer(answer)
+
+        here.before = before
+        said = neuzip(command, *arguments[command])
+        assert (said.exit_code, said.stdout) == (1, ""), name
+        assert f"the Hub at {here.url} does not answer as the Hub does\nhint: try again later" in said.stderr
+
+    def conflict(_: Handler) -> None:
+        raise Refusal(409, message="there is one")
+
+    here.before = conflict
+    assert neuzip(command, *arguments[command]).exit_code == 1
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 409])
+def test_no_password_is_shown(status: int, here: Hub, bare: Path, tmp_path: Path, monkeypatch, neuzip):
+    """Neither that of the endpoint nor a proxy's, in any form that a server may quote, in no traceback."""
+    name, password = "ann", "p@ss/w rd"
+    forms = [f"{name}:{password}", password, quote(password, ""), quote(f"{name}:{password}", "")]
+    forms += [encode(forms[0].encode()).decode() for encode in (b64encode, urlsafe_b64encode)]
+    quoted = " ".join([*forms, b64encode(b"bob:proxy?secret").decode(), "proxy?secret", TOKEN])
+
+    def before(handler: Handler) -> None:
+        if status == 200:
+            raise Answer({"error": quoted})
+        raise Refusal(status, message=quoted)
+
+    here.before = before
+    address = f"http://{name}:{quote(password, '')}@127.0.0.1:{here.server_port}"
+    be_the_hub(address, monkeypatch)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("https_proxy", "bob:proxy%3Fsecret@127.0.0.1:9")
+    for command in (["pull", "org/m", tmp_path / "x"], ["push", bare, "me/x"]):
+        for debug in ("", "1"):
+            monkeypatch.setenv("NEUZIP_DEBUG", debug)
+            said = neuzip(*command)
+            assert said.exit_code == 1
+            for secret in (*forms, *quoted.split(" ")[-3:], "%40ss"):
+                assert secret.rstrip("=") not in said.stderr
+    with pytest.raises(NeuzipError) as error:
+        resolve_source("org/m")
+    shown = "".join(traceback.format_exception(error.value))
+    assert [secret for secret in forms if secret in shown] == []
+
+
 def test_a_repository_cannot_write_outside_its_folder(here: Hub, tmp_path: Path):
     here.add("me/evil", {"model.safetensors": b"", "../../evil": b"x"})
     with pytest.raises(FormatError, match=r"me/evil: '../../evil' is not a path inside the folder"):
@@ -561,6 +645,93 @@ def test_a_dry_run_shows_everything_and_touches_nothing(here: Hub, small: Path, 
     assert said["quiet"].stdout == f"{here.url}/me/model\n"
     assert plan.card.splitlines()[-1] in said["human"].stdout
     assert f"would go to {here.url}/me/model" in said["human"].stdout
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".env", "deploy/.env.prod", "prod.env", "server.pem", "a/KEY.PEM", "tls.key", "id_rsa",
+        "keys/id_ed25519", ".netrc", ".aws/config", ".ssh/known_hosts", "aws/credentials",
+        "service-account-7.json", ".git-credentials", ".npmrc", ".pypirc", "token", ".bash_history",
+        ".huggingface/stored_tokens",
+        "wandb/run-1/files/output", "runs/events.out.tfevents.17.host", "train.log", "nohup.out",
+        ".ipynb_checkpoints/x-checkpoint.ipynb", "wandb/settings.py",
+    ],
+)  # fmt: skip
+def test_what_looks_private(path: str):
+    assert private_kind(path) is not None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+        "added_tokens.json", "tokens.txt", "vocab.txt", "merges.txt", "config.json", "generation_config.json",
+        "model.safetensors.index.json", "README.md", "LICENSE", ".gitattributes", ".gitignore",
+        "modeling_llama.py", "token.py", "env.py", "chat_template.jinja", "trainer_state.json", "key.json",
+        "id2label.json", "id_to_token.json", ".env.example", "id_rsa.pub", "text_encoder/config.json",
+        "neuzip/manifest.json", "neuzip/original/config.json", "neuzip/plan.json", "environment.yml",
+        "preprocessor_config.json", "keys/model.json", "credentials_of_authors.md", "history.json",
+    ],
+)  # fmt: skip
+def test_what_does_not_look_private(path: str):
+    assert private_kind(path) is None
+
+
+def test_the_guide_has_the_table_of_private_files(root: Path):
+    guide = (root / "docs" / "guide.md").read_text(encoding="utf-8")
+    for kind in PRIVATE_KINDS:
+        row = next(line for line in guide.splitlines() if line.startswith(f"| {kind.name} |"))
+        names = re.findall(r"`([^`]+)`", row)
+        assert names == [*kind.files, *(f"{folder}/" for folder in kind.folders)]
+    assert all(f"`{glob}`" in guide for glob in PUBLIC)
+
+
+def test_private_files_are_pushed_only_when_allowed(
+    here: Hub, original: Path, tmp_path: Path, save: Callable[..., Path], neuzip
+):
+    one = save(tmp_path / "one" / "model.safetensors", {"w": ("F32", (3,), np.ones(3, np.float32))}).parent
+    (one / "deploy").mkdir()
+    (one / "deploy" / ".env").write_text("HF_TOKEN=x")
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("private")
+    (one / "notes.txt").symlink_to(tmp_path / ".ssh" / "config")
+    nz = tmp_path / "one.nz"
+    assert neuzip("compress", one, nz, "--dry-run", "--json").json["private_files"] == [
+        "deploy/.env", "notes.txt",
+    ]  # fmt: skip
+    said = neuzip("compress", one, nz, "--json")
+    assert said.json["private_files"] == ["deploy/.env", "notes.txt"]
+    assert "warning: looks private, and is carried along: passwords and tokens: deploy/.env\n" in said.stderr
+    assert "warning: looks private, and is carried along: keys: notes.txt\n" in said.stderr
+    assert (nz / "deploy" / ".env").read_text() == "HF_TOKEN=x"
+
+    shown = neuzip("push", nz, "me/one", "--dry-run")
+    assert (shown.exit_code, "a push would be refused: passwords" in shown.stderr) == (0, True)
+    for refused in (
+        neuzip("push", nz, "me/one"),
+        neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/one"),
+    ):
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "private and would be uploaded: " in refused.stderr
+        assert "deploy/.env" in refused.stderr
+        assert "or give --allow-private-files if they may be seen" in refused.stderr
+    with pytest.raises(NeuzipError, match="looks private"):
+        push(plan_push(nz, "me/one"))
+    assert (here.repositories, here.requests, (tmp_path / "two.nz").exists()) == ({}, [], False)
+
+    sent = neuzip("push", nz, "me/one", "--allow-private-files")
+    assert sent.exit_code == 0
+    assert "these files go to me/one: README.md, deploy/.env, model" in sent.stderr
+    assert here.repositories["me/one"].tree()["deploy/.env"] == b"HF_TOKEN=x"
+    sent = neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/two", "--allow-private-files")
+    assert sent.exit_code == 0
+    assert "these files go to me/two: model.safetensors, deploy/.env, notes.txt\n" in sent.stderr
+    assert neuzip("compress", one, tmp_path / "x", "--allow-private-files").exit_code == 2
+    here.add("some/model", {"model.safetensors": (one / "model.safetensors").read_bytes(), "token": b"x"})
+    said = neuzip("compress", "some/model", tmp_path / "s", "--stream", "--push-to", "me/s")
+    assert (said.exit_code, "looks private and would be uploaded: " in said.stderr) == (1, True)
+    assert "me/s" not in here.repositories
 
 
 def test_json_has_the_same_keys_when_it_is_done(here: Hub, bare: Path, neuzip):

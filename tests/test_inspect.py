@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -313,6 +315,21 @@ def test_a_bad_target_is_told_before_the_work(target, error, message, tmp_path, 
     said = neuzip("inspect", tmp_path / "no checkpoint", "--plot", tmp_path / target)
     assert (said.exit_code, said.stdout) == (error.exit_code, "")
     assert message in said.stderr
+
+
+def test_a_picture_on_a_full_disk_is_told_and_leaves_nothing(checkpoint: Path, tmp_path, neuzip, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    picture = tmp_path / "pictures" / "x.svg"
+    picture.parent.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        said = neuzip("inspect", checkpoint / "a.safetensors", "--plot", picture)
+    assert (said.exit_code, said.stdout) == (1, "")
+    hint = "free some space and repeat the command"
+    assert said.stderr.endswith(f"error: {picture}: no space left on the disk\nhint: {hint}\n")
+    assert list(picture.parent.iterdir()) == []
 
 
 # Pictures

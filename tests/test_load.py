@@ -31,7 +31,7 @@ from neuzip.compress import Rule, Scheme, compress, decompress
 from neuzip.compress.device import choose
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.rans import triton_encode
 from neuzip.runtime import load, residency
@@ -462,6 +462,71 @@ def test_weights_that_do_not_fit_are_named(changes, message, broken: Path):
     edit_config(broken, **changes)
     with pytest.raises(NeuzipError, match=message):
         load_model(broken)
+
+
+def test_memory_that_ran_out_is_not_the_fault_of_transformers(broken: Path, monkeypatch):
+    monkeypatch.setattr(load, "skeleton_of", lambda config: torch.empty(1 << 62, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="allocate 4611686018427387904 bytes") as caught:
+        load_model(broken)
+    assert is_out_of_memory(caught.value)
+
+
+def test_the_hint_for_a_model_without_text_is_no_other_version(broken: Path):
+    edit_config(broken, model_type="vit", architectures=["ViTModel"])
+    with pytest.raises(NeuzipError) as caught:
+        load_model(broken)
+    assert (
+        caught.value.hint
+        == "models that do not predict text can be compressed and restored, but not run here"
+    )
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"num_hidden_layers": 2_000_000},
+        {"num_hidden_layers": 10**15},
+        {"n_layer": 2_000_000},
+        {"vision_config": {"depth": 2_000_000}},
+    ],
+    ids=str,
+)
+def test_more_layers_than_there_are_tensors_are_not_built(claim: dict[str, Any], broken: Path, monkeypatch):
+    monkeypatch.setattr(load, "skeleton_of", lambda config: pytest.fail("it was built"))
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was made"))
+    edit_config(broken, **claim)
+    with pytest.raises(FormatError, match=r"[0,]+ layers, but the weights are \d+ tensors") as caught:
+        load_model(broken)
+    assert caught.value.file == str(broken / "neuzip" / "original" / "config.json")
+    assert str(caught.value.field).rpartition(".")[2] in ("num_hidden_layers", "n_layer", "depth")
+
+
+def test_layers_that_share_weights_may_be_more_than_tensors(broken: Path):
+    edit_config(broken, num_nextn_layers=256, mtp_depth=80)
+    load_model(broken)
+
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize("kept", ["dense", "packed"])
+def test_an_adapter_beside_the_model_is_refused_by_name(kept: str, broken: Path):
+    (broken / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    with pytest.raises(
+        NeuzipError, match="a LoRA adapter lies beside the model, of the base model 'org/base'"
+    ) as caught:
+        load_model(broken, residency=kept)
+    assert caught.value.message.startswith(str(broken / "adapter_config.json"))
+    assert "merge_and_unload" in caught.value.hint
+
+
+def test_a_folder_with_an_adapter_alone_says_of_which_model(tmp_path: Path, neuzip):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    said = neuzip("eval", tmp_path, "--text", "demo")
+    assert said.exit_code == 1
+    assert f"{tmp_path / 'adapter_config.json'}: the folder holds a LoRA adapter alone" in said.stderr
+    assert "'org/base'" in said.stderr and "config.json, so it is not known" not in said.stderr
 
 
 def test_code_in_the_folder_is_not_run(broken: Path):

@@ -287,6 +287,41 @@ def test_a_damaged_tensor_is_named(damaged: Path):
             file.get_tensor("cube")
 
 
+@pytest.mark.parametrize("stream", ["table", "index", "words", "sign_mantissa"])
+def test_damage_is_found_in_what_a_slice_reads_whole(stream: str, tmp_path: Path):
+    """All of a tensor; of a part of it the streams without which no block is decoded."""
+    save_file({"w": (torch.randn(2, BLOCK) * 0.02).bfloat16()}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    data = bytearray((tmp_path / "b.safetensors").read_bytes())
+    with Container(tmp_path / "b.safetensors") as container:
+        entry = container.file.header.tensors[f"w:{stream}"]
+        data[container.file.data_start + entry.stop - 1] ^= 1
+    (tmp_path / "b.safetensors").write_bytes(data)
+    with neuzip.safe_open(tmp_path / "b.safetensors", "pt") as file:
+        part = file.get_slice("w")
+        for index in [np.s_[:], np.s_[...], *([np.s_[0, :9]] if stream in ("table", "index") else [])]:
+            with pytest.raises(FormatError, match="the file is damaged") as caught:
+                part[index]
+            assert (caught.value.tensor, caught.value.field) == ("w", stream)
+
+
+def test_a_slice_of_a_tensor_of_one_block_is_compared(tmp_path: Path):
+    whole = (torch.randn(128, 64) * 0.02).bfloat16()
+    save_file({"w": whole}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    data = bytearray((tmp_path / "b.safetensors").read_bytes())
+    with Container(tmp_path / "b.safetensors") as container:
+        data[container.file.data_start + container.file.header.tensors["w:sign_mantissa"].start] ^= 1
+    (tmp_path / "b.safetensors").write_bytes(data)
+    with (
+        neuzip.safe_open(tmp_path / "b.safetensors", "pt") as file,
+        pytest.raises(FormatError, match=r"sign_mantissa.*the file is damaged"),
+    ):
+        file.get_slice("w")[1:2]
+    with neuzip.safe_open(tmp_path / "b.safetensors", "pt", verify=False) as file:
+        assert not same(file.get_slice("w")[0:1], whole[0:1])
+
+
 def test_without_verification_only_what_cannot_be_decoded_is_found(damaged: Path, small: Path, monkeypatch):
     monkeypatch.setattr(compress_source, "digest", lambda *_: pytest.fail("a checksum was computed"))
     assert (

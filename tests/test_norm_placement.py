@@ -496,8 +496,9 @@ def test_benchmark_makes_what_is_missing_and_reports(
     assert call("--placements", "pre,mix", "--seeds", "0").count("seed 0") == 2
     again = call("--placements", "pre,mix", "--seeds", "0,1")
     assert "seed 0" not in again and again.count("seed 1") == 2
-    with pytest.raises(SystemExit, match="other settings"):
-        call("--steps", "6")
+    for other in (("--steps", "6"), ("--embed-scale", "50")):
+        with pytest.raises(SystemExit, match="other settings"):
+            call(*other)
     call("--report")
     found = json.loads((tmp_path / "mix_ln.json").read_text())
     assert [row["placement"] for row in found["results"]] == ["pre", "mix"] * 2
@@ -505,6 +506,17 @@ def test_benchmark_makes_what_is_missing_and_reports(
     drawn = (tmp_path / "mix_ln.svg").read_bytes()
     call("--report")
     assert (tmp_path / "mix_ln.svg").read_bytes() == drawn
+
+
+def test_a_scaled_embedding_makes_the_stream_larger_and_no_weight(benchmark: Any):
+    plain, scaled = (new_model(benchmark.TINY.config("pre", 64), 0, torch.device("cpu")) for _ in range(2))
+    benchmark.scale_embedding(scaled, 50.0)
+    ids = torch.arange(8)[None]
+    embedded = [model.get_input_embeddings()(ids) for model in (plain, scaled)]
+    assert torch.equal(embedded[1], 50 * embedded[0]) and 0.9 < embedded[1].std() < 1.1
+    weights = zip(plain.state_dict().items(), scaled.state_dict().items(), strict=True)
+    assert all(name == other and torch.equal(w, v) for (name, w), (other, v) in weights)
+    assert not torch.equal(plain(input_ids=ids).logits, scaled(input_ids=ids).logits)
 
 
 def test_intervals_of_the_benchmark(benchmark: Any):

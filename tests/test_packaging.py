@@ -14,6 +14,7 @@ from typing import Any
 
 import neuzip_autoload
 import pytest
+from lowest_versions import lowest_versions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -268,6 +269,25 @@ def test_pins_lie_in_the_ranges(python: str):
         next(line for line in PROJECT["build-system"]["requires"] if "setuptools" in line)
     )
     assert setuptools.specifier.contains(pins["setuptools"])
+
+
+def test_the_lowest_versions_are_those_of_the_ranges():
+    """What `make lowest` installs: one exact version of each requirement, which its range allows."""
+    exact = [Requirement(line) for line in lowest_versions()]
+    assert [pin.name for pin in exact] == [wanted.name for wanted in RANGES]
+    for pin, wanted in zip(exact, RANGES, strict=True):
+        (version,) = pin.specifier
+        assert version.operator == "=="
+        assert wanted.specifier.contains(version.version)
+        assert str(pin.marker) == str(wanted.marker)
+        (floor,) = (bound for bound in wanted.specifier if bound.operator == ">=")
+        assert floor.version == version.version
+
+
+def test_numba_compiles_the_vector_form_of_the_coder_right():
+    """0.61 does not where there is AVX-512; `vector_form` would notice, and be slow."""
+    (numba,) = (wanted for wanted in RANGES if wanted.name == "numba")
+    assert not numba.specifier.contains("0.61.2")
 
 
 def test_pins_are_complete():

@@ -72,6 +72,17 @@ def test_a_plain_repository_is_pulled_without_other_formats(
     assert contents(tmp_path / "plain") == files
 
 
+def test_a_pointer_in_place_of_a_file_is_not_called_checked(
+    pushed: Hub, original: Path, tmp_path: Path, neuzip
+):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    pushed.add("me/plain", contents(original) | {"model-1.safetensors": pointer})
+    said = neuzip("pull", "me/plain", "copy")
+    assert said.exit_code == 1
+    assert "as it is on the Hub, and model-1.safetensors: is a Git LFS pointer" in said.stderr
+    assert not (tmp_path / "copy").exists()
+
+
 def test_a_revision_is_pulled(pushed: Hub, original: Path, tmp_path: Path, neuzip):
     first = pushed.repositories["me/model"].branches["main"]
     pushed.repositories["me/model"].commit("v1/a", contents(original))
@@ -249,6 +260,28 @@ def test_what_is_no_id_is_refused(repo_id: str, here: Hub, neuzip):
     assert said.exit_code == 2
     assert "has not the form owner/name or owner/name@revision" in said.stderr
     assert not here.requests
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("https://huggingface.co/org/m", "org/m"),
+        ("huggingface.co/org/m/", "org/m"),
+        ("https://hf.co/org/m/tree/v1.0", "org/m@v1.0"),
+        ("https://user:pass@huggingface.co/org/m.git", "org/m"),
+        ("http://huggingface.co/org/m/blob/main/config.json?download=true", "org/m"),
+        ("https://mirror.example:8080/org/m", "org/m"),
+        ("https://huggingface.co/datasets/org/d", None),
+        ("https://github.com/org/m", None),
+        ("./org/m", None),
+    ],
+)
+def test_an_address_is_answered_with_the_id(address: str, meant: str | None, neuzip, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:8080")
+    for said in (neuzip("pull", address), neuzip("inspect", address)):
+        hint = "" if meant is None else f"\nhint: did you mean {meant}?\n"
+        assert said.stderr.endswith(hint)
+        assert ("did you mean" in said.stderr) == (meant is not None)
 
 
 def test_a_repository_that_cannot_be_had_is_refused(pushed: Hub, neuzip):

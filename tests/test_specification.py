@@ -19,11 +19,20 @@ import numpy as np
 import pytest
 import xxhash
 from golden import make as golden
+from safetensors import safe_open
 
-from neuzip.compress import Rule, Scheme, compress, decompress, lossless
+from neuzip.compress import Rule, Scheme, compress, decompress, lossless, verify
 from neuzip.errors import NeuzipError
 from neuzip.formats import manifest, tensor_file
-from neuzip.formats.container import HEADER_ENTRY, MANIFEST_ENTRY, STREAM_DTYPES, Container, stream_name
+from neuzip.formats.container import (
+    HEADER_ENTRY,
+    MANIFEST_ENTRY,
+    POOL_CHECKSUMS_ENTRY,
+    POOL_ENTRY,
+    STREAM_DTYPES,
+    Container,
+    stream_name,
+)
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans import model, numbers
 
@@ -123,10 +132,33 @@ def test_streams_are_those_of_section_5():
     assert written == list(decoder.STREAMS.items())
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"__metadata__":null,"w":{"dtype":"BF16","shape":[20000],"data_offsets":[0,40000]}}',
+        '{"w":{"dtype":"BF16","x":{"y":[1,null]},"shape":[20000],"data_offsets":[0,40000]}}  ',
+    ],
+)
+def test_headers_that_safetensors_reads_come_back(header: str, tmp_path: Path):
+    """By the reader, and by the other decoder; safetensors itself reads them, too."""
+    data = (np.random.default_rng(0).standard_normal(20_000).astype(np.float32).view(np.uint32) >> 16).astype(
+        "<u2"
+    )
+    text = header.encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data.tobytes())
+    with safe_open(path, "np") as read:
+        assert list(read.keys()) == ["w"]
+    compress(path, tmp_path / "small.safetensors")
+    decompress(tmp_path / "small.safetensors", tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == path.read_bytes()
+    assert decoder.restore_file(tmp_path / "small.safetensors") == path.read_bytes()
+
+
 def test_entries_and_metadata_are_those_of_section_2():
     _, metadata, entries, sizes = tables(2)
     assert [names(entry)[0] for entry, _, _ in entries] == [
-        stream_name("T", "S"), "T", HEADER_ENTRY, MANIFEST_ENTRY,
+        stream_name("T", "S"), "T", POOL_ENTRY, HEADER_ENTRY, POOL_CHECKSUMS_ENTRY, MANIFEST_ENTRY,
     ]  # fmt: skip
     listed = {
         dtype: int(bits)
@@ -466,6 +498,14 @@ CHANGES: dict[str, tuple[str, Callable[[Opened], object]]] = {
     "3 odd block_size": ("truncated_normaliser", lambda c: c.records["BF16"].update(block_size=63)),
     "3 other block_size": ("truncated_normaliser", lambda c: c.records["BF16"].update(block_size=8)),
     "3 no original": ("truncated", lambda c: c.records["BF16"].pop("original")),
+    "3 original is no checksum": ("truncated", lambda c: c.records["BF16"].update(original="0" * 15 + "G")),
+    "3 checksum is a number": ("truncated", lambda c: c.records["BF16"]["streams"].update(words=7)),
+    "3 negative loss": ("truncated", lambda c: c.records["BF16"]["loss"].update(max_relative=-1)),
+    "3 infinite loss": ("truncated", lambda c: c.records["BF16"]["loss"].update(rms_relative=1e999)),
+    "3 relative_l2 is no number": ("ternary", lambda c: c.records["row"]["loss"].update(relative_l2="1")),
+    "3 file with a backslash": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="a\\b")),
+    "3 long number": ("truncated", lambda c: c.manifest.update(unknown=10**20)),
+    "3 needs a base, and has no difference": ("truncated", lambda c: c.manifest.update(requires=["delta"])),
     "3 file above": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="../x")),
     "3 absolute file": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="/x")),
     "3 no such file": ("alias_raw_metadata", lambda c: c.records["tied weight"].update(file="x")),
@@ -535,6 +575,71 @@ def test_both_readers_refuse_what_breaks_a_rule(rule: str, tmp_path: Path):
     with pytest.raises(NeuzipError):
         decompress(path, tmp_path / "back.safetensors", base=base)
     assert not (tmp_path / "back.safetensors").exists()
+
+
+# What a reader has to accept
+
+
+def other_dtype(container: Opened) -> None:
+    """A dtype that no list has, of a raw tensor."""
+    name = next(name for name in container.entries if name in container.records)
+    container.entries[name][0] = "X7"
+    header = json.loads(container.entries[HEADER_ENTRY][2][8:])
+    header[name]["dtype"] = "X7"
+    text = json.dumps(header).encode()
+    container.entries[HEADER_ENTRY][1:] = [8 + len(text)], len(text).to_bytes(8, "little") + text
+
+
+def first(container: Opened) -> dict[str, Any]:
+    return next(iter(container.records.values()))
+
+
+ALLOWED: dict[str, tuple[str, Callable[[Opened], object]]] = {
+    "2 no format": ("truncated", lambda c: c.metadata.pop("format")),
+    "2 other metadata": ("truncated", lambda c: c.metadata.update(format="x", more="y")),
+    "2 unknown dtype": ("alias_raw_metadata", other_dtype),
+    "3 key of another scheme": ("lossless_pairs", lambda c: first(c).update(block_size=8, of=1, group="x")),
+    "3 null": ("lossless_pairs", lambda c: first(c).update(file=None) or c.manifest.update(requires=None)),
+    "3 a feature twice": ("delta", lambda c: c.manifest.update(requires=["delta", "delta"])),
+}  # fmt: skip
+"""What was refused once by one of the readers, and what the specification says to ignore."""
+
+
+@pytest.mark.parametrize("rule", ALLOWED)
+def test_both_readers_accept_what_breaks_no_rule(rule: str, tmp_path: Path):
+    name, change = ALLOWED[rule]
+    container, path = Opened(name), tmp_path / "changed.safetensors"
+    change(container)
+    path.write_bytes(container.to_bytes())
+    base = base_of(Path(f"{name}.safetensors"))
+    verify(path, base=base)
+    decompress(path, tmp_path / "back.safetensors", base=base)
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path, base)
+
+
+def test_data_may_start_anywhere(tmp_path: Path):
+    """A writer makes it a multiple of 16; a reader does not depend on it."""
+    data = GOLDEN_FILES[0].read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path = tmp_path / "moved.safetensors"
+    path.write_bytes((length + 3).to_bytes(8, "little") + data[8 : 8 + length] + b"   " + data[8 + length :])
+    decompress(path, tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path)
+
+
+def test_a_delta_without_a_difference_is_a_delta(tmp_path: Path):
+    """It can be verified alone, as any delta, and restored with its base."""
+    container, path = Opened("alias_raw_metadata"), tmp_path / "delta.safetensors"
+    container.manifest["requires"] = ["delta"]
+    path.write_bytes(container.to_bytes())
+    verify(path)
+    with pytest.raises(NeuzipError, match="is a delta"):
+        decompress(path, tmp_path / "back.safetensors")
+    with pytest.raises(decoder.SpecViolation, match="needs its base"):
+        decoder.restore_file(path)
+    base = golden.BASES / "delta.safetensors"
+    decompress(path, tmp_path / "back.safetensors", base=base)
+    assert (tmp_path / "back.safetensors").read_bytes() == decoder.restore_file(path, base)
 
 
 # The decoder itself

@@ -31,6 +31,7 @@ from neuzip.compress.stream import (
 )
 from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.formats import hub_stream
+from neuzip.formats.checkpoint import MANIFEST_PATH
 from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
 from neuzip.formats.hub_draft import Draft, parse_target
@@ -450,6 +451,24 @@ def test_a_run_killed_in_its_last_moment_is_finished(
     assert not work_of(tmp_path / "nz").exists()
 
 
+def test_a_damaged_result_of_a_killed_run_is_not_believed(
+    here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here.add("some/model", files)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "_finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stream(tmp_path / "nz", rules=K3)
+    for name in (shard(2), "tokenizer.json", "config.json", "neuzip/original/config.json", MANIFEST_PATH):
+        path = tmp_path / "nz" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :])
+        with pytest.raises(WouldOverwrite, match="nz: exists already"):
+            stream(tmp_path / "nz", rules=K3)
+        path.write_bytes(whole)
+    assert stream(tmp_path / "nz", rules=K3).compression.resumed_files == SHARDS + 1
+
+
 def test_what_is_finished_is_known_again(here: Hub, files: Files, tmp_path: Path):
     """By the digests of what it restores to, which costs no download; what was rounded has no such proof."""
     repository = here.add("some/model", files)
@@ -529,7 +548,7 @@ def test_sigkill_at_any_moment(hub: Hub, files: Files, tmp_path: Path, push_to: 
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         hub.on_bytes = Killer(process.pid, allowed)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert TOKEN not in out + err
         if allowed is not None:
             assert process.returncode == -signal.SIGKILL, out + err

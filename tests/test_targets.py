@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,14 +249,16 @@ def some() -> list[Candidates]:
         return sensitivity.look_at(source, chosen, None, workers)
 
 
-def test_bytes_are_those_of_the_container(some: list[Candidates], tmp_path: Path):
+def test_bytes_are_about_those_of_the_container(some: list[Candidates], tmp_path: Path):
+    """Within 0.1 %, and the alignment of a stream: nothing was coded to know them."""
     for number in (0, 1, 4, 7):  # lossless, 6, 3 and 0 bits
         schemes = [one.choices[number].scheme for one in some]
         rules = [*sensitivity.rules_of([one.group for one in some], schemes), *EVERYTHING]
         report = compress(CHECKPOINT, tmp_path / str(number), rules, verify=False)
         stored = {t.name: t.stored_bytes for t in report.tensors}
         for one in some:
-            assert one.choices[number].nbytes == sum(stored[t.name] for t in one.group.tensors)
+            coded = sum(stored[t.name] for t in one.group.tensors)
+            assert one.choices[number].nbytes == pytest.approx(coded, rel=1e-3, abs=64)
 
 
 def test_errors_are_those_of_verify(some: list[Candidates], tmp_path: Path):
@@ -419,14 +421,30 @@ def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, yar
     assert made.run.comparison.kld.mean.value < 0.75 * divergence
 
 
+WORKS = ("compress", "compare")
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere(
     k, uniform, yardstick, tmp_path: Path
 ):
     nbytes, divergence = uniform[k]
     request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld(f"{divergence}"), "fisher")
-    made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
+    labels = []
+
+    def told(label: str, total: int, unit: str) -> AbstractContextManager[object]:
+        labels.append(label)
+        return stage(label, total, unit)
+
+    made = targets.compress_to_target(request, read_text("demo"), yardstick, told)
     assert made.holds and made.found is not None and made.run is not None
+    works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.found.trials)) for work in WORKS]
+    assert labels == [
+        "stage 1 of 4, sizes",
+        "stage 2 of 4, gradients",
+        *(f"stage 3 of 4, {work}" for work in works),
+        "stage 4 of 4, compress",  # and not measured again: the last trial had the same files
+    ]
     assert 0.8 * divergence < made.run.comparison.kld.mean.value <= divergence
     assert made.report.stored_weight_bytes < 0.98 * nbytes
     assert made.found.trials[-1].bytes == made.report.stored_weight_bytes

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from safetensors import SafetensorError
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from neuzip.cli import run
+from neuzip.errors import NeuzipError
 from neuzip.runtime.bitlinear import record
 
 DEMO = Path(__file__).parent.parent / "eval" / "demo" / "checkpoint"
@@ -67,6 +70,31 @@ def test_ternarize_then_compress(neuzip, tmp_path: Path):
         )  # fmt: skip
         divergences[name] = json.loads(said.stdout)["comparison"]["kld"]["mean"]["value"]
     assert divergences["t"] < 0.2 * divergences["blind"]
+
+
+def test_a_full_disk_is_told_as_everywhere(neuzip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights are written by safetensors, which has an error of its own for it."""
+    out = tmp_path / "out"
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    command = ["ternarize", DEMO, out, "--quantizer", "absmean", "--allow-destructive"]
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full)
+        said = neuzip(*command)
+    assert (said.exit_code, out.exists()) == (1, False)
+    hint = "free some space and repeat the command"
+    assert said.stderr.endswith(f"error: {out}.neuzip-partial: no space left on the disk\nhint: {hint}\n")
+    assert neuzip(*command).exit_code == 0
+
+    config = (out / "config.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "gone"))
+        with pytest.raises(NeuzipError, match=r"config\.json: cannot be written: No such file"):
+            record(out, "b1.58")
+    assert (out / "config.json").read_bytes() == config
+    assert not list(out.glob("*.new"))
 
 
 def test_what_exists_stays(neuzip, tmp_path: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import re
 import signal
@@ -48,6 +50,7 @@ def test_a_run_leaves_model_log_and_picture(
     out = tmp_path / "out"
     said = in_all_modes("train", write(), prepare=lambda: shutil.rmtree(out, ignore_errors=True))
     assert said["human"].exit_code == 0
+    assert not torch.are_deterministic_algorithms_enabled()
     assert {"model", "checkpoint", "log.jsonl", "loss.svg", "run.json"} == {p.name for p in out.iterdir()}
     found = said["json"].json
     assert found["steps"] == 4 and 2 < found["loss"] < 6
@@ -174,12 +177,80 @@ def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Pa
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     said = neuzip("train", write())
-    assert said.exit_code == 1 and "exists already" in said.stderr
+    assert said.exit_code == 1 and "exists already\nhint: choose another out\n" in said.stderr
     said = neuzip("train", write(), "--overwrite")
     assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
     assert (out / "mine.txt").read_text() == "mine"
     said = neuzip("train", write(), "--resume")
-    assert said.exit_code == 1 and "has no checkpoint to go on from" in said.stderr
+    assert said.exit_code == 1 and "holds no run to go on with\nhint: choose another out\n" in said.stderr
+
+
+def test_a_run_without_a_checkpoint_begins_anew(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its first moment, or before its first checkpoint: each hint leads on."""
+    out = tmp_path / "out"
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 1 and said.stderr.endswith(
+        "holds no run to go on with\nhint: leave --resume out\n"
+    )
+    out.mkdir()
+    (out / "run.json.neuzip-partial").write_text("{")
+
+    from neuzip.train.compressed import Trainer
+
+    def fails(*_: Any) -> float:
+        raise NeuzipError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", fails)
+        assert neuzip("train", write()).stderr.endswith("error: killed\n")
+    assert {path.name for path in out.iterdir()} == {"run.json", "log.jsonl"}
+    said = neuzip("train", write())
+    assert said.exit_code == 1
+    assert said.stderr.endswith(
+        "hint: --resume goes on there; --overwrite removes what was trained and begins anew\n"
+    )
+    assert neuzip("train", write(lr=1e-4), "--resume").exit_code == 2  # another run
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 0, said.stderr
+    assert "no checkpoint was written before it stopped: the run begins with its first step" in said.stderr
+    assert len((out / "log.jsonl").read_text().splitlines()) == 4
+
+    (out / "checkpoint").rename(tmp_path / "elsewhere")
+    model = (out / "model/model.safetensors").read_bytes()
+    said = neuzip("train", write(), "--resume")
+    assert said.exit_code == 1 and "has a trained model, and no checkpoint to go on from" in said.stderr
+    assert (out / "model/model.safetensors").read_bytes() == model
+
+
+@pytest.mark.parametrize("where", ["log.jsonl", "neuzip-training", "model.safetensors"])
+def test_a_full_disk_is_told_with_what_goes_on(
+    where: str, neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log, in the state of training, which safetensors writes, and in the weights."""
+    from safetensors import SafetensorError
+
+    from neuzip.train import loop, saved
+
+    class Full(io.BytesIO):
+        def write(self, _: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        if where == "log.jsonl":
+            patch.setattr(loop, "open", lambda *_, **__: Full(), raising=False)
+        elif where == "neuzip-training":
+            patch.setattr(saved, "save_file", full)
+        else:
+            patch.setattr("transformers.modeling_utils.safe_save_file", full)
+        said = neuzip("train", write())
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert "no space left on the disk\nhint: free some space and give --resume: it goes on" in said.stderr
+    assert neuzip("train", write(), "--resume").exit_code == 0
 
 
 def test_what_cannot_begin_removes_nothing(
@@ -256,6 +327,13 @@ def test_without_a_length_windows_are_what_the_model_can(
     assert neuzip("train", write(length=None, steps=2, batch=1), "--resume").exit_code == 0
     said = neuzip("train", write(length=16, steps=2, batch=1), "--resume")
     assert said.exit_code == 2 and "was begun with length = 256, now it is 16" in said.stderr
+    run = tmp_path / "out" / "run.json"
+    begun = {key: value for key, value in json.loads(run.read_text()).items() if key != "filter_gradients"}
+    run.write_text(json.dumps(begun))  # as a version without that key left it
+    assert neuzip("train", write(length=256, steps=2, batch=1), "--resume").exit_code == 0
+    said = neuzip("train", write(length=256, steps=2, batch=1, filter_gradients=False), "--resume")
+    assert said.exit_code == 2
+    assert "was begun with filter_gradients = True, now it is False" in said.stderr
     given = configuration.checked(GIVEN, "run.toml")
     assert [given.window(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import resource
@@ -32,6 +33,7 @@ from neuzip.train import held as holding
 from neuzip.train import states as kept
 from neuzip.train.compressed import Trainer, checksum, train_compressed
 from neuzip.train.desk import Desk
+from neuzip.train.deterministic import deterministic_algorithms
 from neuzip.train.held import CodedByNumba, CodedByTriton, hold
 from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, Part, optimizer_of
 
@@ -41,6 +43,10 @@ VOCABULARY = 300
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+FOR_A_GPU: dict[str, Any] = {
+    "vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
 }  # fmt: skip
 
 
@@ -252,7 +258,9 @@ def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
     for step in range(4):
         found = held.open(buffers[step % 2])
         assert torch.equal(as_bits(found), as_bits(flat))
-        flat += 1e-3 * torch.randn_like(flat) * flat.abs().nanmean()
+        # In fp32: the sum of 40 million fp16 weights is infinite in fp16.
+        flat += 1e-3 * torch.randn_like(flat) * flat.float().abs().nanmean().to(dtype)
+        assert not flat.isinf().any()
         flat[step * 1000 : step * 1000 + 500] = math.nan
         found.copy_(flat)
         held.close(found)
@@ -348,28 +356,69 @@ def test_a_gpu_gives_the_same_bits_compressed_or_not(
     optimizer: str, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holding, "CODING_SHARE", share)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        sizes = {"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
-        lr = 1e-2 if optimizer == "sgd" else 1e-3
-        ways = ({"ahead": True}, {"ahead": False}, {"compressed": False})
-        runs = [trained(llama(**sizes).cuda(), 50, lr, 4, optimizer=optimizer, **way) for way in ways]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    lr = 1e-2 if optimizer == "sgd" else 1e-3
+    ways = ({"ahead": True}, {"ahead": False}, {"compressed": False})
+    with deterministic_algorithms():
+        runs = [trained(llama(**FOR_A_GPU).cuda(), 50, lr, 4, optimizer=optimizer, **way) for way in ways]
     assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("recodes")
 def test_a_gpu_gives_the_same_bits_with_states_held_compressed() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        sizes = {"vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
-        ways: tuple[dict[str, Any], ...] = ({"states": "lossless"}, {"states": "plain"})
-        runs = [trained(llama(**sizes).cuda(), 50, 1e-3, 4, optimizer="adamw", **way) for way in ways]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    ways: tuple[dict[str, Any], ...] = ({"states": "lossless"}, {"states": "plain"})
+    with deterministic_algorithms():
+        runs = [trained(llama(**FOR_A_GPU).cuda(), 50, 1e-3, 4, optimizer="adamw", **way) for way in ways]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_resumes_with_the_bits_of_a_run_that_was_not_stopped(tmp_path: Path) -> None:
+    given = [batch.cuda() for batch in batches(6)]
+    with deterministic_algorithms():
+        whole = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        losses = [whole.step(batch, 1e-3) for batch in given]
+        first = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        begun = [first.step(batch, 1e-3) for batch in given[:3]]
+        first.save(tmp_path / "at3")
+        again = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        again.load(tmp_path / "at3")
+        assert begun + [again.step(batch, 1e-3) for batch in given[3:]] == losses
+    assert bits(again.release()) == bits(whole.release())
+
+
+def test_deterministic_algorithms_are_on_within_and_as_before_outside() -> None:
+    is_on = torch.are_deterministic_algorithms_enabled
+    with deterministic_algorithms(False):
+        assert not is_on()
+    with deterministic_algorithms():
+        assert is_on() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+        with deterministic_algorithms():
+            pass
+        assert is_on()
+    assert not is_on()
+    nothing_deterministic = torch.zeros(3)
+    with pytest.raises(NeuzipError, match=r"deterministic: .*put_"), deterministic_algorithms():
+        nothing_deterministic.put_(torch.tensor([0]), torch.ones(1))
+    assert not is_on()
+    with pytest.raises(RuntimeError, match="something else"), deterministic_algorithms():
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(("filtered", "eps"), [(True, "auto"), (False, None)])
+def test_the_filter_of_the_head_is_the_callers_choice(
+    filtered: bool, eps: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        given.append(options["filter_eps"])
+        return linear_cross_entropy(*arguments, **options)
+
+    monkeypatch.setattr("neuzip.train.compressed.linear_cross_entropy", noting)
+    train_compressed(llama(), filter_gradients=filtered).step(batches(1)[0], 1e-3)
+    assert given and set(given) == {eps}
 
 
 def test_decoding_ahead_and_coding_behind_changes_no_bit() -> None:
@@ -866,6 +915,8 @@ def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: P
     path = tmp_path / "out" / "neuzip-training.safetensors"
     with safe_open(path, "pt") as file:
         facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    older = {k: v for k, v in json.loads(facts["training"]).items() if k not in ("version", "checksum")}
+    facts = {"version": "1", "training": json.dumps(older)}
     save_file({name: one for name, one in tensors.items() if not name.endswith(lost)}, path, facts)
     with pytest.raises(FormatError, match="is not there") as caught:
         trainer.load(tmp_path / "out")
@@ -873,6 +924,19 @@ def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: P
     whole = tensors["first/model.norm.weight"]
     save_file({**tensors, "first/model.norm.weight": torch.cat([whole, whole])}, path, facts)
     with pytest.raises(FormatError, match="does not fit its weight"):
+        trainer.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["neuzip-training.safetensors", "model.safetensors"])
+def test_a_run_does_not_go_on_from_damaged_tensors(file: str, tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    before = (tmp_path / "out" / file).read_bytes()
+    trainer.save(tmp_path / "out")
+    assert (tmp_path / "out" / file).read_bytes() == before, "the same state is the same bytes"
+    (tmp_path / "out" / file).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(FormatError, match=f"{file}.*it is damaged"):
         trainer.load(tmp_path / "out")
 
 

@@ -15,7 +15,8 @@ What a step does, and what is dense meanwhile:
     tables    embedding and head lie in chunks of rows; a gradient of the embedding has only the batch's rows
 
 Norms, biases and other vectors stay as they are. With `compressed=False` the same is done to plain arrays,
-and gives the same bits: that is LOMO. Nothing here depends on how arrays are held.
+which is LOMO, and gives the same bits wherever torch itself does from run to run: on a CPU, and on a GPU
+under `deterministic_algorithms`. Nothing here depends on how arrays are held.
 
 Accumulation: a batch is cut into micro-batches, and all of them go through a layer before the next one does.
 So a gradient of the whole batch is exact in fp32 without keeping those of other layers; what it costs is a
@@ -98,6 +99,7 @@ def train_compressed(
     device: torch.device | str | None = None,
     ahead: bool | None = None,
     triton: bool | None = None,
+    filter_gradients: bool = True,
 ) -> Trainer:
     """Take a causal language model apart for training; see the module and `Trainer`.
 
@@ -109,6 +111,12 @@ def train_compressed(
     ahead        decode the next layer and code the last one beside the work on the present one, which takes a
                  second buffer; on a GPU it is the rule
     triton       code with Triton's kernels, as on a GPU, wherever the weights are
+    filter_gradients
+                 on a GPU, leave out of the head's gradients the tiles of logits that `linear_cross_entropy`
+                 filters by default. False computes all of them. A CPU never filters
+
+    On a CPU the result has the same bits whether weights are `compressed` or not. On a GPU that holds under
+    `deterministic_algorithms`: without them torch's own backward passes differ from run to run.
 
     The model is in training mode afterwards, and its matrices are the trainer's until `release`. Raises
     NeuzipError for a model that is not a decoder of layers in a row, UsageError for options.
@@ -116,7 +124,7 @@ def train_compressed(
     return Trainer(
         model, optimizer_of(optimizer) if isinstance(optimizer, str) else optimizer, compressed=compressed,
         clip=clip, clipping=clipping, micro_batch=micro_batch, states=states, seed=seed, device=device,
-        ahead=ahead, triton=triton,
+        ahead=ahead, triton=triton, filter_gradients=filter_gradients,
     )  # fmt: skip
 
 
@@ -141,6 +149,7 @@ class Trainer:
         device: torch.device | str | None,
         ahead: bool | None,
         triton: bool | None,
+        filter_gradients: bool,
     ) -> None:
         if clipping not in ("two-pass", "running"):
             raise UsageError(f"there is no clipping {clipping!r}", "choose two-pass or running")
@@ -152,6 +161,7 @@ class Trainer:
             raise UsageError(f"states cannot be kept {states!r}", f"choose from {', '.join(HOW_KEPT)}")
         self.model, self.optimizer, self.compressed, self.seed = model, optimizer, compressed, seed
         self.clip, self.clipping, self.micro_batch = clip, clipping, micro_batch
+        self._filter_eps = "auto" if filter_gradients else None
         self.steps = 0
         self.norm: float | None = None
         shell = self.shell = Shell(model)
@@ -425,7 +435,7 @@ class Trainer:
         found = linear_cross_entropy(
             hidden, weight, torch.where(here, micro.targets - rows.start, IGNORED),
             linear_bias=None if bias is None else bias[rows], softcap=self.shell.softcap,
-            reduction="none", return_lse=True, ignore_index=IGNORED,
+            reduction="none", return_lse=True, ignore_index=IGNORED, filter_eps=self._filter_eps,
         )  # fmt: skip
         assert isinstance(found, tuple)
         return *found, here

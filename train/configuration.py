@@ -66,6 +66,8 @@ class Configuration:
     budget_minutes: float | None = None
     seed: int = 0
     device: str = "auto"
+    filter_gradients: bool = True
+    deterministic: bool = False
 
     def rates(self) -> Schedule:
         """The learning rates."""
@@ -107,12 +109,14 @@ class Configuration:
 
     def require_same(self, before: dict[str, Any]) -> None:
         """Raise UsageError where a run that goes on would become another one."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, value in self._values().items():
             if name == "length" and value is None:
                 continue  # it depends on the model, which is the same
-            if name not in FREE and before.get(name) != value:
+            begun = before.get(name, defaults[name])  # a key that came later has its default
+            if name not in FREE and begun != value:
                 raise UsageError(
-                    f"{self.out}: was begun with {name} = {before.get(name)!r}, now it is {value!r}",
+                    f"{self.out}: was begun with {name} = {begun!r}, now it is {value!r}",
                     "give the same, or another out",
                 )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.compress.workspace import write_file
+from neuzip.compress.workspace import write_file, writing
 from neuzip.errors import NeuzipError, UsageError
 
 if TYPE_CHECKING:
@@ -190,11 +190,13 @@ def _log(log: Path | None, earlier: Sequence[Figures]) -> Iterator[Callable[[Fig
         yield lambda figures: None
         return
     write_file(log, "".join(json.dumps(figures) + "\n" for figures in earlier).encode())
-    with open(log, "a", encoding="utf-8") as file:
+    with open(log, "ab", buffering=0) as file:  # nothing is left to be written when a full disk is told
 
         def note(figures: Figures) -> None:
-            file.write(json.dumps(figures) + "\n")
-            file.flush()
+            line = (json.dumps(figures) + "\n").encode()
+            with writing(log):
+                while line:
+                    line = line[file.write(line) :]
 
         yield note
 

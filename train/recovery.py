@@ -34,10 +34,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import (
     clear,
     partial_name,
@@ -49,7 +48,8 @@ from neuzip.compress.workspace import (
     write_file,
 )
 from neuzip.compress.workspace import recover as undo_half_publish
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError, UsageError, shell
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime import bitlinear
 from neuzip.runtime.load import load_config, load_model
@@ -58,7 +58,8 @@ from .compressed import checksum
 from .distillation import Weights, head_loss, hidden_loss
 from .latent_model import dense_layer, head_weight, make_latent, require_plain_head, ternary_layers
 from .loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
-from .plain import storing, write_plain
+from .plain import write_plain
+from .state_file import read_state, write_state
 from .straight_through import Group, LatentLinear
 from .sub_norms import with_sub_norms
 from .ternary import Recipe, convert
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE_FILE = "recovery.safetensors"
-VERSION = "1"
 
 SEEN_TOKENS = 65_536
 """Tokens of the training text that a conversion sees, at most, and what a window of them has."""
@@ -192,7 +192,7 @@ class Recovery:
         if not starts and Path(src).resolve() != Path(original).resolve():
             raise NeuzipError(
                 f"{src}: has no weights that are ternary with a scale a tensor or a row",
-                f"neuzip ternarize {original} makes some; or recover that itself",
+                f"{shell('neuzip', 'ternarize', original, 'DST')} makes some; or recover that itself",
             )
         if settings.sub_norms:
             student = with_sub_norms(student, _seen(windows, base.device))
@@ -286,12 +286,18 @@ class Recovery:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _noisy(self, ids: Tensor, number: int) -> Tensor:
-        """With some tokens replaced by others, by a choice that is a function of seed and step."""
+        """With some tokens replaced by others, by a choice that is a function of seed and step.
+
+        What stands in front of windows is not of the text, and stays.
+        """
         if not self.settings.noise:
             return ids
         chance = torch.Generator().manual_seed((self.settings.seed << 32) + number)
         others = torch.randint(self.base.config.vocab_size, ids.shape, generator=chance)
-        return torch.where(torch.rand(ids.shape, generator=chance) < self.settings.noise, others, ids)
+        replaced = torch.rand(ids.shape, generator=chance) < self.settings.noise
+        if self.windows.front is not None:
+            replaced[:, 0] = False
+        return torch.where(replaced, others, ids)
 
     def fit(self, seconds: float) -> int:
         """Set `steps` to what fits into `seconds`, by the time of a few steps that change nothing.
@@ -349,7 +355,7 @@ class Recovery:
         new = folder / f"{STATE_FILE}.new"
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors | self._moments(), new, {"version": VERSION, "recovery": json.dumps(facts)})
+            write_state(new, "recovery", tensors | self._moments(), facts)
             os.replace(new, folder / STATE_FILE)
 
     def load_state(self, folder: Path, *, resume: bool = True) -> int:
@@ -360,13 +366,11 @@ class Recovery:
         """
         path = folder / STATE_FILE
         try:
-            with safe_open(path, framework="pt") as file:
-                facts = _facts(path, file.metadata())
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts, tensors = read_state(path, "recovery")
         except FileNotFoundError as error:
             raise _no_state(path) from error
-        except SafetensorError as error:
-            raise FormatError(path, f"is no state of a recovery: {error}") from error
+        if not {"taken", "steps", "settings"} <= facts.keys():
+            raise FormatError(path, "lacks facts", field="recovery")
         if resume:
             changed = [
                 name
@@ -457,7 +461,7 @@ def recover(
     undo_half_publish(dst)
     if from_state is not None and not _goes_on(dst, overwrite):
         course.load_state(from_state, resume=False)  # before there is a workspace, which would stay
-    with workspace(dst) as work:
+    with workspace(dst, find_checkpoint(src).root) as work:
         state, log = work / STATE_FOLDER, work / LOG
         taken = 0
         if (state / STATE_FILE).is_file() and not overwrite:
@@ -553,17 +557,4 @@ def _spent(log: Path, taken: int) -> float:
 
 def _seen(windows: Windows, device: torch.device) -> Tensor:
     """The first windows of a text, for a conversion."""
-    window = min(SEEN_WINDOW, windows.length)
-    count = min(SEEN_TOKENS, windows.tokens) // window
-    return windows.ids[: count * window].view(count, window).to(device)
-
-
-def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
-    try:
-        assert metadata is not None
-        facts = json.loads(metadata["recovery"])
-        if metadata["version"] == VERSION and {"taken", "steps", "settings"} <= facts.keys():
-            return dict(facts)
-    except (AssertionError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise FormatError(path, "is no state of a recovery", field="recovery") from error
-    raise FormatError(path, f"has version {metadata['version']}, or lacks facts", field="recovery")
+    return windows.first(min(SEEN_WINDOW, windows.length), SEEN_TOKENS).to(device)

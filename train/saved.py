@@ -7,23 +7,22 @@ seed and the optimizer with its numbers. Weights are those of the checkpoint its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
-from neuzip.formats.checkpoint import find_checkpoint
+from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 from neuzip.runtime.load import load_model
 
-from .plain import storing, write_plain
+from .plain import write_plain
+from .state_file import read_state, write_state
 from .states import Pieces
 from .units import Slot
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .compressed import Trainer
 
 STATE_FILE = "neuzip-training.safetensors"
-VERSION = "1"
 
 
 def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> None:
@@ -43,7 +41,7 @@ def save(trainer: Trainer, folder: Path, like: Path | None, resumable: bool) -> 
             refuse_existing(
                 folder, overwrite=True, known=() if like is None else find_checkpoint(like).others
             )
-        with workspace(folder) as work:
+        with workspace(folder, like) as work:
             clear(work, overwrite=True)
             with storing(work):
                 _write_model(trainer, work, like)
@@ -74,7 +72,13 @@ def _write_state(trainer: Trainer, work: Path, chances: list[list[Tensor]]) -> N
     for process, states in enumerate(chances):
         tensors |= {f"chance/{process}/{number}": state for number, state in enumerate(states)}
     facts = {"steps": trainer.steps, "norm": trainer.norm, "seed": trainer.seed, **_method(trainer)}
-    save_file(tensors, work / STATE_FILE, {"version": VERSION, "training": json.dumps(facts)})
+    write_state(work / STATE_FILE, "training", tensors, facts | {"weights": _weights(work)})
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    """The checksums of the weight files that lie beside a state."""
+    paths = sorted(folder.glob("*.safetensors"))
+    return {path.name: file_checksum(path) for path in paths if path.name != STATE_FILE}
 
 
 def _method(trainer: Trainer) -> dict[str, Any]:
@@ -100,13 +104,11 @@ def load(trainer: Trainer, folder: Path) -> None:
     path = folder / STATE_FILE
     if not path.is_file():
         raise NeuzipError(f"{folder}: has no {STATE_FILE}", "give a folder that training wrote")
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = _facts(path, file.metadata())
-            _require_same(path, facts, trainer)
-            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise FormatError(path, f"is not a safetensors file: {error}") from error
+    facts, tensors = read_state(path, "training")
+    if not {"steps", "norm", "seed", "optimizer"} <= facts.keys():
+        raise FormatError(path, "lacks facts", field="training")
+    _require_same(path, facts, trainer)
+    _require_weights(folder, facts)
     weights = dict(load_model(folder, attention=False).named_parameters())
     for slot in trainer._slots():
         if slot.name not in weights or weights[slot.name].shape != slot.shape:
@@ -125,17 +127,15 @@ def load(trainer: Trainer, folder: Path) -> None:
     _restore_chances(trainer, tensors)
 
 
-def _facts(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
-    metadata = metadata or {}
-    if metadata.get("version") != VERSION:
-        raise FormatError(path, f"has version {metadata.get('version')}, not {VERSION}", field="version")
-    try:
-        facts = json.loads(metadata["training"])
-    except (KeyError, json.JSONDecodeError) as error:
-        raise FormatError(path, "is not what training writes", field="training") from error
-    if not isinstance(facts, dict) or not {"steps", "norm", "seed", "optimizer"} <= facts.keys():
-        raise FormatError(path, "lacks facts", field="training")
-    return facts
+def _require_weights(folder: Path, facts: dict[str, Any]) -> None:
+    """Raise FormatError unless the weights are those written with the state. An older state names none."""
+    found, written = _weights(folder), facts.get("weights", {})
+    for name in sorted(found.keys() | written.keys()) if written else ():
+        if found.get(name) != written.get(name):
+            raise FormatError(
+                folder / name, f"is not what training wrote with {STATE_FILE}: it is damaged",
+                hint="go on from another checkpoint, or begin anew with --overwrite",
+            )  # fmt: skip
 
 
 def _require_same(path: Path, facts: dict[str, Any], trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.runtime.load import quiet_transformers
 
 LONGEST = 300
@@ -36,6 +36,8 @@ def random_model(config: Path, vocabulary: int, dtype: torch.dtype, seed: int) -
     except NeuzipError:
         raise
     except Exception as error:  # all that runs here is what the file says, and fails in many ways
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())[:LONGEST]
         raise NeuzipError(
             f"{config}: is no configuration of a causal language model: {reason}", "correct it in the file"

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neuzip.compress.storing import storing
 from neuzip.compress.workspace import (
     clear,
     publish,
     recover,
     require_free,
     workspace,
-    writing,
 )
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.decoder import decoder_layers
@@ -193,8 +194,8 @@ def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwri
     """
     require_free(src, dst, overwrite)
     recover(dst)
-    with workspace(dst) as work:
+    with workspace(dst, find_checkpoint(src).root) as work:
         clear(work, overwrite)
-        with writing(work):
+        with storing(work):
             write_plain(model, work, src)
         publish(work, dst)

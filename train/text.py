@@ -3,6 +3,9 @@
 Documents follow each other with the tokenizer's end token between them, or two line ends if it has none. The
 tokens are cut into windows without overlap; window w has the tokens w * length to (w + 1) * length, and one
 more, which its last one predicts. What does not fill a window is left out.
+
+Where the tokenizer puts BOS in front of a text every window begins with it, as the model is fed when it is
+used: window w is BOS and the tokens w * length to (w + 1) * length, all of them predicted.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import xxhash
 from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.runtime.bos import IN_FRONT_OF_EACH, behind, bos_in_front, rows_behind
+from neuzip.runtime.load import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,12 +43,14 @@ class Windows:
 
     ids     int64 [n], the tokens of all documents
     length  tokens of a window that are read; as many are predicted
+    front   the token with which every window begins, which is not of the text; None: there is none
     """
 
     ids: Tensor
     length: int
     per_batch: int
     seed: int
+    front: int | None = None
     _orders: dict[int, npt.NDArray[np.int64]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,15 +71,17 @@ class Windows:
         length: int,
         batch: int,
         seed: int = 0,
+        front: int | None = None,
     ) -> Windows:
-        """From files that a tokenizer reads, or from ids, int64 [n].
+        """From files that a tokenizer reads, or from ids, int64 [n], in windows behind `front`.
 
-        Raises NeuzipError for a file that is no text, UsageError for a text that is too short.
+        A tokenizer that puts BOS in front of a text says itself what `front` is. Raises NeuzipError for files
+        that are no text, UsageError for a text that is too short.
         """
         if isinstance(tokens, Tensor):
-            return cls(tokens.to(torch.int64), length, batch, seed)
+            return cls(tokens.to(torch.int64), length, batch, seed, front)
         documents = (document for path in sources for document in read_documents(path))
-        return cls(tokenise(tokens, documents), length, batch, seed)
+        return cls(tokenise(tokens, documents), length, batch, seed, bos_in_front(tokens))
 
     @property
     def tokens(self) -> int:
@@ -80,18 +89,31 @@ class Windows:
         return self.ids.numel()
 
     def checksum(self) -> str:
-        """Tells tokens apart: XXH3 of the ids as they lie in memory."""
-        return xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())
+        """Tells tokens apart: XXH3 of the ids as they lie in memory, and of what is in front of windows."""
+        front = b"" if self.front is None else f"front {self.front}".encode()
+        return xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes() + front)
+
+    @property
+    def special_tokens(self) -> str:
+        """What stands in front of windows, in words: "none" or BOS."""
+        return "none" if self.front is None else IN_FRONT_OF_EACH
 
     @property
     def windows(self) -> int:
         """Windows of an epoch."""
-        return max(0, self.tokens - 1) // self.length
+        return (self.tokens if self.front is not None else max(0, self.tokens - 1)) // self.length
 
     def batch(self, step: int) -> Tensor:
         """The windows of a step, int64 [batch, length + 1]: the same whatever was asked for before."""
         rows = [self._window(number) for number in range(step * self.per_batch, (step + 1) * self.per_batch)]
-        return torch.stack([self.ids[row * self.length : (row + 1) * self.length + 1] for row in rows])
+        if self.front is None:
+            return torch.stack([self.ids[row * self.length : (row + 1) * self.length + 1] for row in rows])
+        text = torch.stack([self.ids[row * self.length : (row + 1) * self.length] for row in rows])
+        return behind(self.front, text)
+
+    def first(self, width: int, tokens: int) -> Tensor:
+        """The first `tokens` of the text in rows that a model reads, [n, width], each behind `front`."""
+        return rows_behind(self.front, self.ids[:tokens], width)
 
     def epoch(self, step: int) -> float:
         """How often all windows have been read before a step."""
@@ -121,7 +143,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Te
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    with naming_tokenizer(tokenizer):
+        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(found, dtype=torch.int64)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +17,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +65,7 @@ def command(
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Of token, strided, llama.cpp and lm-eval only these; all if not given"
+            metavar="A,B", help="Of token, strided, llama.cpp, lm-eval and bos only these; all if not given"
         ),
     ] = None,
     window: Annotated[
@@ -210,7 +209,7 @@ def command(
                     made = reports.make(
                         evaluation, paths[-1], paths[0] if base is not None else None, title=name_of(src),
                         base_title=None if base is None else name_of(base),
-                        command=shlex.join(["neuzip", *sys.argv[1:]]), text=document, sweep=swept,
+                        command=shell("neuzip", *sys.argv[1:]), text=document, sweep=swept,
                         tasks=() if scores is None else harness.report_rows(scores),
                         versions=None if scores is None else {"lm-eval": scores.harness}, on_bytes=advance,
                     )  # fmt: skip
@@ -226,7 +225,7 @@ def count_zeros(out: Output, task: Task) -> Sparsity:
     from neuzip.eval.perplexity import load
     from neuzip.runtime.bitlinear import sparsity
 
-    reading = task.readings[0]
+    reading = task.compared
     model = load(task, len(task.paths) - 1)
     first = reading.windows[0]
     windows = reading.windows[: max(1, COUNTED_TOKENS // (first.stop - first.start))]
@@ -306,15 +305,16 @@ def chosen_conventions(option: str | None) -> list[Name] | None:
     """The conventions that an option names, in the order in which there are; None for all."""
     if option is None:
         return None
-    from neuzip.eval.convention_names import NAMES
+    from neuzip.eval.convention_names import BOS, NAMES
 
+    names = (BOS, *NAMES)
     asked = {name.strip() for name in option.split(",")}
-    if unknown := asked - set(NAMES):
+    if unknown := asked - set(names):
         raise UsageError(
             f"--conventions {option}: there is no convention {sorted(unknown)[0]!r}",
-            f"what there is: {', '.join(NAMES)}",
+            f"what there is: {', '.join(names)}",
         )
-    return [name for name in NAMES if name in asked]
+    return [name for name in names if name in asked]
 
 
 def result_of(evaluation: Evaluation) -> dict[str, object]:

@@ -72,7 +72,7 @@ def command(
     from neuzip.compress.source import weight_bytes
 
     path = resolved(out, src)
-    with out.progress("export", 2 * weight_bytes(path)) as advance:
+    with out.progress("export", weight_bytes(path)) as advance:
         report = export(path, dst, target, overwrite=overwrite, on_bytes=advance)
     for warning in report.warnings:
         out.warning(warning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,7 +13,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError
+from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.estimates import Estimate
@@ -107,12 +107,9 @@ def command(
         require_free(path, output, overwrite)
     from neuzip.eval import layer_pictures, layer_removal, layers
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
     found = layers.analyse(
-        path, document, stage, window=window, max_tokens=max_tokens, gradient_windows=gradients, drop=drop,
-        choice=choice, device=device, dtype=dtype,
+        path, document, out.stage, window=window, max_tokens=max_tokens, gradient_windows=gradients,
+        drop=drop, choice=choice, device=device, dtype=dtype,
     )  # fmt: skip
     show(out, found)
     recipe = None
@@ -129,7 +126,8 @@ def command(
                 path, output, found.removal.layers, overwrite=overwrite, on_bytes=advance
             )
         show_pruned(out, pruned)
-        out.status(f"on another text: neuzip eval {output} --base {src} --text TEXT")
+        measure = shell("neuzip", "eval", output, "--base", src, "--text", "TEXT")
+        out.status(f"on another text: {measure}")
     elif found.removal is not None:
         out.status("nothing was written: --out DST would write that model")
     out.result(
@@ -149,6 +147,7 @@ def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
 
 def show(out: Output, found: Analysis) -> None:
     """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text, exponential
 
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
@@ -168,7 +167,8 @@ def show(out: Output, found: Analysis) -> None:
     whole = next((layer.without for layer in found.layers if layer.without is not None), None)
     if whole is not None:
         out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
-    out.text(f"text    {found.text}: {found.tokens:,} tokens in windows of {found.window:,}")
+    windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
+    out.text(f"text    {found.text}: {found.tokens:,} tokens in {windows}")
     error = None if whole is None else whole.base_nll.standard_error
     out.text(f"errors  {errors_text(found.blocks, error)}; of angular and gradient, over windows;")
     out.text("        differences and divergences are paired")

@@ -83,7 +83,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()
-    from neuzip.compress.workspace import require_free
+    from neuzip.compress.workspace import require_free, write_file, writing
     from neuzip.eval import pictures, target_values
     from neuzip.eval.texts import read_text
     from neuzip.formats.checkpoint import find_checkpoint
@@ -99,7 +99,7 @@ def command(
     from neuzip.eval import attention, attention_pictures
 
     found = attention.calibrate(
-        path, document, mode, stages(out), max_kld=limit, window=window, max_tokens=max_tokens,
+        path, document, mode, out.stage, max_kld=limit, window=window, max_tokens=max_tokens,
         device=device,
     )  # fmt: skip
     show(out, found)
@@ -108,27 +108,22 @@ def command(
             f"--text {text}: {found.tokens:,} tokens are less than a window of {found.window:,}",
             "choose on a longer text",
         )
+    title = Path(src).resolve().name if Path(src).exists() else src
+    drawn = None if picture is None else attention_pictures.drawn(found, title, picture)
     if not dry_run:
         total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
         with out.progress("copy", total) as advance:
             attention.copy_patched(path, dst, found.bits, overwrite=overwrite, on_bytes=advance)
         out.text(f"{dst}: recorded in config.json")
-    if picture is not None:
-        attention_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, picture)
+    if picture is not None and drawn is not None:
+        # Drawn before, as a run that is killed between DST and its picture would have to measure anew.
+        with writing(picture):
+            write_file(picture, drawn)
         out.status(f"wrote {picture}")
     out.result(
         {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
         quiet=[found.comparison.kld.mean.value if dry_run else dst],
     )
-
-
-def stages(out: Output) -> Any:
-    """What shows how far a calibration is."""
-
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    return stage
 
 
 def result_of(found: Calibration) -> dict[str, object]:
@@ -139,6 +134,7 @@ def result_of(found: Calibration) -> dict[str, object]:
 def show(out: Output, found: Calibration) -> None:
     """A row for each layer and bits that it was offered, then what all of them do together."""
     from neuzip.eval.attention_pictures import choice_text
+    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     rows = [row for layer in found.layers for row in _rows(layer, found)]
@@ -166,7 +162,8 @@ def show(out: Output, found: Calibration) -> None:
         before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
         out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
         out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
-    out.text(f"text      {found.text}: {c.tokens:,} tokens in windows of {found.window:,}")
+    windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
+    out.text(f"text      {found.text}: {c.tokens:,} tokens in {windows}")
     out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")
     out.text(f"in        {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
 

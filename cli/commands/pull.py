@@ -45,10 +45,13 @@ def command(
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress.pull import pull
     from neuzip.formats.hub import HUB_ID, find_repository
+    from neuzip.formats.hub_address import did_you_mean
 
     match = HUB_ID.fullmatch(src)
     if match is None:
-        raise UsageError(f"REPO_ID: {src!r} has not the form owner/name or owner/name@revision")
+        raise UsageError(
+            f"REPO_ID: {src!r} has not the form owner/name or owner/name@revision", did_you_mean(src)
+        )
     target = dst if dst is not None else Path(match["repo"].split("/")[1])
     listing = find_repository(src, note=out.status)
     listing.tell_left_out(out.status)

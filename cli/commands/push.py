@@ -44,6 +44,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already")
     ] = False,
+    allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
@@ -52,7 +53,8 @@ def command(
 
     DIR is verified first. The repository is made if there is none. All files become visible in one commit:
     until then readers see what was there before. An interrupted run is repeated, and weight files that the
-    Hub has already are not sent again.
+    Hub has already are not sent again. Files that look private by their names, such as .env or id_rsa, are
+    refused until --allow-private-files is given.
     """
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once
@@ -61,9 +63,16 @@ def command(
     from neuzip.formats.hub import plan_push, push
     from neuzip.formats.hub_connection import require_token
     from neuzip.formats.model_card import is_on_hub
+    from neuzip.formats.private_files import listed, refuse_private
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
+    if dry_run and plan.private and not allow_private_files:
+        out.warning(
+            f"looks private, and a push would be refused: {'; '.join(listed(plan.private))}",
+            "remove them from the folder, or give --allow-private-files if they may be seen",
+        )
     if not dry_run:
+        refuse_private(plan.private, repo_id, allow_private_files)
         require_token()
     if plan.base is not None and not is_on_hub(plan.base):
         out.warning(f"{folder}: its base is called {plan.base!r}, no Hub id: the card cannot say where it is")
@@ -75,10 +84,11 @@ def command(
         out.text(f"\nREADME.md:\n\n{plan.card}")
         out.text(f"{count_text(len(plan.files), 'file')}, {bytes_text(plan.nbytes)}, would go to {plan.url}")
     else:
+        out.status(f"these files go to {repo_id}: {', '.join(plan.paths)}")
         with leaving_at_once():
             pushed = push(
-                plan, private=private, message=message, overwrite=overwrite, note=out.status,
-                progress=out.watched,
+                plan, private=private, message=message, overwrite=overwrite,
+                allow_private_files=allow_private_files, note=out.status, progress=out.watched,
             )  # fmt: skip
         if pushed.was_there:
             out.status("all files were there already, as they are here")
@@ -97,6 +107,7 @@ def command(
             "deleted": pushed.deleted if pushed is not None else None,
             "nbytes": plan.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in plan.files],
+            "private_files": list(plan.private),
             "card": plan.card,
         },
         quiet=[plan.url],

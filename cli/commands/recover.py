@@ -14,7 +14,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.divergence import Comparison
@@ -207,7 +207,8 @@ def command(
     out.result(
         {
             "src": path, "base": original, "dst": output, "settings": settings, **figures,
-            "before": found.get("before"), "after": found.get("after"), "device": str(where),
+            "before": found.get("before"), "after": found.get("after"),
+            "special_tokens": windows.special_tokens, "device": str(where),
         },
         quiet=[output],
     )  # fmt: skip
@@ -271,7 +272,7 @@ def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str,
     out.text(losses_text([one["loss"] for one in figures]))
     out.text(f"{dst}: {len(result.ternary)} tensors with {weights:,} weights are ternary")
     out.text(f"its losses: {dst / PICTURE}, and a line a step in {dst / LOG}")
-    out.status(f"smaller: neuzip compress {dst} {dst}.nz --ternary")
+    out.status(f"smaller: {shell('neuzip', 'compress', dst, f'{dst}.nz', '--ternary')}")
     return {
         "steps": len(figures), "planned_steps": result.steps, "resumed_at": result.resumed_at,
         "tokens": tokens, "text_tokens": windows.tokens, "seconds": seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -91,10 +91,7 @@ def command(
         choose(device, weight_bytes(path)), jobs,
     )  # fmt: skip
 
-    def stage(label: str, total: int, unit: str) -> Any:
-        return out.progress(label, total, unit=unit)
-
-    found = sweep(setting, asked, output, stage, overwrite=overwrite)
+    found = sweep(setting, asked, output, out.stage, overwrite=overwrite)
     _show(out, found)
     for one in found.failed:
         out.warning(f"{one.scheme} breaks the model: {one.reason}")

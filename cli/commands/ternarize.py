@@ -11,7 +11,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError, shell
 
 EXAMPLES = [
     "neuzip ternarize my-model tern --calibration my.txt --allow-destructive",
@@ -100,17 +100,19 @@ def command(
         if getattr(config, "quantization_config", None) is not None:
             raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
     began = time.monotonic()
-    windows = None
+    windows, special_tokens = None, "none"
     if quantizer == "error-feedback":
         assert document is not None
-        ids = read_tokens(path, document).ids[:calibration_tokens]
+        reading = read_tokens(path, document)
         most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         window = min(WINDOW, most or WINDOW)
-        if len(ids) < window:
+        special_tokens = reading.convention.special_tokens
+        windows = reading.rows(window, calibration_tokens)
+        if not len(windows):
             raise UsageError(
-                f"--calibration {calibration}: has {len(ids)} tokens", f"give a text of {window} and more"
+                f"--calibration {calibration}: has {len(reading.text)} tokens",
+                f"give a text of {window} and more",
             )
-        windows = ids[: len(ids) // window * window].view(-1, window)
     where = choose_device(device)
     model = load_model(path, None, where, attention=False)
     dtype = model.dtype
@@ -119,7 +121,8 @@ def command(
     with out.progress("ternarize", len(decoder_layers(model)), unit="layers") as advance:
         found = ternary.convert(model, recipe, windows, on_layer=lambda: advance(1))
     nn.Module.to(model, dtype=dtype)
-    ternary.save(model, path, dst, overwrite)
+    with out.progress("write", None):
+        ternary.save(model, path, dst, overwrite)
     weights = sum(one.codes.numel() for one in found.values())
     matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
     if (all_of_them := sum(p.numel() for p in matrices)) > weights:
@@ -131,11 +134,13 @@ def command(
     seconds = time.monotonic() - began
     out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
     out.text(f"{dst} in {seconds_text(seconds)} on {where}")
-    out.status(f"what it did: neuzip eval {dst} --base {path} --text TEXT")
+    measure = shell("neuzip", "eval", dst, "--base", path, "--text", "TEXT")
+    out.status(f"what it did: {measure}")
     out.result(
         {
             "src": path, "dst": dst, "recipe": recipe, "tensors": sorted(found), "weights": weights,
-            "zeros": zeros, "tokens": 0 if windows is None else windows.numel(), "device": str(where),
+            "zeros": zeros, "tokens": 0 if windows is None else windows.numel(),
+            "special_tokens": special_tokens, "device": str(where),
             "dtype": str(dtype).removeprefix("torch."), "seconds": seconds,
         },
         quiet=[dst],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +17,7 @@ from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +44,8 @@ EXAMPLES = [
     "",
     "More keys: length, batch, micro_batch, optimizer, weight_decay,",
     "schedule, warm_up, least, clip, clipping, compressed, states, compress,",
-    "checkpoint_every, budget_minutes, seed, device, scratch, tokenizer, dtype",
+    "checkpoint_every, budget_minutes, seed, device, filter_gradients,",
+    "deterministic, scratch, tokenizer, dtype",
 ]
 
 CHECKPOINT, MODEL, LOG, PICTURE, RUN = "checkpoint", "model", "log.jsonl", "loss.svg", "run.json"
@@ -65,7 +69,7 @@ def command(
     from neuzip.train import configuration
 
     began = time.monotonic()
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, _going_on():
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         asked = configuration.read(config)
         require_device(asked.device)
@@ -73,17 +77,19 @@ def command(
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
         from neuzip.eval.distributed import take_a_gpu
         from neuzip.runtime.generate import choose_device
+        from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
 
         take_a_gpu()
         device = choose_device(asked.device)
-        with team(ranks, device, asked.batch) as own:
+        with deterministic_algorithms(asked.deterministic), team(ranks, device, asked.batch) as own:
             trainer, windows = _begin(asked, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
                 asked.require_same_text(_begun(asked), windows)
-                trainer.load(asked.out / CHECKPOINT)
+                if (asked.out / CHECKPOINT).is_dir():
+                    trainer.load(asked.out / CHECKPOINT)
                 _say_where(out, asked, trainer)
             else:
                 ranks.on_first(lambda: _make_room(asked, windows))
@@ -91,11 +97,25 @@ def command(
             _write_model(out, asked, trainer, like, ranks)
         if ranks.is_first:
             picture_of_losses(figures, asked.out / PICTURE)
-            _report(out, asked, trainer, figures, time.monotonic() - began, ranks.world)
+            _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Say on a full disk how to go on: the command as it was would refuse what it has written itself."""
+    try:
+        yield
+    except DiskFull as full:
+        raise NeuzipError(
+            full.message, "free some space and give --resume: it goes on from the last checkpoint"
+        ) from full
 
 
 def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
     """Say what is left of a run that goes on."""
+    if not trainer.steps:
+        out.status("no checkpoint was written before it stopped: the run begins with its first step")
+        return
     if trainer.steps < asked.steps:
         out.status(f"going on after step {trainer.steps}")
         return
@@ -107,11 +127,13 @@ def _train(
     out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
 ) -> list[Figures]:  # fmt: skip
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
+    from neuzip.eval.convention_names import special_text
     from neuzip.train.loop import run
 
     start = trainer.steps
+    front = special_text(windows.special_tokens)
     out.status(
-        f"{windows.tokens:,} tokens, {windows.length} a window; weights take"
+        f"{windows.tokens:,} tokens, {windows.length} a window{front}; weights take"
         f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
@@ -154,30 +176,62 @@ def _train(
                 raise
             raise SystemExit(130) from None
     if trainer.steps > start:
-        save(trainer.steps)
+        with out.progress("save", None):
+            save(trainer.steps)
     return figures
 
 
 def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import recover, refuse_nesting, require_name
+    from neuzip.compress.workspace import refuse_nesting, require_name
 
     require_name(asked.out)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.texts):
         if source is not None and Path(source).exists():
             refuse_nesting(Path(source), asked.out)
     if resume:
-        checkpoint = asked.out / CHECKPOINT
-        recover(checkpoint)
-        if not (asked.out / RUN).is_file() or not checkpoint.is_dir():
-            raise NeuzipError(f"{asked.out}: has no checkpoint to go on from", "leave --resume out")
+        _refuse_to_go_on(asked.out)
         asked.require_same(_begun(asked))
-    elif asked.out.exists() and not (asked.out.is_dir() and not any(asked.out.iterdir())):
+    elif not _is_free(asked.out):
         if not overwrite:
+            is_run = (asked.out / RUN).is_file()
             raise WouldOverwrite(
-                f"{asked.out}: exists already", "go on there with --resume, or give --overwrite"
+                f"{asked.out}: exists already",
+                "--resume goes on there; --overwrite removes what was trained and begins anew"
+                if is_run
+                else "choose another out",
             )
         _refuse_strangers(asked.out)
+
+
+def _is_free(out: Path) -> bool:
+    """Whether a run can begin in a folder: it is not there, or holds at most the first file of one, begun."""
+    from neuzip.compress.workspace import partial_name
+
+    if not out.is_dir():
+        return not os.path.lexists(out)
+    return {path.name for path in out.iterdir()} <= {partial_name(out / RUN).name}
+
+
+def _refuse_to_go_on(out: Path) -> None:
+    """Raise NeuzipError unless a run can go on in a folder, from a checkpoint or from its first step.
+
+    A run that was killed before its first checkpoint begins anew, and loses nothing. A model without a
+    checkpoint stays as it is.
+    """
+    from neuzip.compress.workspace import recover
+
+    if not (out / RUN).is_file():
+        raise NeuzipError(
+            f"{out}: holds no run to go on with",
+            "leave --resume out" if _is_free(out) else "choose another out",
+        )
+    recover(out / CHECKPOINT)
+    if (out / MODEL).exists() and not (out / CHECKPOINT).is_dir():
+        raise NeuzipError(
+            f"{out}: has a trained model, and no checkpoint to go on from",
+            "to train the model on give it as `model`, with another out; --overwrite begins anew",
+        )
 
 
 def _refuse_strangers(folder: Path) -> None:
@@ -230,6 +284,7 @@ def _begin(
     """The model in training, and its text."""
     import torch
 
+    from neuzip.runtime.bos import bos_in_front
     from neuzip.runtime.generate import positions
     from neuzip.runtime.load import load_tokenizer
     from neuzip.train.compressed import train_compressed
@@ -239,13 +294,15 @@ def _begin(
     ids = tokenise(tokenizer, documents)
     model = _model(asked, path, tokenizer)
     length = asked.window(positions(model.config))
-    windows = Windows.of(ids, length=length, batch=asked.batch, seed=asked.seed)
+    windows = Windows.of(
+        ids, length=length, batch=asked.batch, seed=asked.seed, front=bos_in_front(tokenizer)
+    )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
         model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
         micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
-        seed=asked.seed, device=device,
+        seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
 
@@ -293,7 +350,13 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
 
 
 def _report(
-    out: Output, asked: Configuration, trainer: Trainer, figures: list[Figures], seconds: float, world: int
+    out: Output,
+    asked: Configuration,
+    trainer: Trainer,
+    windows: Windows,
+    figures: list[Figures],
+    seconds: float,
+    world: int,
 ) -> None:
     import statistics
 
@@ -319,7 +382,8 @@ def _report(
             "picture": asked.out / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
             "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
-            "device": str(trainer.device), "processes": world, "seconds": seconds,
+            "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
+            "seconds": seconds,
         },
         quiet=[asked.out / MODEL],
     )  # fmt: skip

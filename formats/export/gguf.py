@@ -36,6 +36,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
+from neuzip.formats.tensor_file import NEW_FILE, opener
 
 ALIGNMENT = 32
 VERSION = 3
@@ -177,9 +178,14 @@ class Info:
 
 
 class GgufWriter:
-    """Writes tensors in the order of `infos`: `with GgufWriter(path, metadata, infos) as writer`."""
+    """Writes tensors in the order of `infos`: `with GgufWriter(path, metadata, infos) as writer`.
 
-    def __init__(self, path: Path, metadata: Mapping[str, Value], infos: Sequence[Info]) -> None:
+    `mode` are the permission bits of the file, less the umask.
+    """
+
+    def __init__(
+        self, path: Path, metadata: Mapping[str, Value], infos: Sequence[Info], mode: int = NEW_FILE
+    ) -> None:
         self._waiting = list(infos)
         head = [b"GGUF", struct.pack("<IQQ", VERSION, len(infos), len(metadata))]
         head += [_string(key) + _value(value) for key, value in metadata.items()]
@@ -190,7 +196,7 @@ class GgufWriter:
             head.append(struct.pack("<IQ", info.kind.number, at))
             at += _aligned(info.nbytes)
         text = b"".join(head)
-        self._file = open(path, "wb")
+        self._file = open(path, "wb", opener=opener(mode))
         self._file.write(text + bytes(_aligned(len(text)) - len(text)))
 
     def write(self, name: str, pieces: Iterable[Bytes]) -> None:

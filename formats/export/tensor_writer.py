@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.formats.tensor_file import DTYPE_BITS
+from neuzip.formats.tensor_file import DTYPE_BITS, NEW_FILE, opener
 
 from . import Layout
 
@@ -22,10 +22,11 @@ Bytes = npt.NDArray[np.uint8]
 class TensorWriter:
     """Writes the tensors of a layout in any order: `with TensorWriter(path, layout) as writer`.
 
-    Wide elements lie first, so that all are aligned. The same layout gives the same header.
+    Wide elements lie first, so that all are aligned. The same layout gives the same header. `mode` are the
+    permission bits of the file, less the umask.
     """
 
-    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str], mode: int = NEW_FILE) -> None:
         self._places: dict[str, tuple[int, int]] = {}
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         at = 0
@@ -37,7 +38,7 @@ class TensorWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_start = 8 + len(text)
-        self._file = open(path, "wb")
+        self._file = open(path, "wb", opener=opener(mode))
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, pieces: Iterable[Bytes]) -> None:

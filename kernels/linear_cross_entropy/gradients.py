@@ -51,7 +51,8 @@ def linear_cross_entropy(
     shift          target t + shift belongs to input t: the last inputs have none; True is 1
     return_lse     also the log-sum-exp of each token, [..., T - shift], through which gradients flow too
     filter_eps     tiles of logits in which |softmax - onehot| is nowhere so large add nothing to gradients.
-                   "auto" is a 32nd of the dtype's resolution: 2**-12 for bf16, 2**-15 for fp16. None: exact
+                   "auto" is a 32nd of the dtype's resolution: 2**-12 for bf16, 2**-15 for fp16. None: exact.
+                   On a head whose softmax is spread out most tiles stay, and None is then the faster one
     sort_vocabulary  put the vocabulary in the order of mean logits first, so that fewer tiles are left; this
                    takes time of its own
     workspace      bytes on a GPU beside inputs and gradients; more if N and D need it (see `gradients`)

@@ -24,6 +24,8 @@ with its position, in a list at the end of the block.
 | more than 256 exponents (fp64)       | the 256 most frequent in the palette, the others escapes            |
 | incompressible                       | at most `max_words`; storing it raw is the caller's business        |
 
+The CPU codes in vector registers where they are fast and give the right words: `vector_form`.
+
 Everything after the histogram is integer arithmetic: the same exponents give the same words on any machine.
 """
 
@@ -37,15 +39,16 @@ import numpy.typing as npt
 from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import Bits, FloatFormat
 
-from . import cpu
+from . import cpu, vector_form
 from .model import Table, build_table
-from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
+from .numbers import BLOCK, ESCAPE_BITS, HEADER_WORDS, LANES, LEFT_BITS, RAW_STEPS, RUN, SCALE
 
 __all__ = [
     "BLOCK", "CorruptStream", "Encoded", "Table",
-    "build_table", "decode", "decode_floats", "encode", "max_words",
+    "build_table", "decode", "decode_floats", "encode", "expected_words", "max_words",
 ]  # fmt: skip
 
+Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
 Exponents = npt.NDArray[np.unsignedinteger]
 
@@ -88,9 +91,37 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
     assert words.size >= max_words(numel, table.group)
     index = np.empty(blocks, np.uint16)
     used = cpu.encode(
-        _keys(padded, table), padded, numel, table.group, table.symbols, table.encoder, words, index,
+        table.keys(padded), padded, numel, table.group, table.symbols, table.encoder, words, index,
+        vector_form.encodes(table.group, exponents.dtype),
     )  # fmt: skip
     return Encoded(words[:used].copy(), index)
+
+
+def expected_words(table: Table, exponents: Ints, pairs: Ints | None, numel: int) -> int:
+    """About how many words `encode` writes for `numel` exponents that are distributed as those counted.
+
+    `exponents` and `pairs` are what `build_table` made the table of; they may count a sample.
+    """
+    symbols = np.flatnonzero(table.frequencies)
+    if table.group == 1:
+        symbols = symbols[symbols < table.palette.size]
+        counts = exponents[table.palette[symbols]]
+    else:
+        assert pairs is not None
+        symbols = symbols[np.maximum(symbols & 15, symbols >> 4) < table.palette.size]
+        counts = pairs[table.exponents[symbols]]
+    total = int(exponents.sum())
+    escapes = max(0.0, total / table.group - int(counts.sum()))
+    bits = float((counts * np.log2(SCALE / table.frequencies[symbols])).sum()) + ESCAPE_BITS * escapes
+    filler = np.log2(SCALE / int(table.frequencies.max())) / table.group
+    words = 0.0
+    for blocks, size in ((numel // BLOCK, BLOCK), (1, numel % BLOCK)):
+        if size:
+            padded = -(-size // (LANES * RUN)) * LANES * RUN
+            raw = table.group * LANES * RAW_STEPS / padded
+            in_block = (bits / total * size + filler * (padded - size)) * (1 - raw)
+            words += blocks * (HEADER_WORDS + max(0.0, in_block - LANES * LEFT_BITS) / 16)
+    return round(words)
 
 
 def decode(
@@ -105,10 +136,12 @@ def decode(
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up.
     """
     starts, counts = _extents(words, index, numel)
+    words = np.ascontiguousarray(words)
     padded = np.empty(-(-numel // (LANES * RUN)) * LANES * RUN, np.uint8 if exponent_bits <= 8 else np.uint16)
     bad = cpu.decode(
-        np.ascontiguousarray(words), starts, counts, numel, exponent_bits, table.group, table.decoder,
-        table.exponents, _keys(padded, table), padded, (padded[:0], padded[:0]),
+        words, starts, counts, numel, exponent_bits, table.group, table.decoder,
+        table.exponents, table.keys(padded), padded, (padded[:0], padded[:0]),
+        vector_form.decodes(table.group, padded.dtype, words.flags.writeable),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
@@ -126,17 +159,17 @@ def decode_floats(
     numel = out.size
     assert (fields.size, out.dtype) == (numel, fmt.dtype)
     starts, counts = _extents(words, index, numel)
+    words = np.ascontiguousarray(words)
     block = np.empty(BLOCK, fmt.exponent_dtype)
+    writeable = words.flags.writeable, fields.flags.writeable
     bad = cpu.decode_floats(
-        np.ascontiguousarray(words), starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
-        table.group, table.decoder, table.exponents, _keys(block, table), block, fields, kept, out,
+        words, starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
+        table.group, table.decoder, table.exponents, table.keys(block), block, fields, kept, out,
+        vector_form.decodes_floats(table.group, fmt, fields.dtype, writeable),
     )  # fmt: skip
     if bad >= 0:
         raise CorruptStream(f"block {bad} is corrupt")
     return out
-
-
-Ints = npt.NDArray[np.int64]
 
 
 def _extents(words: Words, index: Words, numel: int) -> tuple[Ints, Ints]:
@@ -149,8 +182,3 @@ def _extents(words: Words, index: Words, numel: int) -> tuple[Ints, Ints]:
     if numel and ends[-1] != words.size:
         raise CorruptStream(f"the index counts {ends[-1]} words, there are {words.size}")
     return ends - counts, counts
-
-
-def _keys(exponents: Exponents, table: Table) -> Exponents:
-    """Exponents seen in the groups that a symbol stands for."""
-    return exponents.view(np.uint16) if table.group == 2 else exponents

@@ -7,7 +7,7 @@ import numpy as np
 from neuzip.kernels.compiled import compiled
 from neuzip.kernels.float_fields.cpu import merge
 
-from .intrinsics import SUPPORTED, decode_16, encode_16, prefetch
+from .intrinsics import decode_16, encode_16, prefetch
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RARE_BITS, RAW_STEPS, RECIPROCAL_BITS, RUN, SCALE
 
 # Positions in the inner loops are unsigned: numba looks at every signed index whether it counts from the end.
@@ -116,12 +116,12 @@ def vector_encode(state, facts, coded, row, scratch, p):  # type: ignore[no-unty
     return encode_16(state, facts, coded, row, scratch, p, _U(0))
 
 
-encode_step = vector_encode if SUPPORTED else scalar_encode
-
-
 @compiled
-def encode(keys, exponents, numel, group, symbols, facts, words, index):  # type: ignore[no-untyped-def]
-    """Code all blocks; the number of words written. `keys` are the exponents seen in groups."""
+def encode(keys, exponents, numel, group, symbols, facts, words, index, vector):  # type: ignore[no-untyped-def]
+    """Code all blocks; the number of words written. `keys` are the exponents seen in groups.
+
+    `vector` is True or None. Numba compiles a branch that asks for None only where it is taken.
+    """
     per_run = RUN // group
     # Words grow downwards from the end of `scratch`: the encoder runs backwards.
     scratch = np.empty(BLOCK, np.uint16)
@@ -164,7 +164,10 @@ def encode(keys, exponents, numel, group, symbols, facts, words, index):  # type
         p = _U(BLOCK)
         for back in range(steps - RAW_STEPS):
             row = _U(steps - RAW_STEPS - 1 - back) * _LANES
-            p = encode_step(state, facts, coded, row, scratch, p)
+            if vector is None:
+                p = scalar_encode(state, facts, coded, row, scratch, p)
+            else:
+                p = vector_encode(state, facts, coded, row, scratch, p)
         n_words = BLOCK - np.int64(p)
 
         words[used] = n_escapes
@@ -208,12 +211,9 @@ def vector_decode(state, table, words, p, exponents, row):  # type: ignore[no-un
     return decode_16(state, table, words, p, exponents, _16, row)
 
 
-decode_step = vector_decode if SUPPORTED else scalar_decode
-
-
 @compiled
 def _careful_decode(state, table, words, p, limit, exponents, row):  # type: ignore[no-untyped-def]
-    """`decode_step` with a look before every word: none is taken from `limit` on."""
+    """`scalar_decode` with a look before every word: none is taken from `limit` on."""
     for lane in range(LANES):
         x = state[lane]
         entry = table[x & np.uint32(SCALE - 1)]
@@ -249,10 +249,12 @@ def _prefetch(array, run):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents, soon):  # type: ignore[no-untyped-def]
+def decode(  # type: ignore[no-untyped-def]
+    words, starts, counts, numel, exponent_bits, group, table, exponents_of, keys, exponents, soon, vector
+):
     """Decode all blocks into `keys`, a view of `exponents`; the first corrupt block, or -1.
 
-    `soon` are two arrays, an element a weight, that the caller will use next.
+    `soon` are two arrays, an element a weight, that the caller will use next. `vector` is that of `encode`.
     """
     per_run = RUN // group
     state = np.empty(LANES, np.uint32)
@@ -277,10 +279,12 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
             steps = per_run - RAW_STEPS if i == runs - 1 else per_run
             for q in range(steps):
                 row = _U(q * LANES)
-                if p + _LANES <= limit:
-                    p = decode_step(state, table, words, p, decoded, row)
-                else:  # the end of the block is near
+                if p + _LANES > limit:  # the end of the block is near
                     p = _careful_decode(state, table, words, p, limit, decoded, row)
+                elif vector is None:
+                    p = scalar_decode(state, table, words, p, decoded, row)
+                else:
+                    p = vector_decode(state, table, words, p, decoded, row)
             if i == runs - 1:
                 for lane in range(LANES):
                     x = state[lane]
@@ -306,7 +310,7 @@ def decode(words, starts, counts, numel, exponent_bits, group, table, exponents_
 
 @compiled
 def decode_floats(  # type: ignore[no-untyped-def]
-    words, starts, counts, numel, fmt, group, table, exponents_of, keys, exponents, fields, kept, bits
+    words, starts, counts, numel, fmt, group, table, exponents_of, keys, exponents, fields, kept, bits, vector
 ):
     """Decode and merge, one block after the other: its exponents never leave the first-level cache."""
     exponent_bits, mantissa_bits = fmt
@@ -317,6 +321,7 @@ def decode_floats(  # type: ignore[no-untyped-def]
         bad = decode(
             words, starts[b : b + 1], counts[b : b + 1], n, exponent_bits, group, table, exponents_of,
             keys[: padded // group], exponents[:padded], (fields[first + BLOCK :], bits[first + BLOCK :]),
+            vector,
         )  # fmt: skip
         if bad >= 0:
             return b

@@ -49,6 +49,10 @@ class Table:
         if int(frequencies.sum()) != SCALE or int(frequencies.max()) == SCALE:
             raise ValueError(f"the frequencies do not add up to {SCALE}, or there is only one")
 
+    def keys(self, exponents: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+        """Exponents seen in the groups that a symbol stands for."""
+        return exponents.view(np.uint16) if self.group == 2 else exponents
+
     @cached_property
     def exponents(self) -> npt.NDArray[np.uint16]:
         """The exponents of every symbol: one, or two as first | second << 8. 0 where it has no meaning."""

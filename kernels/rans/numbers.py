@@ -35,5 +35,11 @@ RARE_BITS = 16
 """A symbol below 2^-16 of all is an escape. The least frequency, 1 of 4,096, costs every other symbol
 3.5e-4 bits; an escape costs about 40 bits. They break even at 2^-17, and a smaller table is the simpler."""
 
+ESCAPE_BITS = 40
+"""About what an escape takes: two words in the list, and the symbol in its place."""
+
+LEFT_BITS = 7.5
+"""Bits that a lane's state holds in the end beyond those it began with, on average: they take no words."""
+
 assert LOWER % SCALE == 0
 assert LOWER << 16 == SCALE << 20

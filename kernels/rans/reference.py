@@ -1,6 +1,6 @@
 """The coder as it is defined: one block, one symbol at a time, in plain Python integers.
 
-`encode_block` and `decode_block` mirror each other line by line.
+`encode_symbols` and `decode_block` mirror each other line by line.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ MASK = 0xFFFF
 
 def encode_block(exponents: list[int], table: Table) -> list[int]:
     """The words of one block of at most BLOCK exponents."""
-    frequency = [int(f) for f in table.frequencies]
-    start = [sum(frequency[:s]) for s in range(len(frequency))]
     padded = exponents + [table.filler] * (-len(exponents) % (LANES * RUN))
     symbols, escapes = _symbols(padded, len(exponents), table)
+    return encode_symbols(symbols, escapes, table)
+
+
+def encode_symbols(symbols: list[list[int]], escapes: list[tuple[int, int]], table: Table) -> list[int]:
+    """The words of one block whose symbols, by step and lane, and escapes are known."""
+    frequency = [int(f) for f in table.frequencies]
+    start = [sum(frequency[:s]) for s in range(len(frequency))]
     steps = len(symbols)
 
     state = [LOWER | symbols[-1][lane] << 8 | symbols[-2][lane] for lane in range(LANES)]
@@ -56,7 +61,7 @@ def decode_block(words: list[int], table: Table, numel: int) -> list[int]:
     symbols.append([x >> 8 & 0xFF for x in state])
     assert all(x >> 16 == 1 for x in state)
 
-    exponents = _exponents(symbols, table)
+    exponents = exponents_of(symbols, table)
     for i in range(words[0]):
         exponents[words[position + 2 * i]] = words[position + 2 * i + 1]
     assert len(words) == position + 2 * words[0]
@@ -85,7 +90,8 @@ def _symbols(padded: list[int], numel: int, table: Table) -> tuple[list[list[int
     return symbols, sorted(escapes)
 
 
-def _exponents(symbols: list[list[int]], table: Table) -> list[int]:
+def exponents_of(symbols: list[list[int]], table: Table) -> list[int]:
+    """The exponents in their order, of symbols by step and lane."""
     exponents = [0] * (len(symbols) * LANES * table.group)
     for step, row in enumerate(symbols):
         for lane, s in enumerate(row):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -28,8 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from neuzip.compress import delta, ternary, verify
-from neuzip.compress.lossless import Decoder
+from neuzip.compress import Rule, Scheme, decompress, delta, ternary, verify
+from neuzip.compress.against import compress_against
+from neuzip.compress.lossless import Decoder, parse_table
 from neuzip.compress.scheme import read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError
@@ -37,6 +39,7 @@ from neuzip.formats import checkpoint, model_card, own_section
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.manifest import Manifest, is_safe_path, parse_manifest
 from neuzip.formats.tensor_file import parse_header, parse_json
+from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits
 from neuzip.kernels.float_fields import FORMATS, non_finite, plane_bytes, plane_widths
 
@@ -61,7 +64,9 @@ def load(path: Path) -> ModuleType:
 
 
 bad = load(GOLDEN / "bad" / "make.py")
+guarded = load(TESTS / "fuzz" / "guarded.py")
 independent = load(TESTS / "independent_decoder.py")
+independent.check_padding = lambda *_: None  # a reader may leave padding unread, and neuzip does
 
 
 @cache
@@ -120,30 +125,103 @@ def _require_paths_inside(manifest: Manifest) -> None:
 
 
 def run_container(data: bytes) -> None:
-    """Every tensor decodes to what the independent decoder makes of it, or to an error in both."""
-    path = scratch() / "w.safetensors"
+    """Reader and independent decoder restore the same tensors and the same file, or refuse the same.
+
+    A second time with the checksums of the tensors made right: else hardly a change would be restored.
+    """
+    path = _beside_others("w.safetensors")
     path.write_bytes(data)
     ours, theirs = _ours(path), _theirs(path)
-    intact = False
-    with contextlib.suppress(NeuzipError):
-        verify(path, jobs=1)
-        intact = True
-    if intact:
-        assert ours is not None
-        assert None not in ours.values(), "verified, and not decoded"
-    if ours is None or theirs is None:
+    if ours is None or theirs is None:  # some faults are found in one of them before a tensor is decoded
+        for decoded in (ours, theirs):
+            assert decoded is None or None in decoded.values(), "one reader refuses it, the other does not"
         return
     for name in theirs:
         a, b = ours[name], theirs[name]
         assert (a is None) == (b is None), f"{name!r}: one decoder refuses, the other does not"
         assert a == b, name
+    _require_same_file(path)
+    right = _with_right_checksums(data, {name: b for name, b in ours.items() if b is not None})
+    if right is not None and right != data:
+        path.write_bytes(right)
+        _require_same_file(path)
+
+
+def _require_same_file(path: Path) -> None:
+    """What decompression restores is what the independent decoder restores, and what verification accepts."""
+    base = None
+    with contextlib.suppress(independent.SpecViolation):
+        if independent.Container(path, {}).is_delta:
+            assert _restored(path, None) is _independently_restored(path, None) is None, "it has no base"
+            base = _beside_others("base.safetensors")
+    ours, theirs = _restored(path, base), _independently_restored(path, base)
+    intact = False
+    with contextlib.suppress(NeuzipError):
+        verify(path, jobs=1, base=base)
+        intact = True
+    assert (ours is None) == (theirs is None), "one reader refuses the file, the other does not"
+    assert ours == theirs, "the readers restore different files"
+    assert intact == (ours is not None), "verified, and not restored, or the other way round"
+
+
+def _restored(path: Path, base: Path | None) -> bytes | None:
+    with contextlib.suppress(NeuzipError):
+        decompress(path, path.with_name("restored"), jobs=1, base=base, overwrite=True)
+        return path.with_name("restored").read_bytes()
+    return None
+
+
+def _independently_restored(path: Path, base: Path | None) -> bytes | None:
+    with contextlib.suppress(independent.SpecViolation), np.errstate(all="ignore"):
+        return bytes(independent.restore_file(path, base))
+    return None
+
+
+def _with_right_checksums(data: bytes, tensors: dict[str, bytes]) -> bytes | None:
+    """The same container with the checksums of these tensors, and of the base's; None if it is too odd."""
+    try:
+        parts = bad.take_apart(data)
+        records = parts.manifest["tensors"]
+        for name, restored in tensors.items():
+            records[name]["checksum"] = bad.checksum(restored)
+        for record in records.values():
+            base = _base_tensors().get(record.get("of"))
+            if record["scheme"] == "delta" and base is not None:
+                record["base"] = bad.checksum(base[2])
+        return bytes(bad.put_together(parts.seal()))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _base_tensors() -> dict[str, tuple[str, list[int], bytes]]:
+    """The tensors of `base.safetensors`, from which containers may differ."""
+    weights = np.sin(np.arange(1100, dtype=np.float32)) / 50
+    return {
+        "w": ("F32", [44, 25], weights.tobytes()),  # of fewer bytes no difference is taken
+        "v": ("BF16", [300], (weights[:300].view(np.uint32) >> 16).astype("<u2").tobytes()),
+        "u": ("U8", [8], bytes(range(8))),
+    }
+
+
+@cache
+def _beside_others(name: str) -> Path:
+    """A path in a folder with a base for deltas, and a container and a plain file for aliases."""
+    folder = scratch() / "containers"
+    if not folder.is_dir():
+        folder.mkdir()
+        (folder / "base.safetensors").write_bytes(bad.safetensors(_base_tensors()))
+        (folder / "other.safetensors").write_bytes(bad.put_together(bad.raw("v")))
+        (folder / "plain.safetensors").write_bytes(bad.safetensors({"w": ("U8", [8], bytes(range(8)))}))
+    return folder / name
 
 
 def _ours(path: Path) -> dict[str, bytes | None] | None:
     """The tensors of a container, whatever their checksums say; None for what does not decode."""
     decoded: dict[str, bytes | None] = {}
     try:
-        with TensorSource(path) as source:
+        with TensorSource(path, allow_delta=True) as source:
+            if not source.is_compressed:
+                return None
             for tensor in source.tensors():
                 decoded[tensor.name] = None
                 with contextlib.suppress(NeuzipError):
@@ -170,7 +248,7 @@ def _without_the_undefined(data: np.ndarray, dtype: str, record: Any) -> bytes:
 def _theirs(path: Path) -> dict[str, bytes | None] | None:
     """The same by the decoder that was written from SPEC.md alone.
 
-    It refuses more files as a whole, and padding that is not zero, which a reader may leave unread.
+    It refuses more files as a whole.
     """
     try:
         container = independent.Container(path, {})
@@ -180,11 +258,9 @@ def _theirs(path: Path) -> dict[str, bytes | None] | None:
     for name, record in container.records.items():
         if record["scheme"] not in ("raw", "alias", "ternary", "lossless", "truncated"):
             continue  # it needs another checkpoint
-        try:
+        decoded[name] = None
+        with contextlib.suppress(independent.SpecViolation):
             decoded[name] = _independently(container, name, record)
-        except independent.SpecViolation as violation:
-            if "padding" not in str(violation):
-                decoded[name] = None
     return decoded
 
 
@@ -247,6 +323,36 @@ def run_words(data: bytes) -> None:
     assert (ours is None) == (theirs is None), "one decoder refuses, the other does not"
     if ours is not None:
         assert bytes(ours) == bytes(theirs)
+
+
+def run_guarded(data: bytes) -> None:
+    """The same block in the scalar and in the vector form, between pages that nobody may touch.
+
+    Its weights are also encoded, in both forms.
+    """
+    if len(data) < WORDS_HEAD.size:
+        return
+    dtype, _, numel, table_bytes, n_words = WORDS_HEAD.unpack_from(data)
+    fmt, numel, rest = FORMATS[DTYPES[dtype % len(DTYPES)]], 1 + numel % 1024, data[WORDS_HEAD.size :]
+    table_bytes = min(table_bytes % 1100, len(rest)) // 2 * 2
+    stored, rest = np.frombuffer(rest[:table_bytes], "<u2"), rest[table_bytes:]
+    words = np.frombuffer(rest[: len(rest) // 2 * 2], "<u2")[: n_words % 4096]
+    try:
+        table = parse_table(stored, fmt)
+    except (NeuzipError, ValueError):
+        return
+    hostile = rans.Encoded(words, np.array([words.size], np.uint16))
+    weights = np.resize(np.frombuffer(rest or b"\x78", np.uint8), numel).astype(fmt.exponent_dtype)
+    wide = weights.dtype == np.uint16
+    found = []
+    for form, side in itertools.product(guarded.forms(), guarded.SIDES):
+        decoded = guarded.decode(hostile, table, numel, form, side, wide)
+        coded = guarded.encode(weights, table, form, side)
+        again = guarded.decode(coded, table, numel, form, side, wide)
+        assert again is not None
+        assert again.tobytes() == weights.tobytes()
+        found.append((decoded if decoded is None else decoded.tobytes(), coded.words.tobytes()))
+    assert len(set(found)) == 1, "the forms differ"
 
 
 def _planes(data: bytes, numel: int, widths: tuple[int, ...]) -> bytes:
@@ -360,11 +466,8 @@ def run_delta(data: bytes) -> None:
         ours = decoder.read(0, numel, read)
         part = slice(numel // 3, numel - numel // 4)
         assert bytes(decoder.read(part.start, part.stop, read)) == bytes(ours[part])
-    try:
+    with contextlib.suppress(independent.SpecViolation):
         theirs = _delta_by_specification(streams, base, numel, fmt, (shift, low, digits))
-    except independent.SpecViolation as violation:
-        if "padding" in str(violation):
-            return  # a reader may leave it unread
     assert (ours is None) == (theirs is None), "one decoder refuses, the other does not"
     if ours is not None:
         assert bytes(ours) == theirs
@@ -509,6 +612,19 @@ JUNK = (
 ).split()
 
 
+KEYS = [
+    "requires", "scheme", "checksum", "mantissa_bits", "streams", "block_size", "original", "loss", "packing",
+    "scale_dtype", "group", "quantizer", "of", "file", "base", "shift", "low_bits", "digits", "unknown",
+]  # fmt: skip
+VALUES = [
+    None, 0, 1, 8, 16, -1, 1.5, 10**30, True, "", "w", "v", "raw", "lossless", "ternary", "alias", "base",
+    "delta", [], ["delta"], ["delta", "delta"], {}, "2bit", "trits", "F16", "other.safetensors",
+    "plain.safetensors", "w.safetensors", "a\\b", "0123456789abcdef", {"max_relative": 0, "rms_relative": 0},
+    {"max_relative": -1, "rms_relative": 0},
+]  # fmt: skip
+"""Of records, each of them with each: what belongs to another scheme, and what is out of range."""
+
+
 def edit_json(text: bytes, rng: random.Random) -> bytes:
     """Replace, repeat, remove or exchange tokens of a JSON text."""
     tokens = list(TOKEN.finditer(text))
@@ -555,7 +671,10 @@ def mutate_container(data: bytes, most: int, rng: random.Random, mutate: Mutate)
 
 def _mutate_part(parts: Any, most: int, rng: random.Random, mutate: Mutate) -> None:
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.05:
+        record = rng.choice([parts.manifest, *parts.manifest["tensors"].values()])
+        record[rng.choice(KEYS)] = rng.choice(VALUES)
+    elif kind < 0.25:
         parts.manifest = json.loads(edit_json(bad.dumps(parts.manifest), rng))
     elif kind < 0.45:
         parts.header = bad.with_length(edit_json(parts.header[8:], rng))
@@ -583,9 +702,30 @@ def container_seeds() -> Iterator[bytes]:
     """Small containers of every scheme and dtype, the golden files that are small, and all the bad ones."""
     for _, data in bad.good():
         yield data
+    yield from delta_container_seeds()
     for path in sorted((*GOLDEN.glob("v*/*.safetensors"), *(GOLDEN / "bad").glob("*.safetensors"))):
         if path.stat().st_size < 4096:
             yield path.read_bytes()
+
+
+def delta_container_seeds() -> Iterator[bytes]:
+    """Differences from the base: none, few, many, of all bits; and a delta without them."""
+    base = _beside_others("base.safetensors")
+    changed = scratch() / "changed.safetensors"
+    for step, bits in ((2000, 1), (50, 3), (1, 1), (1, 0x7FFF)):
+        tensors = {}
+        for name, (dtype, shape, data) in _base_tensors().items():
+            pattern = np.frombuffer(data, {"BF16": "<u2", "F32": "<u4", "U8": "u1"}[dtype]).copy()
+            chosen = pattern[step - 1 :: step]
+            chosen ^= (np.arange(chosen.size) & bits).astype(pattern.dtype)
+            tensors[name] = (dtype, shape, pattern.tobytes())
+        changed.write_bytes(bad.safetensors(tensors))
+        rule = Rule("*", Scheme("lossless"))
+        compress_against(changed, base, scratch() / "delta", "base", [rule], overwrite=True)
+        yield (scratch() / "delta").read_bytes()
+    alone = bad.raw("v")
+    alone.manifest["requires"] = ["delta"]
+    yield bad.put_together(alone)
 
 
 def _parts() -> Iterator[Any]:
@@ -745,25 +885,30 @@ def card_seeds() -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Target:
-    """A property of bytes, inputs to begin with, how to change them, and the length of the longest."""
+    """A property of bytes, inputs to begin with, how to change them, and the length of the longest.
+
+    `share` is the percentage of the time: more for what has more code behind it.
+    """
 
     run: Callable[[bytes], None]
     seeds: Callable[[], Iterator[bytes]]
+    share: int
     mutate: Callable[[bytes, int, random.Random, Mutate], bytes] = mutate_bytes
     most: int = 4096
 
 
 TARGETS = {
-    "header": Target(run_header, header_seeds, mutate_json),
-    "manifest": Target(run_manifest, manifest_seeds, mutate_json),
-    "container": Target(run_container, container_seeds, mutate_container, 8192),
-    "words": Target(run_words, words_seeds),
-    "ternary": Target(run_ternary, ternary_seeds),
-    "delta": Target(run_delta, delta_seeds),
-    "folder": Target(run_folder, folder_seeds, mutate_json),
-    "tokenizer": Target(run_tokenizer, tokenizer_seeds, mutate_json),
-    "plan": Target(run_plan, plan_seeds),
-    "card": Target(run_card, card_seeds),
+    "header": Target(run_header, header_seeds, 7, mutate_json),
+    "manifest": Target(run_manifest, manifest_seeds, 9, mutate_json),
+    "container": Target(run_container, container_seeds, 32, mutate_container, 8192),
+    "words": Target(run_words, words_seeds, 12),
+    "guarded": Target(run_guarded, words_seeds, 6),
+    "ternary": Target(run_ternary, ternary_seeds, 7),
+    "delta": Target(run_delta, delta_seeds, 9),
+    "folder": Target(run_folder, folder_seeds, 8, mutate_json),
+    "tokenizer": Target(run_tokenizer, tokenizer_seeds, 5, mutate_json),
+    "plan": Target(run_plan, plan_seeds, 3),
+    "card": Target(run_card, card_seeds, 2),
 }
 
 

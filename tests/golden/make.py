@@ -266,6 +266,11 @@ GOLDEN: dict[str, Callable[[], Input]] = {
     "ternary": ternary,
     "ternary_exact": ternary_exact,
     "delta": delta,
+    "pool": lambda: Input(
+        {"w": normal("BF16", 3000, seed="pool")}
+        | {f"s.{i}": normal("BF16", i % 3, seed=f"{i}") for i in range(1030)},
+        metadata={"format": "pt"},
+    ),
 }
 
 # Too large to keep, but their sizes are watched.

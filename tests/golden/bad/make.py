@@ -233,6 +233,19 @@ def ternary(packing: str = TRITS, group: int | None = None, scale_dtype: str = "
     return Parts(header, {"version": 1, "header": "", "tensors": {"w": record}}, streams).seal()
 
 
+def pooled() -> Parts:
+    """A container with a raw tensor `u`, and the pooled `v` and `w`."""
+    u, v, w = (bytes(range(start, start + 8)) for start in (0, 8, 16))
+    header = safetensors({"u": ("U8", [8], u), "v": ("U8", [8], v), "w": ("U16", [4], w)})[:-24]
+    sums = b"".join(int(checksum(data), 16).to_bytes(8, "little") for data in (v, w))
+    records = {"u": {"scheme": "raw", "checksum": checksum(u)}}
+    manifest = {"version": 1, "requires": ["pool"], "header": "", "tensors": records}
+    entries: dict[str, Entry] = {
+        "u": ("U8", [8], u), "neuzip:pool": ("U8", [16], v + w), "neuzip:pool_checksums": ("U8", [16], sums),
+    }  # fmt: skip
+    return Parts(header, manifest, entries).seal()
+
+
 def delta(dtype: str = "BF16") -> Parts:
     """A delta with one tensor `w` of two blocks: a coded one of many 1s, and one that lists two digits."""
     fmt = FORMATS[dtype]
@@ -311,11 +324,9 @@ def plain(header: str | bytes, data: bytes = bytes(8)) -> Callable[[], bytes]:
     return lambda: with_length(text) + data
 
 
-def entry(
-    dtype: str = '"U8"', shape: str = "[8]", data_offsets: str = "[0,8]", more: str = ""
-) -> Callable[[], bytes]:
+def entry(dtype: str = '"U8"', shape: str = "[8]", data_offsets: str = "[0,8]") -> Callable[[], bytes]:
     """A safetensors file with one entry as it is written here."""
-    return plain(f'{{"w":{{"dtype":{dtype},"shape":{shape},"data_offsets":{data_offsets}{more}}}}}')
+    return plain(f'{{"w":{{"dtype":{dtype},"shape":{shape},"data_offsets":{data_offsets}}}}}')
 
 
 def two(first: str, second: str) -> Callable[[], bytes]:
@@ -541,7 +552,6 @@ BAD: dict[str, Callable[[], bytes]] = {
     "metadata_with_a_number": plain('{"__metadata__":{"a":1}}', b""),
     "entry_a_number": plain('{"w":1}'),
     "entry_without_dtype": plain('{"w":{"shape":[8],"data_offsets":[0,8]}}'),
-    "entry_with_more": entry(more=',"more":1'),
     "entry_with_control_characters": plain('{"\\u001b[2J\\n\\ud800":1}'),
     "dtype_a_number": entry(dtype="8"),
     "shape_a_number": entry(shape="8"),
@@ -765,6 +775,18 @@ BAD: dict[str, Callable[[], bytes]] = {
     "delta_list_behind_the_end": of(delta, set_list(2, 300)),
     "delta_list_with_a_digit_of_0": of(delta, set_list(1, 0)),
     "delta_list_with_a_digit_too_large": of(lambda: delta("F8_E4M3"), set_list(3, 256)),
+    "pool_without_requirement": of(pooled, set_manifest(requires=None)),
+    "pool_of_nothing": of(raw, set_manifest(requires=["pool"])),
+    "pool_missing": of(pooled, lambda p: p.entries.pop("neuzip:pool") and None),
+    "pool_too_short": of(pooled, lambda p: p.put("neuzip:pool", bytes(15))),
+    "pool_of_words": of(pooled, lambda p: p.entries.update({"neuzip:pool": ("U16", [8], bytes(16))})),
+    "pool_damaged": of(pooled, lambda p: p.put("neuzip:pool", bytes(16))),
+    "pool_checksums_missing": of(pooled, lambda p: p.entries.pop("neuzip:pool_checksums") and None),
+    "pool_checksums_too_short": of(pooled, lambda p: p.put("neuzip:pool_checksums", bytes(8))),
+    "pool_beside_an_entry": of(pooled, lambda p: p.entries.update({"v": ("U8", [8], bytes(8))})),
+    "pool_beside_a_record": of(
+        pooled, lambda p: p.manifest["tensors"].update(v={"scheme": "raw", "checksum": "0" * 16})
+    ),
     "base_without_requirement": of(the_base, set_manifest(requires=None)),
     "base_of_a_number": of(the_base, set_record(of=1)),
     "base_with_data": of(the_base, lambda p: p.entries.update({"w": ("U8", [1], b"x")})),
@@ -787,6 +809,7 @@ def good() -> Iterator[tuple[str, bytes]]:
         "empty": empty,
         "raw": raw,
         "alias": lambda: raw("v", "u"),
+        "pooled": pooled,
         "unknown dtype": of_unknown_dtype,
         "escaping": escaping,
         "truncated": truncated,

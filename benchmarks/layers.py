@@ -1,0 +1,56 @@
+"""What each layer of a checkpoint is worth, as `neuzip layers --json` says, with the machine and the commit.
+
+    python benchmarks/layers.py NAME CHECKPOINT TEXT [--max-tokens N] [--device D]
+
+    python benchmarks/layers.py wikilm-26m $NEUZIP_DATA/wikilm-26m $NEUZIP_DATA/wikitext-2/wiki.test.raw
+
+The result is benchmarks/results/layers-NAME.json, with its picture in layers-NAME.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from environment import ROOT, describe, describe_gpu, save
+from sweep import stage
+
+from neuzip.cli.output import plain
+from neuzip.eval import layer_pictures
+from neuzip.eval.layers import analyse
+from neuzip.eval.texts import read_text
+
+
+def main() -> None:
+    """Measure, draw, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("text")
+    parser.add_argument("--max-tokens", type=int, default=65_536)
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    found = analyse(
+        arguments.checkpoint, read_text(arguments.text), stage, max_tokens=arguments.max_tokens,
+        device=arguments.device,
+    )  # fmt: skip
+    picture = ROOT / "benchmarks" / "results" / f"layers-{arguments.name}.svg"
+    layer_pictures.write(found, arguments.name, picture)
+    environment = describe("neuzip-toolkit", "torch", "transformers")
+    if found.device != "cpu":
+        environment["gpu"] = describe_gpu()
+    path = save(
+        f"layers-{arguments.name}",
+        {
+            "what": "divergence without each layer, and what others prune by",
+            "src": arguments.name,
+            **plain(vars(found)),
+            "text": Path(found.text).name,
+            "environment": environment,
+        },
+    )
+    print(f"saved {path} and {picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Measure what starting takes: `neuzip --help`, and `neuzip demo` with every kernel to be compiled first.
+
+    python benchmarks/startup.py [--rounds 20] [--demos 3]
+
+Writes benchmarks/results/startup.json. Aims: help in 0.3 seconds, the demo from nothing in two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from environment import describe, save
+
+NEUZIP = Path(sys.executable).parent / "neuzip"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="of --help")
+    parser.add_argument("--demos", type=int, default=3, help="with an empty cache each")
+    asked = parser.parse_args()
+    timed([NEUZIP, "--help"], {})  # reads the files into memory
+    measured = {
+        "help": figures([timed([NEUZIP, "--help"], {}) for _ in range(asked.rounds)]),
+        "demo_from_nothing": figures([demo_from_nothing() for _ in range(asked.demos)]),
+    }
+    result = {
+        "what": "seconds from the start of a command to its end",
+        "command": f"python benchmarks/startup.py --rounds {asked.rounds} --demos {asked.demos}",
+        "environment": describe("numba", "numpy", "torch", "transformers", "typer"),
+        "seconds": measured,
+    }
+    for name, row in measured.items():
+        print(name, *(f"{key} {value}" for key, value in row.items()))
+    print(save("startup", result))
+
+
+def demo_from_nothing() -> float:
+    """Seconds of a demo that finds no kernel compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        return timed([NEUZIP, "demo", "--output", f"{folder}/demo"], {"NUMBA_CACHE_DIR": f"{folder}/cache"})
+
+
+def timed(command: list[object], environment: dict[str, str]) -> float:
+    """Seconds that a command takes."""
+    began = time.perf_counter()
+    subprocess.run([*map(str, command)], env=os.environ | environment, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def figures(seconds: list[float]) -> dict[str, float]:
+    """Median and spread."""
+    return {
+        "median": round(statistics.median(seconds), 3),
+        "fastest": round(min(seconds), 3),
+        "slowest": round(max(seconds), 3),
+        "rounds": len(seconds),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Whether the loops of `cpu` run in vector registers: where that is faster, and has given the right words.
+
+Some versions of numba compile the vector form to wrong machine code: 0.60 and 0.61 do, for AVX-512. So each
+loop has to code a sample as the reference does, once a process and for each combination of array types. Where
+it does not, a warning says so, and the loop runs in its scalar form, which gives the same words.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from neuzip.kernels.float_fields import FloatFormat
+
+from . import cpu, reference
+from .intrinsics import SUPPORTED
+from .model import Table
+from .numbers import BLOCK, HEADER_WORDS, LANES, RUN
+
+VECTOR, SCALAR = True, None
+"""What the loops of `cpu` take."""
+
+Form = bool | None
+
+
+@cache
+def encodes(group: int, dtype: np.dtype[Any]) -> Form:
+    """The form in which `cpu.encode` runs for exponents of a dtype."""
+    if not SUPPORTED:
+        return SCALAR
+    sample = _sample(group)
+    exponents = sample.exponents.astype(dtype)
+    words, index = np.empty(HEADER_WORDS + 3 * exponents.size, np.uint16), np.empty(1, np.uint16)
+    used = cpu.encode(
+        sample.table.keys(exponents), exponents, exponents.size, group, sample.table.symbols,
+        sample.table.encoder, words, index, VECTOR,
+    )  # fmt: skip
+    return _form("encoder", np.array_equal(words[:used], sample.words))
+
+
+@cache
+def decodes(group: int, dtype: np.dtype[Any], writeable: bool) -> Form:
+    """The form in which `cpu.decode` runs for exponents of a dtype, and words that may be written or not."""
+    if not SUPPORTED:
+        return SCALAR
+    sample = _sample(group)
+    decoded = np.empty(sample.exponents.size, dtype)
+    bad = cpu.decode(
+        _flagged(sample.words, writeable), np.array([0]), np.array([sample.words.size]), decoded.size,
+        8 * decoded.itemsize, group, sample.table.decoder, sample.table.exponents, sample.table.keys(decoded),
+        decoded, (decoded[:0], decoded[:0]), VECTOR,
+    )  # fmt: skip
+    return _form("decoder", bad < 0 and np.array_equal(decoded, sample.exponents))
+
+
+@cache
+def decodes_floats(group: int, fmt: FloatFormat, dtype: np.dtype[Any], writeable: tuple[bool, bool]) -> Form:
+    """The form in which `cpu.decode_floats` runs for a format, and fields of a dtype.
+
+    `writeable` says of words and fields whether they may be written.
+    """
+    if not SUPPORTED:
+        return SCALAR
+    sample = _sample(group)
+    floats, fields = np.empty(sample.exponents.size, fmt.dtype), np.zeros(sample.exponents.size, dtype)
+    block = np.empty(BLOCK, fmt.exponent_dtype)
+    bad = cpu.decode_floats(
+        _flagged(sample.words, writeable[0]), np.array([0]), np.array([sample.words.size]), floats.size,
+        (fmt.exponent_bits, fmt.mantissa_bits), group, sample.table.decoder, sample.table.exponents,
+        sample.table.keys(block), block, _flagged(fields, writeable[1]), 0, floats, VECTOR,
+    )  # fmt: skip
+    exponents = sample.exponents.astype(fmt.dtype) << fmt.dtype.type(fmt.mantissa_bits)
+    return _form("decoder", bad < 0 and np.array_equal(floats, exponents))
+
+
+def _form(loop: str, right: bool) -> Form:
+    if right:
+        return VECTOR
+    warnings.warn(
+        f"numba {numba.__version__} with llvmlite {llvmlite.__version__} compiles the vector form of the "
+        f"exponent {loop} to wrong machine code for this processor: the scalar form is used, which gives the "
+        "right bytes and is slower; another version of numba may help",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return SCALAR
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A block of 768 exponents below 16, so that every format has them, and its words."""
+
+    table: Table
+    exponents: npt.NDArray[np.uint8]
+    words: npt.NDArray[np.uint16]
+
+
+@cache
+def _sample(group: int) -> _Sample:
+    """Frequent and rare symbols in all mixtures, so that any number of lanes takes a word at a time."""
+    frequencies = np.zeros(256, np.uint16)
+    usable = np.arange(16) if group == 1 else np.array([a | b << 4 for b in range(4) for a in range(4)])
+    frequencies[usable] = [1, 1, 2, 3, 5, 8, 14, 24, 42, 72, 123, 211, 361, 618, 1058, 1553]
+    table = Table(group, np.arange(16 if group == 1 else 4, dtype=np.uint16), frequencies)
+    steps = 3 * RUN // group
+    at = np.arange(steps * LANES)
+    rare = at * at // 7 % (1 + at // LANES % 16)  # the later the step, the more symbols
+    symbols = usable[15 - rare].reshape(steps, LANES).tolist()
+    exponents = np.array(reference.exponents_of(symbols, table), np.uint8)
+    return _Sample(table, exponents, np.array(reference.encode_symbols(symbols, [], table), np.uint16))
+
+
+def _flagged(array: npt.NDArray[Any], writeable: bool) -> npt.NDArray[Any]:
+    """A copy that may be written or not: numba compiles a loop for each."""
+    copied: npt.NDArray[Any] = array.copy()
+    copied.flags.writeable = writeable
+    return copied
