@@ -476,7 +476,7 @@ def _by_transformers(
     if padding is None and ends not in (None, []):  # or transformers says that it takes this
         padding = ends[0] if isinstance(ends, list) else ends
     cache = None if kv_bits is None else KVCache(model.config, kv_bits)
-    stops = model.generation_config.stop_strings
+    stops = getattr(model.generation_config, "stop_strings", None)
     with nullcontext() if cache is None else cache.attention(model), _naming_what_is_asked(model):
         whole = model.generate(  # type: ignore[operator]
             ids,
