@@ -125,8 +125,8 @@ class TensorRecord:
 class Manifest:
     """The index of a container file. `header` is the xxh3-64 of the original file's header.
 
-    With `has_pool` those of its tensors that `tensors` lacks are in the container's pool. With `requires_base`
-    the file is a delta even if no tensor needs the base.
+    With `has_pool` those of its tensors that `tensors` lacks are in the container's pool. `requires_base`
+    says that the file is a delta, even if no tensor needs the base.
     """
 
     header: str

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fuzz import targets
+from fuzz import mutate, targets
 
 from neuzip.compress import decompress, verify
 from neuzip.compress.source import SourceTensor, TensorSource
@@ -35,21 +39,32 @@ def test_known_inputs_find_no_bug(name: str) -> None:
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_changed_inputs_find_no_bug(name: str) -> None:
-    """The mutators themselves run, and make inputs that differ from the seeds and from each other."""
-    target, rng, made = targets.TARGETS[name], random.Random(0), set()
-
-    def flip(data: bytes, most: int) -> bytes:
-        changed = bytearray(data or b"\0")
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-        return bytes(changed[:most])
-
-    seeds = list(target.seeds())
-    for _ in range(40):
-        data = target.mutate(rng.choice(seeds), target.most, rng, flip)
+    """The mutators themselves run, and make inputs that differ from what is kept and from each other."""
+    target, kept = targets.TARGETS[name], list(targets.all_inputs(name).values())
+    changed = list(itertools.islice(mutate.inputs(target, kept, random.Random(0)), 40))
+    for data in changed:
         assert len(data) <= target.most
         target.run(data)
-        made.add(data)
-    assert len(made - set(seeds)) > 25
+    assert len(set(changed) - set(kept)) > 25
+
+
+def test_shares_of_the_time_are_percentages() -> None:
+    assert sum(target.share for target in targets.TARGETS.values()) == 100
+
+
+def test_a_bug_ends_a_run_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process was killed by must be on the disk before."""
+
+    def refuse(data: bytes) -> None:
+        assert not data
+
+    bad = replace(targets.TARGETS["plan"], run=refuse)
+    monkeypatch.setitem(targets.TARGETS, "header", bad)
+    monkeypatch.setitem(sys.modules, "targets", targets)
+    with pytest.raises(AssertionError):
+        mutate.child(tmp_path, seed=0, end=time.monotonic() + 600)
+    assert (tmp_path / "header").read_bytes()
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @pytest.mark.parametrize("bug", FOUND, ids=lambda bug: f"{bug['target']}-{bug['input']}")

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -46,11 +47,8 @@ def change(data: bytes, most: int, rng: random.Random) -> bytes:
     return bytes(changed[:most])
 
 
-def inputs(name: str, rng: random.Random) -> Iterator[bytes]:
+def inputs(target: Any, kept: list[bytes], rng: random.Random) -> Iterator[bytes]:
     """Inputs of a target, each changed once to three times from a kept one, without end."""
-    import targets
-
-    target, kept = targets.TARGETS[name], list(targets.all_inputs(name).values())
     whole = list(itertools.islice(target.seeds(), WHOLE))
     while True:
         data = rng.choice(rng.choice((whole, kept)))
@@ -66,7 +64,10 @@ def child(folder: Path, seed: int, end: float) -> None:
 
     np.seterr(all="ignore")
     rng = random.Random(seed)
-    mutants = {name: inputs(name, rng) for name in targets.TARGETS}
+    mutants = {
+        name: inputs(target, list(targets.all_inputs(name).values()), rng)
+        for name, target in targets.TARGETS.items()
+    }
     count = dict.fromkeys(mutants, 0)
     for name in itertools.cycle(mutants):
         until = min(end, time.monotonic() + targets.TARGETS[name].share / 10)
