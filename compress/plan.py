@@ -93,11 +93,12 @@ def pooled_tensors(planned: Sequence[PlannedTensor], *, delta: bool = False) -> 
     """The tensors of one file whose entries and records would take more than they are worth.
 
     They are small ones that are stored as they are, where there are so many that it shows in the file's size.
-    In a delta there are none.
+    In a delta there are none, and none of an adapter.
     """
     small = [
         t.tensor for t in planned
         if t.scheme.kind == "raw" and t.alias_of is None and t.tensor.info.nbytes < CODED_MINIMUM
+        and not t.is_adapter
     ]  # fmt: skip
     total = sum(t.tensor.info.nbytes for t in planned)
     worthwhile = len(small) >= POOL_LEAST and POOL_SHARE * len(small) * RECORD_BYTES >= total

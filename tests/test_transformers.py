@@ -16,7 +16,7 @@ import neuzip_autoload
 import pytest
 import safetensors
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,7 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.against import compress_against
-from neuzip.compress.plan import CODED_MINIMUM
+from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.quantizer import NeuzipConfig, make_quantizer, register
@@ -714,6 +714,19 @@ def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
         found = peft.get_peft_model_state_dict(read)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+
+
+def test_an_adapter_of_many_small_tensors_is_not_pooled(tmp_path: Path):
+    tensors = {
+        f"base_model.model.{i}.lora_A.weight": torch.full((8, 2), i / 7) for i in range(2 * POOL_LEAST)
+    }
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    compress(folder, tmp_path / "small")
+    found = load_file(tmp_path / "small" / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 # Where neuzip is not imported, or not there
