@@ -282,7 +282,7 @@ def _require_entries(path: Path, wanted: dict[str, Any]) -> None:
         if key not in document or a != b:
             raise FormatError(
                 path, f"is not what follows from {ORIGINAL_FOLDER}: it is damaged", field=key,
-                hint="repeat the command that compressed it: it makes the file again",
+                hint="move it away and repeat the command that compressed it, which makes it again",
             )  # fmt: skip
 
 
