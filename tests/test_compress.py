@@ -200,6 +200,17 @@ def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -
         for name in (names[2], names[-1]):
             found = opened.get_tensor(name).view(-1).view(torch.uint8).numpy()
             assert found.size and found.tobytes() == whole[name][2].tobytes()
+            part = opened.get_slice(name)[1:]  # of the pool, and no byte of the next tensor
+            assert torch.equal(part, opened.get_tensor(name)[1:])
+    path = tmp_path / "small" / "many.safetensors"
+    with Container(path) as container:
+        start = container.file.data_start + container.raw_start(names[2])
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(b"\xaa")
+    with pytest.raises(FormatError, match=names[2]):
+        verify(tmp_path / "small")
+    assert f"{path}: missing, damaged" in compress(tmp_path / "model", tmp_path / "small").warnings[0]
     assert compress(tmp_path / "model", tmp_path / "small").resumed_files == 1
 
 
