@@ -2,7 +2,7 @@
 
 A killed run resumes with the files that are not finished. What was finished is compared with the source
 again before it is believed, and so is a result that is there already: weights decoded, all other files by
-their bytes. What is damaged or missing in it is made again.
+their bytes. What is damaged or missing in it is made again; what people may have edited is refused.
 
 Under torchrun the ranks share the files out. Where there are fewer of them than ranks, or one too many, all
 ranks code a part of its tensors into a scratch file, one puts the container together, and all check a part.
@@ -25,18 +25,20 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError
+from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
     OWN_FOLDER,
     PICKLES,
+    WEIGHTS_KEY,
     Checkpoint,
     StoredFile,
     config_files,
     file_checksum,
     index_files,
     linked_from_outside,
+    read_lenient,
     read_stored_files,
     rewritten_config,
     rewritten_index,
@@ -46,7 +48,7 @@ from neuzip.formats.checkpoint import (
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
 from neuzip.formats.hub import HUB_FILES
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.own_section import SECTION, own_section, read_config
+from neuzip.formats.own_section import SECTION, own_section
 from neuzip.formats.private_files import listed, private_files
 from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
@@ -424,13 +426,15 @@ class Compression:
     def _is_mended(self, dst: Path) -> bool:
         """Whether `dst` is what this run would make: whatever of it is damaged or missing is made again.
 
-        False if it was made from a source with other contents; then nothing in it is touched.
+        False if it was made from a source with other contents; then nothing in it is touched. Raises
+        WouldOverwrite, and touches nothing either, if people may have edited files beside the containers.
         """
         ranks, files = self._ranks, self._source.checkpoint.weights
         states = self._states(files, dst)
         if "other" in states.values() or not ranks.on_first(lambda: self._is_of_source(dst)):
             return False
         self._share_records()
+        ranks.on_first(lambda: self._refuse_edited(dst))
         broken = [file for file in files if states[file] == "damaged"]
         self._resumed = len(files) - len(broken)
         if broken or ranks.on_first(lambda: sorted(self._amiss(dst))):
@@ -522,21 +526,46 @@ class Compression:
             stored[f].checksum == file_checksum(checkpoint.root / f) for f in checkpoint.others
         )
 
-    def _amiss(self, dst: Path) -> dict[str, _Beside]:
-        """What a result lacks beside its containers, or has otherwise than it should, by its place."""
+    def _moved(self, dst: Path) -> set[str]:
+        """The files that stand below neuzip/original in a result that was on the Hub: that is no damage."""
         try:
             found = read_stored_files(dst, delta=self._base is not None)
         except FormatError:
-            found = {}
-        # On the Hub these stand below neuzip/original: that is no damage.
-        moved = {name for name in HUB_FILES if name in found and found[name].kind == "rewritten"}
+            return set()
+        return {name for name in HUB_FILES if name in found and found[name].kind == "rewritten"}
+
+    def _amiss(self, dst: Path) -> dict[str, _Beside]:
+        """What a result lacks beside its containers, or has otherwise than it should, by its place."""
+        moved = self._moved(dst)
         wanted = self._beside(moved) | {MANIFEST_PATH: (self._manifest(self._stored_files(moved)), None)}
+        for file in config_files(self._source.checkpoint):
+            content, like = wanted[file]
+            assert isinstance(content, bytes)
+            wanted[file] = _with_further_entries(content, dst / file, self._activations), like
         return {
             place: (content, like)
             for place, (content, like) in wanted.items()
             if not _is_at(content, dst / place)
-            and not (isinstance(content, bytes) and _has_own_entries(content, dst / place))
         }
+
+    def _refuse_edited(self, dst: Path) -> None:
+        """Raise WouldOverwrite for a file that is there, but not as in SRC: it may be edited, not damaged.
+
+        What neuzip alone writes, and a config.json that is none, nobody has edited.
+        """
+        for place, (content, _) in self._beside(self._moved(dst)).items():
+            path = dst / place
+            if isinstance(content, Path):
+                own = place.startswith(f"{OWN_FOLDER}/") or not path.is_file()
+                edited = not own and not _is_at(content, path)
+            else:
+                edited = place in config_files(self._source.checkpoint) and _has_other_values(content, path)
+            if edited:
+                raise WouldOverwrite(
+                    f"{path}: is not that of SRC: it is damaged, or was edited",
+                    "move it away and repeat the command, which makes it again; or give --overwrite to"
+                    " make all of DST again",
+                )
 
     def _is_made(self, dst: Path) -> bool:
         """Whether the file `dst` is intact, and has the checksums that this run would write."""
@@ -1028,7 +1057,7 @@ class Compression:
             sum(t.info.numel for t in source.tensors()), tuple(tensors),
             seconds, self._device.name, self._resumed,
             (
-                *(f"{dst / f}: was damaged or missing, and is made again" for f in self._mended),
+                *(f"{dst / f}: missing, damaged or of an older version: made again" for f in self._mended),
                 *(f"{f}: names shards that are not here, carried along unread" for f in checkpoint.unread),
                 *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
@@ -1072,15 +1101,35 @@ def _is_at(content: Path | bytes, path: Path) -> bool:
     return file_checksum(path) == wanted
 
 
-def _has_own_entries(content: bytes, path: Path) -> bool:
-    """Whether a config.json has this content, and further entries of ours that say how to run the model."""
+def _with_further_entries(content: bytes, path: Path, activations: str | None) -> bytes:
+    """A config.json as it should be, with what the one at `path` has beside that: how the model is to run.
+
+    `activations` are those that were asked for, if they were.
+    """
     try:
-        section = own_section(read_config(path), path)
+        found = read_lenient(path)
+        section = dict(own_section(found, path))
+    except FormatError:  # missing, or damaged
+        return content
+    document = json.loads(content)
+    own = {**own_section(document, path), **section}
+    if activations is not None:
+        own["activations"] = activations
+    further = {key: value for key, value in found.items() if key not in document}
+    return to_json(document | further | ({SECTION: own} if own else {}), path)
+
+
+def _has_other_values(content: bytes, path: Path) -> bool:
+    """Whether there is a config.json that says something else of the model than `content` does."""
+    try:
+        found = read_lenient(path)
     except FormatError:
         return False
-    document = json.loads(content)
-    own = {**section, **own_section(document, path)}
-    return bool(section) and _is_at(to_json(document | {SECTION: own}, path), path)
+    ours = (SECTION, WEIGHTS_KEY, "quantization_config")
+    return any(
+        key in found and key not in ours and to_json(found[key], path) != to_json(value, path)
+        for key, value in json.loads(content).items()
+    )
 
 
 def _is_plain(path: Path) -> bool:

@@ -282,7 +282,8 @@ def _require_entries(path: Path, wanted: dict[str, Any]) -> None:
         if key not in document or a != b:
             raise FormatError(
                 path, f"is not what follows from {ORIGINAL_FOLDER}: it is damaged", field=key,
-                hint="repeat the command that compressed it: it makes the file again",
+                hint="neuzip decompress restores the original without it; where that is at hand, move the"
+                " file away and repeat neuzip compress, which makes it again",
             )  # fmt: skip
 
 

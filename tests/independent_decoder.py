@@ -125,7 +125,7 @@ class Header:
         self.entries: dict[str, tuple[str, list[int], int, int]] = {}
         for name, field in fields.items():
             keys = {"dtype", "shape", "data_offsets"}
-            must(isinstance(field, dict) and set(field) == keys, f"Entry {name!r} of {what} has not {keys}.")
+            must(isinstance(field, dict) and keys <= set(field), f"Entry {name!r} of {what} has not {keys}.")
             dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
             lists = all(isinstance(v, list) and all(map(is_count, v)) for v in (shape, offsets))
             must(lists and len(offsets) == 2, f"Entry {name!r} of {what} lacks a shape or offsets.")

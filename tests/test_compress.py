@@ -29,6 +29,7 @@ from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import PLAN_PATH
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
+from neuzip.formats.checkpoint import read_stored_files
 from neuzip.formats.container import Container
 from neuzip.formats.own_section import write_entry
 from neuzip.kernels.float_fields import FORMATS
@@ -199,6 +200,17 @@ def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -
         for name in (names[2], names[-1]):
             found = opened.get_tensor(name).view(-1).view(torch.uint8).numpy()
             assert found.size and found.tobytes() == whole[name][2].tobytes()
+            part = opened.get_slice(name)[1:]  # of the pool, and no byte of the next tensor
+            assert torch.equal(part, opened.get_tensor(name)[1:])
+    path = tmp_path / "small" / "many.safetensors"
+    with Container(path) as container:
+        start = container.file.data_start + container.raw_start(names[2])
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(b"\xaa")
+    with pytest.raises(FormatError, match=names[2]):
+        verify(tmp_path / "small")
+    assert f"{path}: missing, damaged" in compress(tmp_path / "model", tmp_path / "small").warnings[0]
     assert compress(tmp_path / "model", tmp_path / "small").resumed_files == 1
 
 
@@ -751,21 +763,29 @@ class TestResume:
 
     @pytest.mark.parametrize("damage", ["delete", "append", "replace"])
     def test_a_damaged_result_is_not_believed(self, damage: str, checkpoint: Path, tmp_path: Path) -> None:
-        """Each file of a result is damaged once: the same command makes it again, and says so."""
+        """Each file of a result is damaged once: the same command makes it again, and says so.
+
+        What may have been edited instead is left, and named.
+        """
         target = tmp_path / "small"
         compress(checkpoint, target)
         (target / "of the user").write_bytes(b"stays")
         before = folder_bytes(target)
+        stored = {name: file.kind for name, file in read_stored_files(target).items()}
         for name in sorted(before.keys() - {PLAN_PATH, "of the user"}):
             path = target / name
             if damage == "delete":
                 path.unlink()
             else:
                 path.write_bytes(before[name] + b" " if damage == "append" else b"{}")
+            if damage != "delete" and stored.get(name) == "carried":
+                with pytest.raises(WouldOverwrite, match=f"{re.escape(str(path))}: is not that of SRC"):
+                    compress(checkpoint, target)
+                path.unlink()
             report = compress(checkpoint, target)
             assert folder_bytes(target) == before, name
             assert report.resumed_files == 3 - name.endswith(".safetensors")
-            assert f"{path}: was damaged or missing, and is made again" in report.warnings
+            assert f"{path}: missing, damaged or of an older version: made again" in report.warnings
             assert not _partial(target).exists()
         assert compress(checkpoint, target).resumed_files == 3
         (target / PLAN_PATH).write_bytes(b"{}")  # then nothing says what the folder is
@@ -797,6 +817,36 @@ class TestResume:
         before = folder_bytes(tmp_path / "small")
         assert not compress(checkpoint, tmp_path / "small").warnings
         assert folder_bytes(tmp_path / "small") == before
+
+    def test_what_people_wrote_into_a_config_outlives_a_mend(self, checkpoint: Path, tmp_path: Path) -> None:
+        """A folder of an older version gets the sentence for transformers, and keeps all else."""
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        path = target / "config.json"
+        right = json.loads(path.read_bytes())
+        assert right.pop("transformers_weights")
+        more = {"_name_or_path": "mine", "neuzip": {"attention": {"layers": [8]}}}
+        path.write_text(json.dumps(right | more, indent=2) + "\n")
+        (target / "vae" / "diffusion.safetensors").write_bytes(b"damaged")
+        compress(checkpoint, target)
+        mended = json.loads(path.read_bytes())
+        assert mended.pop("transformers_weights").startswith("compressed by neuzip")
+        assert mended == right | more
+        assert not compress(checkpoint, target).warnings
+        assert verify(target, checkpoint).different == []
+
+    def test_an_edited_config_is_left_and_named(self, checkpoint: Path, tmp_path: Path) -> None:
+        target = tmp_path / "small"
+        compress(checkpoint, target)
+        path = target / "config.json"
+        right = json.loads(path.read_bytes())
+        key = next(iter(json.loads((checkpoint / "config.json").read_bytes())))
+        path.write_text(json.dumps(right | {key: "edited"}))
+        (target / "vae" / "diffusion.safetensors").write_bytes(b"damaged")
+        before = folder_bytes(target)
+        with pytest.raises(WouldOverwrite, match=r"config\.json: is not that of SRC"):
+            compress(checkpoint, target)
+        assert folder_bytes(target) == before
 
     def test_a_flipped_bit_of_weights_is_mended(self, checkpoint: Path, tmp_path: Path) -> None:
         target = tmp_path / "small"
