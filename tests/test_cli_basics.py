@@ -263,8 +263,14 @@ OF_TORCH = (
             OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
             "neuzip probe: the memory of the GPU ran out, 20.00 GiB at once were asked for",
         ),
+        (SafetensorError("I/O error: Cannot allocate memory (os error 12)"), "neuzip probe: memory ran out"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "neuzip probe: memory ran out",
+        ),
+        (RuntimeError("can't start new thread"), "neuzip probe: the system gives neuzip no more threads"),
     ],
-    ids=["torch", "python", "numpy", "system", "gpu"],
+    ids=["torch", "python", "numpy", "system", "gpu", "safetensors", "library", "thread"],
 )
 def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
     probe(fail_with(failure))
@@ -277,7 +283,8 @@ def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
 @pytest.mark.parametrize(
     "bug",
     [ValueError("bad"), FileNotFoundError("x"), EOFError("early"), OSError(9, "Bad file descriptor"),
-     SafetensorError("invalid (os error in words)")],
+     SafetensorError("invalid (os error in words)"),
+     ImportError("a.so: failed to map segment from shared object: Operation not permitted")],
     ids=repr,
 )  # fmt: skip
 def test_any_other_exception_is_a_bug(bug, probe, neuzip):
