@@ -223,7 +223,6 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
-    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
@@ -245,9 +244,9 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
-        front = special_text(_special_tokens(asked))
-        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}{front}, and true of it: "
-                 f"another text may give more; {errors}")  # fmt: skip
+        rule = asked.yardstick.reading.convention.rule if asked.yardstick else ""
+        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, in {rule}; another text "
+                 f"may give more; {errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("an increase is taken to be within the target if it is with its standard error added")
             _warn_of_errors(out, target, delivered)
