@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.errors import NeuzipError, UsageError, shell
+from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
@@ -95,9 +95,9 @@ class Interrupted(NeuzipError):
 
 @contextmanager
 def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Say of Ctrl-C only that it interrupted, `unless` there is something that is kept.
+    """Let Ctrl-C and a full disk be told without what the command line adds, `unless` there is work kept.
 
-    Raises Interrupted instead of KeyboardInterrupt, to which the command line adds that work is kept.
+    Raises Interrupted and NeuzipError instead of KeyboardInterrupt and DiskFull.
     """
     try:
         yield
@@ -105,6 +105,10 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         if unless():
             raise
         raise Interrupted("interrupted") from None
+    except DiskFull as full:
+        if unless():
+            raise
+        raise NeuzipError(full.message, full.hint) from full
 
 
 @dataclass(frozen=True)
