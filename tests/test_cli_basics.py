@@ -595,11 +595,12 @@ def stderr_on_a_terminal(body: str, **settings: str) -> str:
 
 BAR = """
     with out.progress("compress", 4_000_000) as advance:
-        for _ in range(4):
-            advance(1_000_000)
+        for amount in (1_000_000, 1_000_000, -2_000_000, *4 * [1_000_000]):
+            advance(amount)
             time.sleep(0.15)
         out.warning("odd")
 """
+"""Work on a file that turns out to be damaged is taken back."""
 
 
 def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
@@ -607,6 +608,7 @@ def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
     assert "compress" in seen
     assert "4.0/4.0 MB" in seen
     assert "MB/s" in seen
+    assert not re.search(r"-[\d.,]+ (bytes|kB|MB)/s", seen)
     assert "0:00:0" in seen
     assert "warning: odd" in seen
 
