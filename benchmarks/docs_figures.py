@@ -154,8 +154,7 @@ def residencies() -> str:
 
 
 def mantissas() -> str:
-    """Size and quality of small checkpoints and of a strongly trained one, for every number "
-    "of mantissa bits."""
+    """Size and quality for every number of mantissa bits, of small checkpoints and a strongly trained one."""
     names = [n for n in ("demo", "wikilm-26m", "smollm2-135m") if readme.is_measured(f"sweep-{n}")]
     documents = {name: readme.load(f"sweep-{name}") for name in names}
     found = {name: {r["scheme"]: r for r in d["results"]} for name, d in documents.items()}

@@ -1300,8 +1300,7 @@ def aimed(value: float, must: float, text: str, *, most: bool = False) -> str:
 
 
 def weights_sizes() -> Iterator[tuple[str, str, str, str]]:
-    """Weights as they are, a real checkpoint first, and rounded: of models that bear much and "
-    "one that does not."""
+    """Weights as they are, a real checkpoint first, and rounded: of models that bear much or little."""
     coded = {(r["case"], r["codec"]): r["ratio"] for r in load("cpu_codec")["results"]}
     title = "Lossless codec on the CPU"
     for case, what in (("wikilm-26m", "wikilm-26m"), ("gaussian", "67 M made-up weights, N(0, 0.02)")):

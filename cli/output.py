@@ -179,7 +179,8 @@ class Output:
             task = bar.add_task(printable(label), total=total)
             self._live = console
             try:
-                yield lambda amount: bar.advance(task, amount)
+                # `update`, as `advance` would count work that is taken back as a negative speed.
+                yield lambda amount: bar.update(task, advance=amount)
             finally:
                 self._live = None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
-from neuzip.errors import NeuzipError, UsageError, shell
+from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
@@ -95,9 +95,9 @@ class Interrupted(NeuzipError):
 
 @contextmanager
 def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Say of Ctrl-C only that it interrupted, `unless` there is something that is kept.
+    """Let Ctrl-C and a full disk be told without what the command line adds, `unless` there is work kept.
 
-    Raises Interrupted instead of KeyboardInterrupt, to which the command line adds that work is kept.
+    Raises Interrupted and NeuzipError instead of KeyboardInterrupt and DiskFull.
     """
     try:
         yield
@@ -105,6 +105,10 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         if unless():
             raise
         raise Interrupted("interrupted") from None
+    except DiskFull as full:
+        if unless():
+            raise
+        raise NeuzipError(full.message, full.hint) from full
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,6 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
-    from neuzip.eval.convention_names import special_text
     from neuzip.eval.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
@@ -245,9 +248,9 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
-        front = special_text(_special_tokens(asked))
-        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}{front}, and true of it: "
-                 f"another text may give more; {errors}")  # fmt: skip
+        rule = asked.yardstick.reading.convention.rule if asked.yardstick else ""
+        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, in {rule}; another text "
+                 f"may give more; {errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
             out.text("an increase is taken to be within the target if it is with its standard error added")
             _warn_of_errors(out, target, delivered)

@@ -584,7 +584,7 @@ class Compression:
             if t.alias_of is not None and records.get(t.tensor.name) != self._alias(t.tensor, t.alias_of):
                 return False
         try:
-            self._check_written(file, dst)
+            self._check_written(file, dst, self._on_bytes)
         except (FormatError, VerificationError):
             return False
         return True
@@ -596,8 +596,22 @@ class Compression:
         return {file: state for part in ranks.all_gather(mine) for file, state in part.items()}
 
     def _state(self, file: str, folder: Path) -> State:
+        """What a container is. Work on one that is made again is taken back from what `on_bytes` was told."""
+        told = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal told
+            told += nbytes
+            self._on_bytes(nbytes)
+
+        state = self._compared(file, folder / file, tell)
+        if state != "whole":
+            self._on_bytes(-told)
+        return state
+
+    def _compared(self, file: str, path: Path, on_bytes: OnBytes) -> State:
         """Whether a container is intact, and holds what the source still holds."""
-        source, path = self._source, folder / file
+        source = self._source
         try:
             with Container(path, delta=self._base is not None) as container:
                 if container.original.raw != source.header(file).raw:
@@ -609,9 +623,9 @@ class Compression:
             record = self._records[file, tensor.name] = records[tensor.name]
             if digest(source.reader(tensor), tensor.info.nbytes) != (record.original or record.checksum):
                 return "other"
-            self._on_bytes(self._coded_part(tensor))
+            on_bytes(self._coded_part(tensor))
         try:
-            self._check_written(file, path)
+            self._check_written(file, path, on_bytes)
         except (FormatError, VerificationError):
             return "damaged"
         return "whole"
@@ -667,7 +681,7 @@ class Compression:
         ranks.barrier()
         if self._verify:
             for file in files:
-                self._check_written(file, temporary[file], mine)
+                self._check_written(file, temporary[file], self._on_bytes, mine)
         ranks.barrier()
         for file in owned:
             with writing(targets[file]):
@@ -699,7 +713,7 @@ class Compression:
         if self._verify:
             try:
                 with _computing(file):
-                    self._check_written(file, path)
+                    self._check_written(file, path, self._on_bytes)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -746,7 +760,9 @@ class Compression:
         for piece in tensor.pieces():
             writer.write(read(*piece))
 
-    def _check_written(self, file: str, path: Path, part: AbstractSet[Key] | None = None) -> None:
+    def _check_written(
+        self, file: str, path: Path, on_bytes: OnBytes, part: AbstractSet[Key] | None = None
+    ) -> None:
         """Read a container back, and compare every tensor, or those of `part`, with the source."""
         originals = {t.name: t for t in self._source.tensors(file)}
         alone = Checkpoint(path, path.parent, (path.name,), ())
@@ -755,7 +771,7 @@ class Compression:
             mine = [t for t in written.tensors() if part is None or (file, t.name) in part]
             # Tensors that live in another file were compared byte by byte when the plan was made.
             here = [t for t in mine if t.record is not None and t.record.alias_file is None]
-            self._on_bytes(sum(map(self._checked_part, mine)) - sum(map(self._checked_part, here)))
+            on_bytes(sum(map(self._checked_part, mine)) - sum(map(self._checked_part, here)))
             for tensor, verdict in zip(
                 here,
                 check_tensors(
@@ -763,7 +779,7 @@ class Compression:
                 ),
                 strict=True,
             ):
-                self._on_bytes(self._checked_part(tensor))
+                on_bytes(self._checked_part(tensor))
                 if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",

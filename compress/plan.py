@@ -269,15 +269,20 @@ def _refuse_packed(source: TensorSource, asked: Iterable[SourceTensor]) -> None:
 
 def online_config(source: TensorSource) -> dict[str, Any] | None:
     """The quantization_config that has transformers make weights ternary in every forward pass, or None."""
+    how = config_of(source).get("quantization_config")
+    return how if is_online(how) else None
+
+
+def config_of(source: TensorSource) -> dict[str, Any]:
+    """The config.json of a checkpoint; {} where there is none to read, of which whoever needs it says so."""
     path = source.checkpoint.root / "config.json"
     if "config.json" not in source.checkpoint.others or path.stat().st_size > LARGEST_CONFIG:
-        return None
+        return {}
     try:
         config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # whoever rewrites it says so
-        return None
-    how = config.get("quantization_config") if isinstance(config, dict) else None
-    return how if is_online(how) else None
+    except (ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def is_online(how: object) -> TypeGuard[dict[str, Any]]:

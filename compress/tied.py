@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
-from .plan import LARGEST_CONFIG
+from .plan import config_of
 from .source import TensorSource
 
 HEADED = ("LM", "ConditionalGeneration")
@@ -19,14 +18,7 @@ def tied_embedding(path: str | os.PathLike[str]) -> str | None:
     It is the only matrix with a row for each token of the vocabulary.
     """
     with TensorSource(path) as source:
-        file = source.checkpoint.root / "config.json"
-        if "config.json" not in source.checkpoint.others or file.stat().st_size > LARGEST_CONFIG:
-            return None
-        try:
-            config = json.loads(file.read_bytes())
-        except (ValueError, RecursionError):  # whoever needs it says so
-            return None
-        tokens = _vocabulary(config) if isinstance(config, dict) else None
+        tokens = _vocabulary(config_of(source))
         rows = [t.name for t in source.tensors() if len(t.info.shape) == 2 and t.info.shape[0] == tokens]
     return rows[0] if len(rows) == 1 else None
 

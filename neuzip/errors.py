@@ -52,6 +52,12 @@ def unknown_key(place: object, key: str, known: Iterable[str]) -> UsageError:
 NO_MEMORY = ("an't allocate memory", "annot allocate memory", "not enough memory", "bad_alloc")
 """Words with which torch, C++ and safetensors say that the machine has no memory left."""
 
+NO_THREAD = "can't start new thread"
+"""What Python says where there is no memory for another thread, or the user may have no more of them."""
+
+NO_ROOM_FOR_A_LIBRARY = "failed to map segment from shared object"
+"""What the C library says where a shared library finds no memory; a reason of another kind follows it."""
+
 NO_GPU_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory")
 """The same of a GPU."""
 
@@ -62,7 +68,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY + NO_GPU_MEMORY)
+    if isinstance(error, ImportError):
+        return str(error).endswith(NO_ROOM_FOR_A_LIBRARY)
+    speaks = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    return speaks and any(words in str(error) for words in (*NO_MEMORY, *NO_GPU_MEMORY, NO_THREAD))
 
 
 def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
@@ -73,6 +82,11 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
         return NeuzipError(
             f"{what}: the memory of the GPU ran out{amount}",
             "free some of it; shorter windows, weights that stay compressed and --device cpu take less",
+        )
+    if NO_THREAD in str(error):
+        return NeuzipError(
+            f"{what}: the system gives neuzip no more threads",
+            "free some memory, or allow more processes: ulimit -u",
         )
     return NeuzipError(
         f"{what}: memory ran out{amount}",

@@ -183,9 +183,11 @@ def test_bits_a_byte_are_of_all_bytes(checkpoint: Path):
 
 
 def test_a_target_holds_behind_bos(checkpoint: Path, text_file: Path, tmp_path: Path, neuzip: Speak):
-    said = neuzip(
-        *("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--calibration", text_file, "--json")
+    command = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--calibration", text_file)
+    assert f"{text_file}, in windows of 32 predictions, no overlap, BOS in front of each; another" in (
+        neuzip(*command).stdout
     )
+    said = neuzip(*command, "--json")
     ids = load_tokenizer(checkpoint)(CONTENT, add_special_tokens=False)["input_ids"]
     base, other = (losses(model, ids, POSITIONS) for model in (checkpoint, tmp_path / "out"))
     right = float((base.exp() * (base - other)).sum(1).mean())

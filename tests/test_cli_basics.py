@@ -263,8 +263,14 @@ OF_TORCH = (
             OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
             "neuzip probe: the memory of the GPU ran out, 20.00 GiB at once were asked for",
         ),
+        (SafetensorError("I/O error: Cannot allocate memory (os error 12)"), "neuzip probe: memory ran out"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "neuzip probe: memory ran out",
+        ),
+        (RuntimeError("can't start new thread"), "neuzip probe: the system gives neuzip no more threads"),
     ],
-    ids=["torch", "python", "numpy", "system", "gpu"],
+    ids=["torch", "python", "numpy", "system", "gpu", "safetensors", "library", "thread"],
 )
 def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
     probe(fail_with(failure))
@@ -277,7 +283,8 @@ def test_memory_that_ran_out_is_no_bug(failure, message, probe, neuzip):
 @pytest.mark.parametrize(
     "bug",
     [ValueError("bad"), FileNotFoundError("x"), EOFError("early"), OSError(9, "Bad file descriptor"),
-     SafetensorError("invalid (os error in words)")],
+     SafetensorError("invalid (os error in words)"),
+     ImportError("a.so: failed to map segment from shared object: Operation not permitted")],
     ids=repr,
 )  # fmt: skip
 def test_any_other_exception_is_a_bug(bug, probe, neuzip):
@@ -588,11 +595,12 @@ def stderr_on_a_terminal(body: str, **settings: str) -> str:
 
 BAR = """
     with out.progress("compress", 4_000_000) as advance:
-        for _ in range(4):
-            advance(1_000_000)
+        for amount in (1_000_000, 1_000_000, -2_000_000, *4 * [1_000_000]):
+            advance(amount)
             time.sleep(0.15)
         out.warning("odd")
 """
+"""Work on a file that turns out to be damaged is taken back."""
 
 
 def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
@@ -600,6 +608,7 @@ def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
     assert "compress" in seen
     assert "4.0/4.0 MB" in seen
     assert "MB/s" in seen
+    assert not re.search(r"-[\d.,]+ (bytes|kB|MB)/s", seen)
     assert "0:00:0" in seen
     assert "warning: odd" in seen
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from neuzip.cli.commands.compress import TIED_MEASURED, TIED_WORTH
 from neuzip.compress.tied import tied_embedding
 
 Save = Callable[..., Path]
@@ -140,7 +141,24 @@ def test_a_tied_embedding_is_hinted_at(
 ) -> None:
     said = neuzip("compress", root / "eval/demo/checkpoint", tmp_path / "small", *options)
     assert said.exit_code == 0
-    assert ("--bits-for model.embed_tokens.weight=4 took" in said.stderr) == hinted
+    assert (
+        f"--bits-for model.embed_tokens.weight=4 gives it one bit more, which made {TIED_WORTH}"
+        in (said.stderr)
+    ) == hinted
+
+
+def test_the_hint_has_the_figures_that_were_measured(root: Path) -> None:
+    measured = json.loads((root / "benchmarks/results/tied_embedding.json").read_text())
+    found = {
+        (row["mantissa_bits"], row["more_bits"] if row["more_for"] == "embedding" else 0): row
+        for row in measured["sections"]["smollm2-135m"]["results"]
+        if row["more_for"] in ("nothing", "embedding")
+    }
+    pairs = [(found[bits, 0], found[bits, 1]) for bits in TIED_MEASURED]
+    larger = [100 * (more["bits_per_weight"] / plain["bits_per_weight"] - 1) for plain, more in pairs]
+    smaller = [100 * (1 - more["kld"] / plain["kld"]) for plain, more in pairs]
+    assert f"{min(larger):.0f} to {max(larger):.0f} % larger" in TIED_WORTH
+    assert f"{min(smaller):.0f} to {max(smaller):.0f} % smaller" in TIED_WORTH
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,15 @@ def test_progress_counts_coding_and_verification_once_each(
     again = [0]
     compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=again.append)
     assert sum(again) == total, "that of a run which finds everything done, too"
+    for path in (tmp_path / "nz").glob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    mended = [0]
+    assert "made again" in str(
+        compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=mended.append).warnings
+    )
+    assert sum(mended) == total, "and that of a run which makes damaged files again"
 
 
 def test_progress_of_restoring_counts_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from neuzip.compress import CompressionReport, Rule, Scheme, compress, verify
 from neuzip.compress.scheme import LOSSLESS, RAW, choose, read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import sensitivity, target_values, targets
 from neuzip.eval.allocation import Allocation, Option, OverBudget, allocate, pareto_front
 from neuzip.eval.demo import CHECKPOINT
@@ -656,6 +656,20 @@ def test_an_interrupted_search_says_what_is_kept(
     assert "error: interrupted\n" in said.stderr
     assert ("the same command goes on" in said.stderr) is is_kept
     assert (tmp_path / "a.plan.toml").exists() is (broken_off == "_compress")
+
+
+@pytest.mark.parametrize(("broken_off", "is_kept"), [("find_plan", False), ("_compress", True)])
+def test_a_full_disk_in_a_search_says_what_is_kept(
+    neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_off: str, is_kept: bool
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise DiskFull(tmp_path / "a")
+
+    monkeypatch.setattr(targets, broken_off, full)
+    said = neuzip("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS)
+    assert said.exit_code == 1
+    assert said.stderr.count("hint: free some space") == 1
+    assert ("the same command goes on" in said.stderr) is is_kept
 
 
 def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tmp_path: Path):

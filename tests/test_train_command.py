@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_with_what_goes_on(
     """In the log, in the state of training, which safetensors writes, and in the weights."""
     from safetensors import SafetensorError
 
-    from neuzip.train import loop, saved
+    from neuzip.train import loop, state_file
 
     class Full(io.BytesIO):
         def write(self, _: Any) -> int:
@@ -244,13 +244,30 @@ def test_a_full_disk_is_told_with_what_goes_on(
         if where == "log.jsonl":
             patch.setattr(loop, "open", lambda *_, **__: Full(), raising=False)
         elif where == "neuzip-training":
-            patch.setattr(saved, "save_file", full)
+            patch.setattr(state_file, "save_file", full)
         else:
             patch.setattr("transformers.modeling_utils.safe_save_file", full)
         said = neuzip("train", write())
     assert (said.exit_code, said.stdout) == (1, "")
     assert "no space left on the disk\nhint: free some space and give --resume: it goes on" in said.stderr
     assert neuzip("train", write(), "--resume").exit_code == 0
+
+
+def test_a_disk_that_is_full_before_a_run_begins_is_told_with_the_same_command(
+    neuzip: Speak, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no run.json yet, without which --resume refuses."""
+    from neuzip.compress import workspace
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "write_file", full)
+        said = neuzip("train", write())
+    assert said.exit_code == 1
+    assert said.stderr.endswith("no space left on the disk\nhint: free some space and repeat the command\n")
+    assert neuzip("train", write()).exit_code == 0
 
 
 def test_what_cannot_begin_removes_nothing(

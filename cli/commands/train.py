@@ -69,7 +69,7 @@ def command(
     from neuzip.train import configuration
 
     began = time.monotonic()
-    with joined_ranks() as ranks, _going_on():
+    with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         asked = configuration.read(config)
         require_device(asked.device)
@@ -93,16 +93,18 @@ def command(
                 _say_where(out, asked, trainer)
             else:
                 ranks.on_first(lambda: _make_room(asked, windows))
-            figures = _train(out, asked, trainer, windows, own, like, log=ranks.is_first)
-            _write_model(out, asked, trainer, like, ranks)
+            with _going_on():
+                figures = _train(out, asked, trainer, windows, own, like, log=ranks.is_first)
+                _write_model(out, asked, trainer, like, ranks)
         if ranks.is_first:
-            picture_of_losses(figures, asked.out / PICTURE)
+            with _going_on():
+                picture_of_losses(figures, asked.out / PICTURE)
             _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
 @contextmanager
 def _going_on() -> Iterator[None]:
-    """Say on a full disk how to go on: the command as it was would refuse what it has written itself."""
+    """Say on a full disk how to go on, once run.json is there: the same command would refuse that."""
     try:
         yield
     except DiskFull as full:
