@@ -536,7 +536,7 @@ def test_a_run_that_diverges_is_told(benchmark: Any, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(benchmark, "stepper", diverge)
     ids = torch.arange(2000) % 13
-    settings = benchmark.Settings("tiny", 3, 2, 1e-3, "text", 2000, {"held": 600}, False, False)
+    settings = benchmark.Settings("tiny", 3, 2, 1e-3, "text", 2000, {"held": 600}, False, False, 1.0)
     texts = benchmark.Texts(ids, {"held": ids[:600]}, "text", 96)
     found = benchmark.one_run(TINY, "post", 0, settings, texts, tmp_path / "post-0.json", "cpu")
     assert "the loss is nan" in found["failed"]
