@@ -10,6 +10,7 @@ The result is benchmarks/results/layers-NAME.json, with its picture in layers-NA
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from environment import ROOT, describe, describe_gpu, save
@@ -34,6 +35,7 @@ def main() -> None:
         arguments.checkpoint, read_text(arguments.text), stage, max_tokens=arguments.max_tokens,
         device=arguments.device,
     )  # fmt: skip
+    found = replace(found, text=Path(found.text).name)  # the picture has it in its title
     picture = ROOT / "benchmarks" / "results" / f"layers-{arguments.name}.svg"
     layer_pictures.write(found, arguments.name, picture)
     environment = describe("neuzip-toolkit", "torch", "transformers")
@@ -45,7 +47,7 @@ def main() -> None:
             "what": "divergence without each layer, and what others prune by",
             "src": arguments.name,
             **plain(vars(found)),
-            "text": Path(found.text).name,
+            "text": found.text,
             "environment": environment,
         },
     )
