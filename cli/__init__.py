@@ -14,13 +14,20 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands
-from neuzip.errors import FULL, DiskFull, NeuzipError, UsageError, is_out_of_memory, memory_ran_out
+from neuzip.errors import (
+    FULL,
+    DiskFull,
+    NeuzipError,
+    UsageError,
+    is_out_of_memory,
+    memory_ran_out,
+    system_error,
+)
 
 _NOT_OUR_FAULT = FULL | {
     errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
@@ -68,7 +75,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as failure:
-        system = _system_error(failure)
+        system = system_error(failure)
         if system is not None and system.errno in _NOT_OUR_FAULT:
             _traceback_if_wanted()
             place = f"{system.filename}: " if system.filename else ""
@@ -85,16 +92,6 @@ def run(argv: Sequence[str] | None = None) -> int:
             + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
         )
         return 3
-
-
-def _system_error(failure: Exception) -> OSError | None:
-    """What the operating system said, if that is the failure; safetensors has it in an error's words."""
-    if isinstance(failure, OSError):
-        return failure
-    number = re.search(r"\(os error (\d+)\)", str(failure))
-    if number is None or type(failure).__name__ != "SafetensorError":
-        return None
-    return OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ them. Embeddings and head are written as they are: no engine here takes them ter
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
@@ -21,7 +20,14 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, index_files, read_weight_map
+from neuzip.formats.checkpoint import (
+    ORIGINAL_FOLDER,
+    OWN_FOLDER,
+    PICKLES,
+    index_files,
+    read_weight_map,
+    to_json,
+)
 from neuzip.formats.export import Layout, SafetensorsTarget, gguf, gguf_model
 from neuzip.formats.export.tensor_writer import TensorWriter
 from neuzip.formats.own_section import own_section, read_config
@@ -357,7 +363,7 @@ def _write_folder(
             original = model.path(name)
             assert original is not None
             copy_file(original, work / name)
-        write_file(work / "config.json", _pretty(config), model.path("config.json"))
+        write_file(work / "config.json", to_json(config, dst / "config.json"), model.path("config.json"))
         publish(work, dst)
     return exported
 
@@ -520,8 +526,5 @@ def _index(layouts: dict[str, Layout], work: Path) -> bytes:
     """Which shard has which tensor."""
     total = sum((work / file).stat().st_size for file in layouts)
     weight_map = {name: file for file, layout in layouts.items() for name in layout}
-    return _pretty({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _pretty(document: object) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return to_json(document, work / INDEX)

@@ -596,7 +596,7 @@ class Compression:
         return {file: state for part in ranks.all_gather(mine) for file, state in part.items()}
 
     def _state(self, file: str, folder: Path) -> State:
-        """What a container is. Work on one that is made again is taken back from what `on_bytes` was told."""
+        """What a container is. Of one that is made again, what `on_bytes` was told is taken back."""
         told = 0
 
         def tell(nbytes: int) -> None:
@@ -610,7 +610,7 @@ class Compression:
         return state
 
     def _compared(self, file: str, path: Path, on_bytes: OnBytes) -> State:
-        """Whether a container is intact, and holds what the source still holds."""
+        """What a container is, after a look at its records and then at all its tensors."""
         source = self._source
         try:
             with Container(path, delta=self._base is not None) as container:

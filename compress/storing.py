@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from neuzip.errors import system_error
 
 from .workspace import writing
 
@@ -16,11 +16,11 @@ from .workspace import writing
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
     """`writing`, for what safetensors writes too: it has an error of its own for a disk that is full."""
-    try:
-        with writing(path):
+    with writing(path):
+        try:
             yield
-    except SafetensorError as error:
-        if (found := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        with writing(path):
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        except SafetensorError as error:
+            system = system_error(error)
+            if system is None:
+                raise
+            raise system from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -59,7 +60,7 @@ NO_ROOM_FOR_A_LIBRARY = "failed to map segment from shared object"
 """What the C library says where a shared library finds no memory; a reason of another kind follows it."""
 
 NO_GPU_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory")
-"""The same of a GPU."""
+"""Words with which torch says that a GPU has no memory left."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -75,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
-    """The error for it, with how much was asked for, where a library tells. `what` is what was being done."""
+    """What to tell where memory ran out, with the amount where a library says it. `what` was being done."""
     asked = re.search(r"allocate (\d[\d.]* ?[A-Za-z]+)", str(error))
     amount = f", {asked[1]} at once were asked for" if asked else ""
     if any(words in str(error) for words in NO_GPU_MEMORY):
@@ -92,6 +93,22 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
         f"{what}: memory ran out{amount}",
         "free some, or use a machine with more; where there is --jobs, fewer take less",
     )
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the operating system said, where that is the failure, else None.
+
+    safetensors has an error of its own, with the number in its words.
+
+    >>> system_error(FileNotFoundError(2, "No such file or directory")), system_error(ValueError("os error"))
+    (FileNotFoundError(2, 'No such file or directory'), None)
+    """
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None or type(error).__name__ != "SafetensorError":
+        return None
+    return OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
