@@ -91,7 +91,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
         if path.suffix == ".gguf":
-            raise FormatError(path, "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL)
+            raise _refusal_of_gguf(path)
         if path.suffix != ".safetensors":
             raise FormatError(path, "is not a .safetensors file")
         return Checkpoint(path, path.parent, (path.name,), ())
@@ -112,9 +112,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if any(_INDEX.search(f) for f in files):
             raise NeuzipError(f"{path}: there are no .safetensors files, but an index of some", _INCOMPLETE)
         if ggufs := [f for f in files if f.endswith(".gguf")]:
-            raise FormatError(
-                path / ggufs[0], "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL
-            )
+            raise _refusal_of_gguf(path / ggufs[0])
         raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
     others = tuple(f for f in files if not f.endswith(".safetensors"))
     return with_indices(Checkpoint(path, path, weights, others))
@@ -128,8 +126,8 @@ def with_indices(checkpoint: Checkpoint) -> Checkpoint:
     """
     unread = []
     for index in index_files(checkpoint):
-        missing = _shards(checkpoint, index) - frozenset(checkpoint.weights)
-        if missing and _is_beside_weights(checkpoint, index):
+        shards = _shards(checkpoint, index)
+        if not shards <= frozenset(checkpoint.weights) and _is_beside_weights(checkpoint, index, shards):
             unread.append(index)
         else:
             read_weight_map(checkpoint, index)
@@ -146,19 +144,23 @@ def _shards(checkpoint: Checkpoint, index: str) -> frozenset[str]:
     return frozenset(_folder(index) + str(shard) for shard in weight_map.values())
 
 
-def _is_beside_weights(checkpoint: Checkpoint, index: str) -> bool:
-    """Whether what an index stands for is there as one file, or another variant of it and no shard of it."""
+def _is_beside_weights(checkpoint: Checkpoint, index: str, shards: frozenset[str]) -> bool:
+    """Whether the weights of an index are there as one file, or in another variant and no shard of it."""
     match = _INDEX.search(index)
     assert match is not None
     stem, variant = index[: match.start()], match["variant"]
     dotted = "" if variant is None else f".{variant}"
     if f"{stem}{dotted}.safetensors" in checkpoint.weights:
         return True
-    if _shards(checkpoint, index) & frozenset(checkpoint.weights):
+    if shards & frozenset(checkpoint.weights):
         return False
     form = re.compile(rf"{re.escape(stem)}(\.[^./-]+)?(-\d+-of-\d+)?(\.[^./-]+)?\.safetensors")
     found = [match for f in checkpoint.weights if (match := form.fullmatch(f))]
     return any((match[1] or match[3] or "") != dotted for match in found)
+
+
+def _refusal_of_gguf(path: Path) -> FormatError:
+    return FormatError(path, "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL)
 
 
 _INCOMPLETE = "if it is a download, it is incomplete: neuzip pull REPO_ID brings all of it"

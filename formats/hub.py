@@ -5,7 +5,6 @@ All traffic is huggingface_hub's, with its cache, its access token and its envir
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import glob
 import hashlib
@@ -18,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite, shell
+from neuzip.errors import (
+    FULL_OR_CLOSED,
+    FormatError,
+    NeuzipError,
+    UsageError,
+    VerificationError,
+    WouldOverwrite,
+    shell,
+)
 
 from .card_evaluation import read_evaluation
 from .checkpoint import (
@@ -138,7 +145,7 @@ def _filling_cache() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in FULL_OR_CLOSED:
             raise
         raise NeuzipError(
             f"{HF_HUB_CACHE}: the cache of the Hub cannot be written: {error.strerror}",

@@ -12,6 +12,8 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
+from neuzip.errors import FULL_OR_CLOSED
+
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop; only for this run where neither the package's folder nor a cache can be written."""
@@ -21,13 +23,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return dispatcher  # type: ignore[no-any-return]
 
 
-FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What a folder answers that cannot take more. A cache is optional: the loop is compiled anew each time."""
-
-
 @contextmanager
 def _optional() -> Iterator[None]:
-    """Pass over a cache that cannot be read or written."""
+    """Pass over a cache that cannot be read or written: the loop is compiled anew each time."""
     try:
         yield
     except OSError as error:

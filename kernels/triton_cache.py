@@ -12,7 +12,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from .compiled import FULL_OR_CLOSED
+from neuzip.errors import FULL_OR_CLOSED
 
 
 def make_optional() -> None:

@@ -114,6 +114,9 @@ def system_error(error: BaseException) -> OSError | None:
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What the operating system says of a disk without room, or of a user who has used up a share of it."""
 
+FULL_OR_CLOSED = FULL | {errno.EROFS, errno.EACCES, errno.EPERM}
+"""What it says of a folder that cannot take more, such as one of a cache."""
+
 
 class DiskFull(NeuzipError):
     """There is no space left where `path` is to be written. What a repeated command does, commands add."""
