@@ -47,7 +47,6 @@ def main() -> None:
             "what": "divergence without each layer, and what others prune by",
             "src": arguments.name,
             **plain(vars(found)),
-            "text": found.text,
             "environment": environment,
         },
     )
