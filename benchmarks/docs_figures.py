@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import readme
@@ -27,23 +28,28 @@ SMALL = "bf16 decode, lossless, 16 Mi weights"
 def main() -> int:
     """Render every page, then write or compare."""
     differ = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         old = page.read_text(encoding="utf-8")
-        new = MARKED.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", old)
+        new = rendered(page, old)
         if new != old:
-            differ.append(page)
+            differ.append((page, new))
     if "--check" in sys.argv:
-        print(*(page.name for page in differ), sep="\n", end="")
+        print(*(page.name for page, _ in differ), sep="\n", end="")
         return int(bool(differ))
-    for page in differ:
-        old = page.read_text(encoding="utf-8")
-        page.write_text(MARKED.sub(lambda f: f"{f[1]}{block(f[2])}\n{f[3]}", old), encoding="utf-8")
+    for page, new in differ:
+        page.write_text(new, encoding="utf-8")
     return 0
 
 
-def block(name: str) -> str:
-    """What stands between the marks of that name; paths of pictures as they are from docs/."""
-    return BLOCKS[name]().replace("](benchmarks/", "](../benchmarks/")
+def rendered(page: Path, text: str) -> str:
+    """The text of a page with its figures filled in; paths of pictures as they are from the page."""
+    up = "../" * len(page.relative_to(readme.ROOT).parent.parts)
+    return MARKED.sub(
+        lambda mark: (
+            f"{mark[1]}{BLOCKS[mark[2]]().replace('](benchmarks/', f']({up}benchmarks/')}\n{mark[3]}"
+        ),
+        text,
+    )
 
 
 def whole(name: str, render: Callable[[dict[str, Any]], str]) -> Callable[[], str]:

@@ -35,7 +35,7 @@ from neuzip.cli.commands import VERBS
 from neuzip.cli.main import build_app
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
 REASONS = ("network", "gpu", "several", "long", "yours")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
@@ -332,7 +332,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if f"]({page.name})" not in index] == ["README.md"]
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
+    assert [name for name in names if f"]({name})" not in index] == ["README.md"]
 
 
 @pytest.mark.parametrize("script", ["docs_figures", "pictures"])

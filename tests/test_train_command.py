@@ -393,7 +393,7 @@ def test_overwrite_replaces_a_run_and_nothing_beside_it(
 
 
 def test_the_manual_has_every_key_with_its_default(root: Path) -> None:
-    page = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "explanation" / "training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE)
     fields = {field.name: field for field in dataclasses.fields(configuration.Configuration)}
     assert sorted(name for name, _ in rows) == sorted(fields)
