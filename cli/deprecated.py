@@ -5,7 +5,7 @@ The names are replaced before typer reads them, so that commands know the new on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "compress": {"--calibration": "--text", "--against": "--base"},
@@ -53,11 +53,11 @@ def renamed(
         name, given, value = argument.partition("=")
         new = NAMES.get(verb, {}).get(name, name)
         if not name.startswith("--") or not (takes_value(new) or given):
-            found.append(argument)  # no long option, or one that is on or off
-            if name.startswith("-") and takes_value(name):
-                found += [one for one in [next(rest, None)] if one is not None]
+            found.append(argument)  # an argument, a short option, or one that is on or off
+            if takes_value(argument):
+                found += _next(rest)
             continue
-        values = [value] if given else [one for one in [next(rest, None)] if one is not None]
+        values = [value] if given else _next(rest)
         if values and (verb, name, values[0]) in VALUES:
             new, replaced = VALUES[verb, name, values[0]]
             warn(f"{name} {values[0]} is now {new} {replaced}; the old form goes with version 0.2")
@@ -67,3 +67,8 @@ def renamed(
             warn(f"{name} is now called {new}; the old name goes with version 0.2")
         found += [f"{new}={value}"] if given else [new, *values]
     return found
+
+
+def _next(arguments: Iterator[str]) -> list[str]:
+    """The value of an option that was just read: whatever comes next, if it looks like an option too."""
+    return [value for value in [next(arguments, None)] if value is not None]

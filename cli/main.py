@@ -42,12 +42,8 @@ def _page(verb: str, groups: Mapping[str, Sequence[str]]) -> type[TyperCommand]:
 
     class Page(TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            valued = {
-                name
-                for option in self.get_params(ctx)
-                if option.param_type_name == "option" and not option.is_flag
-                for name in option.opts
-            }
+            options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+            valued = {name for option in options if not option.is_flag for name in option.opts}
             new = deprecated.renamed(verb, args, valued.__contains__, Output().warning)
             return super().parse_args(ctx, new)
 

@@ -324,6 +324,30 @@ def test_configurations_without_sense_are_refused(changes: dict[str, Any], probl
     assert problem in caught.value.message and hint in caught.value.hint
 
 
+def test_old_keys_are_accepted_with_a_warning(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    values = {
+        "text": "a.txt", "output": "o", "window": 8, "batch_size": 3, "micro_batch_size": 1,
+        "optimizer_state": "lossless", "warmup_steps": 2, "min_lr_ratio": 0.5, "max_grad_norm": 2.0,
+    }  # fmt: skip
+    file = write(**values)
+    heard: list[str] = []
+    found = configuration.read(file, heard.append)
+    assert not heard
+    for old, new in configuration.OLD.items():
+        file.write_text(file.read_text().replace(f"{new} = ", f"{old} = "))
+    assert configuration.read(file, heard.append) == found
+    assert heard == [
+        f"{file}: {old} is now called {new}; the old name goes with version 0.2"
+        for old, new in configuration.OLD.items()
+    ]
+    assert set(configuration.OLD.values()) == set(values)
+    file.write_text(file.read_text() + "window = 9\n")
+    said = neuzip("train", file)
+    assert said.exit_code == 2 and f"error: {file}: length and window are one key" in said.stderr
+
+
 def test_values_get_their_types(tmp_path: Path) -> None:
     found = configuration.checked({**GIVEN, "text": "one.txt", "weight_decay": 0}, "run.toml")
     assert (found.text, found.output, found.lr) == (["one.txt"], Path("o"), 1.0)
@@ -349,6 +373,8 @@ def test_without_a_length_windows_are_what_the_model_can(
     run = tmp_path / "out" / "run.json"
     begun = {key: value for key, value in json.loads(run.read_text()).items() if key != "filter_gradients"}
     run.write_text(json.dumps(begun))  # as a version without that key left it
+    old = {new: name for name, new in configuration.OLD.items()}
+    run.write_text(json.dumps({old.get(key, key): value for key, value in begun.items()}))
     assert neuzip("train", write(window=256, steps=2, batch_size=1), "--resume").exit_code == 0
     said = neuzip("train", write(window=256, steps=2, batch_size=1, filter_gradients=False), "--resume")
     assert said.exit_code == 2
