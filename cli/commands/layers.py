@@ -131,7 +131,7 @@ def command(
     elif found.removal is not None:
         out.status("nothing was written: --out DST would write that model")
     out.result(
-        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "picture": picture},
+        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "plot": picture},
         quiet=quiet_lines(found, output),
     )
 

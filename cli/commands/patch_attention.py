@@ -121,7 +121,7 @@ def command(
             write_file(picture, drawn)
         out.status(f"wrote {picture}")
     out.result(
-        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
+        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "plot": picture},
         quiet=[found.comparison.kld.mean.value if dry_run else dst],
     )
 

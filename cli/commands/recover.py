@@ -206,7 +206,7 @@ def command(
     figures = finish(out, output, result, windows)
     out.result(
         {
-            "src": path, "base": original, "dst": output, "settings": settings, **figures,
+            "src": path, "original": original, "dst": output, "settings": settings, **figures,
             "before": found.get("before"), "after": found.get("after"),
             "special_tokens": windows.special_tokens, "device": str(where),
         },
