@@ -6,8 +6,8 @@
     3    a bug of ours
     130  interrupted
 
-Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under `--json`
-it holds one object, which has the key `error` if there is no result.
+Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
+`--json` it holds one object, which has the key `error` if there is no result.
 `NEUZIP_DEBUG=1` adds the traceback.
 """
 
@@ -83,9 +83,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         if system is not None and system.errno in _NOT_OUR_FAULT:
             _traceback_if_wanted()
             place = f"{system.filename}: " if system.filename else ""
-            error(
-                f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError"
-            )
+            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
             return 1
         shown = _traceback_if_wanted()
         if is_out_of_memory(failure):

@@ -1,8 +1,7 @@
-"""--against of neuzip compress, and what other commands say of a delta."""
+"""--base of neuzip compress, and what other commands say of a delta."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refuse_others(others: Mapping[str, bool]) -> None:
-    """Raise UsageError for options that were given and exclude --against."""
+    """Raise UsageError for options that were given and exclude --base."""
     why = {
         "--push-to": "push the delta when it is made: neuzip push DST REPO_ID",
         "--stream": "leave out --stream: a delta needs both checkpoints here",
@@ -28,13 +27,13 @@ def refuse_others(others: Mapping[str, bool]) -> None:
     for option, given in others.items():
         if given:
             hint = why.get(option, f"leave out {option}: a delta is always exact")
-            raise UsageError(f"--against and {option} exclude each other", hint)
+            raise UsageError(f"--base and {option} exclude each other", hint)
 
 
 def run(
     out: Output,
     src: str,
-    against: str,
+    base: str,
     dst: Path,
     rules: Sequence[Rule],
     report_of: Report,
@@ -52,10 +51,10 @@ def run(
 
     refuse_before_download(src, dst, overwrite)
     path = resolved(out, src)
-    base = resolved(out, against)
-    name = name_of(base, against)
+    of_base = resolved(out, base)
+    name = name_of(of_base, base)
     report = compress_against(
-        path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+        path, of_base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
         device=choose(device, weight_bytes(path)), stage=out.progress,
     )  # fmt: skip
     for warning in report.warnings:
@@ -65,8 +64,8 @@ def run(
         f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} alone"
     )
-    report_of(out, report, {"base": base, "base_name": name}, where=None)
-    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', against, 'DST')}")
+    report_of(out, report, {"base": of_base, "base_name": name}, where=None)
+    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
 
 
 def _kind(scheme: str) -> str:
@@ -74,7 +73,7 @@ def _kind(scheme: str) -> str:
 
 
 def is_delta(path: str | Path) -> bool:
-    """Whether a checkpoint is one, as `compress --against` makes them."""
+    """Whether a checkpoint is one, as `compress --base` makes them."""
     from neuzip.compress.source import TensorSource
 
     with TensorSource(path, allow_delta=True) as source:
@@ -124,7 +123,7 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     out.text()
     out.text(f"A delta against {visible(name) if name is not None else 'another file'}.")
     out.hint("to see what the weights are made of, restore them: neuzip apply DELTA --base BASE DST")
-    weights = sum(math.prod(t["shape"]) for t in tensors)  # type: ignore[arg-type]
+    weights = sum(t.info.numel for t in chosen)
     out.result(
         {
             "src": path, "delta": True, "base_name": name, "device": "cpu", "compressed": True,

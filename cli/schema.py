@@ -1,12 +1,12 @@
 """What `--json` prints: the keys of every command, with types, units and meaning.
 
 Every document begins with the keys of ENVELOPE. Then follow the keys of the command (COMMANDS), or, if the
-command failed before it had a result, the one key `error` (FAILED). Every key of a command is always there: it
-is null if there is nothing to say. OBJECTS describes the values of keys and the items of lists.
+command failed before it had a result, the one key `error` (FAILED). Every key of a command is always there.
+It is null if there is nothing to say. OBJECTS describes the values of keys and the items of lists.
 
-A type is boolean, integer, number, string, object (with keys that are not listed), the name of one of OBJECTS,
-"list of T", or "map of T" (the keys are names). "or null" belongs to the whole type unless it stands in brackets.
-A number that is infinite or not a number is null.
+A type is boolean, integer, number, string, object (with keys that are not listed), the name of one of
+OBJECTS, "list of T", or "map of T" (the keys are names). "or null" belongs to the whole type unless it stands
+in brackets. A number that is infinite or not a number is null.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ FAILED = _keys("""
 
 OBJECTS: Mapping[str, Keys] = {
     "Error": _keys("""
-        kind      : string - class of the error: UsageError, FormatError, WouldOverwrite, DiskFull, OSError,
-        | ...
+        kind      : string - class of the error: UsageError, FormatError, WouldOverwrite, DiskFull, OSError and others
         message   : string - what is wrong, as on stderr
         hint      : string or null - what to do about it, as on stderr
         exit_code : integer - exit code of the process: 1 expected failure, 2 usage error, 3 internal error,
@@ -681,6 +680,7 @@ COMMANDS: Mapping[str, Keys] = {
         prompt               : string - the prompt
         text                 : string - what was generated
         tokens               : list of integer - its tokens
+        finish_reason        : string - length if the limit of new tokens ended the text, else stop
         prompt_tokens        : integer - tokens of the prompt
         load_seconds         : number [s] - time to load the model
         seconds              : number [s] - time to generate
