@@ -132,18 +132,22 @@ PRESET = {
 
 def main() -> int:
     """Render every page, then write or compare."""
-    differ = []
-    for page in sorted(PAGES.glob("*.md")):
-        old = page.read_text(encoding="utf-8")
-        new = MARKED.sub(lambda mark: f"{mark[1]}{BLOCKS[mark[2]]()}\n{mark[3]}", old)
-        if new != old:
-            differ.append((page, new))
+    pages = differing()
     if "--check" in sys.argv:
-        print(*(page.name for page, _ in differ), sep="\n", end="")
-        return int(bool(differ))
-    for page, new in differ:
-        page.write_text(new, encoding="utf-8")
+        print(*(page.name for page in pages), sep="\n", end="")
+        return int(bool(pages))
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
     return 0
+
+
+def differing() -> dict[Path, str]:
+    """The pages that are out of date, each with its text as it has to be."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
+    made = {
+        page: MARKED.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text) for page, text in pages.items()
+    }
+    return {page: text for page, text in made.items() if text != pages[page]}
 
 
 def table(heads: str, rows: Iterable[Iterable[str]]) -> str:
@@ -156,7 +160,9 @@ def require_same(what: str, told: Iterable[str], there: Iterable[str]) -> None:
     """Exit unless the words of this script are for what is there, and for nothing else."""
     told, there = set(told), set(there)
     if told != there:
-        raise SystemExit(f"reference.py: {what}: no words for {there - told}, words too many for {told - there}")
+        raise SystemExit(
+            f"reference.py: {what}: no words for {there - told}, words too many for {told - there}"
+        )
 
 
 # Commands
@@ -179,7 +185,11 @@ def command(verb: str) -> str:
     """One command's help page, and where it is shown at work."""
     page = (HELP / f"{verb}.txt").read_text(encoding="utf-8").rstrip("\n")
     page = re.sub(r"^[ \t]+$", "", page, flags=re.MULTILINE)
-    more = f"\n\nExamples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)" if HOW_TO[verb] else ""
+    more = (
+        f"\n\nExamples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)"
+        if HOW_TO[verb]
+        else ""
+    )
     return f"### {verb}\n\n```text\n{page}\n```{more}"
 
 
@@ -280,6 +290,46 @@ def prose(thing: Any) -> str:
         else:
             paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
+
+
+# JSON
+
+
+def json_frame() -> str:
+    """The keys that every document begins with, and those of a failure."""
+    from neuzip.cli.schema import ENVELOPE, FAILED
+
+    return keys_table({**ENVELOPE, **FAILED})
+
+
+def json_commands() -> str:
+    """The keys of each command, in the groups of the commands."""
+    from neuzip.cli.schema import COMMANDS
+
+    require_same("json keys", COMMANDS, HOW_TO)
+    verbs = [verb for group in GROUPS.values() for verb in group]
+    return "\n\n".join(f"### {verb}\n\n{keys_table(COMMANDS[verb])}" for verb in verbs)
+
+
+def json_objects() -> str:
+    """The objects that are values of keys."""
+    from neuzip.cli.schema import OBJECTS
+
+    return "\n\n".join(f"### {name}\n\n{keys_table(OBJECTS[name])}" for name in sorted(OBJECTS))
+
+
+def keys_table(keys: Any) -> str:
+    """The keys of an object with type, unit and meaning."""
+    from neuzip.cli.schema import OBJECTS
+
+    def linked(kind: str) -> str:
+        return re.sub(r"\w+", lambda m: f"[{m[0]}](#{m[0].lower()})" if m[0] in OBJECTS else m[0], kind)
+
+    rows = (
+        (f"`{name}`", linked(key.type), key.unit.replace("|", "\\|"), key.meaning.replace("|", "\\|"))
+        for name, key in keys.items()
+    )
+    return table("key | type | unit | meaning", rows)
 
 
 # Configuration
@@ -412,7 +462,9 @@ def versions() -> str:
         assert found, requirement
         condition = requirement.partition(";")[2].strip()
         rows.append((f"{found[1]}{f' (if {condition})' if condition else ''}", found[2].strip() or "any"))
-    return table("package | version", ((name, f"`{wanted}`" if wanted != "any" else wanted) for name, wanted in rows))
+    return table(
+        "package | version", ((name, f"`{wanted}`" if wanted != "any" else wanted) for name, wanted in rows)
+    )
 
 
 def memory_formats() -> str:
@@ -440,6 +492,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "overview": overview,
     "names": names,
+    "json-frame": json_frame,
+    "json-commands": json_commands,
+    "json-objects": json_objects,
     "plan-keys": plan_keys,
     "train-keys": train_keys,
     "own-variables": environment(OWN),
