@@ -1201,7 +1201,7 @@ def delta(document: dict[str, Any]) -> str:
         f"container alone {first['container_bytes'] / 1e6:.1f} MB), saved in bf16 after some steps of "
         f"training on {document['batch']} x {document['tokens']} tokens, against the checkpoint before them. "
         "Every delta restores the same files. Peers get the weights in memory; the times are of `neuzip "
-        f"compress --against` without its verification and of `neuzip apply`, {document['threads']} threads, "
+        f"compress --base` without its verification and of `neuzip apply`, {document['threads']} threads, "
         f"files read and written, medians of {document['rounds']}. `python benchmarks/delta.py`\n\n"
         "| training | steps | weights changed | delta | smaller than the container "
         f"| {' | '.join(first['peers'])} | compress | apply |\n"
