@@ -1,6 +1,6 @@
 """Writes the figures of README.md and docs/measurements.md from benchmarks/results: none is copied by hand.
 
-python benchmarks/readme.py            # rewrite what stands between the two marks of each page
+python benchmarks/readme.py            # rewrite what stands between the marks of each page
 python benchmarks/readme.py --check    # exit 1 if a page differs, and name it
 
 README.md has the few that matter most, docs/measurements.md all of them. What missed its aim says so in both.
@@ -20,25 +20,30 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
+MARKED = re.compile(r"(<!-- figures: ([\w./-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def main() -> int:
     """Render both pages, then write or compare."""
-    pages = {ROOT / "README.md": short, ROOT / "docs" / "measurements.md": measurements}
+    pages = {"README.md": short(), "docs/measurements.md": {"benchmarks/readme.py": measurements()}}
     differ = []
-    for path, render in pages.items():
-        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        old, _, after = rest.partition(END)
-        new = f"\n{render()}\n"
+    for name, blocks in pages.items():
+        old = (ROOT / name).read_text(encoding="utf-8")
+        new = filled(old, blocks)
         if old != new:
-            differ.append(path.name)
+            differ.append(name)
         if "--check" not in sys.argv:
-            path.write_text(f"{before}{BEGIN}{new}{END}{after}", encoding="utf-8")
+            (ROOT / name).write_text(new, encoding="utf-8")
     if "--check" not in sys.argv:
         return 0
     print(*differ, sep="\n", end="")
     return int(bool(differ))
+
+
+def filled(text: str, blocks: dict[str, str]) -> str:
+    """A page with the block that each of its marks names; no block is left over."""
+    assert {name for _, name, _ in MARKED.findall(text)} == set(blocks)
+    return MARKED.sub(lambda mark: f"{mark[1]}{blocks[mark[2]]}\n{mark[3]}", text)
 
 
 def measurements() -> str:
@@ -566,7 +571,7 @@ def gpu_codec(document: dict[str, Any]) -> str:
     for r in document["results"]:
         kind = "formats" if FORMAT_ROW.fullmatch(r["row"]) else "peers"
         groups["loading" if r["row"].startswith("load_file") else kind].append(gpu_codec_line(r, peers))
-    heads = "| what | tool | GB/s | target | stretch goal | of the limit | size |\n|---|---|---|---|---|---|---|\n"
+    heads = "| what | tool | GB/s | target | stretch goal | of the limit | size |\n" + "|---" * 7 + "|\n"
     captions = {
         "peers": "**bf16, compared with other codecs:**",
         "formats": "**Other formats.** The target is the speed of lossless bf16, the first row:",
@@ -585,7 +590,8 @@ def gpu_codec(document: dict[str, Any]) -> str:
         f"limit for bf16 decoders is {document['device_copy_gb_s'] * 2 / 3:,.0f} GB/s: two thirds of the "
         f"speed of a device copy ({document['device_copy_gb_s']:,.0f} GB/s). The limit of the other kernels "
         "is the time that a device copy of the same bytes takes. The limit of loading is that of the "
-        f"link, {document['link_gb_s']:.1f} GB/s, divided by the compressed size. Bits are those of one exponent, with all overhead.",
+        f"link, {document['link_gb_s']:.1f} GB/s, divided by the compressed size. Bits are those of one "
+        "exponent, with all overhead.",
         shown,
         "`python benchmarks/gpu_codec.py`",
         [gpu_machine(document["environment"])],
@@ -902,8 +908,8 @@ def kv_attention(document: dict[str, Any]) -> str:
         "quantised cache directly. The cache holds random values and is not in the L2 cache; both sides run "
         "in CUDA graphs. GB/s count the bytes of keys and values. A device copy reaches "
         f"{document['device_copy_gb_s']:,.0f} GB/s. At batch 1, PyTorch's kernel is far below that speed, "
-        "so most of the speedup there does not come from the smaller cache. `store` is the extra time to quantise "
-        "and pack one token.",
+        "so most of the speedup there does not come from the smaller cache. `store` is the extra time to "
+        "quantise and pack one token.",
         [table(heads, lines)],
         "`python benchmarks/kv_attention.py`",
         [gpu_machine(document["environment"])],
@@ -1552,37 +1558,50 @@ def memory(document: dict[str, Any]) -> str:
 # The few that README.md has
 
 
-def short() -> str:
-    """The figures that matter most, with their aims, and how many aims were missed in all."""
-    sizes = [row for rows in (weights_sizes, ternary_sizes, cache_sizes, delta_sizes) for row in rows()]
-    speeds = [
+Row = tuple[str, ...]
+
+
+def short() -> dict[str, str]:
+    """The tables of README.md, and a sentence about all others, by the names of their marks."""
+    rows = [
         row
-        for rows in (codec_speeds, product_speeds, running_speeds, other_speeds, training_speeds)
-        for row in rows()
-    ]
-    found = table(
-        ("what", "size", "what it costs"),
-        [(linked(what, title), size, cost) for what, size, cost, title in sizes],
-    )
-    if speeds:
-        found += f"\n\nOn one {cards()}:\n\n" + table(
-            ("what", "neuzip", "beside it", "aim"),
-            [(linked(what, title), ours, others, aim) for what, ours, others, aim, title in speeds],
+        for render in (
+            weights_results, ternary_results, delta_results, codec_speeds, running_speeds, other_speeds,
+            training_speeds,
         )
+        for row in render()
+    ]  # fmt: skip
+    late = [row for row in rows if any(label in cell for cell in row for label in LATE)]
+    heads = ("what", "neuzip", "baseline", "target")
+    return {
+        "modes": table(
+            ("mode", "size, of bf16", "loss", "decode speed", "prefill speed", "needs", "measured on"),
+            modes(),
+        ),
+        "results": table(heads, [row for row in rows if row not in late]),
+        "slower": f"{table(heads, late)}\n\n{cards()}{counts()}",
+    }
+
+
+LATE = ("**missed**", "**slower**")
+"""Labels of what README.md has under "Where it loses": nobody chooses what goes there."""
+
+
+def counts() -> str:
+    """How many results of all tables miss their target or are slower than their baseline."""
     everything = figures()
+    missed, slow = (everything.count(label) for label in LATE)
     return (
-        f"{found}\n\n[docs/measurements.md](docs/measurements.md) has all {len(parts())} tables, each with "
-        "the command that makes it, the machine and the commit. In "
-        f"{everything.count('**missed**')} places there an aim is **missed**, in "
-        f"{everything.count('**slower**')} a form is **slower** than what it stands beside."
+        f"[Measurements](docs/measurements.md) has all {len(parts())} tables with their commands, machines "
+        f"and commits. {missed} results there miss their target, and {slow} are slower than their baseline."
     )
 
 
 def cards() -> str:
-    """The GPU of most of these figures, none of which is of several at once, and those of the others."""
+    """The GPU of most of these results, none of which is of several at once, and those of the others."""
     whats = {
-        "gpu_codec": "lossless codes", "generate": "packed weights", "bitnet": "ternary weights",
-        "attention": "attention", "linear_cross_entropy": "loss", "train_memory": "training",
+        "gpu_codec": "decoding", "generate": "packed and ans models", "bitnet": "ternary models",
+        "attention": "attention", "linear_cross_entropy": "cross-entropy", "train_memory": "training",
     }  # fmt: skip
     found: dict[str, list[str]] = {}
     for name in filter(is_measured, whats):
@@ -1591,12 +1610,13 @@ def cards() -> str:
         for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
     names = sorted(found, key=lambda card: -len(found[card]))
-    return ", ".join([*names[:1], *(f"{' and '.join(found[card])} on one {card}" for card in names[1:])])
+    others = [f"; {' and '.join(found[card])} were measured on one {card}" for card in names[1:]]
+    return f"The GPU is one {names[0]}{''.join(others)}. " if names else ""
 
 
-def linked(what: str, title: str) -> str:
-    """A cell that leads to its table."""
-    return f"[{what}](docs/measurements.md#{anchor(title)})"
+def linked(what: str, part: str) -> str:
+    """A cell that leads to a table of docs/measurements.md."""
+    return f"[{what}](docs/measurements.md#{anchor(title_of(part))})"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -1606,83 +1626,159 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def aimed(value: float, must: float, text: str, *, most: bool = False) -> str:
-    """An aim, and that it was missed if it was."""
+    """A target, and that it was missed if it was."""
     return text + (", **missed**" if (value > must if most else value < must) else "")
 
 
-def weights_sizes() -> Iterator[tuple[str, str, str, str]]:
-    """Weights as they are, a real checkpoint first, and rounded: of models that bear much or little."""
-    coded = {(r["case"], r["codec"]): r["ratio"] for r in load("cpu_codec")["results"]}
-    title = "Lossless codec on the CPU"
-    for case, what in (("wikilm-26m", "wikilm-26m"), ("gaussian", "67 M made-up weights, N(0, 0.02)")):
-        peer = f"nothing: the same bytes come back (ZipNN: {coded[case, 'zipnn']:.2%})"
-        yield f"bf16, lossless, {what}", f"{coded[case, 'neuzip']:.2%}", peer, title
-    for name, model in swept():
-        r = next(r for r in load(name)["results"] if r["scheme"] == "k3")
-        cost = f"{r['kld']['mean']['value']:.2g} nats a token, perplexity {percent_more(r)}"
-        yield f"3 mantissa bits, {model}", f"{r['ratio']:.1%}", cost, "Size and quality by mantissa bits"
+def times(ratio: float) -> str:
+    """How many times as fast as the baseline, and that it is slower if it is."""
+    return f"{ratio:.2f}x{slower(ratio)}"
 
 
-def swept() -> list[tuple[str, str]]:
-    """Sweeps of models that README names: what they bear differs much."""
-    found = [("sweep-demo", "demo"), ("sweep-smollm2-135m", "SmolLM2-135M")]
-    return [(name, model) for name, model in found if is_measured(name)]
+# What to choose
 
 
-def percent_more(row: dict[str, Any]) -> str:
-    """By how much a perplexity rises."""
-    return f"{100 * (row['perplexity_ratio']['value'] - 1):+.2f} %"
+def modes() -> Iterator[Row]:
+    """What each mode saves and costs, and the weights that say so."""
+    yield from file_modes()
+    yield from memory_modes()
+    yield from ternary_mode()
+    yield from cache_modes()
 
 
-def ternary_sizes() -> Iterator[tuple[str, str, str, str]]:
-    """Weights of -1, 0 and 1, trained to be so."""
+def file_modes() -> Iterator[Row]:
+    """Compressed files, which are a plain model once they are loaded."""
+    (coded,) = (
+        r["ratio"]
+        for r in load("cpu_codec")["results"]
+        if (r["case"], r["codec"]) == ("wikilm-26m", "neuzip")
+    )
+    yield (
+        linked("lossless file (default)", codec(load("cpu_codec"))), f"{coded:.1%}",
+        "none, byte for byte", "as bf16", "as bf16", "CPU", "wikilm-26m",
+    )  # fmt: skip
+    if is_measured("sweep-smollm2-135m"):
+        found = {r["scheme"]: r for r in load("sweep-smollm2-135m")["results"]}
+        yield (
+            linked("lossy file, `--mantissa-bits 4`", sweep(load("sweep-demo"))),
+            f"{found['k4']['ratio']:.1%}", lost(found["k4"]), "as bf16", "as bf16",
+            "CPU; a text for `--max-kld`", "SmolLM2-135M",
+        )  # fmt: skip
+
+
+def memory_modes() -> Iterator[Row]:
+    """Weights that stay compressed in GPU memory."""
+    if not is_measured("generate"):
+        return
+    rows = {(r["what"], r["by"]): r for r in load("generate")["sections"]["llama"]["rows"]}
+    whats = ("peak memory, load and tokens", "decode, batch 1", "decode, batch 32", "prefill")
+    for by, loss in (("packed", "none in the weights; sums in another order"), ("ans", "none")):
+        memory, one, many, prefill = (rows[what, by]["ratio"] for what in whats)
+        yield (
+            linked(f"`--residency {by}`", generate(load("generate"))), f"{memory:.0%} of GPU memory", loss,
+            f"{times(one)}; batch 32: {times(many)}", times(prefill), "NVIDIA GPU, transformers 5",
+            "synthetic weights, Llama-3-8B shapes",
+        )  # fmt: skip
+
+
+def ternary_mode() -> Iterator[Row]:
+    """Weights of -1, 0 and 1 in files and in GPU memory."""
+    if not is_measured("bitnet") or not is_measured("ternary-conversion-wikilm-26m"):
+        return
+    bits = load("ternary-conversion-wikilm-26m")["results"][0]["bits"]
+    rows = {(r["what"], r["by"]): r for r in load("bitnet")["rows"]}
+    speed = rows["decode, batch 1", "b1.58"]["ratio"]
+    memory = rows["weights outside embeddings", "b1.58"]["ratio"]
+    yield (
+        linked("`--ternary`, 8-bit activations", bitnet(load("bitnet"))),
+        f"{bits:.2f} bits per weight; {memory:.0%} of GPU memory outside embeddings",
+        "none for a ternary model; **destructive for others**", times(speed), "not measured",
+        "ternary model, NVIDIA GPU", "synthetic weights, 3B shapes",
+    )  # fmt: skip
+
+
+def cache_modes() -> Iterator[Row]:
+    """A quantised KV cache."""
+    if not is_measured("kv_cache-smollm2-135m") or not is_measured("kv_attention"):
+        return
+    rows = {(r["bits"], r["span"]): r for r in load("kv_cache-smollm2-135m")["results"]}
+    for bits in (8, 4):
+        r = rows[bits, "absmax"]
+        more = 100 * (r["perplexity"] / rows[16, None]["perplexity"] - 1)
+        alone = [k for k in load("kv_attention")["results"] if k["bits"] == bits]
+        best, worst = (of(alone, key=lambda k: k["speedup"]) for of in (max, min))
+        speeds = "; ".join(f"batch {k['texts']}: {times(k['speedup'])}" for k in (best, worst))
+        yield (
+            linked(f"`--kv-bits {bits}`", kv_cache(measured_of("kv_cache"))),
+            f"{r['bits_per_number']:.2f} bits per cached value",
+            f"{r['kld']:.2g} nats per token, perplexity {more:+.2g} %",
+            f"attention alone, {speeds}", "not measured",
+            "NVIDIA GPU for speed", "SmolLM2-135M; speed: synthetic cache",
+        )  # fmt: skip
+
+
+# Results
+
+
+def lost(row: dict[str, Any]) -> str:
+    """What a scheme costs a model."""
+    more = 100 * (row["perplexity_ratio"]["value"] - 1)
+    return f"{row['kld']['mean']['value']:.2g} nats per token, perplexity {more:+.2f} %"
+
+
+def weights_results() -> Iterator[Row]:
+    """Weights without loss, and rounded: of models that tolerate little and much."""
+    coded = {
+        r["codec"]: f"{r['ratio']:.2%}" for r in load("cpu_codec")["results"] if r["case"] == "wikilm-26m"
+    }
+    what = linked("lossless bf16, wikilm-26m", codec(load("cpu_codec")))
+    yield what, f"{coded['neuzip']} of bf16", f"ZipNN: {coded['zipnn']}", ""
+    for name, model in (("sweep-smollm2-135m", "SmolLM2-135M"), ("sweep-demo", "demo")):
+        if is_measured(name):
+            r = next(r for r in load(name)["results"] if r["scheme"] == "k3")
+            what = linked(f"3 mantissa bits, {model}", sweep(load("sweep-demo")))
+            yield what, f"{r['ratio']:.1%} of bf16, {lost(r)}", "", ""
+
+
+def ternary_results() -> Iterator[Row]:
+    """Weights of -1, 0 and 1, trained to be so, judged as docs/measurements.md does."""
     if not is_measured("recovery") or not is_measured("ternary-conversion-wikilm-26m"):
         return
-    for name, form in (("b158", "inputs of 8 bits"), ("a48", "inputs of 4 bits")):
-        section = load("recovery")["sections"].get(name)
+    document, bits = load("recovery"), load("ternary-conversion-wikilm-26m")["results"][0]["bits"]
+    for name, activations, must in (("b158", 8, 1.25), ("a48", 4, 1.03)):
+        section = document["sections"].get(name)
         if section is None:
             continue
-        after, bits = section["after"], load("ternary-conversion-wikilm-26m")["results"][0]["bits"]
-        aims = (1.25, 1.10) if name == "b158" else (None, None)
-        cost = (
-            f"perplexity {after['ratio']:.3f} times the original's"
-            f"{with_aim(after['ratio'], aims, most=True)}, {after['kld']:.2g} nats a token"
+        after, to_first = section["after"], section.get("ratio_to_b158")
+        judged, of = (after["ratio"], "") if to_first is None else (to_first, " that with 8 bits")
+        what = f"ternary, {activations}-bit activations, {section['minutes']:g} min of `recover`, wikilm-26m"
+        told = f"{bits:.2f} bits per weight, {after['kld']:.2g} nats per token"
+        told += f", perplexity {after['ratio']:.3f}x" + (f" ({to_first:.3f}x{of})" if of else "")
+        yield (
+            linked(what, recovery(document)),
+            told,
+            "1.000x",
+            aimed(judged, must, f"{must:g}x{of}", most=True),
         )
-        if "ratio_to_b158" in section:
-            ratio = section["ratio_to_b158"]
-            cost += f"; {ratio:.3f} times that of 8 bits{with_aim(ratio, (1.03, 1.015), most=True)}"
-        what = f"linear weights -1, 0, 1, {form}, {section['minutes']:g} minutes of training, wikilm-26m"
-        yield what, f"{bits:.2f} bits", cost, "Recovery of a ternary model"
 
 
-def cache_sizes() -> Iterator[tuple[str, str, str, str]]:
-    """Keys and values in four bits, of the same models."""
-    for name, model in (("kv_cache-demo", "demo"), ("kv_cache-smollm2-135m", "SmolLM2-135M")):
-        if not is_measured(name):
-            continue
-        rows = {(r["bits"], r["span"]): r for r in load(name)["results"]}
-        r = rows[4, "absmax"]
-        more = 100 * (r["perplexity"] / rows[16, None]["perplexity"] - 1)
-        cost = f"{r['kld']:.2g} nats a token, perplexity {more:+.2g} %"
-        yield f"keys and values in 4 bits, {model}", f"{r['bits_per_number']:.2f} bits", cost, CACHE_TITLE
-
-
-def delta_sizes() -> Iterator[tuple[str, str, str, str]]:
+def delta_results() -> Iterator[Row]:
     """What some steps of training changed."""
     if is_measured("delta"):
-        r = next(r for r in load("delta")["results"] if (r["steps"], r["learning_rate"]) == (100, 1e-6))
-        what = f"a delta: {r['steps']} steps of AdamW at {r['learning_rate']:g}, wikilm-26m"
-        cost = f"nothing; it is {r['container_bytes'] / r['delta_bytes']:.1f}x smaller than the container"
-        yield what, f"{r['delta_bytes'] / r['weight_bytes']:.1%}", cost, "Deltas"
+        document = load("delta")
+        r = next(r for r in document["results"] if (r["steps"], r["learning_rate"]) == (100, 1e-6))
+        what = f"lossless delta of {r['steps']} AdamW steps at {r['learning_rate']:g}, wikilm-26m"
+        beside = f"lossless file: {r['container_bytes'] / r['delta_bytes']:.1f}x as large"
+        yield linked(what, delta(document)), f"{r['delta_bytes'] / r['weight_bytes']:.1%} of bf16", beside, ""
 
 
 CODED = {
-    "decode 235 M made-up weights, kernels in a CUDA graph": "bf16 decode, lossless, 235 M weights",
-    "decode 16 Mi made-up weights, a kernel in a CUDA graph": "bf16 decode, lossless, 16 Mi weights",
-    "decode 291 made-up tensors of Llama-3-8B's shapes, a call": (
+    "decode 235 M synthetic weights, kernels alone": "bf16 decode, lossless, 235 M weights",
+    "decode 16 Mi synthetic weights, a kernel alone": "bf16 decode, lossless, 16 Mi weights",
+    "decode 291 synthetic tensors of Llama-3-8B's shapes, one call": (
         "bf16 decode, lossless, 8B-shaped model of 291 tensors, a call"
     ),
-    "load 16 GB of made-up weights from the page cache": (
+    "load a synthetic 16 GB checkpoint from the page cache": (
         "load_file of a checkpoint of 16 GB in the page cache"
     ),
 }
@@ -1691,19 +1787,20 @@ CODED = {
 CODECS = {"DFloat11 0.5.0": "DFloat11", "nvCOMP ANS 6.0.0.12": "nvCOMP", "safetensors": "safetensors"}
 
 
-def codec_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+def codec_speeds() -> Iterator[Row]:
     """Decoding, and loading a checkpoint."""
     if not is_measured("gpu_codec"):
         return
-    found = {(r["row"], r["by"]): r for r in load("gpu_codec")["results"] if "gb_s" in r}
+    document = load("gpu_codec")
+    found = {(r["row"], r["by"]): r for r in document["results"] if "gb_s" in r}
     for told, row in CODED.items():
         ours = found[row, "neuzip"]
         peers = {by: r for (of, by), r in found.items() if of == row and by in CODECS}
         others = [f"{CODECS[by]}: {in_gb(r['gb_s'])}" for by, r in peers.items()]
         late = slower(ours["gb_s"] / max(r["gb_s"] for r in peers.values())) if peers else ""
         aim = aimed(ours["gb_s"], ours["must_gb_s"], in_gb(ours["must_gb_s"]))
-        beside = ", ".join(others) or "nothing was measured"
-        yield told, f"{in_gb(ours['gb_s'])} GB/s{late}", beside, aim, "Lossless codec on a GPU"
+        baseline = ", ".join(others) or "not measured"
+        yield linked(told, gpu_codec(document)), f"{in_gb(ours['gb_s'])} GB/s{late}", baseline, aim
 
 
 def in_gb(value: float) -> str:
@@ -1711,108 +1808,94 @@ def in_gb(value: float) -> str:
     return f"{value:,.{0 if value >= 100 else 1}f}"
 
 
-def product_speeds() -> Iterator[tuple[str, str, str, str, str]]:
-    """Products with packed weights: the slowest and the fastest shape, for one row of x and for many."""
-    if not is_measured("packed_linear"):
-        return
-    results = load("packed_linear")["sections"]["products"]["results"]
-    told, aims = [], []
-    for rows in (1, 2048):
-        found = [r for r in results if (r["rows"], r["kept"]) == (rows, 7)]
-        ratios = [r["speedup"] for r in found]
-        told.append(f"{min(ratios):.2f}x to {max(ratios):.2f}x{slower(min(ratios))}")
-        aims.append(aimed(min(ratios), found[0]["must"], f"{found[0]['must']:g}x"))
-    yield (
-        "multiply 1 row and 2,048 with packed, made-up weights, five shapes", " and ".join(told),
-        "cuBLAS, bf16", "; ".join(aims), "Matmul with packed weights",
-    )  # fmt: skip
-
-
-def running_speeds() -> Iterator[tuple[str, str, str, str, str]]:
-    """Generating with packed weights: one text, many, and the memory; and reading a prompt."""
+def running_speeds() -> Iterator[Row]:
+    """A model of 8B shapes in both compressed formats: one text, many, their memory, and reading a prompt."""
     if not is_measured("generate"):
         return
-    rows = {(r["what"], r["by"]): r for r in load("generate")["sections"]["llama"]["rows"]}
-    whats = ("decode, batch 1", "decode, batch 32", "peak memory, load and tokens", "prefill")
-    ours, plain = ([rows[what, by] for what in whats] for by in ("packed", "bf16"))
-    speeds, memory = [f"{r['value']:,.0f} ({r['ratio']:.2f}x{slower(r['ratio'])})" for r in ours], ours[2]
-    beside = [f"{r['value']:,.0f}" for r in plain]
-    title = "Generation with Llama-3-8B's shapes"
-    aims = [
-        aimed(ours[0]["ratio"], ours[0]["must"], f"{ours[0]['must']:g}x for one text"),
-        aimed(memory["ratio"], memory["must"], f"{memory['must']:g}x of the memory", most=True),
-    ]
+    document = load("generate")
+    rows = {(r["what"], r["by"]): r for r in document["sections"]["llama"]["rows"]}
+
+    def told(what: str, by: str) -> str:
+        return f"{rows[what, by]['value']:,.0f} ({times(rows[what, by]['ratio'])})"
+
+    def plain(what: str) -> str:
+        return f"{rows[what, 'bf16']['value']:,.0f}"
+
+    one, many, memory = "decode, batch 1", "decode, batch 32", "peak memory, load and tokens"
+    ours = rows[one, "packed"]["ratio"], rows[memory, "packed"]["ratio"]
+    must = rows[one, "packed"]["must"], rows[memory, "packed"]["must"]
     yield (
-        "generate with packed, made-up weights of Llama-3-8B's shapes, 1 text and 32",
-        f"{speeds[0]} and {speeds[1]} tokens/s, {memory['value']:.1f} GB ({memory['ratio']:.2f}x)",
-        f"bf16: {beside[0]} and {beside[1]}, {plain[2]['value']:.1f} GB", "; ".join(aims), title,
+        linked("generate with packed synthetic weights, 8B shapes, batch 1 and 32", generate(document)),
+        f"{told(one, 'packed')} and {told(many, 'packed')} tokens/s, "
+        f"{rows[memory, 'packed']['value']:.1f} GB ({ours[1]:.2f}x)",
+        f"bf16: {plain(one)} and {plain(many)}, {rows[memory, 'bf16']['value']:.1f} GB",
+        f"{aimed(ours[0], must[0], f'{must[0]:g}x at batch 1')}; "
+        f"{aimed(ours[1], must[1], f'{must[1]:g}x of the memory', most=True)}",
+    )
+    yield (
+        linked("generate with ans synthetic weights, 8B shapes, batch 1 and 32", generate(document)),
+        f"{told(one, 'ans')} and {told(many, 'ans')} tokens/s", f"bf16: {plain(one)} and {plain(many)}", "",
     )  # fmt: skip
-    yield "read a prompt with these made-up weights", f"{speeds[3]} tokens/s", f"bf16: {beside[3]}", "", title
+    yield (
+        linked("prefill with packed and with ans synthetic weights, 8B shapes", generate(document)),
+        f"{told('prefill', 'packed')} and {told('prefill', 'ans')} tokens/s", f"bf16: {plain('prefill')}", "",
+    )  # fmt: skip
 
 
-def other_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+def other_speeds() -> Iterator[Row]:
     """Ternary weights, quantised attention, and the loss of a head."""
     if is_measured("bitnet"):
-        found = {r["by"]: r for r in load("bitnet")["rows"] if r["what"] == "decode, batch 1"}
-        ours, plain = [found["a4.8"], found["a4.8, 3-bit KV"]], found["bf16"]
-        speeds = " and ".join(f"{r['value']:,.0f} ({r['ratio']:.2f}x{slower(r['ratio'])})" for r in ours)
-        aims = [
-            aimed(r["ratio"], r["must"], f"{r['must']:g}x{how}")
-            for r, how in zip(ours, ("", " in 3 bits"), strict=True)
-        ]
-        yield (
-            "generate with ternary, made-up weights of 3B shapes, a4.8, keys and values in bf16 and 3 bits",
-            f"{speeds} tokens/s", f"bf16: {plain['value']:.0f}", "; ".join(aims),
-            "Generation with BitNet a4.8's 3B shapes",
-        )  # fmt: skip
+        document = load("bitnet")
+        found = {r["by"]: r for r in document["rows"] if r["what"] == "decode, batch 1"}
+        both, plain = [found["a4.8"], found["a4.8, 3-bit KV"]], found["bf16"]
+        speeds = " and ".join(f"{r['value']:,.0f} ({times(r['ratio'])})" for r in both)
+        aims = "; ".join(aimed(r["ratio"], r["must"], f"{r['must']:g}x") for r in both)
+        what = "generate with ternary synthetic weights, 3B shapes, a4.8, KV cache in bf16 and 3 bits"
+        yield linked(what, bitnet(document)), f"{speeds} tokens/s", f"bf16: {plain['value']:.0f}", aims
     if is_measured("attention"):
-        cases = [
-            r for r in load("attention")["sections"]["kernels"]["results"]
+        document = load("attention")
+        sides = {
+            r["side"]: r for r in document["sections"]["kernels"]["results"]
             if (r["texts"], r["tokens"], r["width"], r["causal"]) == (1, 32768, 128, True)
-        ]  # fmt: skip
-        sides = {r["side"]: r for r in cases}
-        ours = sides["ours, 8 bits"]
+        }  # fmt: skip
+        ours, plain = sides["ours, 8 bits"], sides["SDPA, cuDNN"]
         yield (
-            "attention in 8 bits, 32,768 made-up tokens, causal",
-            f"{ours['tops']:.0f} TOPS{slower(ours['tops'] / sides['SDPA, cuDNN']['tops'])}",
-            f"cuDNN: {sides['SDPA, cuDNN']['tops']:.0f}",
-            aimed(ours["tops"], ours["must"], f"{ours['must']}"), "Speed of quantised attention",
+            linked("8-bit attention, 32,768 synthetic tokens, causal", attention(document)),
+            f"{ours['tops']:.0f} TOPS{slower(ours['tops'] / plain['tops'])}", f"cuDNN: {plain['tops']:.0f}",
+            aimed(ours["tops"], ours["must"], f"{ours['must']}"),
         )  # fmt: skip
     if is_measured("linear_cross_entropy"):
-        by = {
-            r["by"]: r
-            for r in load("linear_cross_entropy")["sections"]["gemma"]["results"]
-            if r["row"] == "forward"
-        }
+        document = load("linear_cross_entropy")
+        by = {r["by"]: r for r in document["sections"]["gemma"]["results"] if r["row"] == "forward"}
         ours, plain = by["neuzip"], by["torch"]
+        what = "linear cross-entropy, synthetic head of 256,000 tokens, forward"
         yield (
-            "loss of a made-up head of 256,000 tokens, forward",
+            linked(what, linear_cross_entropy(document)),
             f"{ours['ms']:.1f} ms{slower(plain['ms'] / ours['ms'])}, {ours['mb']:,.0f} MB",
             f"torch: {plain['ms']:.1f} ms, {plain['mb']:,.0f} MB",
             aimed(ours["ms"], ours["must_ms"], f"{ours['must_ms']} ms", most=True),
-            "Linear cross-entropy",
         )  # fmt: skip
 
 
-def training_speeds() -> Iterator[tuple[str, str, str, str, str]]:
+def training_speeds() -> Iterator[Row]:
     """Training on compressed weights: its memory, and what that costs where steps are small."""
     if not is_measured("train_memory"):
         return
-    rows = {(r["method"], r["tokens"]): r for r in load("train_memory")["sections"]["llama-3-8b"]["rows"]}
+    document = load("train_memory")
+    rows = {(r["method"], r["tokens"]): r for r in document["sections"]["llama-3-8b"]["rows"]}
     ours, plain, vanilla = (rows[method, 1024] for method in ("ours", "lomo", "vanilla"))
     ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
     most, least = MEMORY_AIMS["llama-3-8b"][0], SPEED_AIMS[1024][0]
     assert most is not None
     aims = aimed(ours["peak_gib"], most, f"{most:g} GiB", most=True), aimed(ratio, least, f"{least:g}x")
-    beside = "; ".join(
+    baseline = "; ".join(
         f"{by}: {r['peak_gib']:.1f} GiB, {r['tokens_per_second']:,.0f}"
-        for by, r in (("our trainer with plain weights (as LOMO)", plain), ("torch's SGD", vanilla))
+        for by, r in (("our trainer, plain weights (as LOMO)", plain), ("torch's SGD", vanilla))
     )
-    speed = f"{ours['tokens_per_second']:,.0f} tokens/s ({ratio:.2f}x{slower(ratio)})"
     yield (
-        "train all weights, made up, of Llama-3-8B's shapes compressed, 1,024 tokens a step",
-        f"{ours['peak_gib']:.1f} GiB, {speed}", beside, "; ".join(aims),
-        "Training with compressed weights",
+        linked("train all synthetic weights, 8B shapes, 1,024 tokens per step", train_memory(document)),
+        f"{ours['peak_gib']:.1f} GiB, {ours['tokens_per_second']:,.0f} tokens/s ({times(ratio)})",
+        baseline, "; ".join(aims),
     )  # fmt: skip
 
 

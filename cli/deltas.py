@@ -1,4 +1,4 @@
-"""--against of neuzip compress, and what other commands say of a delta."""
+"""--base of neuzip compress, and what other commands say of a delta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refuse_others(others: Mapping[str, bool]) -> None:
-    """Raise UsageError for options that were given and exclude --against."""
+    """Raise UsageError for options that were given and exclude --base."""
     why = {
         "--push-to": "push the delta when it is made: neuzip push DST REPO_ID",
         "--stream": "leave out --stream: a delta needs both checkpoints here",
@@ -27,13 +27,13 @@ def refuse_others(others: Mapping[str, bool]) -> None:
     for option, given in others.items():
         if given:
             hint = why.get(option, f"leave out {option}: a delta is always exact")
-            raise UsageError(f"--against and {option} exclude each other", hint)
+            raise UsageError(f"--base and {option} exclude each other", hint)
 
 
 def run(
     out: Output,
     src: str,
-    against: str,
+    base: str,
     dst: Path,
     rules: Sequence[Rule],
     report_of: Report,
@@ -51,10 +51,10 @@ def run(
 
     refuse_before_download(src, dst, overwrite)
     path = resolved(out, src)
-    base = resolved(out, against)
-    name = name_of(base, against)
+    of_base = resolved(out, base)
+    name = name_of(of_base, base)
     report = compress_against(
-        path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+        path, of_base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
         device=choose(device, weight_bytes(path)), stage=out.progress,
     )  # fmt: skip
     for warning in report.warnings:
@@ -64,8 +64,8 @@ def run(
         f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} alone"
     )
-    report_of(out, report, {"against": base, "base": name}, where=None)
-    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', against, 'DST')}")
+    report_of(out, report, {"against": of_base, "base": name}, where=None)
+    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
 
 
 def _kind(scheme: str) -> str:
@@ -73,7 +73,7 @@ def _kind(scheme: str) -> str:
 
 
 def is_delta(path: str | Path) -> bool:
-    """Whether a checkpoint is one, as `compress --against` makes them."""
+    """Whether a checkpoint is one, as `compress --base` makes them."""
     from neuzip.compress.source import TensorSource
 
     with TensorSource(path, allow_delta=True) as source:

@@ -456,7 +456,7 @@ def _tensor_row(inspection: Inspection, t: TensorFigures, gap: TensorDifference 
 
 
 def read_sweep(folder: Path) -> SweepResults:
-    """What `neuzip sweep --out` wrote. Raises NeuzipError for other folders and for rows of several."""
+    """What `neuzip sweep --output` wrote. Raises NeuzipError for other folders and for rows of several."""
     from .sweep import Row as SweepRow
 
     points = []
@@ -468,7 +468,7 @@ def read_sweep(folder: Path) -> SweepResults:
             others = _differing(first[1], row.depends_on)
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                path, "is no result of neuzip sweep", hint="give what its --out wrote"
+                path, "is no result of neuzip sweep", hint="give what its --output wrote"
             ) from error
         if others:
             raise NeuzipError(
@@ -478,7 +478,9 @@ def read_sweep(folder: Path) -> SweepResults:
         kld = row.comparison.kld.mean
         points.append(SweepPoint(row.scheme, row.bits_per_weight, row.bytes, kld, row.perplexity))
     if first is None:
-        raise NeuzipError(f"{folder}: holds no results of neuzip sweep", "run `neuzip sweep SRC --out` first")
+        raise NeuzipError(
+            f"{folder}: holds no results of neuzip sweep", "run `neuzip sweep SRC --output` first"
+        )
     return SweepResults(tuple(sorted(points, key=lambda p: (-p.bits_per_weight, p.scheme))), first[1])
 
 

@@ -18,7 +18,7 @@ SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
 BLOCKS = "512"
 
 WORK = ".neuzip-sweep"
-"""The folder in --out that holds a compressed checkpoint while it is measured."""
+"""The folder in --output that holds a compressed checkpoint while it is measured."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def work_folder(out: Path) -> Iterator[Path]:
     work = out / WORK
     with writing(out):
         if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out}: is a file", "name a folder, or something new")
+            raise UsageError(f"--output {out}: is a file", "name a folder, or something new")
         out.mkdir(parents=True, exist_ok=True)
         work.mkdir(exist_ok=True)
         try:
             lock = locked(work)
         except (BlockingIOError, FileNotFoundError) as error:
             raise NeuzipError(
-                f"--out {out}: another sweep is writing there", "wait for it, or choose another"
+                f"--output {out}: another sweep is writing there", "wait for it, or choose another"
             ) from error
     try:
         try:

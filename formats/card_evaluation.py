@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 28
 DIVERGENCES = ("mean KLD", "99.9 % KLD", "same top token", "perplexity ratio")
 """The figures of a comparison that a card tells, by their names in a report."""
 
-_HOW_TO = "make one: neuzip eval DIR --base ORIGINAL --text TEXT --report FILE.json"
+_HOW_TO = "make one: neuzip eval DIR --original ORIGINAL --text TEXT --report FILE.json"
 
 Kind = tuple[str, tuple[int, ...], int]
 """Dtype, shape and stored bytes of a tensor."""

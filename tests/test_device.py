@@ -374,7 +374,7 @@ def test_wikilm(options, neuzip_data, tmp_path, neuzip):
     assert files(tmp_path / "cuda") == files(tmp_path / "cpu")
     assert files(tmp_path / "cuda-back") == files(tmp_path / "cpu-back")
     verdicts = [
-        neuzip("verify", tmp_path / "cpu", "--against", model, "--device", d, "--json")
+        neuzip("verify", tmp_path / "cpu", "--original", model, "--device", d, "--json")
         for d in ("cpu", "cuda")
     ]
     assert verdicts[0].json["tensors"] == verdicts[1].json["tensors"]

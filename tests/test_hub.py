@@ -102,7 +102,7 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
     assert neuzip("push", small, "me/model", "--private").endswith(f": {hub.url}/me/model\n")
     assert contents(small) == before
     assert hub.repositories["me/model"].private
-    assert "intact: 4 tensors" in neuzip("verify", "me/model", "--against", original)
+    assert "intact: 4 tensors" in neuzip("verify", "me/model", "--original", original)
     neuzip("decompress", "me/model", "restored")
     assert contents(tmp_path / "restored") == contents(original)
 
@@ -804,7 +804,7 @@ def evaluated(folder: Path) -> Report:
     how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
     return Report(
         title=folder.name,
-        command="neuzip eval small --base model --text demo --report eval.json",
+        command="neuzip eval small --original model --text demo --report eval.json",
         versions={"neuzip": "0.1", "torch": "2.13.0"},
         base="model",
         setting={"text": "demo (Python 3.11.7), 5 documents", "computed": "in float32 on cpu"},
@@ -836,7 +836,7 @@ def test_the_card_tells_the_last_evaluation_with_its_conventions(
         f"| token-level perplexity | 27.76 ± 1.63 | 27.80 ± 1.65 | {how} |",
         f"| word\\|level \\`x\\` \\<b\\> | 1,704 ± 524 | 1,710 ± 523 | {how} |",
         "| mean KLD | | 0.009091 ± 0.000455 nats | KL(original \\|\\| this) |",
-        "    neuzip eval small --base model --text demo --report eval.json",
+        "    neuzip eval small --original model --text demo --report eval.json",
     ):
         assert line in card.splitlines()
     assert "± is one standard error, of divergences over 18 windows of 3 documents." in card

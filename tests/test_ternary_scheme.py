@@ -582,7 +582,7 @@ def test_the_option_is_for_the_projections_of_layers(neuzip: Speak, model: Path,
         "model.embed_tokens.weight": "k=2",
         "lm_head.weight": "k=2",
     }
-    said = neuzip("verify", tmp_path / "small", "--against", model)
+    said = neuzip("verify", tmp_path / "small", "--original", model)
     assert "1 tensor identical, 5 rounded as recorded" in said.stdout
     assert "ternary" in neuzip("inspect", tmp_path / "small").stdout
 

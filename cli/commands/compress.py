@@ -31,11 +31,11 @@ EXAMPLES = [
     "neuzip compress my-model small --mantissa-bits 3 --bits-for '*embed*=4'",
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
-    "neuzip compress my-model fits --target-size 6GiB --calibration held-out.txt",
+    "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
     "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
-    "neuzip compress my-model fast --attention auto --calibration held-out.txt",
+    "neuzip compress my-model fast --attention auto --text held-out.txt",
     "neuzip compress my-bitnet small --ternary --ternary-group row",
-    "neuzip compress my-model-tuned tuned.delta --against my-model",
+    "neuzip compress my-model-tuned tuned.delta --base my-model",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.1-70B 70b.nz --stream --push-to me/70b-nz",
     "",
@@ -54,7 +54,7 @@ GROUPS = {
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
     "A target, which a plan is made for": (
-        "max_kld", "max_ppl_increase", "target_size", "calibration", "sensitivity", "drop_layers",
+        "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "drop_layers",
         "attention",
     ),
     "Ternary weights": (
@@ -62,7 +62,7 @@ GROUPS = {
         "allow_destructive",
     ),
     "From and to the Hub, and differences": (
-        "stream", "push_to", "private", "allow_private_files", "against",
+        "stream", "push_to", "private", "allow_private_files", "base",
     ),
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ AttentionOption = Annotated[
     options.AttentionMode | None,
     typer.Option(
         "--attention",
-        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --calibration",
+        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --text",
     ),
 ]
 DropLayersOption = Annotated[
@@ -155,7 +155,7 @@ PushToOption = Annotated[
         " here",
     ),
 ]
-AgainstOption = Annotated[
+BaseOption = Annotated[
     str | None,
     typer.Option(
         metavar="BASE",
@@ -198,13 +198,14 @@ def command(
         str | None,
         typer.Option(metavar="P%|SIZE", help="Lose as little as weight files of this size allow: 60%, 6GiB"),
     ] = None,
-    calibration: Annotated[
-        str,
+    text: Annotated[
+        str | None,
         typer.Option(
-            metavar="TEXT|demo|none",
-            help="Measure for a target, or --attention, on this text, as eval's --text",
+            "--text",
+            metavar="TEXT",
+            help="Measure for a target, or --attention, on this text, as eval's --text; demo if not given",
         ),
-    ] = "demo",
+    ] = None,
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
@@ -222,7 +223,7 @@ def command(
     allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
-    against: AgainstOption = None,
+    base: BaseOption = None,
     stream: StreamOption = False,
     push_to: PushToOption = None,
     private: PrivateOption = False,
@@ -261,7 +262,7 @@ def command(
                 "it chooses the mantissa bits itself",
             )
         fewer = targets.layers_to_drop(
-            drop_layers, goal, sensitivity=sensitivity, calibration=calibration,
+            drop_layers, goal, sensitivity=sensitivity,
             excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
         )  # fmt: skip
         if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
@@ -270,12 +271,11 @@ def command(
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
-        if attention is not None and (ranks.world > 1 or calibration == "none"):
+        if attention is not None and ranks.world > 1:
             raise UsageError(
-                f"--attention {attention} needs "
-                + ("one process" if ranks.world > 1 else "a text, and --calibration is none"),
-                "run neuzip patch-attention on the result",
+                f"--attention {attention} needs one process", "run neuzip patch-attention on the result"
             )
+        measured_on = targets.text_of(goal, sensitivity, text, needed=attention is not None or fewer != 0)
         rounding = "none" if goal is not None else block_size
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
         rules = scheme.rules_of_options(
@@ -306,7 +306,7 @@ def command(
                 "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
             },
         )  # fmt: skip
-        if against is not None:
+        if base is not None:
             deltas.refuse_others(
                 {
                     "--mantissa-bits": mantissa_bits is not None, "--bits-for": bool(bits_for),
@@ -317,7 +317,7 @@ def command(
                 }
             )  # fmt: skip
             deltas.run(
-                out, src, against, dst, rules, _report,
+                out, src, base, dst, rules, _report,
                 verify=verify, jobs=jobs, overwrite=overwrite, device=device,
             )  # fmt: skip
             return
@@ -333,16 +333,17 @@ def command(
         began = time.monotonic()
         calibrated, more = None, {}
         if attention is not None:
+            assert measured_on is not None
             with targets.nothing_kept():
                 calibrated = _calibrate(
-                    out, path, dst, attention, calibration, device, overwrite, dry_run,
+                    out, path, dst, attention, measured_on, device, overwrite, dry_run,
                     for_target=goal is not None,
                 )  # fmt: skip
             more = {"attention": result_of(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
                 asked = targets.ask(
-                    out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
+                    out, goal, path, dst, rules, block_size=block_size, text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
                 )  # fmt: skip
@@ -384,7 +385,7 @@ def _calibrate(
     path: Path,
     dst: Path,
     mode: options.AttentionMode,
-    calibration: str,
+    text: str,
     device: Literal["auto", "cpu", "cuda"],
     overwrite: bool,
     dry_run: bool,
@@ -403,7 +404,7 @@ def _calibrate(
         require_plain(source, dst)
     if not dry_run:
         (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
-    found = attention.calibrate(path, read_text(calibration), mode, out.stage, device=device)
+    found = attention.calibrate(path, read_text(text), mode, out.stage, device=device)
     show(out, found)
     out.text()
     return found

@@ -37,12 +37,12 @@ COUNTED_TOKENS = 8192
 
 EXAMPLES = [
     "neuzip eval my-model.nz --text demo",
-    "neuzip eval small --base my-model --text wiki.test.raw",
+    "neuzip eval small --original my-model --text wiki.test.raw",
     "neuzip eval s.nz --text hf://datasets/Salesforce/wikitext/wikitext-2-raw-v1",
     "neuzip eval small --text my-texts --conventions token --window 2048",
-    "neuzip eval small --base my-model --text demo --report page.html",
-    "neuzip eval my-model --base my-model --text demo --kv-bits 3",
-    "neuzip eval my-model --base my-model --text demo --attention 8bit",
+    "neuzip eval small --original my-model --text demo --report page.html",
+    "neuzip eval my-model --original my-model --text demo --kv-bits 3",
+    "neuzip eval my-model --original my-model --text demo --attention 8bit",
     "neuzip eval small --tasks arc_easy,hellaswag --limit 200",
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
@@ -59,7 +59,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    base: Annotated[
+    original: Annotated[
         str | None, typer.Option(metavar="ORIGINAL", help="Evaluate this checkpoint too, and compare")
     ] = None,
     conventions: Annotated[
@@ -101,7 +101,7 @@ def command(
         options.KvBits | None,
         typer.Option(
             "--kv-bits",
-            help="Attend to keys and values in so few bits, in SRC alone, not in --base",
+            help="Attend to keys and values in so few bits, in SRC alone, not in --original",
             show_default=False,
         ),
     ] = None,
@@ -122,7 +122,7 @@ def command(
     ] = None,
     sweep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Show in the report what `neuzip sweep --out DIR` found"),
+        typer.Option(metavar="DIR", help="Show in the report what `neuzip sweep --output DIR` found"),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -164,7 +164,7 @@ def command(
     evaluation = scores = None
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
-        sources = [path for path in (base, src) if path is not None]
+        sources = [path for path in (original, src) if path is not None]
         paths, document = ranks.first_before_others(
             lambda: (
                 [resolved_model(out, path) for path in sources],
@@ -189,7 +189,7 @@ def command(
             )  # fmt: skip
             with out.progress("eval", task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(
-                    task, divergence=base is not None, ranks=ranks, on_tokens=ranks.counting(advance)
+                    task, divergence=original is not None, ranks=ranks, on_tokens=ranks.counting(advance)
                 )
             report(out, evaluation)
         zeros = None
@@ -207,8 +207,8 @@ def command(
             if page is not None and evaluation is not None and ranks.is_first:
                 with out.progress("report", None) as advance:
                     made = reports.make(
-                        evaluation, paths[-1], paths[0] if base is not None else None, title=name_of(src),
-                        base_title=None if base is None else name_of(base),
+                        evaluation, paths[-1], paths[0] if original is not None else None, title=name_of(src),
+                        base_title=None if original is None else name_of(original),
                         command=shell("neuzip", *sys.argv[1:]), text=document, sweep=swept,
                         tasks=() if scores is None else harness.report_rows(scores),
                         versions=None if scores is None else {"lm-eval": scores.harness}, on_bytes=advance,

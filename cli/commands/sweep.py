@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from neuzip.eval.sweep import Row, Sweep
 
 EXAMPLES = [
-    "neuzip sweep my-model --text wiki.test.raw --out sweep",
+    "neuzip sweep my-model --text wiki.test.raw -o sweep",
     "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks ''",
-    "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 --out sweep",
+    "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
 
 COLUMNS = {
@@ -50,7 +50,9 @@ def command(
     ] = "512",
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep results and pictures there; a second run goes on"),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Keep results and pictures there; a second run goes on"
+        ),
     ] = None,
     window: Annotated[
         int | None,
