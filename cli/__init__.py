@@ -7,7 +7,7 @@
     130  interrupted
 
 Errors go to stderr as `error:` and `hint:` lines in every mode, so stdout holds a result or nothing.
-`NEUZIP_DEBUG=1` adds the traceback.
+`-v` or `NEUZIP_DEBUG=1` adds the traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuzip.cli import commands
+from neuzip.cli import commands, tracebacks
 from neuzip.errors import (
     FULL,
     DiskFull,
@@ -56,18 +56,19 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     make_streams_forgiving()
     argv = sys.argv[1:] if argv is None else argv
+    tracebacks.forget()
     try:
         refuse_the_other_neuzip()
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except NeuzipError as failure:
-        _traceback_if_wanted()
+        tracebacks.show()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
         error(failure.message, f"free some space; {GO_ON}" if goes_on else failure.hint)
         return failure.exit_code
     except KeyboardInterrupt:
-        _traceback_if_wanted()
+        tracebacks.show()
         error("interrupted", GO_ON if _verb(argv) in commands.RESUMABLE else "")
         return 130
     except BrokenPipeError:
@@ -77,11 +78,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     except Exception as failure:
         system = system_error(failure)
         if system is not None and system.errno in _NOT_OUR_FAULT:
-            _traceback_if_wanted()
+            tracebacks.show()
             place = f"{system.filename}: " if system.filename else ""
             error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""))
             return 1
-        shown = _traceback_if_wanted()
+        shown = tracebacks.show()
         if is_out_of_memory(failure):
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
             error(ran_out.message, ran_out.hint)
@@ -89,7 +90,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
-            + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
+            + (" with the traceback above" if shown else "; -v shows the traceback"),
         )
         return 3
 
@@ -142,18 +143,6 @@ def _refuse_ranks(argv: Sequence[str]) -> None:
 
 def _verb(argv: Sequence[str]) -> str:
     return next((argument for argument in argv if not argument.startswith("-")), "")
-
-
-def _traceback_if_wanted() -> bool:
-    if os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
-        return False
-    import traceback
-
-    from neuzip.cli.output import printable
-    from neuzip.formats.hub_secrets import scrubbed
-
-    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
-    return True
 
 
 def refuse_the_other_neuzip() -> None:

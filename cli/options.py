@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from neuzip.cli import tracebacks
+
 SourceArgument = Annotated[
     str,
     typer.Argument(metavar="SRC", help="Folder, .safetensors file or Hub id", show_default=False),
@@ -22,6 +24,13 @@ DestinationArgument = Annotated[
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print one path or number a line")]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Add the traceback to an error", callback=tracebacks.ask, is_eager=True,
+        expose_value=False,
+    ),
+]  # fmt: skip
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing")]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the destination")

@@ -65,11 +65,6 @@ def layers_to_drop(
     option = f"--drop-layers {text}"
     if text != "auto" and not (text.isdecimal() and 0 < int(text) < 10_000):
         raise UsageError(f"{option}: is no number of layers", "give a number from 1 on, auto, or none")
-    if goal is None:
-        raise UsageError(
-            f"{option}: needs a target that says what may be lost",
-            "add --max-kld, --max-ppl-increase or --target-size; neuzip layers --drop does without",
-        )
     if excluded is not None:
         raise UsageError(f"{option} excludes {excluded}", _HINTS[excluded])
     if text == "auto" and sensitivity == "weights":

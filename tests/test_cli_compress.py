@@ -192,7 +192,6 @@ def test_tied_embeddings_are_told_by_their_rows(
     ("options", "code", "words"),
     [
         (["--mantissa-bits", "60"], 2, "60 mantissa bits"),
-        (["--block-size", "64"], 2, "needs mantissa bits"),
         (["--mantissa-bits", "3", "--block-size", "100"], 2, "power of two"),
         (["--mantissa-bits", "3", "--block-size", "many"], 2, "--block-size"),
         (["--plan", "none.toml"], 1, "none.toml"),

@@ -66,10 +66,24 @@ GROUPS = {
     ),
 }  # fmt: skip
 
+TARGETS = ("--max-kld", "--max-ppl-increase", "--target-size")
+
+NEEDS = {
+    "--text": (*TARGETS, "--attention"),
+    "--sensitivity": TARGETS,
+    "--drop-layers": TARGETS,
+    "--block-size": ("--mantissa-bits", "--bits-for", *TARGETS),
+    "--ternary-quantizer": ("--ternary",),
+    "--ternary-group": ("--ternary",),
+    "--ternary-packing": ("--ternary",),
+    "--activations": ("--ternary", "--plan"),
+    "--allow-destructive": ("--ternary", "--plan"),
+    "--private": ("--push-to",),
+    "--allow-private-files": ("--push-to",),
+}
+
 WORTH_A_WORD = 1 << 16
 """Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
-
-TERNARY_DEFAULTS = ("absmean", "tensor", "trits")
 
 TIED_MEASURED = range(1, 5)
 """Mantissa bits K for which benchmarks/tied_embedding.py has measured what K + 1 for a tied embedding do."""
@@ -179,7 +193,11 @@ def command(
     mantissa_bits: Annotated[
         int | None,
         typer.Option(
-            metavar="K", min=0, help="Round matrices to K mantissa bits (bf16 has 7); lossless if not given"
+            "--mantissa-bits",
+            "-k",
+            metavar="K",
+            min=0,
+            help="Round matrices to K mantissa bits (bf16 has 7); lossless if not given",
         ),
     ] = None,
     bits_for: BitsForOption = None,
@@ -265,8 +283,6 @@ def command(
             drop_layers, goal, sensitivity=sensitivity,
             excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
         )  # fmt: skip
-        if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
-            raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
         if goal is not None and ranks.world > 1:
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
@@ -296,8 +312,8 @@ def command(
             ):
                 if given:
                     raise UsageError(
-                        f"{option} is for --ternary, or a --plan with ternary rules",
-                        'plans need a rule with scheme = "ternary" for it',
+                        f"{option} has no effect: {plan} has no ternary rule",
+                        'add a rule with scheme = "ternary", or leave it out',
                     )
         asked_stream = streaming.understand(
             stream, push_to, private, allow_private_files,

@@ -47,6 +47,16 @@ EXAMPLES = [
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
 
+NEEDS = {
+    **dict.fromkeys(
+        ("--conventions", "--window", "--stride", "--max-tokens", "--activations", "--kv-bits",
+         "--attention", "--sparsity", "--report"), ("--text",),
+    ),
+    "--sweep": ("--report",),
+    "--overwrite": ("--report",),
+    "--limit": ("--tasks",),
+}  # fmt: skip
+
 
 def command(
     src: options.ModelArgument,
@@ -146,9 +156,12 @@ def command(
             f"--activations {mode}: is for --text; tasks quantise inputs as config.json says",
             "leave out --activations or --tasks",
         )
-    if sparsity and text is None:
-        raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
     names = chosen_conventions(conventions)
+    if stride is not None and names is not None and "strided" not in names:
+        raise UsageError(
+            f"--stride {stride} has no effect with --conventions {conventions}",
+            "add strided to --conventions, or leave out --stride",
+        )
     let_threads_sleep()
     if device_map is None:
         require_device(device, residency)
@@ -273,12 +286,6 @@ def refuse_contradictions(
     """Raise UsageError for options that do not go together."""
     if text is None and tasks is None:
         raise UsageError("neither --text nor --tasks is given", "give --text demo, or a file, or --tasks")
-    if page is not None and text is None:
-        raise UsageError(f"--report {page}: needs --text too", "give --text demo, or a file")
-    if sweep is not None and page is None:
-        raise UsageError(f"--sweep {sweep}: is shown in a report only", "give --report too")
-    if limit is not None and tasks is None:
-        raise UsageError(f"--limit {limit}: bounds the documents of tasks", "give --tasks, or --max-tokens")
     if kv_bits is not None and tasks is not None:
         raise UsageError(
             f"--kv-bits {kv_bits}: is for --text; tasks keep keys and values as they are",

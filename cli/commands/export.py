@@ -22,6 +22,14 @@ EXAMPLES = [
     "neuzip export my-model.nz my-model.gguf --to gguf --gguf-type q2_0",
 ]
 
+NEEDS = {
+    "--gguf-type": ("--to gguf",),
+    "--gguf-mixed": ("--to gguf",),
+    "--linear-class": ("--to transformers-bitnet",),
+    "--mode": ("--to transformers-bitnet",),
+    "--activations": ("--to compressed-tensors",),
+}
+
 Engine = Literal["transformers-bitnet", "compressed-tensors", "gguf"]
 
 
@@ -55,15 +63,6 @@ def command(
 ) -> None:
     """Write a ternary model as other engines read it"""
     out = Output(json=json, quiet=quiet)
-    for option, value, engine in (
-        ("--gguf-type", gguf_type, "gguf"),
-        ("--gguf-mixed", gguf_mixed or None, "gguf"),
-        ("--linear-class", linear_class, "transformers-bitnet"),
-        ("--mode", mode, "transformers-bitnet"),
-        ("--activations", activations, "compressed-tensors"),
-    ):
-        if value is not None and to != engine:
-            raise UsageError(f"{option} is for --to {engine}", f"leave it out, or export with --to {engine}")
     if to == "gguf" and dst.suffix != ".gguf":
         raise UsageError(f"{dst}: --to gguf writes one file", "end DST in .gguf")
     let_threads_sleep()

@@ -23,6 +23,8 @@ EXAMPLES = [
     "neuzip inspect my-model.nz --plot weights.html",
 ]
 
+NEEDS = {"--overwrite": ("--plot",)}
+
 SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape", "max error", "scheme")
 """Columns that a narrow window does without, the first one first."""
 

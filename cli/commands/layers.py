@@ -13,7 +13,7 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError, shell
+from neuzip.errors import shell
 
 if TYPE_CHECKING:
     from neuzip.eval.estimates import Estimate
@@ -29,6 +29,8 @@ EXAMPLES = [
     "What was dropped was chosen on that text; on another it may be missed more:",
     "neuzip eval pruned --original my-model --text other.txt",
 ]
+
+NEEDS = {"--choice": ("--drop",), "--output": ("--drop",), "--overwrite": ("--output", "--plot")}
 
 METRICS = {
     "angular_distance": "angular distance",
@@ -94,8 +96,6 @@ def command(
     """
     out = Output(json=json, quiet=quiet)
     require_device(device)
-    if output is not None and drop is None:
-        raise UsageError(f"--output {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()
     from neuzip.compress.workspace import require_free
     from neuzip.eval import pictures

@@ -32,6 +32,8 @@ EXAMPLES = [
     "  --from-state s --activations a4.8 --lr 1e-4 -o a",
 ]
 
+NEEDS = {"--max-tokens": ("--eval-text",)}
+
 WINDOW = 512
 """Tokens of a window, if the model has so many positions."""
 
@@ -134,6 +136,13 @@ def command(
     require_device(device)
     if (budget is None) == (steps is None):
         raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
+    if original is not None and ternary_group != "tensor":
+        raise UsageError(
+            f"--ternary-group {ternary_group} has no effect with --original: {src} is ternary already",
+            "leave out --ternary-group",
+        )
+    if kld == 0 and temperature != 1:
+        raise UsageError(f"--temperature {temperature:g} has no effect with --kld 0", "leave one of them out")
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
     from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free

@@ -23,6 +23,8 @@ EXAMPLES = [
     "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
 
+NEEDS = {"--overwrite": ("--output",)}
+
 COLUMNS = {
     "scheme": 100, "size": 4, "ratio": 50, "bits": 60, "PPL": 99, "NLL difference": 90, "mean KLD": 99,
     "99.9 %": 70, "top-1": 80, "memory": 40, "peak": 10, "load": 15, "decode": 30, "tokens/s": 35, "": 99,
@@ -46,8 +48,11 @@ def command(
         typer.Option(metavar="A,B", help="Try these: lossless, k3 for 3 mantissa bits, k3b512 for a block"),
     ] = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
     blocks: Annotated[
-        str, typer.Option(metavar="N,M", help="Try each k with these block sizes too; '' for none")
-    ] = "512",
+        str | None,
+        typer.Option(
+            metavar="N,M", help="Try each k with these block sizes too; '' for none; 512 if not given"
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(

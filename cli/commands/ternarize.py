@@ -22,6 +22,8 @@ EXAMPLES = [
     "neuzip compress tern small --ternary --ternary-group row",
 ]
 
+NEEDS = {"--max-tokens": ("--text",)}
+
 WINDOW = 512
 """Tokens of the calibration text that the model reads at once, at most."""
 
