@@ -6,8 +6,14 @@
     3    a bug of ours
     130  interrupted
 
+<<<<<<< HEAD
 Errors go to stderr as `error:` and `hint:` lines in every mode, so stdout holds a result or nothing.
 `-v` or `NEUZIP_DEBUG=1` adds the traceback.
+=======
+Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
+`--json` it holds one object, which has the key `error` if there is no result.
+`NEUZIP_DEBUG=1` adds the traceback.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -49,14 +55,19 @@ GO_ON = "what is finished is kept: the same command goes on where it stopped"
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` excludes the program's name."""
-    from neuzip.cli.output import error, make_streams_forgiving, open_closed_streams
+    from neuzip.cli.output import begin, error, make_streams_forgiving, open_closed_streams
 
+    argv = sys.argv[1:] if argv is None else argv
+    begin(_verb(argv) or None, json=_asks_for_json(argv))
     if not open_closed_streams():
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
     make_streams_forgiving()
+<<<<<<< HEAD
     argv = sys.argv[1:] if argv is None else argv
     tracebacks.forget()
+=======
+>>>>>>> main
     try:
         refuse_the_other_neuzip()
         code = _dispatch(argv)
@@ -65,11 +76,18 @@ def run(argv: Sequence[str] | None = None) -> int:
     except NeuzipError as failure:
         tracebacks.show()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
-        error(failure.message, f"free some space; {GO_ON}" if goes_on else failure.hint)
+        hint = f"free some space; {GO_ON}" if goes_on else failure.hint
+        error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
+<<<<<<< HEAD
         tracebacks.show()
         error("interrupted", GO_ON if _verb(argv) in commands.RESUMABLE else "")
+=======
+        _traceback_if_wanted()
+        hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
+        error("interrupted", hint, kind="Interrupted", exit_code=130)
+>>>>>>> main
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.
@@ -80,17 +98,23 @@ def run(argv: Sequence[str] | None = None) -> int:
         if system is not None and system.errno in _NOT_OUR_FAULT:
             tracebacks.show()
             place = f"{system.filename}: " if system.filename else ""
-            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""))
+            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
             return 1
         shown = tracebacks.show()
         if is_out_of_memory(failure):
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
-            error(ran_out.message, ran_out.hint)
+            error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
+<<<<<<< HEAD
             + (" with the traceback above" if shown else "; -v shows the traceback"),
+=======
+            + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
+            kind=type(failure).__name__,
+            exit_code=3,
+>>>>>>> main
         )
         return 3
 
@@ -120,11 +144,14 @@ def _dispatch(argv: Sequence[str]) -> int:
         context = getattr(wrong, "ctx", None)
         message = wrong.format_message().rstrip(".")
         message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
+        code = int(getattr(wrong, "exit_code", 2))
         error(
             message[:1].lower() + message[1:],
             f"try `{context.command_path if context else 'neuzip'} --help`",
+            kind="UsageError",
+            exit_code=code,
         )
-        return int(getattr(wrong, "exit_code", 2))
+        return code
     if answer == 130:  # newer versions of typer turn Ctrl-C into this exit code
         raise KeyboardInterrupt
     return answer if isinstance(answer, int) else 0
@@ -145,6 +172,27 @@ def _verb(argv: Sequence[str]) -> str:
     return next((argument for argument in argv if not argument.startswith("-")), "")
 
 
+<<<<<<< HEAD
+=======
+def _asks_for_json(argv: Sequence[str]) -> bool:
+    """Whether `--json` is among the options, so that an error is told as JSON wherever it occurs."""
+    options = argv[: list(argv).index("--")] if "--" in argv else argv
+    return "--json" in options
+
+
+def _traceback_if_wanted() -> bool:
+    if os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
+        return False
+    import traceback
+
+    from neuzip.cli.output import printable
+    from neuzip.formats.hub_secrets import scrubbed
+
+    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
+    return True
+
+
+>>>>>>> main
 def refuse_the_other_neuzip() -> None:
     """Stop when the unrelated PyPI package `neuzip` sits in the folder that `import neuzip` reads.
 
