@@ -6,14 +6,9 @@
     3    a bug of ours
     130  interrupted
 
-<<<<<<< HEAD
-Errors go to stderr as `error:` and `hint:` lines in every mode, so stdout holds a result or nothing.
-`-v` or `NEUZIP_DEBUG=1` adds the traceback.
-=======
 Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
 `--json` it holds one object, which has the key `error` if there is no result.
-`NEUZIP_DEBUG=1` adds the traceback.
->>>>>>> main
+`-v` or `NEUZIP_DEBUG=1` adds the traceback.
 """
 
 from __future__ import annotations
@@ -63,11 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
     make_streams_forgiving()
-<<<<<<< HEAD
-    argv = sys.argv[1:] if argv is None else argv
     tracebacks.forget()
-=======
->>>>>>> main
     try:
         refuse_the_other_neuzip()
         code = _dispatch(argv)
@@ -80,14 +71,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
-<<<<<<< HEAD
         tracebacks.show()
-        error("interrupted", GO_ON if _verb(argv) in commands.RESUMABLE else "")
-=======
-        _traceback_if_wanted()
         hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
         error("interrupted", hint, kind="Interrupted", exit_code=130)
->>>>>>> main
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.
@@ -108,13 +94,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
-<<<<<<< HEAD
             + (" with the traceback above" if shown else "; -v shows the traceback"),
-=======
-            + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
             kind=type(failure).__name__,
             exit_code=3,
->>>>>>> main
         )
         return 3
 
@@ -172,27 +154,12 @@ def _verb(argv: Sequence[str]) -> str:
     return next((argument for argument in argv if not argument.startswith("-")), "")
 
 
-<<<<<<< HEAD
-=======
 def _asks_for_json(argv: Sequence[str]) -> bool:
     """Whether `--json` is among the options, so that an error is told as JSON wherever it occurs."""
     options = argv[: list(argv).index("--")] if "--" in argv else argv
     return "--json" in options
 
 
-def _traceback_if_wanted() -> bool:
-    if os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
-        return False
-    import traceback
-
-    from neuzip.cli.output import printable
-    from neuzip.formats.hub_secrets import scrubbed
-
-    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
-    return True
-
-
->>>>>>> main
 def refuse_the_other_neuzip() -> None:
     """Stop when the unrelated PyPI package `neuzip` sits in the folder that `import neuzip` reads.
 
