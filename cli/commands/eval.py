@@ -54,6 +54,15 @@ EXAMPLES = [
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
 
+GROUPS = {
+    "Text and perplexity protocol": ("text", "original", "conventions", "window", "stride", "max_tokens"),
+    "How the model runs": (
+        "residency", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
+    ),
+    "Benchmark tasks": ("tasks", "limit"),
+    "Report": ("page", "sweep", "sparsity", "overwrite"),
+}  # fmt: skip
+
 NEEDS = {
     **dict.fromkeys(
         ("--conventions", "--window", "--stride", "--max-tokens", "--activations", "--kv-bits",
@@ -72,45 +81,45 @@ def command(
         typer.Option(
             "--text",  # typer 0.27 takes a name like its metavar from that: --TEXT
             metavar="TEXT",
-            help="Predict this: a UTF-8 file, a directory of them, a dataset of the Hub, or demo",
+            help="Text to predict: UTF-8 file, folder of files, hf://datasets/..., or demo",
             show_default=False,
         ),
     ] = None,
     original: Annotated[
-        str | None, typer.Option(metavar="ORIGINAL", help="Evaluate this checkpoint too, and compare")
+        str | None, typer.Option(metavar="ORIGINAL", help="Also evaluate this checkpoint, and compare")
     ] = None,
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Of token, strided, llama.cpp, lm-eval and bos only these; all if not given"
+            metavar="A,B", help="Perplexity protocols: token, strided, llama.cpp, lm-eval, bos (default: all)"
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Predict N tokens a window; 1024, or what the model can, if not given"
-        ),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
     ] = None,
     stride: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Begin a strided window every N tokens; 512, or half one, if not given"
+            metavar="N",
+            min=1,
+            help="Tokens between starts of strided windows (default: 512, or half a window)",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = None,
     device: options.RunDeviceOption = "auto",
     device_map: Annotated[
         Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
         typer.Option(
             metavar="auto|balanced|...",
-            help="Spread each model over all GPUs by a device map of accelerate",
+            help="Spread each model over all GPUs, as accelerate does",
         ),
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
+        typer.Option(help="Compute dtype; auto is float32 for dense weights on a CPU, else the checkpoint's"),
     ] = "auto",
     residency: options.ResidencyOption = "dense",
     activations: options.ActivationsOption = None,
@@ -118,39 +127,39 @@ def command(
         options.KvBits | None,
         typer.Option(
             "--kv-bits",
-            help="Attend to keys and values in so few bits, in SRC alone, not in --original",
+            help="Quantise the KV cache of SRC to N bits",
             show_default=False,
         ),
     ] = None,
     attention: Annotated[
         options.Attention,
         typer.Option(
-            help="Have SRC attend with keys and queries in 8 or 4 bits, or with none quantised; else as its"
-            " config.json says"
+            help="Attention precision of SRC: as recorded in config.json, not quantised (none), or 8- or"
+            " 4-bit QK^T"
         ),
     ] = "recorded",
     sparsity: Annotated[
         bool,
-        typer.Option("--sparsity", help="Count the inputs of linear layers that are 0, site by site"),
+        typer.Option(
+            "--sparsity", help="Show the share of zero activations (sparsity) at the inputs of linear layers"
+        ),
     ] = False,
     page: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a page about it too: .html, .md or .json"),
+        typer.Option("--report", metavar="FILE", help="Also write a report: .html, .md or .json"),
     ] = None,
     sweep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Show in the report what `neuzip sweep --output DIR` found"),
+        typer.Option(metavar="DIR", help="Add the results of `neuzip sweep -o DIR` to the report"),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            metavar="A,B", help="Run tasks of lm-evaluation-harness: names, patterns, or YAML files"
-        ),
+        typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness: names, patterns or YAML files"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Take only the first N documents of each task")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N documents of each task")
     ] = None,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteFileOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:

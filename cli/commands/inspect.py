@@ -30,7 +30,7 @@ SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape"
 
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the histograms too: .png, .svg, or .html with the table"),
+    typer.Option(metavar="FILE", help="Also plot the histograms: .png, .svg, or .html with the table"),
 ]
 
 
@@ -38,7 +38,7 @@ def command(
     src: options.SourceArgument,
     tensor: options.TensorOption = None,
     plot: Plot = None,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteFileOption = False,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,

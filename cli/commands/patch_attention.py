@@ -23,14 +23,14 @@ EXAMPLES = [
     "neuzip patch-attention my-model mix --text my.txt --mode 4bit --max-kld 0.01",
     "neuzip patch-attention my-model fast --text my.txt --plot layers.svg",
     "",
-    "What is recorded then holds:",
+    "Other commands then use the recorded choice:",
     "neuzip eval fast --original my-model --text other.txt",
     "neuzip generate fast --prompt - < long-document.txt",
 ]
 
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw similarity and divergence by layer: .svg or .png"),
+    typer.Option(metavar="FILE", help="Also plot similarity and KL divergence by layer: .svg or .png"),
 ]
 
 
@@ -39,46 +39,43 @@ def command(
     dst: options.DestinationArgument,
     text: Annotated[
         str,
-        typer.Option(
-            "--text", metavar="TEXT", help="Measure on this text, as eval's --text", show_default=False
-        ),
+        typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
     ],
     mode: Annotated[
         options.AttentionMode,
         typer.Option(
-            help="auto: 8 bits where the budget allows, else full precision; 8bit or 4bit: in all layers, or"
-            " with a --max-kld as few as 8 or 4 where it allows. 4 bits are no faster than 8 on a Hopper GPU"
+            help="auto: 8 bits where --max-kld allows, else full precision; 8bit, 4bit: in all layers, or"
+            " where a --max-kld allows. 4 bits are not faster than 8 on Hopper GPUs"
         ),
     ] = "auto",
     max_kld: Annotated[
         str | None,
         typer.Option(
             metavar="NATS",
-            help="Stay within this mean KL divergence a token, all layers together; 0.001 for auto if not"
-            " given, none for the others",
+            help="Limit of the mean KL divergence per token, of all layers together (default: 0.001 for auto,"
+            " no limit for 8bit and 4bit)",
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Predict N tokens a window; 2048, or what the model can, if not given"
-        ),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 2048, or the model's maximum)"),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = 16384,
     device: options.RunDeviceOption = "auto",
     plot: Plot = None,
     dry_run: options.DryRunOption = False,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteBothOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Choose in how many bits each layer attends, and record it
+    """Choose the attention precision of each layer and record it
 
-    Keys and queries are quantised to 8 or 4 bits, values to FP8, at every call (SageAttention2). Each layer
-    is measured: how similar its output is to exact attention, and how far the model's predictions move when
-    it alone is quantised. The choice is written to config.json of DST; weights stay as they are.
+    SageAttention2 quantises keys and queries to 8 or 4 bits, and values to FP8, at every call. The command
+    measures each layer: how similar its output is to exact attention, and the KL divergence of the model when
+    only this layer is quantised. It copies SRC to DST and writes the choice to config.json; weights stay
+    unchanged.
     """
     out = Output(json=json, quiet=quiet)
     require_device(device)

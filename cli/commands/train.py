@@ -55,13 +55,17 @@ LAST = 20
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint")] = False,
-    overwrite: options.OverwriteOption = False,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="TOML file; its keys are below", show_default=False)
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again")
+    ] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Train all weights of a model while they are held compressed"""
+    """Train all weights of a model, stored compressed"""
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
     let_threads_sleep()
