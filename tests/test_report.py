@@ -573,7 +573,8 @@ def test_a_page_that_fails_loses_no_result(
     assert said.exit_code == 1
     assert "no space left" in said.stderr
     assert said.json["conventions"][0]["after"]["token_perplexity"]["value"] > 1
-    assert said.json["report"] is None
+    assert said.json["page"] is None
+    assert said.json["report"] is None or fails[1] == "write"
 
 
 def browse(page: Path, *options: str) -> str:
