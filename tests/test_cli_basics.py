@@ -786,3 +786,37 @@ def test_json_of_a_failing_answer_is_still_one_object(probe, neuzip):
     said = neuzip("probe", "x", "--json")
     assert said.exit_code == 1
     assert said.json.keys() == {"schema", "neuzip", "command", "equal"}
+
+
+# Lines that are longer than the window
+
+
+def say_much(out: Output) -> None:
+    out.text("peak    " + "word " * 12)
+    out.status("so it is; " * 8)
+    out.hint("to restore it: neuzip apply some/where/my-model.delta --base my-model my-model-tuned")
+    raise NeuzipError(
+        "a sentence that is longer than forty characters are", "and one more that is longer too"
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_are_broken_between_words_where_a_person_reads(terminal, probe, neuzip, monkeypatch) -> None:
+    probe(say_much)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    said = neuzip("probe", "x")
+    lines = [*said.stdout.splitlines(), *said.stderr.splitlines()]
+    if not terminal:
+        assert len(lines) == 5
+        return
+    command = "  neuzip apply some/where/my-model.delta --base my-model my-model-tuned"
+    assert command in lines, "a command stays in one piece, to be copied"
+    assert max(len(line) for line in lines if line != command) <= 40
+    assert said.stdout.splitlines() == [
+        "peak    word word word word word word",
+        "        word word word word word word",
+    ]
+    words = " ".join(lines).split()
+    assert words.count("word") == 12 and words.count("longer") == 2

@@ -235,7 +235,7 @@ def test_three_modes(checkpoint, in_all_modes):
             math.prod(t["shape"]) for t in tensors if t["dtype"] == h["dtype"] and t["entropies"]
         )
     assert HOSTILE in [t["name"] for t in tensors]
-    assert said["quiet"].stdout == f"{totals['stored_bytes']}\n"
+    assert said["quiet"].stdout == f"{data['stored_weight_bytes']}\n"
     assert not any(one.stderr for one in said.values())
 
 
