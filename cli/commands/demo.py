@@ -199,4 +199,4 @@ def _difference_text(difference: Difference) -> str:
     if difference.identical:
         return "the same to the last bit in every window"
     percent = 100 * math.expm1(difference.nll.value)
-    return f"{signed_text(difference.nll)} nats a token, perplexity {percent:+.3f} % (paired)"
+    return f"{signed_text(difference.nll)} nats per token, perplexity {percent:+.3f} % (paired)"

@@ -269,8 +269,10 @@ def count_zeros(out: Output, task: Task) -> Sparsity:
         found = sparsity(model, batches())
     out.text()
     rows = [[site, f"{share:.1%}"] for site, share in found.sites.items()]
-    out.table(["site", "inputs that are 0"], [*rows, ["all, by weights", f"{found.overall:.1%}"]])
-    out.text(f"{found.active:,} of {found.parameters:,} weights are active a token; {found.tokens:,} tokens")
+    out.table(["site", "activations that are 0"], [*rows, ["all, by weights", f"{found.overall:.1%}"]])
+    out.text(
+        f"{found.active:,} of {found.parameters:,} weights are active per token; {found.tokens:,} tokens"
+    )
     return found
 
 
@@ -401,7 +403,7 @@ def report(out: Output, evaluation: Evaluation) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_bits is not None:
-        out.text(f"cache   {_names(e)[-1]} with keys and values in {_kv_text(e.models[-1].kv_bits)}")
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_bits)}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -459,13 +461,19 @@ def _first_figure(measured: Measured) -> Estimate:
     return score.word_perplexity or score.token_perplexity
 
 
+def _figures(measured: Measured) -> list[Estimate]:
+    """The perplexities that a convention is told in."""
+    told = [s.word_perplexity if measured.convention.name == "lm-eval" else None for s in measured.scores]
+    return [word or s.token_perplexity for word, s in zip(told, measured.scores, strict=True)]
+
+
 def _show_perplexities(out: Output, e: Evaluation) -> None:
-    from neuzip.eval.estimates import errors_text, over
+    from neuzip.eval.estimates import errors_text, over, without_meaning
 
     names = _names(e)
     changes = ["change, nats"] if len(e.models) == 2 else []
     rows = [row for measured in e.measured for row in _perplexity_rows(measured)]
-    out.table(["convention", "figure", *names, *changes], rows, right=[*names, *changes])
+    out.table(["convention", "metric", *names, *changes], rows, right=[*names, *changes])
     errors = {m.blocks: _first_figure(m).standard_error for m in e.measured}
     for m in e.measured:
         own = f"; {over(m.blocks, errors[m.blocks])}" if len(errors) > 1 else ""
@@ -475,22 +483,31 @@ def _show_perplexities(out: Output, e: Evaluation) -> None:
     if len(errors) == 1:
         special = f"{errors_text(*errors.popitem())}; {special}"
     out.text(special)
+    for m in e.measured:
+        if any(without_meaning(figure) for figure in _figures(m)):
+            out.text(
+                f"{m.convention.name:9} tells nothing here: the standard error is more than half of the "
+                "perplexity; measure on a longer text"
+            )
     for name, reason in e.skipped.items():
         out.text(f"{name:9} left out: {reason}")
     for model in e.models:
         if model.formed is not None:
-            out.text(f"{model.path}: all logits were formed, which takes memory and time: {model.formed}")
+            out.text(
+                f"{model.path}: the full logits were materialised, which takes memory and time: "
+                f"{model.formed}"
+            )
 
 
 def _perplexity_rows(measured: Measured) -> list[list[str]]:
     """The figures that a convention is told in, the change with the first of them."""
     scores = measured.scores
-    figures = {"perplexity a token": [s.token_perplexity for s in scores]}
+    figures = {"perplexity per token": [s.token_perplexity for s in scores]}
     if measured.convention.name == "lm-eval":
         figures = {
-            "perplexity a word": [s.word_perplexity for s in scores if s.word_perplexity],
-            "perplexity a byte": [s.byte_perplexity for s in scores if s.byte_perplexity],
-            "bits a byte": [s.bits_per_byte for s in scores if s.bits_per_byte],
+            "perplexity per word": [s.word_perplexity for s in scores if s.word_perplexity],
+            "perplexity per byte": [s.byte_perplexity for s in scores if s.byte_perplexity],
+            "bits per byte": [s.bits_per_byte for s in scores if s.bits_per_byte],
         }
     rows = [["", figure, *map(estimate_text, row)] for figure, row in figures.items()]
     rows[0][0] = measured.convention.name
@@ -506,17 +523,17 @@ def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
     errors = over(c.blocks, c.kld.mean.standard_error)
     out.text(f"after compared with before, {c.tokens:,} tokens ({convention}), {errors}:")
     if c.identical:
-        out.text("  the same to the last bit: every loss; every KL divergence is 0")
+        out.text("  identical: every loss has the same bits, and every KL divergence is 0")
         return
     k = c.kld
     ratio = c.perplexity_ratio
     rows = [
-        ["NLL, nats a token", signed_text(c.nll_difference)],
+        ["NLL, nats per token", signed_text(c.nll_difference)],
         ["perplexity, after / before", precise_text(ratio)],
         ["KL divergence, nats: mean", precise_text(k.mean)],
         ["  median, 99.9 %, max", f"{k.median:.3g}, {k.p999:.3g}, {k.max:.3g}"],
-        ["same likeliest token", share_text(c.top_1)],
-        [f"shared of the {c.k} likeliest", share_text(c.top_k)],
+        ["top-1 agreement", share_text(c.top_1)],
+        [f"top-{c.k} overlap", share_text(c.top_k)],
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -525,11 +542,13 @@ def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
 
 def _show_cost(out: Output, e: Evaluation) -> None:
     rows = [
-        [name, bytes_text(model.weight_bytes), f"{model.tokens_per_second:,.0f}"]
+        [name, bytes_text(model.weight_bytes), rough_speed_text(model.tokens_per_second)]
         for name, model in zip(_names(e), e.models, strict=True)
     ]
     columns = ["", "weights in memory", "tokens/s, without the head"]
     out.table(columns, rows, right=columns[1:])
+    if len(e.models) > 1:
+        out.text("Speeds are of one pass, without an error: `neuzip bench` compares speeds.")
     if e.memory.bytes is not None:
         models = ", both models in it" if len(e.models) == 2 else ""
         out.text(
@@ -576,6 +595,15 @@ def estimate_text(estimate: Estimate | None) -> str:
         return f"{estimate.value:.3g}" + ("" if error is None else f" ± {error:.2g}")
     digits = 0 if estimate.value >= 1e4 else 2 if estimate.value >= 10 else 4
     return f"{estimate.value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
+
+
+def rough_speed_text(speed: float) -> str:
+    """A speed that was measured once, to the two digits that a repetition may confirm.
+
+    >>> [rough_speed_text(speed) for speed in (1393.6, 87.31, 0.42)]
+    ['about 1,400', 'about 87', 'about 0.42']
+    """
+    return f"about {float(f'{speed:.2g}'):,.{0 if speed >= 10 else 2}f}"
 
 
 def signed_text(estimate: Estimate) -> str:

@@ -114,12 +114,12 @@ def _show_table(out: Output, inspection: Inspection) -> None:
     right = set(columns) - {"tensor", "dtype", "shape", "scheme"}
     left_out = out.table(columns, rows, right=right, total=total, spare=spare)
     out.text()
-    out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
-    out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
+    out.text("Entropies in bits per weight; bound and ratio as shares of the original size.")
+    out.text("Bound: entropy of the exponents, plus sign and used mantissa bits uncompressed.")
     if inspection.weight_bytes is not None:
-        out.text("The last line counts the headers of the files too, as `neuzip compress` does.")
+        out.text("The last row includes the headers of the files, as `neuzip compress` does.")
     if any(t.scheme.startswith("ternary") for t in inspection.tensors):
-        out.text("Bound of ternary tensors: their codes -1, 0 and 1, coded; without scales.")
+        out.text("Bound of ternary tensors: entropy of the codes -1, 0 and 1, without scales.")
     if any(counts.fmt.bits > 16 for counts in inspection.counts):
         out.text("Mantissa entropies of F32 and F64 are upper bounds.")
     out.wider(left_out)

@@ -153,7 +153,7 @@ def show(out: Output, found: Analysis) -> None:
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
     rows = [_row(layer) for layer in found.layers]
     left_out = out.table(columns, rows, right=columns, spare=["angular", "gradient", "influence"])
-    out.text("PPL, KLD and NLL, in nats a token, are of the model without this layer alone; influence is")
+    out.text("PPL, KLD and NLL, in nats per token, are of the model without this layer alone; influence is")
     out.text("1 - cos of what goes in and what comes out, angular their angle as a part of 180 degrees, at")
     out.text("last tokens of windows; gradient is the norm of that of the layer's parameters.")
     out.text()
@@ -191,7 +191,9 @@ def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) ->
     if removal.choice == "greedy" and len(removal.order) > 1:
         steps = ", ".join(f"{n} ({kld:.3g})" for n, kld in zip(removal.order, removal.klds, strict=True))
         out.text(f"order   {steps}: KLD with those before")
-    out.text(f"KLD     {precise_text(c.kld.mean)} nats a token without them, on the text they were chosen on")
+    out.text(
+        f"KLD     {precise_text(c.kld.mean)} nats per token without them, on the text they were chosen on"
+    )
     out.text(f"PPL     {before} before, {after} after")
     out.text()
     out.text("the same for mergekit:")

@@ -141,7 +141,7 @@ def show(out: Output, found: Calibration) -> None:
         f"Similarities are means of {count_text(found.similarity_windows, 'window')}; "
         "score is cosine x (1 - rel. L1),"
     )
-    out.text("rank the order that it gives. KLD, in nats a token, is with this layer alone.")
+    out.text("rank the order that it gives. KLD, in nats per token, is with this layer alone.")
     for layer in found.layers:
         if layer.refused is not None:
             out.text(f"layer {layer.number} stays at full precision: {layer.refused}")
@@ -149,16 +149,18 @@ def show(out: Output, found: Calibration) -> None:
     out.text()
     out.text(f"choice    {choice_text(found)}")
     if found.limit is not None:
-        out.text(f"budget    {found.limit:g} nats a token; single layers add up to {found.sum_of_layers:.3g}")
+        out.text(
+            f"budget    {found.limit:g} nats per token; single layers add up to {found.sum_of_layers:.3g}"
+        )
     if c.identical:
         out.text("together  the same to the last bit: every loss; every KL divergence is 0")
     else:
         from neuzip.eval.estimates import exponential
 
-        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats a token")
+        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats per token")
         before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
         out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
-        out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
+        out.text(f"NLL       {signed_text(c.nll_difference)} nats per token, paired")
     windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
     out.text(f"text      {found.text}: {c.tokens:,} tokens in {windows}")
     out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")

@@ -380,7 +380,7 @@ def _report(
     speed = statistics.median(one["tokens_per_second"] for one in figures)
     peak = max(int(one["memory_bytes"]) for one in figures)
     steps = len(figures)
-    out.text(f"loss     {loss:.4f} nats a token, mean of the last {len(last)} of {steps:,} steps")
+    out.text(f"loss     {loss:.4f} nats per token, mean of the last {len(last)} of {steps:,} steps")
     out.text(f"speed    {speed:,.0f} tokens/s")
     kept = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
     out.text(f"memory   {bytes_text(peak)} at most; {kept} between steps")
