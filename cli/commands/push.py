@@ -50,9 +50,9 @@ def command(
     """Upload a compressed checkpoint to the Hub with a model card
 
     The command verifies DIR first, and creates the repository if there is none. All files become visible in
-    one commit; readers see the earlier files until then. To resume an interrupted upload, repeat the command:
-    it skips weight files that the Hub already has. The command refuses files that look private by their names,
-    such as .env or id_rsa, unless you pass --allow-private-files.
+    one commit; readers see the earlier files until then. To resume an interrupted upload, repeat the command;
+    weight files that the Hub already has are skipped. The command refuses files that look private by their
+    names, such as .env or id_rsa, unless you pass --allow-private-files.
 
     `neuzip eval DIR` writes FILE.json for --evaluation, by its options --report or --json.
     """
