@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import parse_json
-from neuzip.kernels.step import can_find, triton_step
+from neuzip.kernels.step import can_find
 
 from . import buffers
 from .fused_step import FusedStep, same_bits
@@ -162,6 +162,9 @@ def choose_device(option: str) -> torch.device:
         raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
     if not found or option == "cpu":
         return torch.device("cpu")
+    from neuzip.kernels.triton_release import require_triton
+
+    require_triton()
     from neuzip.kernels.triton_cache import make_optional
 
     make_optional()
@@ -423,6 +426,8 @@ def _decode(
 def _largest(logits: torch.Tensor) -> torch.Tensor:
     """The token of the largest logit of each row of [batch, words]: of equal ones the first."""
     if logits.is_cuda and can_find(logits):
+        from neuzip.kernels.step import triton_step
+
         return triton_step.largest(logits)  # torch has a row in one block, which takes 35 us
     return logits.argmax(dim=-1)
 
