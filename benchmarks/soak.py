@@ -347,7 +347,7 @@ class Soak:
             plan.append("--allow-destructive")
         self._until_done(["compress", src, packed, *plan], lambda: whole(packed), done, rng)
         require(contents(packed) == contents(plain), "the container is not what it is without kills")
-        self._until_done(["verify", packed, "--against", src], lambda: None, done, rng)
+        self._until_done(["verify", packed, "--original", src], lambda: None, done, rng)
 
         def restored(path: Path) -> None:
             if os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""--against of neuzip compress, and what other commands say of a delta."""
+"""--base of neuzip compress, and what other commands say of a delta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refuse_others(others: Mapping[str, bool]) -> None:
-    """Raise UsageError for options that were given and exclude --against."""
+    """Raise UsageError for options that were given and exclude --base."""
     why = {
         "--push-to": "push the delta when it is made: neuzip push DST REPO_ID",
         "--stream": "leave out --stream: a delta needs both checkpoints here",
@@ -27,13 +27,13 @@ def refuse_others(others: Mapping[str, bool]) -> None:
     for option, given in others.items():
         if given:
             hint = why.get(option, f"leave out {option}: a delta is always exact")
-            raise UsageError(f"--against and {option} exclude each other", hint)
+            raise UsageError(f"--base and {option} exclude each other", hint)
 
 
 def run(
     out: Output,
     src: str,
-    against: str,
+    base: str,
     dst: Path,
     rules: Sequence[Rule],
     report_of: Report,
@@ -51,10 +51,10 @@ def run(
 
     refuse_before_download(src, dst, overwrite)
     path = resolved(out, src)
-    base = resolved(out, against)
-    name = name_of(base, against)
+    of_base = resolved(out, base)
+    name = name_of(of_base, base)
     report = compress_against(
-        path, base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
+        path, of_base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
         device=choose(device, weight_bytes(path)), stage=out.progress,
     )  # fmt: skip
     for warning in report.warnings:
@@ -64,8 +64,8 @@ def run(
         f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} alone"
     )
-    report_of(out, report, {"against": base, "base": name}, where=None)
-    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', against, 'DST')}")
+    report_of(out, report, {"base": of_base, "base_name": name}, where=None)
+    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
 
 
 def _kind(scheme: str) -> str:
@@ -73,7 +73,7 @@ def _kind(scheme: str) -> str:
 
 
 def is_delta(path: str | Path) -> bool:
-    """Whether a checkpoint is one, as `compress --against` makes them."""
+    """Whether a checkpoint is one, as `compress --base` makes them."""
     from neuzip.compress.source import TensorSource
 
     with TensorSource(path, allow_delta=True) as source:
@@ -104,11 +104,16 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
             tensors.append(
                 {
                     "file": t.file, "name": t.name, "dtype": t.info.dtype, "shape": t.info.shape,
-                    "scheme": t.record.scheme, "bytes": t.info.nbytes, "stored_bytes": stored,
+                    "original_bytes": t.info.nbytes, "stored_bytes": stored, "scheme": t.record.scheme,
+                    "loss": None, "entropies": None, "used_mantissa_bits": None, "bound_bytes": None,
                     "base": t.record.base,
                 }
             )  # fmt: skip
-    nbytes, stored = (sum(t[key] for t in tensors) for key in ("bytes", "stored_bytes"))  # type: ignore[misc]
+        headers = [source.header(file) for file in source.checkpoint.weights]
+        whole = sum(len(header.raw) + header.data_bytes for header in headers)
+        on_disk = sum(file.stat().st_size for file in source.checkpoint.weight_paths())
+        every = len(chosen) == sum(len(header.tensors) for header in headers)
+    nbytes, stored = (sum(t[key] for t in tensors) for key in ("original_bytes", "stored_bytes"))  # type: ignore[misc]
     out.table(
         ["tensor", "dtype", "shape", "scheme", "bytes", "stored", "ratio"], rows,
         right=["bytes", "stored", "ratio"],
@@ -118,8 +123,16 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     out.text()
     out.text(f"A delta against {visible(name) if name is not None else 'another file'}.")
     out.hint("to see what the weights are made of, restore them: neuzip apply DELTA --base BASE DST")
+    weights = sum(t.info.numel for t in chosen)
     out.result(
-        {"src": path, "delta": True, "base": name, "bytes": nbytes, "stored_bytes": stored,
-         "tensors": tensors},
+        {
+            "src": path, "delta": True, "base_name": name, "device": "cpu", "compressed": True,
+            "weight_bytes": whole if every else None, "stored_weight_bytes": on_disk if every else None,
+            "weights": weights, "ratio": on_disk / whole if every and whole else None,
+            "bits_per_weight": 8 * on_disk / weights if every and weights else None, "tensors": tensors,
+            "totals": {"tensors": len(tensors), "original_bytes": nbytes, "stored_bytes": stored,
+                       "bound_bytes": None},
+            "histograms": [], "records": {}, "plot": None,
+        },
         quiet=[stored],
     )  # fmt: skip

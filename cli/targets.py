@@ -54,7 +54,7 @@ def one_target(max_kld: str | None, max_ppl_increase: str | None, target_size: s
 
 
 def layers_to_drop(
-    text: str, goal: Goal | None, *, excluded: str | None, sensitivity: Sensitivity, calibration: str
+    text: str, goal: Goal | None, *, excluded: str | None, sensitivity: Sensitivity
 ) -> DropLayers:
     """What --drop-layers asks for: a number, 0 for none, or auto. `excluded` names an option beside it.
 
@@ -72,13 +72,23 @@ def layers_to_drop(
         )
     if excluded is not None:
         raise UsageError(f"{option} excludes {excluded}", _HINTS[excluded])
-    if calibration == "none" or (text == "auto" and sensitivity == "weights"):
-        lacking = "--calibration none" if calibration == "none" else "--sensitivity weights"
+    if text == "auto" and sensitivity == "weights":
         raise UsageError(
-            f"{option} excludes {lacking}: what a layer is worth is measured",
+            f"{option} excludes --sensitivity weights: what a layer is worth is measured",
             "leave one of them out",
         )
     return "auto" if text == "auto" else int(text)
+
+
+def text_of(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, needed: bool) -> str | None:
+    """The text to measure on, the built-in one if none is given.
+
+    None for a size that is reached by the weights alone, unless a text is `needed` for something else.
+    """
+    by_weights = goal is not None and goal.option == "--target-size" and sensitivity == "weights"
+    if text is None and by_weights and not needed:
+        return None
+    return "demo" if text is None else text
 
 
 _HINTS = {
@@ -128,7 +138,7 @@ def ask(
     rules: Sequence[Rule],
     *,
     block_size: str,
-    calibration: str,
+    text: str | None,
     sensitivity: Sensitivity,
     device: Device,
     jobs: int | None,
@@ -144,12 +154,7 @@ def ask(
     from neuzip.eval.texts import read_text
 
     target = _understood(goal, 0)  # a slip of the pen is told before anything is read
-    if calibration == "none" and (goal.option != "--target-size" or sensitivity not in ("auto", "weights")):
-        raise UsageError(
-            "--calibration none: without a text nothing can be measured",
-            "give a text, or --target-size with --sensitivity weights",
-        )
-    text = None if calibration == "none" else read_text(calibration)
+    document = None if text is None else read_text(text)
     from neuzip.eval.targets import MAX_TOKENS, Request, reach, refuse_strangers
     from neuzip.eval.yardstick import Yardstick
 
@@ -165,13 +170,13 @@ def ask(
         within.require(target)
         nothing_to_find = within.is_lossless(target)
         if nothing_to_find:
-            text = None
+            document = None
             share = percent_text(within.lossless, within.original)
             out.status(f"{target}: lossless takes about {bytes_text(within.lossless)} ({share}): nothing is "
                        "rounded, and nothing measured")  # fmt: skip
     yardstick = None
-    if text is not None:
-        yardstick = Yardstick(src, text, max_tokens=MAX_TOKENS, device=device)
+    if document is not None:
+        yardstick = Yardstick(src, document, max_tokens=MAX_TOKENS, device=device)
     if yardstick is None:
         method: Any = "weights"
     elif sensitivity == "auto":
@@ -182,7 +187,7 @@ def ask(
         out.status(f"sensitivity: {method}, {METHODS[method]}")
     coder = choose(device, weight_bytes(src))
     request = Request(src, dst, target, method, tuple(rules), size, coder, jobs, drop_layers)
-    return Asked(request, text, yardstick)
+    return Asked(request, document, yardstick)
 
 
 def _understood(goal: Goal, nbytes: int) -> Target:
@@ -350,7 +355,7 @@ def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
     longer = delivered.run.comparison.tokens < MAX_TOKENS
     out.warning(
         f"{target}: the standard error is up to {100 * math.expm1(error):.3f} %, more than half of it",
-        f"give a longer --calibration text, of up to {MAX_TOKENS:,} tokens"
+        f"give a longer --text, of up to {MAX_TOKENS:,} tokens"
         if longer
         else "no more tokens than these are used: ask for a larger increase, or for --max-kld",
     )
@@ -383,9 +388,9 @@ def result_of(asked: Asked, found: Found | None, delivered: Delivered | None = N
         "option": f"--{request.target.kind}",
         "asked": request.target.text,
         "limit": request.target.limit,
-        "holds": None if delivered is None else delivered.holds,
-        "method": request.method,
-        "calibration": None if asked.text is None else asked.text.name,
+        "met": None if delivered is None else delivered.holds,
+        "sensitivity": request.method,
+        "text": None if asked.text is None else asked.text.name,
         "special_tokens": _special_tokens(asked),
         "plan": None if delivered is None else delivered.plan,
         "delivered": None if run is None else run.comparison,

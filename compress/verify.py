@@ -55,7 +55,7 @@ def ignore(_: int) -> None:
     """Report no progress."""
 
 
-def unseen(label: str, nbytes: int) -> AbstractContextManager[OnBytes]:
+def unseen(label: str, total: int, unit: str = "bytes") -> AbstractContextManager[OnBytes]:
     """A `Stage` that shows nothing."""
     return nullcontext(ignore)
 
@@ -294,8 +294,9 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
         raise VerificationError(
             f"{src}: was made without some layers of {against}, and the others have new numbers:"
             " tensors cannot be compared",
-            f"without --against {src} itself is checked;"
-            f" {shell('neuzip', 'eval', src, '--base', against, '--text', 'TEXT')} measures what is missing",
+            f"without --original {src} itself is checked;"
+            f" {shell('neuzip', 'eval', src, '--original', against, '--text', 'TEXT')}"
+            " measures what is missing",
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
 from neuzip.compress.workspace import locked, remove, writing
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.manifest import is_block_size
 
@@ -18,7 +19,7 @@ SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
 BLOCKS = "512"
 
 WORK = ".neuzip-sweep"
-"""The folder in --out that holds a compressed checkpoint while it is measured."""
+"""The folder in --output that holds a compressed checkpoint while it is measured."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,20 @@ def work_folder(out: Path) -> Iterator[Path]:
     """A folder in `out` for what is measured, locked against other sweeps, and gone when this one ends.
 
     What a killed sweep left in it is removed. Raises UsageError and NeuzipError for what is no folder that
-    can be written to, or that another sweep writes to.
+    can be written to, or that another sweep writes to, and MissingPackage.
     """
+    require(f"{out}: the pictures of a sweep", "matplotlib")
     work = out / WORK
     with writing(out):
         if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out}: is a file", "name a folder, or something new")
+            raise UsageError(f"--output {out}: is a file", "name a folder, or something new")
         out.mkdir(parents=True, exist_ok=True)
         work.mkdir(exist_ok=True)
         try:
             lock = locked(work)
         except (BlockingIOError, FileNotFoundError) as error:
             raise NeuzipError(
-                f"--out {out}: another sweep is writing there", "wait for it, or choose another"
+                f"--output {out}: another sweep is writing there", "wait for it, or choose another"
             ) from error
     try:
         try:

@@ -1,6 +1,6 @@
 """What is installed of what neuzip needs, and the lines that install the rest.
 
-Not all that pyproject.toml lists has to be there: FILE_TOOL is enough for the commands that work on files alone.
+Not all that pyproject.toml lists has to be there: what works on files alone needs no torch, for example.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ from neuzip.errors import NeuzipError
 NAME = "neuzip-toolkit"
 """As an index knows it. The package that PyPI calls `neuzip` is somebody else's."""
 
-FILE_TOOL = (
-    'pip install huggingface-hub "numba>=0.62" numpy pyyaml rich safetensors typer xxhash'
-    " && pip install --no-deps ."
-)
-"""Installs compress, decompress, verify, inspect, diff, apply, push and pull alone, in a clone."""
-
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 """Modules whose distribution has another name, where it is not that with - for _."""
 
@@ -30,17 +24,15 @@ class MissingPackage(NeuzipError, ModuleNotFoundError):
 
 
 def require(what: str, *modules: str) -> None:
-    """Raise MissingPackage where one of the modules cannot be imported. `what` needs them; none is imported."""
+    """Raise MissingPackage if one of the modules, which `what` needs, is not installed. Imports none."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise _missing(what, missing)
 
 
-def missing_package(error: ModuleNotFoundError, what: str = "this") -> MissingPackage | None:
-    """The error to raise instead, if the module is one of a package that neuzip needs, else None."""
-    if isinstance(error, MissingPackage):
-        return error
-    module = (error.name or "").partition(".")[0]
+def missing_package(error: Exception, what: str) -> MissingPackage | None:
+    """What to raise instead if a package is not installed that `what` needs; None for every other error."""
+    module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if _distribution(module) not in _requirements() or find_spec(module) is not None:
         return None
     return _missing(what, [module])
@@ -52,9 +44,7 @@ def repository() -> str | None:
         urls = metadata(NAME).get_all("Project-URL") or []
     except PackageNotFoundError:
         return None
-    return next(
-        (url for name, _, url in (line.partition(", ") for line in urls) if name == "Repository"), None
-    )
+    return dict(line.split(", ", 1) for line in urls).get("Repository")
 
 
 def install_line() -> str:

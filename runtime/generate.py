@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,14 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from transformers import (
-    GenerationMixin,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
+from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels.step import can_find
@@ -47,7 +42,10 @@ from .load import (
     reason_of,
 )
 from .residency import has_experts
+from .sampling import Sampling, draw
 from .static_cache import FixedLayer, Places, can_pad, static_cache
+from .tensors import require_place
+from .text_stream import OnText, TextStream
 
 if TYPE_CHECKING:
     from transformers import (
@@ -57,8 +55,8 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
     )
 
-OnText = Callable[[str], None]
 Loop = Literal["auto", "static", "transformers"]
+Finish = Literal["stop", "length"]
 
 WARM_UPS = 6
 """Steps before the capture: kernels are compiled, libraries choose theirs and allocate what they keep."""
@@ -66,17 +64,11 @@ WARM_UPS = 6
 FIRST_TOKEN = 3
 """Of those steps; the ones before it are special in many vocabularies."""
 
-CONTEXT = 6
-"""Tokens of the prompt that are decoded with the first new one, whose text may depend on them."""
-
 TIE = 4
 """Roundings that two logits may be apart to be a tie: sums in another order move each by two, about."""
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer gives for bytes that begin a character."""
-
 SETTLED = {
-    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams",
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "num_beams",
     "early_stopping", "length_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
     "decoder_start_token_id", "cache_implementation", "cache_config", "compile_config",
     "disable_compile", "num_assistant_tokens", "num_assistant_tokens_schedule",
@@ -124,16 +116,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model said. `text` is the sum of what was streamed; times are from the start of the call.
+    """The text that a model generated, and how. `text` is the sum of what was streamed.
 
-    Of a cache in few bits, `cache_bytes` is what it took in the end, `attention` how it was read. `graphed`
-    says whether steps were a CUDA graph; if not, `not_graphed` why.
+    `tokens` are all new tokens, those of a stop string too. `seconds` and `first_token_seconds` are from the
+    start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else "stop". For
+    a quantised KV cache, `cache_bytes` is its size in the end and `attention` how it was read. `graphed` says
+    whether steps were a CUDA graph; if not, `not_graphed` says why.
     """
 
     text: str
     tokens: tuple[int, ...]
     seconds: float
     first_token_seconds: float
+    finish_reason: Finish = "stop"
     cache_bytes: int | None = None
     attention: str | None = None
     graphed: bool = False
@@ -155,19 +150,23 @@ class Agreement:
     tied: int
 
 
-def choose_device(option: str) -> torch.device:
-    """Where a model shall run: "auto" is a GPU if torch finds one. Raises UsageError if "cuda" finds none."""
-    found = torch.cuda.is_available()
-    if option == "cuda" and not found:
-        raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
-    if not found or option == "cpu":
+def choose_device(device: AnyDevice) -> torch.device:
+    """Where a model shall run: "auto" is a GPU if torch finds one. Raises UsageError for one that is not."""
+    option, found = named(device), torch.cuda.is_available()
+    if option == "cpu" or (option == "auto" and not found):
         return torch.device("cpu")
+    if not found:
+        raise UsageError(f"`device={option!r}`: torch finds no CUDA device", "use `device='cpu'`")
     from neuzip.kernels.triton_release import require_triton
 
     require_triton()
     from neuzip.kernels.triton_cache import make_optional
 
     make_optional()
+    if option.startswith("cuda:"):
+        place = torch.device(option)
+        require_place(place)
+        return place
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -178,13 +177,19 @@ def positions(config: PreTrainedConfig) -> int | None:
 
 
 def prepare(
-    path: str | os.PathLike[str], text: str, *, max_new_tokens: int = 128, chat: bool = False
+    path: str | os.PathLike[str],
+    text: str,
+    *,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    system: str | None = None,
 ) -> Prompt:
     """Tokenise a prompt for a checkpoint folder, before its weights are read.
 
-    With `chat` the text becomes a user's message in the tokenizer's chat template. Raises UsageError for a
-    prompt that is empty, too long or no Unicode, NeuzipError where there is no tokenizer or template, and
-    FormatError for a generation_config.json with something else than numbers where numbers belong.
+    With `chat` the text becomes a user's message in the tokenizer's chat template. A `system` prompt comes
+    first there, and implies `chat`. Raises UsageError for a prompt that is empty, too long or no Unicode,
+    NeuzipError where there is no tokenizer or template, and FormatError for a generation_config.json with
+    something else than numbers where numbers belong.
     """
     if not text:
         raise UsageError("--prompt: is empty", "give some text for the model to go on with")
@@ -192,14 +197,15 @@ def prepare(
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(f"--prompt: is not Unicode at position {error.start}", "give it as UTF-8") from error
+    chat = chat or system is not None
     config = load_config(path)  # first: it says what is wrong with a path
     tokenizer = load_tokenizer(path)
     _require_numbers(Path(path) / GENERATION_CONFIG)
     if chat and not tokenizer.chat_template:
-        raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat")
+        raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat and --system")
     with quiet_transformers():
         if chat:
-            encoded = _in_template(path, tokenizer, text)
+            encoded = _in_template(path, tokenizer, text, system)
         else:
             with naming_tokenizer(tokenizer):
                 encoded = tokenizer(text, return_tensors="pt")
@@ -213,16 +219,21 @@ def prepare(
     return Prompt(text, ids, tokenizer, max_new_tokens)
 
 
-def _in_template(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
-    """A user's message in the chat template, as tokens. Raises NeuzipError where the template fails."""
-    message = [{"role": "user", "content": text}]
+def _in_template(
+    path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, text: str, system: str | None
+) -> Any:
+    """The tokens of a user's message in the chat template. Raises NeuzipError where the template fails."""
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     try:
         return tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except Exception as error:  # a template is a program of the checkpoint's author, and may raise anything
         raise NeuzipError(
-            f"{os.fspath(path)}: its chat template fails: {type(error).__name__}: {error}", "leave out --chat"
+            f"{os.fspath(path)}: its chat template fails: {type(error).__name__}: {error}",
+            "leave out --chat" if system is None else "leave out --system: not every template takes one",
         ) from error
 
 
@@ -278,43 +289,54 @@ def generate(
     model: PreTrainedModel,
     prompt: Prompt,
     *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    sampling: Sampling | None = None,
     seed: int | None = None,
+    stop: Sequence[str] = (),
     kv_bits: int | None = None,
     on_text: OnText = lambda text: None,
     loop: Loop = "auto",
 ) -> Generation:
-    """Go on with a prompt until the model ends its text, or for `max_new_tokens`. `on_text` is told at once.
+    """Generate text after a prompt, at most `max_new_tokens` tokens. `on_text` is given each piece at once.
 
-    `kv_bits` are those that keys and values are kept in, None as they are: see `kv_cache`.
+    The text ends where the model ends it, or before the first of the strings `stop`.
 
-    `temperature` 0 takes the likeliest token each time. Otherwise tokens are drawn, from the likeliest that
-    together have the probability `top_p`; the same `seed` draws the same ones, and nothing else is seeded.
+    `sampling` says how tokens are chosen: greedily without it. The same `seed` draws the same tokens, and no
+    other random number generator is seeded. `kv_bits` are the bits of the KV cache, None for the model's own.
 
     `loop` "transformers" is that of transformers, "static" a `GreedyDecoder`, on a GPU with its steps in a
-    graph, with room for all tokens from the start. "auto" is the latter on one GPU, but for models that
-    cannot be captured or whose generation config asks for more: `not_static`. On a CPU it is the former. They
-    choose alike, but sums are in another order, and tokens that are nearly tied may come out otherwise.
+    CUDA graph, and with memory for all tokens from the start. "auto" is the latter on one GPU, but for models
+    that cannot be captured or whose generation config asks for more: `not_static`. On a CPU "auto" is the
+    former. Both choose alike, but add in another order: nearly tied tokens may come out otherwise.
 
     Raises NeuzipError for "static" where `not_static` gives a reason or a GPU cannot capture, and for both if
-    there is no memory for the room.
+    memory for the KV cache runs out; UsageError for an empty string in `stop`.
     """
-    stream = _TextStream(prompt, on_text)
+    sampling = Sampling() if sampling is None else sampling
+    stream = TextStream(prompt.tokenizer, prompt.ids, on_text, stop)
     began = time.perf_counter()
     with quiet_transformers(), naming_tokenizer(prompt.tokenizer):
         decoder, reason = _decoder(model, prompt, kv_bits, loop)
         with _seeded(seed, input_device(model)):
             if decoder is not None:
-                tokens = _decode(decoder, prompt, _warpers(temperature, top_p), stream)
+                tokens = _decode(decoder, prompt, sampling, stream)
                 kept = None if kv_bits is None else (decoder.cache_bytes, decoder.attention)
             else:
-                tokens, kept = _by_transformers(model, prompt, temperature, top_p, kv_bits, stream)
+                tokens, kept = _by_transformers(model, prompt, sampling, kv_bits, stream)
     seconds = time.perf_counter() - began
+    finish: Finish
     text, first = "".join(stream.parts), (stream.first or began + seconds) - began
     cache_bytes, attention = kept or (None, None)
     graphed = decoder is not None and decoder.graphed
-    return Generation(text, tuple(tokens), seconds, first, cache_bytes, attention, graphed, reason)
+    if stream.stopped_after is not None:
+        tokens, finish = tokens[: stream.stopped_after], "stop"
+    else:
+        finish = _finish(tokens, prompt, model.generation_config)
+    return Generation(text, tuple(tokens), seconds, first, finish, cache_bytes, attention, graphed, reason)
+
+
+def _finish(tokens: Sequence[int], prompt: Prompt, config: GenerationConfig) -> Finish:
+    """Whether the model ended its text itself."""
+    return "stop" if len(tokens) < prompt.max_new_tokens or tokens[-1] in _ends(config) else "length"
 
 
 def not_static(model: PreTrainedModel) -> str | None:
@@ -384,40 +406,26 @@ def _decoder(
     return (decoder if loop == "static" else None), reason
 
 
-def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:
-    """What transformers does to logits before it draws; None where nothing is drawn."""
-    if temperature == 0:
-        return None
-    warpers = LogitsProcessorList()
-    if temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers
-
-
-def _decode(
-    decoder: GreedyDecoder, prompt: Prompt, warpers: LogitsProcessorList | None, stream: _TextStream
-) -> list[int]:
+def _decode(decoder: GreedyDecoder, prompt: Prompt, sampling: Sampling, stream: TextStream) -> list[int]:
     """The new tokens, told as they come.
 
     A step is launched before the token it goes on with is read, so that a GPU does not wait for the host: one
     step is in vain where a text ends early.
     """
-    ends = _ends(decoder.model.generation_config)
+    ends, warpers = _ends(decoder.model.generation_config), sampling.warpers()
     tokens: list[int] = []
     stream.put(prompt.ids)
     chosen = decoder.prefill(prompt.ids)
     for left in reversed(range(prompt.max_new_tokens)):
         if warpers is not None:
-            chosen = _drawn(decoder.logits, warpers)
+            chosen = draw(decoder.logits, warpers)
             decoder.take(chosen)
         arriving = _Arriving(chosen)
         if left:
             chosen = decoder.step()
         tokens.append(arriving.token())
         stream.put(torch.tensor(tokens[-1:]))
-        if tokens[-1] in ends:
+        if tokens[-1] in ends or stream.stopped_after is not None:
             break
     stream.end()
     return tokens
@@ -430,13 +438,6 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
 
         return triton_step.largest(logits)  # torch has a row in one block, which takes 35 us
     return logits.argmax(dim=-1)
-
-
-def _drawn(logits: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
-    """A token for each row of logits [batch, words], drawn as transformers does."""
-    no_ids: Any = None  # of the text so far, which these warpers do not look at
-    probabilities = torch.softmax(warpers(no_ids, logits.float()), dim=-1)
-    return torch.multinomial(probabilities, 1)[:, 0]
 
 
 class _Arriving:
@@ -466,15 +467,11 @@ def _ends(config: GenerationConfig) -> Container[int]:
 def _by_transformers(
     model: PreTrainedModel,
     prompt: Prompt,
-    temperature: float,
-    top_p: float,
+    sampling: Sampling,
     kv_bits: int | None,
-    stream: _TextStream,
+    stream: TextStream,
 ) -> tuple[list[int], tuple[int, str] | None]:
     """The new tokens, told as they come; of a cache in few bits its bytes, and how it was read."""
-    drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 0:
-        drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     ids = prompt.ids.to(input_device(model))
     ends = model.generation_config.eos_token_id
     padding = model.generation_config.pad_token_id
@@ -490,7 +487,8 @@ def _by_transformers(
             num_beams=1,
             pad_token_id=padding,
             streamer=stream,
-            **drawn,
+            stopping_criteria=StoppingCriteriaList([_StreamStopped(stream)]),
+            **sampling.options(),
             **({} if cache is None else {"past_key_values": cache}),
             **({"tokenizer": prompt.tokenizer} if stops else {}),
         )
@@ -499,6 +497,20 @@ def _by_transformers(
         return tokens, None
     cache.require_use(type(model).__name__)
     return tokens, (cache.nbytes, cache.how)
+
+
+class _StreamStopped(StoppingCriteria):
+    """Ends transformers' loop when a stop string has ended the text.
+
+    transformers 5 gives a streamer each token one step late, so that the loop makes one token too many.
+    """
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> Any:
+        stopped = self._stream.stopped_after is not None
+        return torch.full((len(input_ids),), stopped, device=input_ids.device)
 
 
 @contextmanager
@@ -546,49 +558,6 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(list(range(torch.cuda.device_count())) if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
-
-
-class _TextStream(BaseStreamer):
-    """Tokens to text, told in pieces: none of them changes afterwards, each ends with a whole character."""
-
-    def __init__(self, prompt: Prompt, on_text: OnText) -> None:
-        self._tokenizer, self._on_text = prompt.tokenizer, on_text
-        self._ids: list[int] = prompt.ids[0, -CONTEXT:].tolist()
-        self._begin, self._told = 0, len(self._ids)
-        self._prompt_follows = True
-        self.parts: list[str] = []
-        self.first: float | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_follows:
-            self._prompt_follows = False
-            return
-        self._ids += value.reshape(-1).tolist()
-        if self.first is None:
-            self.first = time.perf_counter()
-        text = self._new_text()
-        if text and not text.endswith(INCOMPLETE):
-            self._tell(text)
-
-    def end(self) -> None:
-        if text := self._new_text():
-            self._tell(text)
-
-    def _new_text(self) -> str:
-        """What the tokens not told yet add to those before."""
-        return self._decoded(len(self._ids))[len(self._decoded(self._told)) :]
-
-    def _tell(self, text: str) -> None:
-        self._begin, self._told = self._told, len(self._ids)
-        self.parts.append(text)
-        self._on_text(text)
-
-    def _decoded(self, stop: int) -> str:
-        text = self._tokenizer.decode(
-            self._ids[self._begin : stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
 
 
 EXPERTS_ASKED_FOR = "its experts are computed one by one, and the host is asked each time which are needed"

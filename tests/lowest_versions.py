@@ -57,9 +57,9 @@ def use(programs: Path, folder: Path) -> None:
     """Every command that a first user gives, with an exit code of 0, and the same bytes at the end."""
     commands = (
         ("compress", DEMO, "model.nz"),
-        ("verify", "model.nz", "--against", DEMO),
+        ("verify", "model.nz", "--original", DEMO),
         ("decompress", "model.nz", "restored"),
-        ("eval", "model.nz", "--base", DEMO, "--text", "demo", "--max-tokens", "500"),
+        ("eval", "model.nz", "--original", DEMO, "--text", "demo", "--max-tokens", "500"),
         ("generate", "model.nz", "--prompt", "The", "--max-new-tokens", "4"),
         ("inspect", "model.nz", "--plot", "weights.png"),
         ("diff", DEMO, "restored"),

@@ -84,17 +84,17 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 COMMANDS = {
-    "eval": "eval {rounded} --base {model} --text {text} --conventions bos",
-    "eval, llama.cpp": "eval {rounded} --base {model} --text {text} --conventions llama.cpp",
+    "eval": "eval {rounded} --original {model} --text {text} --conventions bos",
+    "eval, llama.cpp": "eval {rounded} --original {model} --text {text} --conventions llama.cpp",
     "eval --sparsity": "eval {model} --text {text} --conventions bos --sparsity",
-    "fisher": "compress {model} {out} --target-size 60% --calibration {text} --sensitivity fisher",
-    "measured": "compress {model} {out} --target-size 60% --calibration {text} --sensitivity measured",
-    "drop-layers": "compress {model} {out} --max-kld 3 --calibration {text} --drop-layers 1",
+    "fisher": "compress {model} {out} --target-size 60% --text {text} --sensitivity fisher",
+    "measured": "compress {model} {out} --target-size 60% --text {text} --sensitivity measured",
+    "drop-layers": "compress {model} {out} --max-kld 3 --text {text} --drop-layers 1",
     "sweep": "sweep {model} --text {text} --schemes k2",
     "layers": "layers {model} --text {text} --drop 1",
     "patch-attention": "patch-attention {model} {out} --text {text} --mode 8bit --max-tokens 31",
-    "ternarize": "ternarize {model} {out} --calibration {text} --calibration-tokens 512 --allow-destructive",
-    "recover": "recover {model} --text {text} --eval-text {text} --steps 1 --batch 2 --noise 1 --out {out}",
+    "ternarize": "ternarize {model} {out} --text {text} --max-tokens 512 --allow-destructive",
+    "recover": "recover {model} --text {text} --eval-text {text} --steps 1 --batch 2 --noise 1 -o {out}",
     "train": "train {toml}",
 }
 
@@ -105,8 +105,8 @@ def test_every_window_that_a_command_reads_begins_with_bos(
 ):
     toml = tmp_path / "run.toml"
     toml.write_text(
-        f'model = "{checkpoint}"\ntexts = ["{text_file}"]\nout = "{tmp_path / "out"}"\n'
-        "steps = 1\nlr = 1e-4\nbatch = 2\nlength = 16\n"
+        f'model = "{checkpoint}"\ntext = ["{text_file}"]\noutput = "{tmp_path / "out"}"\n'
+        "steps = 1\nlr = 1e-4\nbatch_size = 2\nwindow = 16\n"
     )
     named = {
         "model": checkpoint,
@@ -183,7 +183,7 @@ def test_bits_a_byte_are_of_all_bytes(checkpoint: Path):
 
 
 def test_a_target_holds_behind_bos(checkpoint: Path, text_file: Path, tmp_path: Path, neuzip: Speak):
-    command = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--calibration", text_file)
+    command = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--text", text_file)
     assert f"{text_file}, in windows of 32 predictions, no overlap, BOS in front of each; another" in (
         neuzip(*command).stdout
     )
@@ -201,7 +201,7 @@ def test_output_reports_and_cards_say_what_is_in_front(
     checkpoint: Path, rounded: Path, text_file: Path, tmp_path: Path, neuzip: Speak
 ):
     page = tmp_path / "page.json"
-    said = neuzip("eval", rounded, "--base", checkpoint, "--text", text_file, "--report", page)
+    said = neuzip("eval", rounded, "--original", checkpoint, "--text", text_file, "--report", page)
     assert said.exit_code == 0, said.stderr
     assert "tokens (bos)" in said.stdout
     assert "bos       windows of 32 predictions, no overlap, BOS in front of each" in said.stdout

@@ -40,7 +40,7 @@ def test_the_three_modes(in_all_modes: Callable[..., dict[str, Any]], model: Pat
     assert result["stored_weight_bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
     assert [t["name"] for t in result["tensors"]] == ["a.weight", "norm.weight"]
     assert said["quiet"].stdout == f"{tmp_path / 'small'}\n"
-    said = in_all_modes("verify", tmp_path / "small", "--against", model)
+    said = in_all_modes("verify", tmp_path / "small", "--original", model)
     assert said["json"].json["identical"] is True
     assert said["quiet"].stdout == ""
     said = in_all_modes("decompress", tmp_path / "small", tmp_path / "back")
@@ -67,7 +67,7 @@ def test_rounding_spares_what_is_no_matrix(neuzip: Speak, model: Path, tmp_path:
     assert schemes["a.weight"][0] == "k=2"
     assert 0 < schemes["a.weight"][1]["max_relative"] <= 0.125
     assert schemes["norm.weight"] == ("lossless", None)
-    said = neuzip("verify", tmp_path / "small", "--against", model)
+    said = neuzip("verify", tmp_path / "small", "--original", model)
     assert said.exit_code == 0
     assert "1 tensor identical, 1 rounded as recorded" in said.stdout
 
@@ -80,7 +80,7 @@ def test_rounded_weights_are_those_of_one_original(neuzip: Speak, model: Path, t
     data = bytearray((model / "model.safetensors").read_bytes())
     data[-2 * 3000 - 2] ^= 1  # of the last weight before the norm
     other.write_bytes(data)
-    said = neuzip("verify", tmp_path / "small", "--against", other.parent)
+    said = neuzip("verify", tmp_path / "small", "--original", other.parent)
     assert said.exit_code == 1 and said.stdout == ""
     assert "tensor 'a.weight' was rounded from other weights than those of" in said.stderr
 
@@ -290,6 +290,6 @@ def test_a_damaged_container_is_named_with_tensor_and_stream(
 def test_a_single_file(neuzip: Speak, model: Path, tmp_path: Path) -> None:
     original = model / "model.safetensors"
     assert neuzip("compress", original, tmp_path / "small.safetensors").exit_code == 0
-    assert neuzip("verify", tmp_path / "small.safetensors", "--against", original).exit_code == 0
+    assert neuzip("verify", tmp_path / "small.safetensors", "--original", original).exit_code == 0
     assert neuzip("decompress", tmp_path / "small.safetensors", tmp_path / "back.safetensors").exit_code == 0
     assert (tmp_path / "back.safetensors").read_bytes() == original.read_bytes()

@@ -695,7 +695,7 @@ def test_the_commands(
 ) -> None:
     base, tuned = family
     packed, restored = tmp_path / "delta", tmp_path / "restored"
-    said = in_all_modes("compress", tuned, packed, "--against", base, "--overwrite")
+    said = in_all_modes("compress", tuned, packed, "--base", base, "--overwrite")
     assert "against family/base: 2 tensors unchanged, 1 as differences, 3 alone" in said["human"].stdout
     assert said["json"].json["base"] == "family/base"
     assert said["json"].json["lossless"] is True
@@ -706,7 +706,7 @@ def test_the_commands(
     assert {t["name"]: t["scheme"] for t in said["json"].json["tensors"]}["ids"] == "base"
     assert "A delta against family/base." in said["human"].stdout
     assert "--base BASE" in in_all_modes("verify", packed)["human"].stderr
-    assert neuzip("verify", packed, "--base", base, "--against", tuned).exit_code == 0
+    assert neuzip("verify", packed, "--base", base, "--original", tuned).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -714,9 +714,9 @@ def test_the_commands(
     [["--mantissa-bits", "3"], ["--ternary"], ["--dry-run"], ["--push-to", "a/b"], ["--target-size", "50%"]],
 )
 def test_a_delta_is_always_exact(option: list[str], tmp_path: Path, neuzip: Speak) -> None:
-    said = neuzip("compress", tmp_path, tmp_path / "out", "--against", tmp_path, *option)
+    said = neuzip("compress", tmp_path, tmp_path / "out", "--base", tmp_path, *option)
     assert said.exit_code == 2
-    assert f"--against and {option[0]} exclude each other" in said.stderr
+    assert f"--base and {option[0]} exclude each other" in said.stderr
     hint = {"--push-to": "neuzip push DST", "--dry-run": "when it is made"}.get(option[0], "always exact")
     assert hint in said.stderr
 
@@ -756,13 +756,16 @@ def test_a_delta_goes_over_the_hub(
     metadata, text = split_card(card)
     assert metadata.get("base_model") == ("family/base" if on_hub else None)
     assert metadata["tags"] == ["neuzip", "lossless", "delta"] and metadata["license"] == "mit"
-    assert f"This is a delta: what it takes to turn `{name}` into another checkpoint" in text
+    assert (
+        f"This repository is a delta. Together with its base, `{name}`, it restores another checkpoint"
+        in text
+    )
     assert f"\n    neuzip apply me/tuned-delta DST --base {name if on_hub else 'BASE'}\n" in text
-    assert ("whoever made the delta can tell" in text) != on_hub
+    assert ("Ask the author of the delta" in text) != on_hub
     assert "from_pretrained" not in text and "neuzip decompress" not in text
     for row in (
-        "BF16, as in the base: 1 tensor",
-        "I64, as in the base: 1",
+        "BF16, same as in the base: 1 tensor",
+        "I64, same as in the base: 1",
         "BF16, difference from the base: 1",
     ):
         assert f"\n| {row}" in text
@@ -773,7 +776,7 @@ def test_a_delta_goes_over_the_hub(
         assert (said.exit_code, said.stderr) == (0, "")
         assert contents(restored) == contents(tuned)
         if src == "me/tuned-delta":
-            assert neuzip("verify", src, "--base", "family/base", "--against", tuned).exit_code == 0
+            assert neuzip("verify", src, "--base", "family/base", "--original", tuned).exit_code == 0
             said = neuzip("pull", src, tmp_path / "pulled")
             assert (said.exit_code, said.stderr) == (
                 0, "a delta: 3 tensors checked as far as that goes without its base\n"

@@ -122,7 +122,7 @@ def test_without_torch_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(devices, "driver_devices", lambda: 1)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(MissingPackage, match="--device cuda needs the package torch"):
+    with pytest.raises(MissingPackage, match="`device='cuda'` needs the package torch"):
         choose("cuda", 0)
 
 
@@ -142,7 +142,7 @@ def test_without_a_triton_that_compiles_the_kernels_there_is_no_gpu(installed, p
     monkeypatch.setattr(triton_release, "version", version)
     monkeypatch.setattr(devices, "driver_devices", lambda: 1)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(NeuzipError, match=f"--device cuda: {problem}"):
+    with pytest.raises(NeuzipError, match=f"`device='cuda'`: {problem}"):
         choose("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(NeuzipError, match=f"the kernels for a GPU cannot be compiled: {problem}"):
@@ -405,7 +405,7 @@ def test_wikilm(options, neuzip_data, tmp_path, neuzip):
     assert files(tmp_path / "cuda") == files(tmp_path / "cpu")
     assert files(tmp_path / "cuda-back") == files(tmp_path / "cpu-back")
     verdicts = [
-        neuzip("verify", tmp_path / "cpu", "--against", model, "--device", d, "--json")
+        neuzip("verify", tmp_path / "cpu", "--original", model, "--device", d, "--json")
         for d in ("cpu", "cuda")
     ]
     assert verdicts[0].json["tensors"] == verdicts[1].json["tensors"]

@@ -289,7 +289,7 @@ def written_by(command: str) -> list[str]:
 
 def test_what_a_command_writes_is_seen():
     assert written_by("neuzip compress a b --plan p.toml") == ["b"]
-    assert written_by("neuzip layers a --drop 3 --out b --picture c.svg") == ["b", "c.svg"]
+    assert written_by("neuzip layers a --drop 3 --output b --plot c.svg") == ["b", "c.svg"]
     assert written_by("neuzip eval a --text t --report r.html --json > e.json") == ["e.json", "r.html"]
     assert written_by("torchrun --no-python neuzip compress a shared.nz") == ["shared.nz"]
     assert written_by("cp -r a b") == ["b"]

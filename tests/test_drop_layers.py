@@ -302,7 +302,7 @@ def test_search_begins_at_what_dropping_costs(factor: float):
 def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:2000])
-    asked = ("--max-kld", "0.1", "--calibration", text, "--drop-layers")
+    asked = ("--max-kld", "0.1", "--text", text, "--drop-layers")
     said = neuzip("compress", idle, tmp_path / "a", *asked, "auto")
     assert said.exit_code == 0, said.stderr
     assert f"dropped layers: {IDLE}; what is left has new numbers" in said.stdout
@@ -322,7 +322,6 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
         (["--max-kld", "0.1", "--drop-layers", "1", "--dry-run"], "excludes --dry-run"),
         (["--max-kld", "0.1", "--drop-layers", "1", "--attention", "auto"], "excludes --attention"),
         (["--max-kld", "0.1", "--drop-layers", "auto", "--sensitivity", "weights"], "excludes --sensitivity"),
-        (["--target-size", "20%", "--drop-layers", "1", "--calibration", "none"], "excludes --calibration"),
     ],
 )
 def test_wrong_use(neuzip: Any, tmp_path: Path, options: list[str], wrong: str):

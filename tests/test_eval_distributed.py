@@ -82,7 +82,18 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path):
     """And only the first of them speaks."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again.\n" * 40)
-    command = ["neuzip", "eval", CHECKPOINT, "--base", CHECKPOINT, "--text", text, "--window", "32", "--json"]
+    command = [
+        "neuzip",
+        "eval",
+        CHECKPOINT,
+        "--original",
+        CHECKPOINT,
+        "--text",
+        text,
+        "--window",
+        "32",
+        "--json",
+    ]
     command += ["--max-tokens", "400", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     for name in ("WORLD_SIZE", "RANK"):

@@ -42,7 +42,9 @@ def test_the_module_is_the_command() -> None:
 
 WRONG = {
     "eval: no model": (["eval", "none", "--text", "demo"], "none: no such file or folder"),
-    "eval: no original": (["eval", "m", "--base", "none", "--text", "demo"], "none: no such file or folder"),
+    "eval: no original": (
+        ["eval", "m", "--original", "none", "--text", "demo"], "none: no such file or folder",
+    ),
     "eval: no text": (["eval", "m", "--text", "none.txt"], "none.txt: cannot be read"),
     "eval: no convention": (["eval", "m", "--text", "demo", "--conventions", "x"], "no convention 'x'"),
     "sweep: no model": (["sweep", "none", "--text", "t.txt"], "none: no such file or folder"),
@@ -52,20 +54,20 @@ WRONG = {
     "generate: a text": (["generate", "t.txt", "--prompt", "x"], "t.txt: is not a .safetensors file"),
     "bench: no model": (["bench", "none"], "none: no such file or folder"),
     "layers: no text": (["layers", "m", "--text", "none.txt"], "none.txt: cannot be read"),
-    "layers: DST": (["layers", "m", "--text", "t.txt", "--drop", 1, "--out", "m"], "m: is, holds, or lies"),
+    "layers: DST": (["layers", "m", "--text", "t.txt", "--drop", 1, "-o", "m"], "m: is, holds, or lies"),
     "ternarize: no text": (
-        ["ternarize", "m", "t", "--calibration", "none.txt", "--allow-destructive"], "none.txt: cannot be",
+        ["ternarize", "m", "t", "--text", "none.txt", "--allow-destructive"], "none.txt: cannot be",
     ),
     "recover: no text": (
-        ["recover", "m", "--text", "none.txt", "--steps", 1, "--out", "t"], "--text none.txt: no such file",
+        ["recover", "m", "--text", "none.txt", "--steps", 1, "-o", "t"], "--text none.txt: no such file",
     ),
-    "recover: DST": (["recover", "m", "--text", "t.txt", "--steps", 1, "--out", "t.txt"], "t.txt: exists"),
+    "recover: DST": (["recover", "m", "--text", "t.txt", "--steps", 1, "-o", "t.txt"], "t.txt: exists"),
     "patch-attention: limit": (
         ["patch-attention", "m", "p", "--text", "t.txt", "--max-kld", "x"], "--max-kld x: is no divergence",
     ),
     "compress: target": (["compress", "m", "p", "--max-kld", "x"], "--max-kld x: is no divergence"),
     "compress: no text": (
-        ["compress", "m", "p", "--max-kld", "0.1", "--calibration", "none.txt"], "none.txt: cannot be read",
+        ["compress", "m", "p", "--max-kld", "0.1", "--text", "none.txt"], "none.txt: cannot be read",
     ),
     "train: no file": (["train", "none.toml"], "none.toml: cannot be read"),
     "train: no key": (["train", "wrong.toml"], "wrong.toml: there is no key 'stpes'"),
@@ -88,7 +90,7 @@ for arguments in json.load(sys.stdin):
 def test_what_is_wrong_is_told_before_torch_is_imported(model: Path) -> None:
     """In a process that is new, one after the other: none of them may bring it in."""
     Path("t.txt").write_text("A text of some words. " * 99)
-    toml = 'model = "{}"\ntexts = ["t.txt"]\nout = "o"\nlr = 1e-3\noptimizer = "sgd"\n{} = 1\n'
+    toml = 'model = "{}"\ntext = ["t.txt"]\noutput = "o"\nlr = 1e-3\noptimizer = "sgd"\n{} = 1\n'
     Path("wrong.toml").write_text(toml.format("m", "stpes"))
     Path("lost.toml").write_text(toml.format("none", "steps"))
     asked = json.dumps([[str(argument) for argument in arguments] for arguments, _ in WRONG.values()])
@@ -141,7 +143,7 @@ def test_where_some_tensors_keep_all_bits_all_of_them_are_counted(
 
 
 def test_too_few_windows_for_an_error_are_told(model: Path, neuzip: Speak) -> None:
-    ask = ("eval", model, "--base", model, "--text", "demo", "--max-tokens")
+    ask = ("eval", model, "--original", model, "--text", "demo", "--max-tokens")
     said = neuzip(*ask, 500, "--conventions", "token").stdout
     why = "2 windows count as fewer than 3 equal ones"
     assert f"\nno ± standard error: {why}; no special tokens\n" in said
@@ -153,8 +155,8 @@ def test_too_few_windows_for_an_error_are_told(model: Path, neuzip: Speak) -> No
 
 
 def test_recover_tells_its_losses(model: Path, root: Path, neuzip: Speak) -> None:
-    ask = ("--steps", 3, "--length", 16, "--batch", 1, "--device", "cpu")
-    said = neuzip("recover", model, "--text", root / "LICENSE", "--out", "tern", *ask)
+    ask = ("--steps", 3, "--window", 16, "--batch", 1, "--device", "cpu")
+    said = neuzip("recover", model, "--text", root / "LICENSE", "-o", "tern", *ask)
     assert said.exit_code == 0, said.stderr
     losses = [json.loads(line)["loss"] for line in Path("tern/recovery.jsonl").read_text().splitlines()]
     assert f"training loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end\n" in said.stdout
@@ -163,13 +165,13 @@ def test_recover_tells_its_losses(model: Path, root: Path, neuzip: Speak) -> Non
 
 def test_a_model_without_some_layers_is_not_compared_tensor_by_tensor(model: Path, neuzip: Speak) -> None:
     ask = ("--text", "demo", "--max-tokens", 100, "--gradients", 0)
-    assert neuzip("layers", model, *ask, "--drop", 1, "--out", "shallow").exit_code == 0
+    assert neuzip("layers", model, *ask, "--drop", 1, "-o", "shallow").exit_code == 0
     assert neuzip("compress", "shallow", "shallow.nz").exit_code == 0
-    said = neuzip("verify", "shallow.nz", "--against", model)
+    said = neuzip("verify", "shallow.nz", "--original", model)
     assert said.exit_code == 1
     assert (
         "error: shallow.nz: was made without some layers of m, and the others have new numbers" in said.stderr
     )
-    assert "neuzip eval shallow.nz --base m --text TEXT measures what is missing" in said.stderr
-    assert neuzip("verify", "shallow.nz", "--against", "shallow").exit_code == 0
+    assert "neuzip eval shallow.nz --original m --text TEXT measures what is missing" in said.stderr
+    assert neuzip("verify", "shallow.nz", "--original", "shallow").exit_code == 0
     assert neuzip("verify", "shallow.nz").exit_code == 0

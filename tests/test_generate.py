@@ -63,6 +63,7 @@ from neuzip.runtime.generate import (
     prepare,
 )
 from neuzip.runtime.load import load_model
+from neuzip.runtime.sampling import Sampling, draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -434,7 +435,13 @@ def test_the_first_token_alone_has_no_speed():
 def test_greedy_whatever_the_checkpoint_asks_for(demo_model: PreTrainedModel, monkeypatch):
     prompt = prepare(CHECKPOINT, "import ", max_new_tokens=20)
     expected = generate(demo_model, prompt).tokens
-    for name, value in {"do_sample": True, "temperature": 5.0, "top_k": 3, "num_beams": 4}.items():
+    for name, value in {
+        "do_sample": True,
+        "temperature": 5.0,
+        "top_k": 3,
+        "min_p": 0.9,
+        "num_beams": 4,
+    }.items():
         monkeypatch.setattr(demo_model.generation_config, name, value)
     assert generate(demo_model, prompt).tokens == expected
 
@@ -444,12 +451,45 @@ def test_seed_draws_the_same_and_leaves_others_alone(demo_model: PreTrainedModel
     torch.manual_seed(1)
     undisturbed = torch.rand(3)
     torch.manual_seed(1)
-    first, again, other = (generate(demo_model, prompt, temperature=1.5, seed=s) for s in (7, 7, 8))
+    first, again, other = (generate(demo_model, prompt, sampling=Sampling(1.5), seed=s) for s in (7, 7, 8))
     assert first.tokens == again.tokens
     assert first.tokens != other.tokens
     assert torch.equal(torch.rand(3), undisturbed)
     likeliest = generate(demo_model, prompt).tokens
-    assert generate(demo_model, prompt, temperature=1.5, top_p=1e-6, seed=7).tokens == likeliest
+    assert generate(demo_model, prompt, sampling=Sampling(1.5, top_p=1e-6), seed=7).tokens == likeliest
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.7}, [0, 1]),
+        ({"min_p": 0.25}, [0, 1]),
+        ({"min_p": 0.2}, [0, 1, 2]),
+        ({"top_k": 3, "min_p": 0.25}, [0, 1]),
+        ({}, [0, 1, 2, 3]),
+    ],
+)
+def test_filters_of_sampling_keep_the_likely_tokens(filters: dict[str, Any], kept: list[int]):
+    logits = torch.tensor([[0.5, 0.3, 0.12, 0.08]]).log()
+    warpers = Sampling(1.0, **filters).warpers()
+    assert warpers is not None
+    torch.manual_seed(0)
+    drawn = {int(draw(logits, warpers)) for _ in range(200)}
+    assert drawn == set(kept)
+
+
+def test_the_text_ends_before_a_stop_string(demo_model: PreTrainedModel):
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=40)
+    whole = generate(demo_model, prompt)
+    assert whole.finish_reason == "length"
+    first, later = whole.text[10:13], whole.text[20:24]  # each across pieces of a character or two
+    told: list[str] = []
+    made = generate(demo_model, prompt, stop=[later, first, "never said"], on_text=told.append)
+    assert made.text == "".join(told) == whole.text[: whole.text.index(first)]
+    assert made.finish_reason == "stop" and len(made.tokens) < len(whole.tokens)
+    unsaid = generate(demo_model, prompt, stop=[whole.text[-3:] + "no"])  # held back, and told in the end
+    assert (unsaid.text, unsaid.finish_reason) == (whole.text, "length")
 
 
 # The same text from the fast loop
@@ -463,11 +503,14 @@ def exact_model(small: Path) -> PreTrainedModel:
 
 DRAWN: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "drawn": {"temperature": 1.5, "seed": 7},
-    "drawn as they are": {"temperature": 1.0, "seed": 7},
-    "drawn from the likeliest": {"temperature": 0.8, "top_p": 0.9, "seed": 8},
+    "drawn": {"sampling": Sampling(1.5), "seed": 7},
+    "drawn as they are": {"sampling": Sampling(1.0), "seed": 7},
+    "drawn by nucleus": {"sampling": Sampling(0.8, top_p=0.9), "seed": 8},
+    "drawn from the top 5": {"sampling": Sampling(1.3, top_k=5), "seed": 8},
+    "drawn by min-p": {"sampling": Sampling(1.3, top_k=50, top_p=0.95, min_p=0.1), "seed": 8},
     "greedy, 4 bits": {"kv_bits": 4},
-    "drawn, 4 bits": {"temperature": 1.2, "seed": 9, "kv_bits": 4},
+    "greedy, until a stop string": {"stop": ["zzz", "\n"]},
+    "drawn, 4 bits": {"sampling": Sampling(1.2), "seed": 9, "kv_bits": 4},
 }
 
 
@@ -525,7 +568,6 @@ def test_a_loop_that_there_is_not(demo_model: PreTrainedModel):
         ("forced_bos_token_id", 0),
         ("forced_eos_token_id", 1),
         ("min_new_tokens", 1),
-        ("min_p", 0.1),
         ("stop_strings", ["x"]),
         ("use_cache", False),
         ("something_of_tomorrow", "yes"),
@@ -543,8 +585,9 @@ def test_what_a_checkpoint_asks_for_is_left_to_transformers(
 
 def test_what_changes_nothing_is_no_reason(demo_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
     neutral = {
-        "do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "num_beams": 4, "use_cache": True,
-        "repetition_penalty": 1.0, "typical_p": 1.0, "no_repeat_ngram_size": 0, "min_length": 0,
+        "do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "num_beams": 4,
+        "use_cache": True, "repetition_penalty": 1.0, "typical_p": 1.0, "no_repeat_ngram_size": 0,
+        "min_length": 0,
         "suppress_tokens": [], "eos_token_id": [1, 2], "pad_token_id": 3, "max_length": 4096,
         "renormalize_logits": False,
     }  # fmt: skip
@@ -572,7 +615,7 @@ def test_text_from_a_graph(options: dict[str, Any], residency: str, small: Path,
         [*prompt.ids[0].tolist(), *made.tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     assert made.text and everything.endswith(made.text)
-    if "temperature" not in options:
+    if "sampling" not in options:
         decoder = GreedyDecoder(model, 1, prompt.ids.numel() + 40, kv_bits=options.get("kv_bits"))
         assert decoder.generate(prompt.ids, 40)[0].tolist()[: len(made.tokens)] == list(made.tokens)
     left = generate(model, prompt, loop="transformers", **options)
@@ -594,7 +637,7 @@ def test_a_model_that_cannot_be_captured_leaves_no_trace(device: torch.device):
     """Its tokens are drawn, and torch's streams, generators and allocator are as they were."""
     model, prompt = opt().to(device).eval(), Prompt("a", torch.tensor([[0, 1, 2]]), words(), 8)
     stream = torch.cuda.current_stream(device)
-    made = generate(model, prompt, temperature=1.0, seed=1)
+    made = generate(model, prompt, sampling=Sampling(1.0), seed=1)
     assert (len(made.tokens), made.graphed) == (8, False)
     assert torch.cuda.current_stream(device) == stream
     torch.randn(1, device=device)
@@ -766,6 +809,13 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path):
     tokenizer.save_pretrained(folder)
     ids = prepare(folder, "x", chat=True).ids
     assert tokenizer.decode(ids[0]) == "<user>x<answer>"
+    ids = prepare(folder, "x", system="be brief").ids
+    assert tokenizer.decode(ids[0]) == "<system>be brief<user>x<answer>"
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(NeuzipError, match=r"its chat template fails: .*no system role") as failure:
+        prepare(folder, "x", system="be brief")
+    assert failure.value.hint == "leave out --system: not every template takes one"
 
 
 def test_device_that_is_not_there(monkeypatch):
@@ -780,7 +830,7 @@ def test_device_that_is_not_there(monkeypatch):
     [
         ("generate", "{0}", "--prompt", "x"), ("bench", "{0}"), ("eval", "{0}", "--text", "demo"),
         ("layers", "{0}", "--text", "demo"), ("sweep", "{0}", "--text", "demo"),
-        ("ternarize", "{0}", "{0}.t"), ("recover", "{0}", "--text", "demo", "--out", "{0}.r", "--steps", "1"),
+        ("ternarize", "{0}", "{0}.t"), ("recover", "{0}", "--text", "demo", "-o", "{0}.r", "--steps", "1"),
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
@@ -813,8 +863,34 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert (answer["graphed"], answer["not_graphed"]) == (False, "it is not on a GPU")
 
 
-def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes | None) -> None:
+    """Give stdin some bytes; None is a terminal, on which nobody types."""
+    source = io.BytesIO(data or b"")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=source, isatty=lambda: data is None))
+
+
+def test_a_prompt_is_an_argument_an_option_or_stdin(small: Path, neuzip, monkeypatch):
+    few = ("--max-new-tokens", 1, "--device", "cpu", "--json")
+    stdin(monkeypatch, b"from stdin\n")
+    for words, prompt in (
+        (("from an argument",), "from an argument"),
+        (("-p", "from an option"), "from an option"),
+        ((), "from stdin"),
+    ):
+        assert neuzip("generate", small, *words, *few).json["prompt"] == prompt
+    both = neuzip("generate", small, "a", "--prompt", "b")
+    assert both.exit_code == 2
+    assert both.stderr.startswith("error: --prompt and PROMPT: both give a prompt\n")
+    stdin(monkeypatch, None)
+    none = neuzip("generate", small)
+    assert none.exit_code == 2 and none.stderr.startswith("error: PROMPT: is missing\nhint: ")
+
+
+def test_a_stop_string_may_be_a_line_end(small: Path, neuzip):
+    command = ("generate", small, "def main(", "--max-new-tokens", 40, "--device", "cpu", "--json")
+    whole, made = neuzip(*command).json, neuzip(*command, "--stop", r"\n").json
+    assert "\n" in whole["text"] and made["text"] == whole["text"].partition("\n")[0]
+    assert (whole["finish_reason"], made["finish_reason"]) == ("length", "stop")
 
 
 def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypatch):
@@ -824,7 +900,7 @@ def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypat
     stdin(monkeypatch, b"ab\xff")
     said = neuzip("generate", small, "--prompt", "-")
     assert (said.exit_code, said.stdout) == (2, "")
-    assert said.stderr.startswith("error: --prompt -: not UTF-8: byte 0xff at position 2\n")
+    assert said.stderr.startswith("error: PROMPT from stdin: not UTF-8: byte 0xff at position 2\n")
 
 
 @pytest.mark.parametrize(
@@ -832,11 +908,18 @@ def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypat
     [
         (["--prompt", ""], "--prompt: is empty"),
         (["--prompt", "x", "--max-new-tokens", "300"], "--max-new-tokens 300: behind 1 of prompt"),
-        (["--prompt", "x", "--seed", "1"], "--seed: nothing is drawn at temperature 0"),
-        (["--prompt", "x", "--temperature", "1", "--top-p", "0"], "--top-p 0: leaves no token to draw"),
+        (["--prompt", "x", "--seed", "1"], "--seed: has no effect at temperature 0"),
+        (
+            ["--prompt", "x", "--temperature", "1", "--top-p", "0"],
+            "--top-p 0.0: is not above 0 and at most 1",
+        ),
+        (["--prompt", "x", "--top-k", "5"], "--top-k: has no effect at temperature 0"),
+        (["--prompt", "x", "--min-p", "0.1"], "--min-p: has no effect at temperature 0"),
+        (["--prompt", "x", "--temperature", "1", "--min-p", "1"], "--min-p 1.0: is not from 0 to below 1"),
+        (["--prompt", "x", "--stop", ""], "--stop: is empty"),
         (["--prompt", "x", "--residency", "ans", "--device", "cpu"], ""),
     ],
-    ids=["empty prompt", "too long", "seed", "top-p", "ans on a CPU"],
+    ids=["empty prompt", "too long", "seed", "top-p", "top-k", "min-p", "most", "stop", "ans on a CPU"],
 )
 def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
     said = neuzip("generate", small, *options)

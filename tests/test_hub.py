@@ -102,7 +102,7 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
     assert neuzip("push", small, "me/model", "--private").endswith(f": {hub.url}/me/model\n")
     assert contents(small) == before
     assert hub.repositories["me/model"].private
-    assert "intact: 4 tensors" in neuzip("verify", "me/model", "--against", original)
+    assert "intact: 4 tensors" in neuzip("verify", "me/model", "--original", original)
     neuzip("decompress", "me/model", "restored")
     assert contents(tmp_path / "restored") == contents(original)
 
@@ -678,13 +678,13 @@ def test_what_does_not_look_private(path: str):
     assert private_kind(path) is None
 
 
-def test_the_guide_has_the_table_of_private_files(root: Path):
-    guide = (root / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
+def test_the_page_on_the_hub_has_the_table_of_private_files(root: Path):
+    page = (root / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     for kind in PRIVATE_KINDS:
-        row = next(line for line in guide.splitlines() if line.startswith(f"| {kind.name} |"))
+        row = next(line for line in page.splitlines() if line.startswith(f"| {kind.name} |"))
         names = re.findall(r"`([^`]+)`", row)
         assert names == [*kind.files, *(f"{folder}/" for folder in kind.folders)]
-    assert all(f"`{glob}`" in guide for glob in PUBLIC)
+    assert all(f"`{glob}`" in page for glob in PUBLIC)
 
 
 def test_private_files_are_pushed_only_when_allowed(
@@ -775,7 +775,7 @@ def test_the_figures_of_the_card_are_those_of_the_files(original: Path, small: P
     )
     assert total in card.splitlines()
     assert re.search(r"\| BF16, lossless: 1 tensor \| 60\.00 kB \| 4\d\.\d\d kB \|", card)
-    assert "| I64, stored as it is: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
+    assert "| I64, stored unchanged: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
 
 
 def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path: Path):
@@ -786,11 +786,11 @@ def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path:
     loss = json.loads(next(f.content for f in plan.files if f.path == "neuzip/manifest.json"))  # type: ignore[arg-type]
     assert loss["files"]["README.md"]["kind"] == "rewritten"
     assert split_card(plan.card)[0]["tags"][:2] == ["neuzip", "lossy"]
-    assert "with loss: the mantissas of 1 of its 4\ntensors were rounded" in plan.card
+    assert "with loss. neuzip rounded the mantissas of 1 of its 4\ntensors." in plan.card
     row = re.search(r"\| `a` \| 3 mantissa bits in blocks of 512 \| (0\.\d+) \| (0\.\d+) \|", plan.card)
     assert row is not None
     assert 0 < float(row[2]) < float(row[1]) < 0.2
-    assert f"at most {float(row[1]):.3g};" in plan.card
+    assert f"at most {float(row[1]):.3g}." in plan.card
 
 
 def evaluated(folder: Path) -> Report:
@@ -804,7 +804,7 @@ def evaluated(folder: Path) -> Report:
     how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
     return Report(
         title=folder.name,
-        command="neuzip eval small --base model --text demo --report eval.json",
+        command="neuzip eval small --original model --text demo --report eval.json",
         versions={"neuzip": "0.1", "torch": "2.13.0"},
         base="model",
         setting={"text": "demo (Python 3.11.7), 5 documents", "computed": "in float32 on cpu"},
@@ -836,10 +836,10 @@ def test_the_card_tells_the_last_evaluation_with_its_conventions(
         f"| token-level perplexity | 27.76 ± 1.63 | 27.80 ± 1.65 | {how} |",
         f"| word\\|level \\`x\\` \\<b\\> | 1,704 ± 524 | 1,710 ± 523 | {how} |",
         "| mean KLD | | 0.009091 ± 0.000455 nats | KL(original \\|\\| this) |",
-        "    neuzip eval small --base model --text demo --report eval.json",
+        "    neuzip eval small --original model --text demo --report eval.json",
     ):
         assert line in card.splitlines()
-    assert "± is one standard error, of divergences over 18 windows of 3 documents." in card
+    assert "± is one standard error, for KL divergences over 18 windows of 3 documents." in card
     assert "median" not in card
     assert "## Evaluation" not in plan_push(small, "me/model").card
 
@@ -904,7 +904,7 @@ def test_tensors_of_any_name_are_listed_with_their_loss(tmp_path: Path, save):
     save(tmp_path / "one" / "2.safetensors", {"tied": tensors["a|b"]})
     compress(tmp_path / "one", tmp_path / "nz", [Rule("*", Scheme("truncated", 3))])
     card = plan_push(tmp_path / "nz", "me/model").card
-    assert "the mantissas of 4 of its 4\n" in card
+    assert "rounded the mantissas of 4 of its 4\n" in card
     for name in ("`a\\|b`", "``c`d``", "`e f`"):
         assert f"| {name} | 3 mantissa bits | 0.0" in card
     assert "| `tied` | shared with another tensor | 0.0" in card

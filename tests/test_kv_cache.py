@@ -731,7 +731,7 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 
 
 def test_eval_says_what_it_compared(neuzip):
-    said = neuzip("eval", CHECKPOINT, "--base", CHECKPOINT, "--kv-bits", 3, *TEXT)
+    said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
     assert (
         "cache   after with keys and values in 3 bits, those of a window's first token in 4\n" in said.stdout
     )

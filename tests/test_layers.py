@@ -477,25 +477,25 @@ def test_the_command_in_all_modes(in_all_modes, llama: Path, found: Analysis):
 def test_drop_then_eval(neuzip, llama: Path, found: Analysis, tmp_path: Path):
     """What is written is as far from the original as was promised, to the last bit."""
     dst = tmp_path / "pruned"
-    told = neuzip("layers", llama, *ASKED, "--drop", 2, "--out", dst, "--gradients", 0, "--json").json
+    told = neuzip("layers", llama, *ASKED, "--drop", 2, "--output", dst, "--gradients", 0, "--json").json
     assert tuple(told["removal"]["layers"]) == found.removal.layers
     assert told["written"]["dst"] == str(dst)
     assert told["mergekit"].startswith("slices:\n")
     asked = ("--text", "demo", "--conventions", "token", "--window", WINDOW, "--max-tokens", TOKENS)
-    after = neuzip("eval", dst, "--base", llama, *asked, "--device", "cpu", "--json").json["comparison"]
+    after = neuzip("eval", dst, "--original", llama, *asked, "--device", "cpu", "--json").json["comparison"]
     assert after["kld"]["mean"] == told["removal"]["comparison"]["kld"]["mean"]
     said = neuzip("generate", dst, "--prompt", "The", "--max-new-tokens", 4, "--device", "cpu")
     assert said.exit_code == 0, said.stderr
 
 
 def test_what_a_person_is_told_of_a_drop(neuzip, llama: Path, tmp_path: Path):
-    said = neuzip("layers", llama, *ASKED, "--drop", 2, "--out", tmp_path / "p", "--gradients", 0)
+    said = neuzip("layers", llama, *ASKED, "--drop", 2, "--output", tmp_path / "p", "--gradients", 0)
     assert said.exit_code == 0, said.stderr
     for words in ("drop ", "order ", "on the text they were chosen on", "merge_method: passthrough"):
         assert words in said.stdout
     assert "neuzip eval" in said.stderr
     said = neuzip("layers", llama, *ASKED, "--drop", 1, "--gradients", 0)
-    assert "--out DST would write that model" in said.stderr
+    assert "--output DST would write that model" in said.stderr
 
 
 def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):
@@ -507,12 +507,12 @@ def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):
     for arguments, code, said in (
         ((llama, "--text", "demo", "--drop", LAYERS), 2, "has 5 layers, one has to stay"),
         ((llama, "--text", "demo", "--drop", 0), 2, "one has to stay"),
-        ((llama, "--text", "demo", "--out", tmp_path / "x"), 2, "give --drop"),
-        ((llama, "--text", "demo", "--drop", 1, "--out", there), 1, "exists already"),
-        ((llama, "--text", "demo", "--drop", 1, "--out", llama), 1, "is, holds, or lies within"),
+        ((llama, "--text", "demo", "--output", tmp_path / "x"), 2, "give --drop"),
+        ((llama, "--text", "demo", "--drop", 1, "--output", there), 1, "exists already"),
+        ((llama, "--text", "demo", "--drop", 1, "--output", llama), 1, "is, holds, or lies within"),
         ((llama, "--text", short), 1, "is too short"),
         ((llama, "--text", "demo", "--window", 999), 2, "the model was made for 64 tokens"),
-        ((llama, "--text", "demo", "--picture", tmp_path / "x.html"), 2, "is no kind of picture"),
+        ((llama, "--text", "demo", "--plot", tmp_path / "x.html"), 2, "is no kind of picture"),
     ):
         found = neuzip("layers", *arguments, "-q", "--device", "cpu")
         assert (found.exit_code, said in found.stderr) == (code, True), found.stderr

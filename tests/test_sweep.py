@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_with_what_is_missing(tmp_path: Path):
 def test_a_killed_run_goes_on(tmp_path: Path):
     command = [
         sys.executable, "-m", "neuzip.cli", "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", "512",
-        "--schemes", "lossless,k5,k4,k3,k2,k1,k0", "--blocks", "", "--out", tmp_path / "out", "--json",
+        "--schemes", "lossless,k5,k4,k3,k2,k1,k0", "--blocks", "", "--output", tmp_path / "out", "--json",
     ]  # fmt: skip
     started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
@@ -301,16 +301,16 @@ def test_a_picture_of_someone_else_is_not_overwritten(made, tmp_path: Path, name
 def test_two_sweeps_do_not_share_a_folder(neuzip: Speak, tmp_path: Path):
     with work_folder(tmp_path) as work:
         (work / "k3").mkdir()
-        said = neuzip("sweep", CHECKPOINT, "--text", "demo", "--schemes", "k0", "--out", tmp_path)
+        said = neuzip("sweep", CHECKPOINT, "--text", "demo", "--schemes", "k0", "--output", tmp_path)
         assert said.exit_code == 1
-        assert f"--out {tmp_path}: another sweep is writing there" in said.stderr
+        assert f"--output {tmp_path}: another sweep is writing there" in said.stderr
         assert (work / "k3").exists()
 
 
 @pytest.mark.parametrize(("place", "code"), [("file", 2), ("file/below", 1), ("/proc/sweep", 1)])
 def test_a_folder_that_cannot_be_is_told_first(neuzip: Speak, tmp_path: Path, place: str, code: int):
     (tmp_path / "file").write_text("mine")
-    said = neuzip("sweep", tmp_path / "missing", "--text", "demo", "--out", tmp_path / place)
+    said = neuzip("sweep", tmp_path / "missing", "--text", "demo", "--output", tmp_path / place)
     assert said.exit_code == code
     assert "missing" not in said.stderr and place in said.stderr
     assert (tmp_path / "file").read_text() == "mine"
@@ -346,7 +346,7 @@ def test_a_scheme_that_breaks_the_model_is_noted(
     again = sweep(setting(), asked, tmp_path, stage)
     assert again.failed == found.failed and again.resumed == 2
     arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", "k1,k3",
-                 "--blocks", "", "--device", "cpu", "--out", tmp_path)  # fmt: skip
+                 "--blocks", "", "--device", "cpu", "--output", tmp_path)  # fmt: skip
     said = neuzip(*arguments, "--json")
     assert said.exit_code == 0 and "warning: k1 breaks the model: " in said.stderr
     assert said.json["failed"] == [{"scheme": "k1", "reason": failure.reason}]
@@ -407,7 +407,7 @@ def test_the_label_of_a_scheme_can_be_asked_for():
 
 def test_command_shows_all_of_it(neuzip: Speak, made):
     arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", SCHEMES,
-                 "--blocks", "", "--device", "cpu", "--out", made[1])  # fmt: skip
+                 "--blocks", "", "--device", "cpu", "--output", made[1])  # fmt: skip
     said = neuzip(*arguments)
     assert said.exit_code == 0, said.stderr
     header, _, original, lossless, *_ = said.stdout.splitlines()
@@ -435,7 +435,9 @@ def test_without_a_folder_nothing_is_kept(neuzip: Speak, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("source", ["missing", "compressed"])
 def test_what_cannot_be_swept_is_told(neuzip: Speak, tmp_path: Path, source: str):
     compress(CHECKPOINT, tmp_path / "compressed")
-    said = neuzip("sweep", tmp_path / source, "--text", "demo", "--schemes", "k0", "--out", tmp_path / "out")
+    said = neuzip(
+        "sweep", tmp_path / source, "--text", "demo", "--schemes", "k0", "--output", tmp_path / "out"
+    )
     assert said.exit_code == 1
     assert said.stderr.startswith("error: ") and "hint: " in said.stderr
     assert not list(tmp_path.glob("out/*"))

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [
         ([], "--allow-destructive does it"),
         (["--allow-destructive"], "needs a text"),
-        (["--allow-destructive", "--calibration", "demo", "--group", "0"], "is no group"),
-        (["--allow-destructive", "--calibration", "demo", "--group", "column"], "is no group"),
-        (["--allow-destructive", "--calibration", "demo", "--quantizer", "absmean"], "takes no text"),
+        (["--allow-destructive", "--text", "demo", "--ternary-group", "0"], "is no group"),
+        (["--allow-destructive", "--text", "demo", "--ternary-group", "column"], "is no group"),
+        (["--allow-destructive", "--text", "demo", "--ternary-quantizer", "absmean"], "takes no text"),
     ],
 )
 def test_what_is_refused(options, said: str, neuzip, tmp_path: Path):
@@ -42,8 +42,8 @@ def test_what_is_refused(options, said: str, neuzip, tmp_path: Path):
 def test_ternarize_then_compress(neuzip, tmp_path: Path):
     """It leaves a plain checkpoint, which is stored without loss, and is far better than blind rounding."""
     said = neuzip(
-        "ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--calibration", "demo",
-        "--calibration-tokens", 4096, "--json",
+        "ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--text", "demo",
+        "--max-tokens", 4096, "--json",
     )  # fmt: skip
     assert said.exit_code == 0, said.stderr
     report = json.loads(said.stdout)
@@ -52,7 +52,7 @@ def test_ternarize_then_compress(neuzip, tmp_path: Path):
     assert report["tokens"] == 4096
     assert {p.name for p in (tmp_path / "t").iterdir()} == {p.name for p in DEMO.iterdir()}
     blind = neuzip(
-        "ternarize", DEMO, tmp_path / "blind", "--allow-destructive", "--quantizer", "absmean", "-q"
+        "ternarize", DEMO, tmp_path / "blind", "--allow-destructive", "--ternary-quantizer", "absmean", "-q"
     )  # fmt: skip
     assert blind.stdout.strip() == str(tmp_path / "blind")
     divergences = {}
@@ -65,8 +65,8 @@ def test_ternarize_then_compress(neuzip, tmp_path: Path):
             assert tensor["scheme"].startswith("ternary exact") == (tensor["name"] in report["tensors"])
         assert all(t["loss"] is None for t in stored["tensors"])
         said = neuzip(
-            "eval", small, "--base", DEMO, "--text", "demo", "--conventions", "token", "--max-tokens", 2048,
-            "--device", "cpu", "--json",
+            "eval", small, "--original", DEMO, "--text", "demo", "--conventions", "token",
+            "--max-tokens", 2048, "--device", "cpu", "--json",
         )  # fmt: skip
         divergences[name] = json.loads(said.stdout)["comparison"]["kld"]["mean"]["value"]
     assert divergences["t"] < 0.2 * divergences["blind"]
@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_as_everywhere(neuzip, tmp_path: Path, monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    command = ["ternarize", DEMO, out, "--quantizer", "absmean", "--allow-destructive"]
+    command = ["ternarize", DEMO, out, "--ternary-quantizer", "absmean", "--allow-destructive"]
     with monkeypatch.context() as patch:
         patch.setattr("transformers.modeling_utils.safe_save_file", full)
         said = neuzip(*command)
@@ -100,14 +100,14 @@ def test_a_full_disk_is_told_as_everywhere(neuzip, tmp_path: Path, monkeypatch: 
 def test_what_exists_stays(neuzip, tmp_path: Path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mine").touch()
-    found = neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "absmean")
+    found = neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "absmean")
     assert "exists already" in found.stderr
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine"]
 
 
 def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     """a4.8 as config.json says it, b1.58 as the option does, none as dense weights have it: three figures."""
-    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "least-squares")
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
     said = neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
     assert said.exit_code == 0, said.stderr
     assert json.loads((tmp_path / "t.nz" / "config.json").read_text())["neuzip"] == {"activations": "a4.8"}
@@ -140,7 +140,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of ternary weights, t, and what was made of them, t.nz; both record b1.58."""
     folder = tmp_path_factory.mktemp("recorded")
     plain, small = str(folder / "t"), str(folder / "t.nz")
-    assert run(["ternarize", str(DEMO), plain, "--allow-destructive", "--quantizer", "absmean"]) == 0
+    assert run(["ternarize", str(DEMO), plain, "--allow-destructive", "--ternary-quantizer", "absmean"]) == 0
     assert run(["compress", plain, small, "--ternary", "--activations", "b1.58"]) == 0
     record(folder / "t", "b1.58")
     return folder
@@ -185,7 +185,7 @@ def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded
 
 
 def test_each_model_of_an_evaluation_has_its_activations(recorded: Path, neuzip, tmp_path: Path):
-    asked = ("eval", recorded / "t.nz", "--base", recorded / "t", *COMMANDS["eval"])
+    asked = ("eval", recorded / "t.nz", "--original", recorded / "t", *COMMANDS["eval"])
     assert ", activations none before, b1.58 after; python" in neuzip(*asked, "--residency", "packed").stdout
     page = tmp_path / "page.md"
     found = neuzip(*asked, "--residency", "packed", "--json", "--report", page).json
@@ -213,7 +213,7 @@ def test_what_options_contradict_is_refused_before_torch_is_loaded():
 
 
 def test_sparsity_is_counted(neuzip, tmp_path: Path):
-    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "least-squares")
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
     neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")
     asked = ["--text", "demo", "--conventions", "token", "--max-tokens", 512, "--device", "cpu", "--sparsity"]
     said = neuzip("eval", tmp_path / "t.nz", "--residency", "packed", "--json", *asked)
@@ -229,7 +229,7 @@ def test_sparsity_is_counted(neuzip, tmp_path: Path):
 
 
 def test_a_group_is_never_longer_than_a_row(neuzip, tmp_path: Path):
-    options = ["--allow-destructive", "--quantizer", "absmean", "-q", "--group"]
+    options = ["--allow-destructive", "--ternary-quantizer", "absmean", "-q", "--ternary-group"]
     for group in ("row", "1000000000000"):
         assert neuzip("ternarize", DEMO, tmp_path / group, *options, group).exit_code == 0
     left, right = ((tmp_path / g / "model.safetensors").read_bytes() for g in ("row", "1000000000000"))
@@ -244,14 +244,14 @@ def test_what_is_quantised_already_is_refused(neuzip, tmp_path: Path):
     config["quantization_config"] = {"quant_method": "bitnet", "quantization_mode": "online"}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     said = neuzip(
-        "ternarize", tmp_path / "m", tmp_path / "t", "--allow-destructive", "--quantizer", "absmean"
+        "ternarize", tmp_path / "m", tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "absmean"
     )
     assert "says that it is quantised" in said.stderr
     assert not (tmp_path / "t").exists()
 
 
 def test_activations_that_would_say_nothing_are_refused(neuzip, tmp_path: Path):
-    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--quantizer", "absmean")
+    neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "absmean")
     said = neuzip(
         "compress", tmp_path / "t" / "model.safetensors", tmp_path / "one", "--ternary",
         "--activations", "a4.8",
@@ -274,7 +274,7 @@ def test_what_is_not_converted_is_said(neuzip, tmp_path: Path):
         num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(tmp_path / "m")
-    options = ["--allow-destructive", "--quantizer", "absmean"]
+    options = ["--allow-destructive", "--ternary-quantizer", "absmean"]
     said = neuzip("ternarize", tmp_path / "m", tmp_path / "t", *options)
     assert said.exit_code == 0
     assert "of the layers' weights stay as they are" in said.stderr

@@ -30,8 +30,8 @@ def write(tmp_path: Path, root: Path) -> Callable[..., Path]:
 
     def make(**changes: Any) -> Path:
         values = {
-            "model": str(root / "eval/demo/checkpoint"), "texts": "demo", "out": str(tmp_path / "out"),
-            "steps": 4, "lr": 1e-3, "length": 16, "batch": 2, "device": "cpu", **changes,
+            "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(tmp_path / "out"),
+            "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 2, "device": "cpu", **changes,
         }  # fmt: skip
         path = tmp_path / "run.toml"
         path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items() if v is not None))
@@ -66,7 +66,7 @@ def test_a_run_leaves_model_log_and_picture(
 def test_a_stopped_run_goes_on_to_the_same_model(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert neuzip("train", write(out=str(tmp_path / "whole"))).exit_code == 0
+    assert neuzip("train", write(output=str(tmp_path / "whole"))).exit_code == 0
 
     from neuzip.train.compressed import Trainer
 
@@ -102,14 +102,16 @@ def test_a_run_goes_on_only_with_the_tokens_that_it_began_with(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A text of some words. " * 200)
-    given = {"texts": str(text), "states": "plain", "optimizer": "adamw"}
+    given = {"text": str(text), "optimizer_state": "plain", "optimizer": "adamw"}
     assert neuzip("train", write(**given)).exit_code == 0
     text.write_text("A text of other words. " * 200)
     said = neuzip("train", write(**given, steps=6), "--resume")
     assert said.exit_code == 2
     assert f"was begun with other tokens than {text} has now" in said.stderr
     text.write_text("A text of some words. " * 200)
-    said = neuzip("train", write(**{**given, "states": "lossless", "steps": 6}), "--resume", "--json")
+    said = neuzip(
+        "train", write(**{**given, "optimizer_state": "lossless", "steps": 6}), "--resume", "--json"
+    )
     assert said.exit_code == 0, said.stderr  # states are kept in another way, with the same bits
     assert (said.json["steps"], said.json["processes"]) == (6, 1)
     assert said.json["state_bytes"] > 0
@@ -118,10 +120,10 @@ def test_a_run_goes_on_only_with_the_tokens_that_it_began_with(
 def test_an_out_below_a_file_is_refused(neuzip: Speak, write: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
-        said = neuzip("train", write(out=str(out)))
+        said = neuzip("train", write(output=str(out)))
         assert said.exit_code == 1
         assert f"{out}: cannot be written" in said.stderr
-    said = neuzip("train", write(out=str(tmp_path / "file")), "--overwrite")
+    said = neuzip("train", write(output=str(tmp_path / "file")), "--overwrite")
     assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -177,12 +179,12 @@ def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Pa
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     said = neuzip("train", write())
-    assert said.exit_code == 1 and "exists already\nhint: choose another out\n" in said.stderr
+    assert said.exit_code == 1 and "exists already\nhint: choose another output\n" in said.stderr
     said = neuzip("train", write(), "--overwrite")
     assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
     assert (out / "mine.txt").read_text() == "mine"
     said = neuzip("train", write(), "--resume")
-    assert said.exit_code == 1 and "holds no run to go on with\nhint: choose another out\n" in said.stderr
+    assert said.exit_code == 1 and "holds no run to go on with\nhint: choose another output\n" in said.stderr
 
 
 def test_a_run_without_a_checkpoint_begins_anew(
@@ -276,22 +278,22 @@ def test_what_cannot_begin_removes_nothing(
     out = tmp_path / "out"
     assert neuzip("train", write(steps=1)).exit_code == 0
     there = sorted(p.name for p in out.rglob("*"))
-    said = neuzip("train", write(texts="no-such-text.txt"), "--overwrite")
+    said = neuzip("train", write(text="no-such-text.txt"), "--overwrite")
     assert said.exit_code == 1 and sorted(p.name for p in out.rglob("*")) == there
     said = neuzip("train", write(model=str(out / "model")), "--overwrite")
     assert said.exit_code == 1 and "is, holds, or lies within" in said.stderr
     assert sorted(p.name for p in out.rglob("*")) == there
-    said = neuzip("train", write(model="no-such-model", out=str(tmp_path / "other")))
+    said = neuzip("train", write(model="no-such-model", output=str(tmp_path / "other")))
     assert said.exit_code != 0 and not (tmp_path / "other").exists()
 
 
 def test_windows_longer_than_the_model_are_refused(neuzip: Speak, write: Callable[..., Path]) -> None:
-    said = neuzip("train", write(length=512))
+    said = neuzip("train", write(window=512))
     assert said.exit_code == 2
-    assert "length is 512, the model has 256 positions" in said.stderr
+    assert "window is 512, the model has 256 positions" in said.stderr
 
 
-GIVEN: dict[str, Any] = {"model": "m", "texts": ["a"], "out": "o", "steps": 1, "lr": 1}
+GIVEN: dict[str, Any] = {"model": "m", "text": ["a"], "output": "o", "steps": 1, "lr": 1}
 
 
 @pytest.mark.parametrize(
@@ -305,11 +307,11 @@ GIVEN: dict[str, Any] = {"model": "m", "texts": ["a"], "out": "o", "steps": 1, "
         ({"seed": -1}, "seed is -1", "0 and more"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1", "0 and more"),
         ({"budget_minutes": 0}, "budget_minutes is 0", "more than 0"),
-        ({"texts": []}, "texts is []", "a list of names"),
+        ({"text": []}, "text is []", "a list of names"),
         ({"optimizer": "adam"}, "no optimizer 'adam'", "adamw8bit"),
-        ({"states": "zipped"}, "no states 'zipped'", "plain, lossless"),
+        ({"optimizer_state": "zipped"}, "no optimizer_state 'zipped'", "plain, lossless"),
         ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),
-        ({"lr": -1}, "the peak -1.0", "0 and more"),
+        ({"lr": -1}, "lr -1.0", "at least 0"),
         ({"model": None}, "one of model and scratch", "begins anew"),
         ({"scratch": "c"}, "one of model and scratch", "begins anew"),
         ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
@@ -322,37 +324,63 @@ def test_configurations_without_sense_are_refused(changes: dict[str, Any], probl
     assert problem in caught.value.message and hint in caught.value.hint
 
 
+def test_old_keys_are_accepted_with_a_warning(
+    neuzip: Speak, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    values = {
+        "text": "a.txt", "output": "o", "window": 8, "batch_size": 3, "micro_batch_size": 1,
+        "optimizer_state": "lossless", "warmup_steps": 2, "min_lr_ratio": 0.5, "max_grad_norm": 2.0,
+    }  # fmt: skip
+    file = write(**values)
+    heard: list[str] = []
+    found = configuration.read(file, heard.append)
+    assert not heard
+    for old, new in configuration.OLD.items():
+        file.write_text(file.read_text().replace(f"{new} = ", f"{old} = "))
+    assert configuration.read(file, heard.append) == found
+    assert heard == [
+        f"{file}: {old} is now called {new}; the old name goes with version 0.2"
+        for old, new in configuration.OLD.items()
+    ]
+    assert set(configuration.OLD.values()) == set(values)
+    file.write_text(file.read_text() + "window = 9\n")
+    said = neuzip("train", file)
+    assert said.exit_code == 2 and f"error: {file}: length and window are one key" in said.stderr
+
+
 def test_values_get_their_types(tmp_path: Path) -> None:
-    found = configuration.checked({**GIVEN, "texts": "one.txt", "weight_decay": 0}, "run.toml")
-    assert (found.texts, found.out, found.lr) == (["one.txt"], Path("o"), 1.0)
+    found = configuration.checked({**GIVEN, "text": "one.txt", "weight_decay": 0}, "run.toml")
+    assert (found.text, found.output, found.lr) == (["one.txt"], Path("o"), 1.0)
     assert found.method().weight_decay == 0.0  # type: ignore[attr-defined]
     assert found.rates()(0) == 1.0
     (tmp_path / "bad.toml").write_text("steps =")
     with pytest.raises(UsageError, match="is not TOML"):
-        configuration.read(tmp_path / "bad.toml")
+        configuration.read(tmp_path / "bad.toml", print)
     with pytest.raises(NeuzipError, match="cannot be read"):
-        configuration.read(tmp_path / "none.toml")
+        configuration.read(tmp_path / "none.toml", print)
 
 
 def test_without_a_length_windows_are_what_the_model_can(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    said = neuzip("train", write(length=None, steps=1, batch=1))
+    said = neuzip("train", write(window=None, steps=1, batch_size=1))
     assert said.exit_code == 0, said.stderr
     assert "256 a window" in said.stderr
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["length"] == 256
-    assert neuzip("train", write(length=None, steps=2, batch=1), "--resume").exit_code == 0
-    said = neuzip("train", write(length=16, steps=2, batch=1), "--resume")
-    assert said.exit_code == 2 and "was begun with length = 256, now it is 16" in said.stderr
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["window"] == 256
+    assert neuzip("train", write(window=None, steps=2, batch_size=1), "--resume").exit_code == 0
+    said = neuzip("train", write(window=16, steps=2, batch_size=1), "--resume")
+    assert said.exit_code == 2 and "was begun with window = 256, now it is 16" in said.stderr
     run = tmp_path / "out" / "run.json"
     begun = {key: value for key, value in json.loads(run.read_text()).items() if key != "filter_gradients"}
     run.write_text(json.dumps(begun))  # as a version without that key left it
-    assert neuzip("train", write(length=256, steps=2, batch=1), "--resume").exit_code == 0
-    said = neuzip("train", write(length=256, steps=2, batch=1, filter_gradients=False), "--resume")
+    old = {new: name for name, new in configuration.OLD.items()}
+    run.write_text(json.dumps({old.get(key, key): value for key, value in begun.items()}))
+    assert neuzip("train", write(window=256, steps=2, batch_size=1), "--resume").exit_code == 0
+    said = neuzip("train", write(window=256, steps=2, batch_size=1, filter_gradients=False), "--resume")
     assert said.exit_code == 2
     assert "was begun with filter_gradients = True, now it is False" in said.stderr
     given = configuration.checked(GIVEN, "run.toml")
-    assert [given.window(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
+    assert [given.window_for(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
 
 
 def test_steps_are_counted_alike_in_log_and_output(

@@ -31,8 +31,8 @@ def write(tmp_path: Path, root: Path) -> Write:
 
     def make(name: str, **changes: Any) -> Path:
         values = {
-            "model": str(root / "eval/demo/checkpoint"), "texts": "demo", "out": str(tmp_path / name),
-            "steps": 4, "lr": 1e-3, "length": 16, "batch": 4, "device": "cpu", **changes,
+            "model": str(root / "eval/demo/checkpoint"), "text": "demo", "output": str(tmp_path / name),
+            "steps": 4, "lr": 1e-3, "window": 16, "batch_size": 4, "device": "cpu", **changes,
         }  # fmt: skip
         path = tmp_path / f"{name}.toml"
         path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))

@@ -107,7 +107,7 @@ def test_logits_of_text_are_those_of_transformers(folder: Path):
 def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuzip):
     text = folder / "text.txt"
     said = neuzip(
-        *("eval", folder / "small", "--base", folder / "plain", "--text", text, "--conventions", "token"),
+        *("eval", folder / "small", "--original", folder / "plain", "--text", text, "--conventions", "token"),
         "--json",
     )
     assert said.exit_code == 0, said.stderr
@@ -118,7 +118,7 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
             "generate", folder / "small", "--prompt", "fox", "--max-new-tokens", 3, "--residency", kept
         )
         assert said.exit_code == 0, said.stderr
-    said = neuzip("layers", folder / "plain", "--text", text, "--drop", 1, "--out", tmp_path / "fewer")
+    said = neuzip("layers", folder / "plain", "--text", text, "--drop", 1, "--output", tmp_path / "fewer")
     assert said.exit_code == 0, said.stderr
     assert len(decoder_layers(load_model(tmp_path / "fewer"))) == 2
 
@@ -127,7 +127,7 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
 def test_parts_that_no_text_goes_through_are_not_rounded_for_nothing(
     method: str, folder: Path, tmp_path: Path, neuzip
 ):
-    options = ("--target-size", "70%", "--calibration", folder / "text.txt", "--sensitivity", method)
+    options = ("--target-size", "70%", "--text", folder / "text.txt", "--sensitivity", method)
     said = neuzip("compress", folder / "plain", tmp_path / "out", *options, "--json")
     assert said.exit_code == 0, said.stderr
     rules = read_plan_file(tmp_path / "out.plan.toml")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FREE = ("steps", "out", "compress", "checkpoint_every", "budget_minutes", "device", "compressed", "states")
+FREE = (
+    "steps", "output", "compress", "checkpoint_every", "budget_minutes", "device", "compressed",
+    "optimizer_state",
+)  # fmt: skip
 """Keys that a run may go on with other values of; of `steps` rates depend, though."""
 
 LENGTH = 512
@@ -36,30 +40,37 @@ OPTIMIZERS = ("sgd", "sgd-stochastic", "adamw", "adamw8bit")
 
 TOKENS = "tokens_xxh3"
 
+OLD = {
+    "texts": "text", "out": "output", "length": "window", "batch": "batch_size",
+    "micro_batch": "micro_batch_size", "states": "optimizer_state", "warm_up": "warmup_steps",
+    "least": "min_lr_ratio", "clip": "max_grad_norm",
+}  # fmt: skip
+"""Keys as they were called before: accepted in files until version 0.2, and read in runs that began so."""
+
 
 @dataclass(frozen=True)
 class Configuration:
     """See the module. Relative paths begin in the current folder."""
 
-    texts: list[str]
-    out: Path
+    text: list[str]
+    output: Path
     steps: int
     lr: float
     model: str | None = None
     scratch: str | None = None
     tokenizer: str | None = None
-    length: int | None = None
-    batch: int = 8
-    micro_batch: int | None = None
+    window: int | None = None
+    batch_size: int = 8
+    micro_batch_size: int | None = None
     optimizer: str = "adamw8bit"
     weight_decay: float | None = None
     schedule: str = "cosine"
-    warm_up: int = 0
-    least: float = 0.1
-    clip: float = 1.0
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float = 1.0
     clipping: str = "two-pass"
     compressed: bool = True
-    states: str = "plain"
+    optimizer_state: str = "plain"
     dtype: str = "bfloat16"
     compress: bool = False
     checkpoint_every: int = 0
@@ -71,7 +82,8 @@ class Configuration:
 
     def rates(self) -> Schedule:
         """The learning rates."""
-        return Schedule(self.lr, self.steps, self.warm_up, self.least, self.schedule)  # type: ignore[arg-type]
+        shape: Any = self.schedule  # it was checked
+        return Schedule(self.lr, self.steps, self.warmup_steps, self.min_lr_ratio, shape)
 
     def method(self) -> Optimizer:
         """The optimizer."""
@@ -82,54 +94,65 @@ class Configuration:
             return found
         return dataclasses.replace(found, weight_decay=self.weight_decay)  # type: ignore[type-var]
 
-    def window(self, positions: int | None) -> int:
+    def window_for(self, positions: int | None) -> int:
         """Tokens of a window for a model of so many positions. Raises UsageError for more than it has."""
-        if self.length is None:
+        if self.window is None:
             return min(LENGTH, positions or LENGTH)
-        if positions is not None and self.length > positions:
+        if positions is not None and self.window > positions:
             raise UsageError(
-                f"length is {self.length}, the model has {positions} positions", f"give up to {positions}"
+                f"window is {self.window}, the model has {positions} positions", f"give up to {positions}"
             )
-        return self.length
+        return self.window
 
     def to_json(self, windows: Windows) -> dict[str, Any]:
         """What a run that goes on is compared with: what it is told, and the tokens that it reads."""
-        return {**self._values(), "length": windows.length, TOKENS: windows.checksum()}
+        return {**self._values(), "window": windows.length, TOKENS: windows.checksum()}
 
     def _values(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "out": str(self.out)}
+        return {**dataclasses.asdict(self), "output": str(self.output)}
 
     def require_same_text(self, before: dict[str, Any], windows: Windows) -> None:
         """Raise UsageError where a run that goes on would read other tokens, from files of the same names."""
         if before.get(TOKENS) != windows.checksum():
             raise UsageError(
-                f"{self.out}: was begun with other tokens than {', '.join(self.texts)} has now",
-                "put back the texts and the tokenizer, or give another out",
+                f"{self.output}: was begun with other tokens than {', '.join(self.text)} has now",
+                "put back the texts and the tokenizer, or give another output",
             )
 
     def require_same(self, before: dict[str, Any]) -> None:
         """Raise UsageError where a run that goes on would become another one."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        before = {OLD.get(name, name): value for name, value in before.items()}
         for name, value in self._values().items():
-            if name == "length" and value is None:
+            if name == "window" and value is None:
                 continue  # it depends on the model, which is the same
             begun = before.get(name, defaults[name])  # a key that came later has its default
             if name not in FREE and begun != value:
                 raise UsageError(
-                    f"{self.out}: was begun with {name} = {begun!r}, now it is {value!r}",
-                    "give the same, or another out",
+                    f"{self.output}: was begun with {name} = {begun!r}, now it is {value!r}",
+                    "give the same, or another output",
                 )
 
 
-def read(path: Path) -> Configuration:
-    """Read and check a file. Raises UsageError that names file and key."""
+def read(path: Path, warn: Callable[[str], None]) -> Configuration:
+    """Read and check a file; `warn` hears of old keys. Raises UsageError that names file and key."""
     try:
         given = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: is not TOML: {error}") from error
-    return checked(given, str(path))
+    return checked(renamed(given, str(path), warn), str(path))
+
+
+def renamed(given: dict[str, Any], file: str, warn: Callable[[str], None]) -> dict[str, Any]:
+    """What a file gives, by the keys of today. Raises UsageError for one key by both of its names."""
+    for old, new in OLD.items():
+        if old in given:
+            if new in given:
+                raise UsageError(f"{file}: {old} and {new} are one key", f"leave out {old}")
+            warn(f"{file}: {old} is now called {new}; the old name goes with version 0.2")
+    return {OLD.get(key, key): value for key, value in given.items()}
 
 
 def checked(given: dict[str, Any], file: str) -> Configuration:
@@ -148,8 +171,8 @@ def checked(given: dict[str, Any], file: str) -> Configuration:
 
 
 EXAMPLES = {
-    "texts": 'texts = ["my.txt"]',
-    "out": 'out = "trained"',
+    "text": 'text = ["my.txt"]',
+    "output": 'output = "trained"',
     "steps": "steps = 1000",
     "lr": "lr = 1e-4",
 }
@@ -183,7 +206,7 @@ def _require_sense(file: str, found: Configuration) -> None:
         )
     if (found.scratch is None) != (found.tokenizer is None):
         raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or model alone")
-    for name in ("steps", "length", "batch"):
+    for name in ("steps", "window", "batch_size"):
         if (value := getattr(found, name)) is not None and value < 1:
             raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 1 and more")
     for name in ("seed", "weight_decay", "checkpoint_every"):
@@ -193,7 +216,7 @@ def _require_sense(file: str, found: Configuration) -> None:
         raise UsageError(f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or none")
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
-        ("dtype", ("bfloat16", "float16", "float32")), ("states", KEPT), ("optimizer", OPTIMIZERS),
+        ("dtype", ("bfloat16", "float16", "float32")), ("optimizer_state", KEPT), ("optimizer", OPTIMIZERS),
     ):  # fmt: skip
         if getattr(found, name) not in choices:
             raise UsageError(

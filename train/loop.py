@@ -52,8 +52,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if not (self.peak >= 0 and 0 <= self.least <= 1 and self.warm_up >= 0):
             raise UsageError(
-                f"a schedule with the peak {self.peak}, least {self.least}, warm-up {self.warm_up}",
-                "give a peak of 0 and more, least between 0 and 1, a warm-up of 0 steps and more",
+                f"a schedule with lr {self.peak}, min_lr_ratio {self.least}, warmup_steps {self.warm_up}",
+                "give lr and warmup_steps of at least 0, min_lr_ratio between 0 and 1",
             )
         if self.shape not in SHAPES:
             raise UsageError(f"there is no schedule {self.shape!r}", f"choose from {', '.join(SHAPES)}")

@@ -78,7 +78,7 @@ def convert(
     Raises UsageError without them, NeuzipError for a model whose layers are not found, or are of no use.
     """
     if recipe.quantizer == "error-feedback" and (windows is None or not windows.numel()):
-        raise UsageError("error feedback needs a text that the layers see", "give --calibration TEXT")
+        raise UsageError("error feedback needs a text that the layers see", "give --text TEXT")
     layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
     feed = _Feed(model, layers, windows) if recipe.quantizer == "error-feedback" else None

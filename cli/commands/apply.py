@@ -12,7 +12,7 @@ from neuzip.cli.output import Output
 from neuzip.cli.source import resolved
 
 EXAMPLES = [
-    "neuzip compress my-model-tuned tuned.delta --against my-model",
+    "neuzip compress my-model-tuned tuned.delta --base my-model",
     "neuzip apply tuned.delta my-model-tuned --base my-model",
     "neuzip apply me/tuned-delta tuned --base org/model --device cuda",
 ]
@@ -22,7 +22,7 @@ def command(
     delta: Annotated[
         str,
         typer.Argument(
-            metavar="DELTA", help="What compress --against made: folder, file or Hub id", show_default=False
+            metavar="DELTA", help="What compress --base made: folder, file or Hub id", show_default=False
         ),
     ],
     dst: options.DestinationArgument,

@@ -18,6 +18,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.speed import Plan, Speed, Speeds
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
@@ -103,7 +105,7 @@ def command(
     report(out, plan, speeds)
     out.result(
         {
-            "path": plan.path,
+            "src": plan.path,
             "prompt_tokens": plan.prompt_tokens,
             "new_tokens": plan.new_tokens,
             "rounds": plan.rounds,

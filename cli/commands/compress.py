@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import deltas, options, streaming, targets
-from neuzip.cli.commands.patch_attention import result_of, show
+from neuzip.cli.commands.patch_attention import result_of as attention_result
+from neuzip.cli.commands.patch_attention import show
+from neuzip.cli.compression_result import planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,11 +34,11 @@ EXAMPLES = [
     "neuzip compress my-model small --mantissa-bits 3 --bits-for '*embed*=4'",
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
-    "neuzip compress my-model fits --target-size 6GiB --calibration held-out.txt",
+    "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
     "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
-    "neuzip compress my-model fast --attention auto --calibration held-out.txt",
+    "neuzip compress my-model fast --attention auto --text held-out.txt",
     "neuzip compress my-bitnet small --ternary --ternary-group row",
-    "neuzip compress my-model-tuned tuned.delta --against my-model",
+    "neuzip compress my-model-tuned tuned.delta --base my-model",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.1-70B 70b.nz --stream --push-to me/70b-nz",
     "",
@@ -54,7 +57,7 @@ GROUPS = {
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
     "A target, which a plan is made for": (
-        "max_kld", "max_ppl_increase", "target_size", "calibration", "sensitivity", "drop_layers",
+        "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "drop_layers",
         "attention",
     ),
     "Ternary weights": (
@@ -62,7 +65,7 @@ GROUPS = {
         "allow_destructive",
     ),
     "From and to the Hub, and differences": (
-        "stream", "push_to", "private", "allow_private_files", "against",
+        "stream", "push_to", "private", "allow_private_files", "base",
     ),
 }  # fmt: skip
 
@@ -127,7 +130,7 @@ AttentionOption = Annotated[
     options.AttentionMode | None,
     typer.Option(
         "--attention",
-        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --calibration",
+        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --text",
     ),
 ]
 DropLayersOption = Annotated[
@@ -155,7 +158,7 @@ PushToOption = Annotated[
         " here",
     ),
 ]
-AgainstOption = Annotated[
+BaseOption = Annotated[
     str | None,
     typer.Option(
         metavar="BASE",
@@ -198,13 +201,14 @@ def command(
         str | None,
         typer.Option(metavar="P%|SIZE", help="Lose as little as weight files of this size allow: 60%, 6GiB"),
     ] = None,
-    calibration: Annotated[
-        str,
+    text: Annotated[
+        str | None,
         typer.Option(
-            metavar="TEXT|demo|none",
-            help="Measure for a target, or --attention, on this text, as eval's --text",
+            "--text",
+            metavar="TEXT",
+            help="Measure for a target, or --attention, on this text, as eval's --text; demo if not given",
         ),
-    ] = "demo",
+    ] = None,
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
@@ -222,7 +226,7 @@ def command(
     allow_destructive: DestructiveOption = False,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
-    against: AgainstOption = None,
+    base: BaseOption = None,
     stream: StreamOption = False,
     push_to: PushToOption = None,
     private: PrivateOption = False,
@@ -241,6 +245,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     goal = targets.one_target(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
+        require(goal.option if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
     from neuzip.compress import compress, scheme
     from neuzip.compress.device import choose
@@ -261,7 +266,7 @@ def command(
                 "it chooses the mantissa bits itself",
             )
         fewer = targets.layers_to_drop(
-            drop_layers, goal, sensitivity=sensitivity, calibration=calibration,
+            drop_layers, goal, sensitivity=sensitivity,
             excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
         )  # fmt: skip
         if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
@@ -270,12 +275,11 @@ def command(
             raise UsageError(
                 f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
-        if attention is not None and (ranks.world > 1 or calibration == "none"):
+        if attention is not None and ranks.world > 1:
             raise UsageError(
-                f"--attention {attention} needs "
-                + ("one process" if ranks.world > 1 else "a text, and --calibration is none"),
-                "run neuzip patch-attention on the result",
+                f"--attention {attention} needs one process", "run neuzip patch-attention on the result"
             )
+        measured_on = targets.text_of(goal, sensitivity, text, needed=attention is not None or fewer != 0)
         rounding = "none" if goal is not None else block_size
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
         rules = scheme.rules_of_options(
@@ -306,7 +310,7 @@ def command(
                 "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
             },
         )  # fmt: skip
-        if against is not None:
+        if base is not None:
             deltas.refuse_others(
                 {
                     "--mantissa-bits": mantissa_bits is not None, "--bits-for": bool(bits_for),
@@ -317,7 +321,7 @@ def command(
                 }
             )  # fmt: skip
             deltas.run(
-                out, src, against, dst, rules, _report,
+                out, src, base, dst, rules, _report,
                 verify=verify, jobs=jobs, overwrite=overwrite, device=device,
             )  # fmt: skip
             return
@@ -333,16 +337,17 @@ def command(
         began = time.monotonic()
         calibrated, more = None, {}
         if attention is not None:
+            assert measured_on is not None
             with targets.nothing_kept():
                 calibrated = _calibrate(
-                    out, path, dst, attention, calibration, device, overwrite, dry_run,
+                    out, path, dst, attention, measured_on, device, overwrite, dry_run,
                     for_target=goal is not None,
                 )  # fmt: skip
-            more = {"attention": result_of(calibrated)}
+            more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
                 asked = targets.ask(
-                    out, goal, path, dst, rules, block_size=block_size, calibration=calibration,
+                    out, goal, path, dst, rules, block_size=block_size, text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
                 )  # fmt: skip
@@ -384,7 +389,7 @@ def _calibrate(
     path: Path,
     dst: Path,
     mode: options.AttentionMode,
-    calibration: str,
+    text: str,
     device: Literal["auto", "cpu", "cuda"],
     overwrite: bool,
     dry_run: bool,
@@ -403,7 +408,7 @@ def _calibrate(
         require_plain(source, dst)
     if not dry_run:
         (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
-    found = attention.calibrate(path, read_text(calibration), mode, out.stage, device=device)
+    found = attention.calibrate(path, read_text(text), mode, out.stage, device=device)
     show(out, found)
     out.text()
     return found
@@ -492,27 +497,16 @@ def _report(
     on = "" if report.device == "cpu" else f" on {report.device}"
     out.text(f"{where or report.dst} in {seconds_text(report.seconds)}{on}{speed}")
     out.result(
-        {
-            "dry_run": False,
-            "src": report.src,
-            "dst": report.dst,
-            "original_bytes": report.original_bytes,
-            "stored_bytes": report.stored_bytes,
-            "weight_bytes": report.weight_bytes,
-            "stored_weight_bytes": report.stored_weight_bytes,
-            "ratio": report.ratio,
-            "bits_per_weight": report.bits_per_weight,
-            "lossless": not lossy and not dropped,
-            "seconds": report.seconds,
-            "device": report.device,
-            "resumed_files": report.resumed_files,
-            "warnings": report.warnings,
-            "private_files": report.private_files,
-            "tensors": report.tensors,
-            **(more or {}),
-        },
+        result_of(
+            dry_run=False, src=report.src, dst=report.dst, original_bytes=report.original_bytes,
+            stored_bytes=report.stored_bytes, weight_bytes=report.weight_bytes,
+            stored_weight_bytes=report.stored_weight_bytes, weights=report.weights,
+            lossless=not lossy and not dropped, tensors=report.tensors, private_files=report.private_files,
+            seconds=report.seconds, device=report.device, resumed_files=report.resumed_files,
+            warnings=report.warnings, more=more or {},
+        ),
         quiet=[where or report.dst],
-    )
+    )  # fmt: skip
 
 
 def _show_plan(
@@ -527,6 +521,7 @@ def _show_plan(
 ) -> None:
     from neuzip.compress import make_plan
     from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers
     from neuzip.formats.private_files import listed, private_files
@@ -551,33 +546,18 @@ def _show_plan(
     )
     for (stored, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
         out.text(f"{stored}: {count_text(count, 'tensor')}, {note}")
-    out.text(
-        f"all files: {bytes_text(plan.original_bytes)}, predicted {bytes_text(predicted)} "
-        f"({percent_text(predicted, plan.original_bytes)})"
-    )
+    predicted_weights = plan.predicted_weight_bytes or 0
+    for name, before, after in (
+        ("weights", plan.weight_bytes, predicted_weights), ("all files", plan.original_bytes, predicted),
+    ):  # fmt: skip
+        share = percent_text(after, before)
+        out.text(f"{name}: {bytes_text(before)}, predicted {bytes_text(after)} ({share})")
     out.result(
-        {
-            "dry_run": True,
-            "src": path,
-            "dst": dst,
-            "original_bytes": plan.original_bytes,
-            "stored_bytes": predicted,
-            "ratio": predicted / plan.original_bytes if plan.original_bytes else 1.0,
-            "private_files": list(private),
-            "tensors": [
-                {
-                    "file": t.tensor.file,
-                    "name": t.tensor.name,
-                    "dtype": t.tensor.info.dtype,
-                    "shape": t.tensor.info.shape,
-                    "scheme": "alias" if t.alias_of is not None else str(t.scheme),
-                    "original_bytes": t.tensor.info.nbytes,
-                    "stored_bytes": t.predicted,
-                    "note": t.note,
-                }
-                for t in plan.tensors
-            ],
-            **(more or {}),
-        },
+        result_of(
+            dry_run=True, src=path, dst=dst, original_bytes=plan.original_bytes, stored_bytes=predicted,
+            weight_bytes=plan.weight_bytes, stored_weight_bytes=predicted_weights, weights=plan.weights,
+            lossless=rounds_nothing(plan.tensors), tensors=planned(plan.tensors), private_files=list(private),
+            more=more or {},
+        ),
         quiet=[predicted],
-    )
+    )  # fmt: skip

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
     from neuzip.eval.perplexity import Difference, Evaluation
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip demo",
     "neuzip demo --output /tmp/demo --overwrite",
@@ -60,10 +62,10 @@ def command(
         {
             "paths": paths,
             "weights": reports[0].weights,
-            "original_bytes": reports[0].weight_bytes,
+            "weight_bytes": reports[0].weight_bytes,
             "bound_ratio": bound,
             "compressed": [
-                {"path": r.dst, "bytes": r.stored_weight_bytes, "ratio": r.ratio,
+                {"dst": r.dst, "stored_weight_bytes": r.stored_weight_bytes, "ratio": r.ratio,
                  "bits_per_weight": r.bits_per_weight}
                 for r in reports
             ],

@@ -16,6 +16,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.compress.export import Target
 
+NEEDS = ("torch",)
+
 EXAMPLES = [
     "neuzip export my-model.nz my-model-bitnet --to transformers-bitnet",
     "neuzip export my-model.nz my-model-vllm --to compressed-tensors",
@@ -46,7 +48,7 @@ def command(
         typer.Option(help="Let transformers take the weights as packed (default), or quantise floats itself"),
     ] = None,
     activations: Annotated[
-        Literal["int8", "none"] | None,
+        Literal["b1.58", "none"] | None,
         typer.Option(help="Let compressed-tensors quantise activations to 8 bits (default), or not at all"),
     ] = None,
     overwrite: options.OverwriteOption = False,
@@ -116,6 +118,6 @@ def _target(
     if to == "gguf":
         return Gguf(gguf_type or "tq2_0", gguf_mixed)
     if to == "compressed-tensors":
-        return PackQuantized(activations or "int8")
+        return PackQuantized(activations or "b1.58")
     only = "autobitlinear" if mode == "online" else "bitlinear"
     return TransformersBitnet(linear_class or only, mode or "offline")

@@ -1,7 +1,8 @@
-"""neuzip generate: go on with a prompt."""
+"""neuzip generate: text from a prompt."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -20,62 +21,99 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.generate import Generation
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
-    'neuzip generate my-model.nz --prompt "The history of"',
-    "neuzip generate my-model.nz --prompt - --residency packed < question.txt",
-    'neuzip generate my-model.nz --prompt "The history of" --kv-bits 4',
-    'neuzip generate me/chat-model --prompt "Who are you?" --chat --temperature 1',
+    'neuzip generate my-model.nz "The history of"',
+    "neuzip generate my-model.nz --residency packed < question.txt",
+    'neuzip generate my-model.nz "The history of" --kv-bits 4 --stop "\\n\\n"',
+    'neuzip generate me/chat-model "Hello" --chat --temperature 0.7 --top-k 40',
+    'neuzip generate me/chat-model "Why?" --system "Answer in one sentence."',
 ]
+
+GROUPS = {
+    "Sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
+    "The prompt and the end of the text": ("prompt_option", "chat", "system", "max_new_tokens", "stop"),
+    "How the model runs": ("residency", "activations", "kv_bits", "attention", "device", "graph"),
+}
 
 
 def command(
     src: options.ModelArgument,
     prompt: Annotated[
-        str, typer.Option(metavar="TEXT|-", help="Go on with this; - reads it from stdin", show_default=False)
-    ],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="End after N tokens")] = 128,
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="Text to continue; - or nothing reads stdin", show_default=False
+        ),
+    ] = None,
+    prompt_option: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt as an option", show_default=False),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="System prompt; implies --chat", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Limit of new tokens")] = 128,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STRING",
+            help="End the text before STRING; \\n is a line end; repeatable",
+            show_default=False,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 is greedy")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Sample from the N most likely tokens; 0 is all")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", min=0.0, max=1.0, help="Nucleus sampling threshold; 1 is all tokens")
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            min=0.0,
+            max=1.0,
+            help="Drop tokens less than P times as likely as the most likely one",
+        ),
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed for sampling")] = None,
     residency: options.ResidencyOption = "dense",
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
-    temperature: Annotated[
-        float,
-        typer.Option(metavar="T", min=0.0, help="Draw tokens, the less likely the higher; 0 draws none"),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(metavar="P", min=0.0, max=1.0, help="Draw from the likeliest that reach this together"),
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Draw the same tokens each time")] = None,
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on one GPU")
     ] = True,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Let a model go on with a text"""
+    """Generate text from a prompt"""
     out = Output(json=json, quiet=quiet)
-    for option, given in (("--top-p", top_p < 1), ("--seed", seed is not None)):
-        if temperature == 0 and given:
-            raise UsageError(f"{option}: nothing is drawn at temperature 0", "give a --temperature")
-    if top_p == 0:
-        raise UsageError("--top-p 0: leaves no token to draw", "for the likeliest one give --temperature 0")
+    if temperature == 0 and seed is not None:
+        raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
     mode = require_quantisable(activations, residency)
     let_threads_sleep()
     require_device(device, residency)
-    text = _read_stdin() if prompt == "-" else prompt
+    text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
     from neuzip.runtime.attention import uses
     from neuzip.runtime.attention_choice import choose
     from neuzip.runtime.bitlinear import in_use
     from neuzip.runtime.generate import choose_device, generate, prepare
     from neuzip.runtime.load import load_model
+    from neuzip.runtime.sampling import Sampling
     from neuzip.runtime.speed import peak_bytes, reset_peak
 
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     place = choose_device(device)
-    task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat)
+    task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     warn_of_plain_inputs(out, path, (residency,), activations)
     reset_peak(place)
     began = time.monotonic()
@@ -85,7 +123,7 @@ def command(
     attends = choose(model, attention)
     with out.stream() as write:
         made = generate(
-            model, task, temperature=temperature, top_p=top_p, seed=seed,
+            model, task, sampling=sampling, seed=seed, stop=[_unescaped(s) for s in stop or ()],
             kv_bits=options.bits(kv_bits), on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     peak = peak_bytes(place)
@@ -105,6 +143,7 @@ def command(
             "prompt": text,
             "text": made.text,
             "tokens": made.tokens,
+            "finish_reason": made.finish_reason,
             "prompt_tokens": task.ids.numel(),
             "load_seconds": load_seconds,
             "seconds": made.seconds,
@@ -126,6 +165,18 @@ def command(
     )
 
 
+def _prompt(argument: str | None, option: str | None) -> str:
+    """The prompt from wherever it was given."""
+    if argument is not None and option is not None:
+        raise UsageError("--prompt and PROMPT: both give a prompt", "leave one of them out")
+    prompt = argument if option is None else option
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError(
+            "PROMPT: is missing", 'give it as an argument or on stdin: neuzip generate SRC "Hello"'
+        )
+    return _read_stdin() if prompt in (None, "-") else prompt
+
+
 def _read_stdin() -> str:
     """The prompt, less the line end that `echo` and editors put behind it."""
     data = sys.stdin.buffer.read()
@@ -133,9 +184,14 @@ def _read_stdin() -> str:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--prompt -: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
+            f"PROMPT from stdin: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
             "convert it first, for example with iconv",
         ) from error
+
+
+def _unescaped(string: str) -> str:
+    """A stop string with its escapes read: a shell does not let one type a line end easily."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t", "\\": "\\"}[found[1]], string)
 
 
 def _steps(made: Generation) -> str:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from neuzip.eval.layer_removal import Pruned
     from neuzip.eval.layers import Analysis, Layer, Removal
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
-    "neuzip layers my-model --text wiki.test.raw --picture layers.svg",
+    "neuzip layers my-model --text wiki.test.raw --plot layers.svg",
     "neuzip layers my-model.nz --text demo --json",
-    "neuzip layers my-model --text my.txt --drop 3 --out pruned",
+    "neuzip layers my-model --text my.txt --drop 3 -o pruned",
     "neuzip layers my-model --text my.txt --drop 3 --choice angular",
     "",
     "What was dropped was chosen on that text; on another it may be missed more:",
-    "neuzip eval pruned --base my-model --text other.txt",
+    "neuzip eval pruned --original my-model --text other.txt",
 ]
 
 METRICS = {
@@ -57,7 +59,7 @@ def command(
     gradients: Annotated[
         int, typer.Option(metavar="N", min=0, help="Take gradients of the first N windows; 0 for none")
     ] = 8,
-    picture: Annotated[
+    plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the map of distances, and each layer: .svg or .png"),
     ] = None,
@@ -73,7 +75,9 @@ def command(
     ] = "greedy",
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DST", help="Write the model without them, as a plain checkpoint"),
+        typer.Option(
+            "--output", "-o", metavar="DST", help="Write the model without them, as a plain checkpoint"
+        ),
     ] = None,
     device: options.RunDeviceOption = "auto",
     dtype: Annotated[
@@ -93,14 +97,14 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     if output is not None and drop is None:
-        raise UsageError(f"--out {output}: is for the model without some layers", "give --drop N too")
+        raise UsageError(f"--output {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()
     from neuzip.compress.workspace import require_free
     from neuzip.eval import pictures
     from neuzip.eval.texts import read_text
 
-    if picture is not None:
-        pictures.check_target(picture, overwrite, pictures.IMAGES)
+    if plot is not None:
+        pictures.check_target(plot, overwrite, pictures.IMAGES)
     document = read_text(text)
     path = resolved_model(out, src)
     if output is not None:
@@ -116,9 +120,9 @@ def command(
     if found.removal is not None:
         recipe = layer_removal.mergekit_yaml(src, len(found.layers), found.removal.layers, found.stored_dtype)
         show_removal(out, found, found.removal, recipe)
-    if picture is not None:
-        layer_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, picture)
-        out.status(f"wrote {picture}")
+    if plot is not None:
+        layer_pictures.write(found, Path(src).resolve().name if Path(src).exists() else src, plot)
+        out.status(f"wrote {plot}")
     pruned = None
     if output is not None and found.removal is not None:
         with out.progress("write", None) as advance:
@@ -126,12 +130,12 @@ def command(
                 path, output, found.removal.layers, overwrite=overwrite, on_bytes=advance
             )
         show_pruned(out, pruned)
-        measure = shell("neuzip", "eval", output, "--base", src, "--text", "TEXT")
+        measure = shell("neuzip", "eval", output, "--original", src, "--text", "TEXT")
         out.status(f"on another text: {measure}")
     elif found.removal is not None:
-        out.status("nothing was written: --out DST would write that model")
+        out.status("nothing was written: --output DST would write that model")
     out.result(
-        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "picture": picture},
+        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "plot": plot},
         quiet=quiet_lines(found, output),
     )
 

@@ -17,18 +17,20 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.attention import Calibration, Form, Layer
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip patch-attention my-model fast --text held-out.txt",
     "neuzip patch-attention my-model.nz fast.nz --text demo --mode 8bit",
     "neuzip patch-attention my-model mix --text my.txt --mode 4bit --max-kld 0.01",
-    "neuzip patch-attention my-model fast --text my.txt --picture layers.svg",
+    "neuzip patch-attention my-model fast --text my.txt --plot layers.svg",
     "",
     "What is recorded then holds:",
-    "neuzip eval fast --base my-model --text other.txt",
+    "neuzip eval fast --original my-model --text other.txt",
     "neuzip generate fast --prompt - < long-document.txt",
 ]
 
-Picture = Annotated[
+Plot = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Draw similarity and divergence by layer: .svg or .png"),
 ]
@@ -68,7 +70,7 @@ def command(
         int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
     ] = 16384,
     device: options.RunDeviceOption = "auto",
-    picture: Picture = None,
+    plot: Plot = None,
     dry_run: options.DryRunOption = False,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
@@ -88,8 +90,8 @@ def command(
     from neuzip.eval.texts import read_text
     from neuzip.formats.checkpoint import find_checkpoint
 
-    if picture is not None:
-        pictures.check_target(picture, overwrite, pictures.IMAGES)
+    if plot is not None:
+        pictures.check_target(plot, overwrite, pictures.IMAGES)
     limit = None if max_kld is None else target_values.max_kld(max_kld).limit
     document = read_text(text)
     path = resolved_model(out, src)
@@ -109,19 +111,19 @@ def command(
             "choose on a longer text",
         )
     title = Path(src).resolve().name if Path(src).exists() else src
-    drawn = None if picture is None else attention_pictures.drawn(found, title, picture)
+    drawn = None if plot is None else attention_pictures.drawn(found, title, plot)
     if not dry_run:
         total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
         with out.progress("copy", total) as advance:
             attention.copy_patched(path, dst, found.bits, overwrite=overwrite, on_bytes=advance)
         out.text(f"{dst}: recorded in config.json")
-    if picture is not None and drawn is not None:
+    if plot is not None and drawn is not None:
         # Drawn before, as a run that is killed between DST and its picture would have to measure anew.
-        with writing(picture):
-            write_file(picture, drawn)
-        out.status(f"wrote {picture}")
+        with writing(plot):
+            write_file(plot, drawn)
+        out.status(f"wrote {plot}")
     out.result(
-        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": picture},
+        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "plot": plot},
         quiet=[found.comparison.kld.mean.value if dry_run else dst],
     )
 

@@ -13,7 +13,7 @@ from neuzip.cli.output import Output, bytes_text, count_text
 EXAMPLES = [
     "neuzip push my-model.nz me/my-model-nz --dry-run",
     "neuzip push my-model.nz me/my-model-nz --private",
-    "neuzip eval my-model.nz --base my-model --text demo --report eval.json",
+    "neuzip eval my-model.nz --original my-model --text demo --report eval.json",
     "neuzip push my-model.nz me/my-model-nz --evaluation eval.json --overwrite",
     "neuzip decompress me/my-model-nz my-model",
     "neuzip push tuned.delta me/tuned-delta",
@@ -105,7 +105,7 @@ def command(
             "commit": pushed.commit if pushed is not None else None,
             "was_there": pushed.was_there if pushed is not None else None,
             "deleted": pushed.deleted if pushed is not None else None,
-            "nbytes": plan.nbytes,
+            "bytes": plan.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in plan.files],
             "private_files": list(plan.private),
             "card": plan.card,

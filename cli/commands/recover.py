@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from neuzip.eval.divergence import Comparison
     from neuzip.train.recovery import Recovered
 
+NEEDS = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
-    "neuzip recover my-model --text my.txt --budget 30m --out tern",
-    "neuzip recover my-model --text a.txt --text b.jsonl --steps 999 --out t",
-    "neuzip recover tern --base my-model --text my.txt --budget 2h --out better",
+    "neuzip recover my-model --text my.txt --budget 30m -o tern",
+    "neuzip recover my-model --text a.txt --text b.jsonl --steps 999 -o t",
+    "neuzip recover tern --original my-model --text my.txt --budget 2h -o t2",
     "neuzip compress tern small --ternary",
     "",
     "Inputs of 8 bits, then of 4, with the latent weights and moments kept:",
-    "neuzip recover my-model --text my.txt --budget 30m --out b --keep-state s",
-    "neuzip recover b --base my-model --text my.txt --budget 5m --from-state s \\",
-    "  --activations a4.8 --lr 1e-4 --out a",
+    "neuzip recover my-model --text my.txt --budget 30m -o b --keep-state s",
+    "neuzip recover b --original my-model --text my.txt --budget 5m \\",
+    "  --from-state s --activations a4.8 --lr 1e-4 -o a",
 ]
 
 WINDOW = 512
@@ -53,9 +55,9 @@ def command(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--out", metavar="DST", help="Write the result there", show_default=False)
+        Path, typer.Option("--output", "-o", metavar="DST", help="Write the result there", show_default=False)
     ],
-    base: Annotated[
+    original: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Original, which SRC was made of; SRC itself if not given"),
     ] = None,
@@ -69,7 +71,7 @@ def command(
         Literal["b1.58", "a4.8", "a4.8-fp4", "none"],
         typer.Option(help="Quantise inputs so while training, and record it"),
     ] = "b1.58",
-    group: Annotated[
+    ternary_group: Annotated[
         Literal["tensor", "row"], typer.Option(help="Let a tensor or a row share a scale, if SRC is dense")
     ] = "tensor",
     scales: Annotated[
@@ -84,7 +86,7 @@ def command(
         typer.Option(metavar="SHARE", min=0, max=1, help="Warm quantisation up in this share of the steps"),
     ] = 0.0,
     lr: Annotated[float, typer.Option(metavar="RATE", min=0, help="Learning rate at its peak")] = 3e-4,
-    length: Annotated[
+    window: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Tokens of a window; 512, or what the model can")
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Windows of a step")] = 16,
@@ -146,9 +148,9 @@ def command(
         refuse_existing(output, overwrite)
     judged = None if eval_text is None else read_text(eval_text)
     path = resolved_model(out, src)
-    original = path if base is None else resolved_model(out, base)
+    of_original = path if original is None else resolved_model(out, original)
     require_free(path, output, overwrite)
-    refuse_nesting(original, output)
+    refuse_nesting(of_original, output)
     import torch
 
     from neuzip.eval.head import HeadedModel
@@ -161,24 +163,26 @@ def command(
     from neuzip.train.text import Windows
 
     recovery.require_room(path, output, overwrite, keep_state, from_state)
-    most = positions(load_config(original))
-    if length is not None and most is not None and length > most:
-        raise UsageError(f"--length {length}: {original} has {most} positions", f"give {most} or less")
-    window = length or min(WINDOW, most or WINDOW)
+    most = positions(load_config(of_original))
+    if window is not None and most is not None and window > most:
+        raise UsageError(f"--window {window}: {of_original} has {most} positions", f"give {most} or less")
+    length = window or min(WINDOW, most or WINDOW)
     settings = recovery.Settings(
-        activations=activations, group=group, scales=scales, sub_norms=sub_norms, lr=lr, strength=strength,
-        loss=Weights(kld, cross_entropy, hidden, temperature), noise=noise, length=window, batch=batch,
-        seed=seed,
+        activations=activations, group=ternary_group, scales=scales, sub_norms=sub_norms, lr=lr,
+        strength=strength, loss=Weights(kld, cross_entropy, hidden, temperature), noise=noise, length=length,
+        batch=batch, seed=seed,
     )  # fmt: skip
     where = choose_device(device)
-    tokenizer = load_tokenizer(original)
-    windows = Windows.of(tokenizer, text, length=window, batch=batch, seed=seed)
+    tokenizer = load_tokenizer(of_original)
+    windows = Windows.of(tokenizer, text, length=length, batch=batch, seed=seed)
     judge = None
     if judged is not None:
-        judge = Yardstick(original, judged, max_tokens=max_tokens, device=device)
+        judge = Yardstick(of_original, judged, max_tokens=max_tokens, device=device)
         teacher = judge.model
     else:
-        teacher = load_model(original, torch.float32 if where.type == "cpu" else None, where, attention=False)
+        teacher = load_model(
+            of_original, torch.float32 if where.type == "cpu" else None, where, attention=False
+        )
     course = recovery.Recovery.begin(path, teacher, windows, settings)
     found: dict[str, Comparison] = {}
 
@@ -206,7 +210,7 @@ def command(
     figures = finish(out, output, result, windows)
     out.result(
         {
-            "src": path, "base": original, "dst": output, "settings": settings, **figures,
+            "src": path, "original": of_original, "dst": output, "settings": settings, **figures,
             "before": found.get("before"), "after": found.get("after"),
             "special_tokens": windows.special_tokens, "device": str(where),
         },

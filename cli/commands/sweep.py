@@ -17,10 +17,12 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.sweep import Row, Sweep
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
-    "neuzip sweep my-model --text wiki.test.raw --out sweep",
+    "neuzip sweep my-model --text wiki.test.raw -o sweep",
     "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks ''",
-    "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 --out sweep",
+    "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
 
 COLUMNS = {
@@ -50,7 +52,9 @@ def command(
     ] = "512",
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep results and pictures there; a second run goes on"),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Keep results and pictures there; a second run goes on"
+        ),
     ] = None,
     window: Annotated[
         int | None,
@@ -107,7 +111,7 @@ def command(
             "resumed": found.resumed,
             "rows": [row.to_json() for row in found.rows],
             "failed": [{"scheme": one.scheme, "reason": one.reason} for one in found.failed],
-            "out": output,
+            "output": output,
         },
         quiet=[f"{row.scheme} {row.bytes} {row.comparison.kld.mean.value}" for row in found.rows],
     )

@@ -13,12 +13,14 @@ from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
+NEEDS = ("torch", "transformers")
+
 EXAMPLES = [
-    "neuzip ternarize my-model tern --calibration my.txt --allow-destructive",
-    "neuzip ternarize my-model blind --quantizer absmean --allow-destructive",
+    "neuzip ternarize my-model tern --text my.txt --allow-destructive",
+    "neuzip ternarize my-model t --ternary-quantizer absmean --allow-destructive",
     "",
     "What it did, and its form of 1.6 bits a weight:",
-    "neuzip eval tern --base my-model --text other.txt",
+    "neuzip eval tern --original my-model --text other.txt",
     "neuzip compress tern small --ternary --ternary-group row",
 ]
 
@@ -29,20 +31,20 @@ WINDOW = 512
 def command(
     src: options.ModelArgument,
     dst: options.DestinationArgument,
-    quantizer: Annotated[
+    ternary_quantizer: Annotated[
         Literal["error-feedback", "least-squares", "absmean"],
         typer.Option(
             help="Round so that products with typical inputs change least, or the weights, or as BitNet b1.58"
         ),
     ] = "error-feedback",
-    group: Annotated[
+    ternary_group: Annotated[
         str, typer.Option(metavar="N|row|tensor", help="Let N weights of a row share a scale, or all")
     ] = "row",
-    calibration: Annotated[
+    text: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Take typical inputs from this text, as eval's --text"),
+        typer.Option("--text", metavar="TEXT", help="Take typical inputs from this text, as eval's --text"),
     ] = None,
-    calibration_tokens: Annotated[
+    max_tokens: Annotated[
         int, typer.Option(metavar="N", min=WINDOW, help="Read only the first N tokens of it")
     ] = 131_072,
     allow_destructive: Annotated[
@@ -63,13 +65,13 @@ def command(
         raise UsageError(
             "a model that was not trained with ternary weights is harmed by them: blindly rounded, some lose"
             " all they know (a third party measured a perplexity of 13.9 becoming 3.8 million)",
-            "--allow-destructive does it; then see with: neuzip eval DST --base SRC",
+            "--allow-destructive does it; then see with: neuzip eval DST --original SRC",
         )
-    if quantizer == "error-feedback" and calibration is None:
-        raise UsageError("--quantizer error-feedback needs a text", "give --calibration FILE, or demo")
-    if quantizer != "error-feedback" and calibration is not None:
+    if ternary_quantizer == "error-feedback" and text is None:
+        raise UsageError("--ternary-quantizer error-feedback needs a text", "give --text FILE, or demo")
+    if ternary_quantizer != "error-feedback" and text is not None:
         raise UsageError(
-            f"--calibration {calibration}: --quantizer {quantizer} takes no text", "leave it out"
+            f"--text {text}: --ternary-quantizer {ternary_quantizer} takes no text", "leave it out"
         )
     let_threads_sleep()
     import time
@@ -80,7 +82,7 @@ def command(
 
     if not overwrite:
         refuse_existing(dst, overwrite)
-    document = None if calibration is None else read_text(calibration)
+    document = None if text is None else read_text(text)
     path = resolved_model(out, src)
     require_free(path, dst, overwrite)
     import torch
@@ -92,7 +94,7 @@ def command(
     from neuzip.runtime.load import load_config, load_model
     from neuzip.train import ternary
 
-    recipe = ternary.Recipe(quantizer, _group(group))
+    recipe = ternary.Recipe(ternary_quantizer, _group(ternary_group))
     with TensorSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "give what neuzip decompress makes of it")
@@ -101,16 +103,16 @@ def command(
             raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
     began = time.monotonic()
     windows, special_tokens = None, "none"
-    if quantizer == "error-feedback":
+    if ternary_quantizer == "error-feedback":
         assert document is not None
         reading = read_tokens(path, document)
         most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         window = min(WINDOW, most or WINDOW)
         special_tokens = reading.convention.special_tokens
-        windows = reading.rows(window, calibration_tokens)
+        windows = reading.rows(window, max_tokens)
         if not len(windows):
             raise UsageError(
-                f"--calibration {calibration}: has {len(reading.text)} tokens",
+                f"--text {text}: has {len(reading.text)} tokens",
                 f"give a text of {window} and more",
             )
     where = choose_device(device)
@@ -134,7 +136,7 @@ def command(
     seconds = time.monotonic() - began
     out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
     out.text(f"{dst} in {seconds_text(seconds)} on {where}")
-    measure = shell("neuzip", "eval", dst, "--base", path, "--text", "TEXT")
+    measure = shell("neuzip", "eval", dst, "--original", path, "--text", "TEXT")
     out.status(f"what it did: {measure}")
     out.result(
         {
@@ -154,4 +156,4 @@ def _group(text: str) -> int | Literal["row"] | None:
         return "row"
     if text.isdecimal() and int(text):
         return int(text)
-    raise UsageError(f"--group {text}: is no group", "give a number of weights, row or tensor")
+    raise UsageError(f"--ternary-group {text}: is no group", "give a number of weights, row or tensor")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from neuzip.train.loop import Figures
     from neuzip.train.text import Windows
 
+NEEDS = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
     "neuzip train run.toml",
     "neuzip train run.toml --resume",
@@ -37,15 +39,16 @@ EXAMPLES = [
     "",
     "A run.toml:",
     'model = "my-model"',
-    'texts = ["my.txt"]',
-    'out = "trained"',
+    'text = ["my.txt"]',
+    'output = "trained"',
     "steps = 1000",
     "lr = 1e-5",
     "",
-    "More keys: length, batch, micro_batch, optimizer, weight_decay,",
-    "schedule, warm_up, least, clip, clipping, compressed, states, compress,",
-    "checkpoint_every, budget_minutes, seed, device, filter_gradients,",
-    "deterministic, scratch, tokenizer, dtype",
+    "More keys: window, batch_size, micro_batch_size, optimizer,",
+    "optimizer_state, weight_decay, schedule, warmup_steps, min_lr_ratio,",
+    "max_grad_norm, clipping, compressed, compress, checkpoint_every,",
+    "budget_minutes, seed, device, filter_gradients, deterministic, scratch,",
+    "tokenizer, dtype",
 ]
 
 CHECKPOINT, MODEL, LOG, PICTURE, RUN = "checkpoint", "model", "log.jsonl", "loss.svg", "run.json"
@@ -71,10 +74,10 @@ def command(
     began = time.monotonic()
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
-        asked = configuration.read(config)
+        asked = configuration.read(config, out.warning)
         require_device(asked.device)
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
-        like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.texts)))
+        like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.text)))
         from neuzip.eval.distributed import take_a_gpu
         from neuzip.runtime.generate import choose_device
         from neuzip.train.deterministic import deterministic_algorithms
@@ -83,13 +86,13 @@ def command(
 
         take_a_gpu()
         device = choose_device(asked.device)
-        with deterministic_algorithms(asked.deterministic), team(ranks, device, asked.batch) as own:
+        with deterministic_algorithms(asked.deterministic), team(ranks, device, asked.batch_size) as own:
             trainer, windows = _begin(asked, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
                 asked.require_same_text(_begun(asked), windows)
-                if (asked.out / CHECKPOINT).is_dir():
-                    trainer.load(asked.out / CHECKPOINT)
+                if (asked.output / CHECKPOINT).is_dir():
+                    trainer.load(asked.output / CHECKPOINT)
                 _say_where(out, asked, trainer)
             else:
                 ranks.on_first(lambda: _make_room(asked, windows))
@@ -98,7 +101,7 @@ def command(
                 _write_model(out, asked, trainer, like, ranks)
         if ranks.is_first:
             with _going_on():
-                picture_of_losses(figures, asked.out / PICTURE)
+                picture_of_losses(figures, asked.output / PICTURE)
             _report(out, asked, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
@@ -151,10 +154,13 @@ def _train(
         nonlocal told
         told = True
         if log:
-            error("interrupted", f"stopped after step {taken}; --resume goes on")
+            error(
+                "interrupted", f"stopped after step {taken}; --resume goes on",
+                kind="Interrupted", exit_code=130,
+            )  # fmt: skip
 
     def save(number: int) -> None:
-        trainer.save(asked.out / CHECKPOINT, like=like)
+        trainer.save(asked.output / CHECKPOINT, like=like)
 
     with out.progress("train", asked.steps - start, unit="steps") as advance:
 
@@ -168,7 +174,7 @@ def _train(
         minutes = asked.budget_minutes
         try:
             figures = run(
-                step, steps=asked.steps, schedule=asked.rates(), log=asked.out / LOG if log else None,
+                step, steps=asked.steps, schedule=asked.rates(), log=asked.output / LOG if log else None,
                 start=start, every=asked.checkpoint_every or None, checkpoint=save, progress=progress,
                 budget_seconds=None if minutes is None else 60 * minutes, device=trainer.device,
                 agree=own.largest, stopped=stopped,
@@ -187,23 +193,23 @@ def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
     from neuzip.compress.workspace import refuse_nesting, require_name
 
-    require_name(asked.out)
-    for source in (asked.model, asked.tokenizer, asked.scratch, *asked.texts):
+    require_name(asked.output)
+    for source in (asked.model, asked.tokenizer, asked.scratch, *asked.text):
         if source is not None and Path(source).exists():
-            refuse_nesting(Path(source), asked.out)
+            refuse_nesting(Path(source), asked.output)
     if resume:
-        _refuse_to_go_on(asked.out)
+        _refuse_to_go_on(asked.output)
         asked.require_same(_begun(asked))
-    elif not _is_free(asked.out):
+    elif not _is_free(asked.output):
         if not overwrite:
-            is_run = (asked.out / RUN).is_file()
+            is_run = (asked.output / RUN).is_file()
             raise WouldOverwrite(
-                f"{asked.out}: exists already",
+                f"{asked.output}: exists already",
                 "--resume goes on there; --overwrite removes what was trained and begins anew"
                 if is_run
-                else "choose another out",
+                else "choose another output",
             )
-        _refuse_strangers(asked.out)
+        _refuse_strangers(asked.output)
 
 
 def _is_free(out: Path) -> bool:
@@ -226,26 +232,28 @@ def _refuse_to_go_on(out: Path) -> None:
     if not (out / RUN).is_file():
         raise NeuzipError(
             f"{out}: holds no run to go on with",
-            "leave --resume out" if _is_free(out) else "choose another out",
+            "leave --resume out" if _is_free(out) else "choose another output",
         )
     recover(out / CHECKPOINT)
     if (out / MODEL).exists() and not (out / CHECKPOINT).is_dir():
         raise NeuzipError(
             f"{out}: has a trained model, and no checkpoint to go on from",
-            "to train the model on give it as `model`, with another out; --overwrite begins anew",
+            "to train the model on give it as `model`, with another output; --overwrite begins anew",
         )
 
 
 def _refuse_strangers(folder: Path) -> None:
     """Raise WouldOverwrite for a folder that is not of a run, or that holds more than a run leaves there."""
     if not (folder / RUN).is_file():
-        raise WouldOverwrite(f"{folder}: is not from neuzip train, and is not removed", "choose another out")
+        raise WouldOverwrite(
+            f"{folder}: is not from neuzip train, and is not removed", "choose another output"
+        )
     left = {CHECKPOINT, MODEL, f"{MODEL}-plain", LOG, PICTURE, RUN}
     names = {path.name.partition(".neuzip-")[0]: path.name for path in folder.iterdir()}
     if others := sorted(names[name] for name in names.keys() - left):
         raise WouldOverwrite(
             f"{folder}: holds {others[0]!r}, which is not from neuzip train",
-            "move it away, or choose another out",
+            "move it away, or choose another output",
         )
 
 
@@ -253,7 +261,7 @@ def _begun(asked: Configuration) -> dict[str, Any]:
     """What the run in a folder was begun with."""
     from neuzip.formats.tensor_file import parse_json
 
-    path = asked.out / RUN
+    path = asked.output / RUN
     found = parse_json(path.read_bytes(), path)
     if not isinstance(found, dict):
         raise FormatError(path, "is not from neuzip train")
@@ -267,10 +275,10 @@ def _make_room(asked: Configuration, windows: Windows) -> None:
 
     from neuzip.compress.workspace import write_file, writing
 
-    with writing(asked.out):
-        if asked.out.exists():
-            shutil.rmtree(asked.out)
-        write_file(asked.out / RUN, json_module.dumps(asked.to_json(windows), indent=2).encode())
+    with writing(asked.output):
+        if asked.output.exists():
+            shutil.rmtree(asked.output)
+        write_file(asked.output / RUN, json_module.dumps(asked.to_json(windows), indent=2).encode())
 
 
 def _source(out: Output, asked: Configuration) -> Path:
@@ -295,15 +303,16 @@ def _begin(
     tokenizer = load_tokenizer(path)
     ids = tokenise(tokenizer, documents)
     model = _model(asked, path, tokenizer)
-    length = asked.window(positions(model.config))
+    length = asked.window_for(positions(model.config))
     windows = Windows.of(
-        ids, length=length, batch=asked.batch, seed=asked.seed, front=bos_in_front(tokenizer)
+        ids, length=length, batch=asked.batch_size, seed=asked.seed, front=bos_in_front(tokenizer)
     )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
-        model, asked.method(), compressed=asked.compressed, clip=asked.clip or None,
+        model, asked.method(), compressed=asked.compressed, clip=asked.max_grad_norm or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
-        micro_batch=asked.micro_batch, states=asked.states,  # type: ignore[arg-type]  # so was this
+        micro_batch=asked.micro_batch_size,
+        states=asked.optimizer_state,  # type: ignore[arg-type]  # so was this
         seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
@@ -340,11 +349,11 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
 
     from neuzip.compress import compress
 
-    target = asked.out / MODEL
+    target = asked.output / MODEL
     if not asked.compress:
         trainer.save(target, like=like, resumable=False)
         return
-    plain = asked.out / f"{MODEL}-plain"
+    plain = asked.output / f"{MODEL}-plain"
     trainer.save(plain, like=like, resumable=False)
     if ranks.is_first:
         compress(plain, target, overwrite=True)
@@ -363,7 +372,7 @@ def _report(
     import statistics
 
     if not figures:
-        raise NeuzipError(f"{asked.out / LOG}: has no steps", "it was removed or emptied: begin anew")
+        raise NeuzipError(f"{asked.output / LOG}: has no steps", "it was removed or emptied: begin anew")
     last = [one["loss"] for one in figures[-LAST:]]
     loss = statistics.fmean(last)
     speed = statistics.median(one["tokens_per_second"] for one in figures)
@@ -374,18 +383,18 @@ def _report(
     kept = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
     out.text(f"memory   {bytes_text(peak)} at most; {kept} between steps")
     out.text(f"time     {seconds_text(seconds)}")
-    out.text(f"model    {asked.out / MODEL}")
-    out.text(f"picture  {asked.out / PICTURE}")
+    out.text(f"model    {asked.output / MODEL}")
+    out.text(f"picture  {asked.output / PICTURE}")
     if steps < asked.steps:
         out.hint(f"the budget ended it after {steps} of {asked.steps} steps; --resume goes on")
     out.result(
         {
-            "model": asked.out / MODEL, "checkpoint": asked.out / CHECKPOINT, "log": asked.out / LOG,
-            "picture": asked.out / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
-            "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
+            "model": asked.output / MODEL, "checkpoint": asked.output / CHECKPOINT, "log": asked.output / LOG,
+            "picture": asked.output / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
+            "tokens_per_second": speed, "peak_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
             "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
             "seconds": seconds,
         },
-        quiet=[asked.out / MODEL],
+        quiet=[asked.output / MODEL],
     )  # fmt: skip

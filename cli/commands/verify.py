@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,16 +11,19 @@ from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, count_text
 from neuzip.cli.source import resolved
 
+if TYPE_CHECKING:
+    from neuzip.compress.verify import TensorVerdict
+
 EXAMPLES = [
     "neuzip verify my-model.nz",
-    "neuzip verify my-model.nz --against my-model",
+    "neuzip verify my-model.nz --original my-model",
     "neuzip verify tuned.delta --base my-model",
 ]
 
 
 def command(
     src: options.SourceArgument,
-    against: Annotated[
+    original: Annotated[
         str | None,
         typer.Option(metavar="ORIGINAL", help="Compare every tensor with this checkpoint, bit for bit"),
     ] = None,
@@ -39,12 +43,12 @@ def command(
     from neuzip.compress.source import weight_bytes
 
     path = resolved(out, src)
-    original = resolved(out, against) if against is not None else None
+    of_original = resolved(out, original) if original is not None else None
     of_base = resolved(out, base) if base is not None else None
     total = weight_bytes(path, allow_delta=True)
     chosen = choose(device, total)
     with out.progress("verify", total) as advance:
-        report = verify(path, original, jobs=jobs, device=chosen, on_bytes=advance, base=of_base)
+        report = verify(path, of_original, jobs=jobs, device=chosen, on_bytes=advance, base=of_base)
     if report.different:
         out.table(
             ["tensor", "scheme", "largest relative error", "relative L2 error"],
@@ -62,17 +66,23 @@ def command(
     if original is not None:
         same = len(report.tensors) - len(report.different)
         rounded = f"{len(report.different)} rounded as recorded"
-        out.text(f"against {against}: {count_text(same, 'tensor')} identical, {rounded}")
+        out.text(f"against {original}: {count_text(same, 'tensor')} identical, {rounded}")
     out.result(
         {
             "src": path,
-            "against": original,
+            "original": of_original,
             "base": of_base,
             "intact": True,
             "files": report.files,
             "device": report.device,
             "identical": None if original is None else not report.different,
-            "tensors": report.tensors,
+            "tensors": [_told(t) for t in report.tensors],
         },
         quiet=[t.name for t in report.different],
     )
+
+
+def _told(tensor: TensorVerdict) -> dict[str, object]:
+    """A tensor for `--json`; its size is called as everywhere."""
+    values = asdict(tensor)
+    return {"original_bytes" if key == "nbytes" else key: value for key, value in values.items()}

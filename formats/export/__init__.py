@@ -54,6 +54,7 @@ def single_scale(name: str, scale: Tensor, engine: str) -> Tensor:
     if bool(used.min() != used.max()):
         raise NeuzipError(
             f"tensor {name!r}: has {scale.numel()} scales, {engine} holds one a tensor",
-            "export to compressed-tensors or gguf, or make one scale a tensor: `--group tensor` of ternarize",
+            "export to compressed-tensors or gguf, or make one scale a tensor:"
+            " `--ternary-group tensor` of ternarize",
         )
     return used[0]

@@ -31,13 +31,13 @@ INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 
 @dataclass(frozen=True)
 class PackQuantized:
-    """The export, with activations of `int8` or, with `none`, as they come. Raises UsageError for others."""
+    """The export, with 8-bit activations (`b1.58`) or plain ones (`none`). Raises UsageError for others."""
 
-    activations: str = "int8"
+    activations: str = "b1.58"
 
     def __post_init__(self) -> None:
-        if self.activations not in ("int8", "none"):
-            raise UsageError(f"no activations {self.activations!r}", "give int8 or none")
+        if self.activations not in ("b1.58", "none"):
+            raise UsageError(f"no activations {self.activations!r}", "give b1.58 or none")
 
     def stored_scale(self, name: str, dtype: str, codes: Tensor, scale: Tensor, group: int | None) -> Tensor:
         """The scale itself. Raises NeuzipError for groups that do not fill their rows."""
@@ -86,7 +86,7 @@ class PackQuantized:
                 "targets": targets(kind),
                 "format": FORMAT,
                 "weights": self._weights(kind),
-                "input_activations": INT8_TOKENS if self.activations == "int8" else None,
+                "input_activations": INT8_TOKENS if self.activations == "b1.58" else None,
                 "output_activations": None,
             }
             for i, kind in enumerate(kinds)

@@ -1,0 +1,74 @@
+"""Old names of options, which are accepted until version 0.2, each with a warning.
+
+The names are replaced before typer reads them, so that commands know the new ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "compress": {"--calibration": "--text", "--against": "--base"},
+    "verify": {"--against": "--original"},
+    "eval": {"--base": "--original"},
+    "sweep": {"--out": "--output"},
+    "ternarize": {
+        "--calibration": "--text",
+        "--calibration-tokens": "--max-tokens",
+        "--group": "--ternary-group",
+        "--quantizer": "--ternary-quantizer",
+    },
+    "recover": {
+        "--base": "--original",
+        "--out": "--output",
+        "--group": "--ternary-group",
+        "--length": "--window",
+    },
+    "patch-attention": {"--picture": "--plot"},
+    "layers": {"--picture": "--plot", "--out": "--output"},
+}
+"""By command, what each old name is called now."""
+
+VALUES: Mapping[tuple[str, str, str], tuple[str, str]] = {
+    ("compress", "--calibration", "none"): ("--sensitivity", "weights"),
+    ("export", "--activations", "int8"): ("--activations", "b1.58"),
+}
+"""By command, option and value, what is to be given now."""
+
+
+def renamed(
+    verb: str, arguments: Iterable[str], takes_value: Callable[[str], bool], warn: Callable[[str], None]
+) -> list[str]:
+    """Replace the old names in the arguments of a command. `takes_value` knows its options by their names.
+
+    >>> renamed("verify", ["a", "--against=b"], lambda name: True, print)
+    --against is now called --original; the old name goes with version 0.2
+    ['a', '--original=b']
+    """
+    found: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*found, argument, *rest]
+        name, given, value = argument.partition("=")
+        new = NAMES.get(verb, {}).get(name, name)
+        if not name.startswith("--") or not (takes_value(new) or given):
+            found.append(argument)  # an argument, a short option, or one that is on or off
+            if takes_value(argument):
+                found += _next(rest)
+            continue
+        values = [value] if given else _next(rest)
+        if values and (verb, name, values[0]) in VALUES:
+            new, replaced = VALUES[verb, name, values[0]]
+            warn(f"{name} {values[0]} is now {new} {replaced}; the old form goes with version 0.2")
+            found += [new, replaced]
+            continue
+        if new != name:
+            warn(f"{name} is now called {new}; the old name goes with version 0.2")
+        found += [f"{new}={value}"] if given else [new, *values]
+    return found
+
+
+def _next(arguments: Iterator[str]) -> list[str]:
+    """The value of an option that was just read: whatever comes next, if it looks like an option too."""
+    return [value for value in [next(arguments, None)] if value is not None]
