@@ -47,10 +47,11 @@ def repository() -> str | None:
     return dict(line.split(", ", 1) for line in urls).get("Repository")
 
 
-def install_line() -> str:
-    """How to install all of neuzip, as a phrase."""
+def install_sentence() -> str:
+    """How to install all of neuzip: from its repository if this release names it, else in a clone."""
     address = repository()
-    return f"`pip install git+{address}`" if address else "in a clone of its repository: `pip install .`"
+    where = f"`pip install git+{address}`" if address else "`pip install .` in a clone of its repository"
+    return f"Run {where}."
 
 
 def _missing(what: str, modules: list[str]) -> MissingPackage:
