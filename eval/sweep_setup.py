@@ -11,6 +11,7 @@ from pathlib import Path
 
 from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
 from neuzip.compress.workspace import locked, remove, writing
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.manifest import is_block_size
 
@@ -91,8 +92,9 @@ def work_folder(out: Path) -> Iterator[Path]:
     """A folder in `out` for what is measured, locked against other sweeps, and gone when this one ends.
 
     What a killed sweep left in it is removed. Raises UsageError and NeuzipError for what is no folder that
-    can be written to, or that another sweep writes to.
+    can be written to, or that another sweep writes to, and MissingPackage.
     """
+    require(f"{out}: the pictures of a sweep", "matplotlib")
     work = out / WORK
     with writing(out):
         if out.exists() and not out.is_dir():

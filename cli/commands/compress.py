@@ -20,6 +20,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seco
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     goal = targets.one_target(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
+        require(goal.option if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
     from neuzip.compress import compress, scheme
     from neuzip.compress.device import choose
