@@ -17,7 +17,8 @@ from neuzip.errors import shell
 ARGUMENTS = {"source": "SRC", "destination": "DST", "repo_id": "REPO_ID"}
 """Parameters that are arguments on the command line, by the words of the help pages."""
 
-PARAMETER = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
+PARAMETER = re.compile(r"""`([a-z][a-z0-9_]*)(?:=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^`]*))?`""")
+"""A name, and a value as `repr` writes it: a string may hold backquotes itself."""
 
 
 def in_options(text: str) -> str:

@@ -313,7 +313,7 @@ def test_a_step_that_torch_cannot_compile(device: torch.device):
         NeuzipError, match=r"^MixtralForCausalLM: torch\.compile does not compile its steps: "
     ) as refusal:
         GreedyDecoder(single_experts().to(device), 1, 8, graph=False, compiled=True)
-    assert refusal.value.hint == "decode without it (leave out --compile)"
+    assert refusal.value.hint == "decode without it (leave out `compile`)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton brings its compiler")
@@ -815,7 +815,7 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path):
     tokenizer.save_pretrained(folder)
     with pytest.raises(NeuzipError, match=r"its chat template fails: .*no system role") as failure:
         prepare(folder, "x", system="be brief")
-    assert failure.value.hint == "leave out --system: not every template takes one"
+    assert failure.value.hint == "leave out `system`: not every template takes one"
 
 
 def test_device_that_is_not_there(monkeypatch):

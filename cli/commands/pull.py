@@ -78,7 +78,7 @@ def command(
             "dst": target,
             "commit": listing.commit,
             "compressed": listing.is_compressed,
-            "nbytes": listing.nbytes,
+            "bytes": listing.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in listing.files],
             "left_out": [f.path for f in listing.left_out],
             "tensors": report.tensors if report is not None else None,
