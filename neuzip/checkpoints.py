@@ -137,7 +137,7 @@ def compress_checkpoint(
     """
     said = given(
         mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size, include=include,
-        exclude=exclude, plan=plan, rules=rules, ternary=ternary,
+        exclude=exclude, plan=plan, rules=rules is not None, ternary=ternary,
         ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
         ternary_packing=ternary_packing != "trits", activations=activations,
         allow_destructive=allow_destructive, text=text, sensitivity=sensitivity != "auto",

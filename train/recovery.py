@@ -158,7 +158,7 @@ class Recovery:
         source: str,
     ) -> None:
         self.student, self.base = student, base.requires_grad_(False)
-        self._begun_with = {"base": fingerprint(base), "SRC": source}
+        self._begun_with = {"original": fingerprint(base), "source": source}
         for model in (student, base):
             nn.Module.train(model, False)  # no dropout: teacher and student see the same
             require_plain_head(model)
