@@ -46,7 +46,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     """Raise NeuzipError unless a report can be written to `path`: asked before the long work begins."""
     if path.suffix not in KINDS:
         raise UsageError(
-            f"--report {path}: {path.suffix or 'a name without a suffix'} is no kind of report",
+            f"`report={str(path)!r}`: {path.suffix or 'a name without a suffix'} is no kind of report",
             f"choose a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}",
         )
     require(f"{path}: a report", *NEEDS[path.suffix])
