@@ -204,7 +204,7 @@ def sweep(document: dict[str, Any]) -> str:
         cells = [of_scheme(results.get(name)) for name in (k, *(f"{k}b{size}" for size in blocks))]
         rows.append((k[1:], f"{results[k]['perplexity']['value']:.2f}", *cells))
     heads = ("mantissa bits", "perplexity", "no blocks", *(f"blocks of {n}" for n in blocks))
-    others = [load(f"sweep-{name}") for name in SWEPT if is_measured(f"sweep-{name}")]
+    others = {name: load(f"sweep-{name}") for name in SWEPT if is_measured(f"sweep-{name}")}
     return section(
         "Size and quality by mantissa bits",
         "`--mantissa-bits` rounds the weight matrices; seven bits are lossless. `--block-size` lets a block "
@@ -216,11 +216,11 @@ def sweep(document: dict[str, Any]) -> str:
             "The perplexity is that without blocks.",
             table(heads, rows),
             "![Size against KL divergence](benchmarks/results/sweep-demo.svg)",
-            *(block for other in others for block in swept_model(other)),
-            *([f"**Blocks.** {blocks_worth()}"] if is_measured("sweep-wikilm-26m") else []),
+            *(block for name, other in others.items() for block in swept_model(name, other)),
+            *([f"**Blocks.** {blocks_worth()}"] if "wikilm-26m" in others else []),
         ],
         "`python benchmarks/sweep.py NAME`",
-        [machine(document), *map(machine, others)],
+        [machine(document), *map(machine, others.values())],
     )
 
 
@@ -228,7 +228,7 @@ SWEPT = ("wikilm-26m", "smollm2-135m")
 """Models beside the demo of which there are sweeps."""
 
 
-def swept_model(document: dict[str, Any]) -> tuple[str, str]:
+def swept_model(name: str, document: dict[str, Any]) -> tuple[str, str]:
     """Size and quality of a model by mantissa bits, without blocks: what it is, and a table."""
     plain = [r for r in document["results"] if "b" not in r["scheme"] and r["scheme"] != "k7"]
     rows = [
@@ -241,7 +241,6 @@ def swept_model(document: dict[str, Any]) -> tuple[str, str]:
     ]  # fmt: skip
     heads = ("mantissa bits", "size", "perplexity", "change", "KLD, mean", "KLD, 99.9th percentile",
              "top-1 agreement")  # fmt: skip
-    name = next(name for name in SWEPT if load(f"sweep-{name}") == document)
     told = (
         f"**{MODELS_READ[name]}**, {plain[0]['tokens']:,} tokens of {text_of(document['text'])}, "
         f"{document['convention']}:"

@@ -93,10 +93,11 @@ def test_conversion_has_a_column_for_each_model_and_a_line_of_rotation(
         }  # fmt: skip
         (tmp_path / f"ternary-conversion-{name}.json").write_text(json.dumps(document))
     figures = readme.figures()
-    assert "| not at all | 10.00 | 0 | 16 | 10.00 | 0 | 16 |" in figures
+    assert "| none | 10.00 | 0 | 16 | 10.00 | 0 | 16 |" in figures
     assert "| rounded | 1,234.50 | 0.250 | 1.60 | 1,234.50 | 0.250 | 1.60 |" in figures
     assert "| finer | 1,234.50 | 0.250 | 2.10 |  |  |  |" in figures
-    assert "on demo and wikilm-26m: rounded: 2,000.00 (1,234.50), 4,000.00 (1,234.50)." in figures
+    heads = "demo: perplexity rotated | demo: perplexity not rotated | wikilm-26m: perplexity rotated"
+    assert heads in figures and "| rounded | 2,000.00 | 1,234.50 | 4,000.00 | 1,234.50 |" in figures
     assert "| rotated" not in figures and "2,000 tokens of the held-out text" in figures
 
 
@@ -117,8 +118,8 @@ def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, 
         for name, times in again.items()
     ]  # fmt: skip
     sparse = [
-        {"what": "half", "out": 64, "in": 32, "tokens": 16, "us": 4.0, "beside_us": 6.0},
-        {"what": "worse", "out": 64, "in": 32, "tokens": 16, "us": 6.0, "beside_us": 4.0},
+        {"what": "half beside INT8, all", "out": 64, "in": 32, "tokens": 16, "us": 4.0, "beside_us": 6.0},
+        {"what": "worse beside 2 products", "out": 64, "in": 32, "tokens": 16, "us": 6.0, "beside_us": 4.0},
     ]
     sections = {
         "products": {"environment": CARD, "results": products},
@@ -134,9 +135,9 @@ def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, 
     assert (
         "| 99 | 4.0 / 5.0 | 40.0 us | 4.00 (9.0 us) | 4.00, **slower** (9.0 us) | 4.00 (9.0 us) |" in figures
     )
-    assert "(which are up to 1.060 apart) is above 1.005" in figures
-    assert "| half | 64 x 32 | 16 | 4.0 us | 6.0 us | 1.50 |" in figures
-    assert "| worse | 64 x 32 | 16 | 6.0 us | 4.0 us | 0.67, **slower** |" in figures
+    assert "its two times differ by up to 6.0 %" in figures and "to either exceeds 1.005" in figures
+    assert "| half | INT8, all | 64 x 32 | 16 | 4.0 us | 6.0 us | 1.50 |" in figures
+    assert "| worse | two ternary matmuls | 64 x 32 | 16 | 6.0 us | 4.0 us | 0.67, **slower** |" in figures
     assert figures.count("a card, driver 1.2") == 1
 
 
@@ -157,9 +158,9 @@ def test_figures_of_a_bitnet_model_appear_with_their_file(readme: ModuleType, tm
     assert "| what | bf16 | b1.58 | a4.8 |" in figures
     assert (
         "| decode | 100 tokens/s | 230 tokens/s (2.30) "
-        "| 240 tokens/s (2.400, **missed**, at least 2.5, stretch 4.0) |"
+        "| 240 tokens/s (2.400, **missed**, target ≥ 2.5, stretch 4.0) |"
     ) in figures
-    assert "| weights | 8 GB |  | 1.2 GB (0.150, at most 0.16) |" in figures
+    assert "| weights | 8 GB |  | 1.2 GB (0.150, target ≤ 0.16) |" in figures
     assert "a card, driver 1.2" in figures
 
 
@@ -175,7 +176,7 @@ def test_figures_of_attention_appear_with_their_file(readme: ModuleType, tmp_pat
     (tmp_path / "kv_attention.json").write_text(json.dumps(document))
     figures = readme.figures()
     line = "| 2 x 4,096 | 3 | 25.0% | 9.0 us, 400 GB/s | 6.0 us, 1,234 GB/s | 1.50 | 1.0 us |"
-    assert line in figures and "a device copy moves 4,321." in figures
+    assert line in figures and "A device copy reaches 4,321 GB/s." in figures
     assert "12.0 us, 1,234 GB/s | 0.75, **slower** |" in figures
 
 
@@ -202,8 +203,8 @@ def test_figures_of_quantised_attention_appear_with_their_file(readme: ModuleTyp
         "| 4 x 32 heads, 8,192 tokens, D 128, causal | 680 / 850 | 661 (750), **missed** | 558 |" in figures
     )
     assert "| 4 x 32 heads, 8,192 tokens, D 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
-    assert "ours, 8 bits 0.80 s (1.25 times, must 1.05, stretch 1.2)" in figures
-    assert figures.count("a card, driver 1.2") == 1 and "sageattention 1.0.6" in figures
+    assert "| neuzip, 8 bit | 0.80 s | 1.25 | 1.05 / 1.2 |" in figures
+    assert figures.count("a card, driver 1.2") == 1 and "sageattention is release 1.0.6" in figures
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -251,19 +252,20 @@ def test_memory_and_speed_stand_beside_their_aims(readme: ModuleType) -> None:
     text = readme.train_memory(document)
     lines = [line for line in text.splitlines() if line.startswith("| Llama")]
     assert lines == [
-        "| Llama-3-8B | 1,024 | ours | 14.00 (aim 15.25 / 12.5) | 15.25 | 700 | 0.70 (aim 0.65 / 0.8)"
+        "| Llama-3-8B | 1,024 | neuzip | 14.00 (target 15.25 / 12.5) | 15.25 | 700 | 0.70 (target 0.65 / 0.8)"
         ", **slower** |  |",
-        "| Llama-3-8B | 8,192 | ours | 30.00 |  | 870 | 0.87 (aim 0.88 / 0.95, **missed**), **slower** |  |",
-        "| Llama-3-8B | 1,024 | LOMO, our code | 19.50 |  | 1,000 |  |  |",
-        "| Llama-3-8B | 8,192 | LOMO, our code | 40.00 |  | 1,000 |  |  |",
+        "| Llama-3-8B | 8,192 | neuzip | 30.00 |  | 870 | 0.87 (target 0.88 / 0.95, **missed**)"
+        ", **slower** |  |",
+        "| Llama-3-8B | 1,024 | LOMO | 19.50 |  | 1,000 |  |  |",
+        "| Llama-3-8B | 8,192 | LOMO | 40.00 |  | 1,000 |  |  |",
         "| Llama-3-8B | 1,024 | vanilla | does not fit |  |  |  |  |",
-        "| Llama-3-8B | 1,024 | ours, AdamW in 8 bits | 31.00 (aim 48 / 32, stretch reached) |  | 500 "
+        "| Llama-3-8B | 1,024 | neuzip, 8-bit AdamW | 31.00 (target 48 / 32, stretch reached) |  | 500 "
         "|  |  |",
     ]
-    how = "under deterministic algorithms, compressed and not: losses and weights"
-    assert f"50 steps of sgd {how} have the same bits." in text
+    how = "with deterministic algorithms, compressed and not: losses and weights"
+    assert f"50 steps of sgd {how} are bit-identical." in text
     assert f"50 steps of adamw8bit {how} **differ**." in text
-    assert "2 GPUs, 16,384 tokens a step together: 9,000 tokens/s, the same losses and weights" in text
+    assert "2 GPUs, 16,384 tokens per step together: 9,000 tokens/s, losses and weights are equal" in text
     assert text.count("a card, driver 1.2") == 1
     assert "two" not in readme.train_memory({"sections": {"bits": document["sections"]["bits"]}})
 
@@ -280,11 +282,11 @@ def test_recovery_stage_by_stage(readme: ModuleType) -> None:
     second = first | {"minutes": 5.0, "ratio_to_b158": 1.031, "after": after | {"ratio_error": None}}
     text = readme.recovery({"sections": {"b158": first, "a48": second}})
     found = rows_of(text)
-    assert found["b1.58, inputs in 8 bits"] == [
-        "20", "50.0 M, 3.2 epochs", "12,345.60", "110.00", "1.143 ± 0.004 (aim 1.25 / 1.1)", "", "0.200",
+    assert found["b1.58, 8-bit activations"] == [
+        "20", "50.0 M, 3.2 epochs", "12,345.60", "110.00", "1.143 ± 0.004 (target 1.25 / 1.1)", "", "0.200",
         "70.0%",
     ]  # fmt: skip
-    assert found["then a4.8, inputs in 4 bits"][4:6] == ["1.143", "1.031 (aim 1.03 / 1.015, **missed**)"]
+    assert found["then a4.8, 4-bit activations"][4:6] == ["1.143", "1.031 (target 1.03 / 1.015, **missed**)"]
     assert "recovery-a48.svg" in text
     assert "a4.8" not in readme.recovery({"sections": {"b158": first}})
 
@@ -299,8 +301,8 @@ def placement(name: str, text: str, against: dict[str, float | None] | None) -> 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (-3.0, -1.0, "Mix-LN is better than Pre-LN, beyond the seeds' spread"),
-        (-3.0, 1.0, "**Mix-LN and Pre-LN are not told apart**"),
+        (-3.0, -1.0, "Mix-LN is better than Pre-LN, by more than the spread of seeds"),
+        (-3.0, 1.0, "**These seeds cannot tell Mix-LN from Pre-LN.**"),
         (1.0, 3.0, "**Mix-LN is worse than Pre-LN here**"),
         (None, None, "too few seeds to tell"),
     ],
@@ -321,8 +323,8 @@ def test_the_verdict_on_mix_ln(readme: ModuleType, low: float | None, high: floa
         }
     )  # fmt: skip
     assert said in text
-    assert "each seen 4 times" in text and "mix_ln.svg" in text
-    assert "ends at 3.25 (Mix-LN). " in text
+    assert "each window 4 times" in text and "mix_ln.svg" in text
+    assert "The final training loss is 3.25 (Mix-LN)." in text
     found = rows_of(text)
     change = "-2.00 %" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")
     assert found["Mix-LN"] == ["31.00 ± 1.00", change] * 2
@@ -355,7 +357,7 @@ def test_a_layer_that_nothing_is_left_without(readme: ModuleType) -> None:
         "0.250 ± 0.196", "0.1250 ± 0.1960", "7.39", "2.72 ± 0.20", "0.500 ± 0.196", ""
     ]  # fmt: skip
     assert found["1"][2:] == ["not finite", "", "", "3.00"]
-    assert "the whole model has perplexity 2.72" in text and "how early it comes 0.50" in text
+    assert "whole model has a perplexity of 2.72" in text and "earlier position 0.50" in text
     assert "somewhere" not in text
 
 
@@ -426,10 +428,10 @@ def test_readme_has_the_speed_of_prompts_and_models_that_bear_less(
 
 def test_a_scaled_embedding_stands_below_the_headline(root: Path, readme: ModuleType, tmp_path: Path) -> None:
     document = json.loads((root / "benchmarks" / "results" / "mix_ln-once.json").read_text())
-    assert "embedding scaled" not in readme.mix_ln(document)
+    assert "Scaled embedding" not in readme.mix_ln(document)
     copy_results(root, tmp_path, "mix_ln-small", "mix_ln-small-scaled")
-    assert "**The embedding scaled.**" in readme.mix_ln(document)
-    assert "as it is: Pre-LN" in readme.mix_ln(document) and "; times 50: Pre-LN" in readme.mix_ln(document)
+    assert "**Scaled embedding.**" in readme.mix_ln(document)
+    assert "| unscaled | " in readme.mix_ln(document) and "| times 50 | " in readme.mix_ln(document)
 
 
 def test_plain_formats_are_of_the_same_tokens(root: Path, readme: ModuleType, tmp_path: Path) -> None:
@@ -569,5 +571,5 @@ def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType
     assert len(parts) >= 20
     for part in parts:
         assert part.replace("](benchmarks/", "](../benchmarks/") in page
-        assert f"\n## {readme.title_of(part)}\n" in page
+        assert f"\n### {readme.title_of(part)}\n" in page
     assert len({readme.title_of(part) for part in parts}) == len(parts)
