@@ -323,7 +323,7 @@ def test_the_verdict_on_mix_ln(readme: ModuleType, low: float | None, high: floa
         }
     )  # fmt: skip
     assert said in text
-    assert "each window 4 times" in text and "mix_ln.svg" in text
+    assert "each window was used 4 times" in text and "mix_ln.svg" in text
     assert "The final training loss is 3.25 (Mix-LN)." in text
     found = rows_of(text)
     change = "-2.00 %" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")
