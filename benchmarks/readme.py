@@ -1496,9 +1496,9 @@ def delta(document: dict[str, Any]) -> str:
         f"batches of {document['batch']} x {document['tokens']} tokens and saved in bf16. The delta is taken "
         "against the checkpoint before training; applying it restores the same files. A factor of 10x "
         'means that the result is 10 times smaller than the bf16 weights. "vs. compressed" compares the '
-        "delta with the compressed checkpoint instead. Other tools read the weights from memory. Times are medians "
-        f"of {document['rounds']} runs of `neuzip compress --base` (without verification) and of `neuzip "
-        f"apply`, with {document['threads']} threads. They include reading and writing the files.",
+        "delta with the compressed checkpoint instead. Other tools read the weights from memory. Times are "
+        f"medians of {document['rounds']} runs of `neuzip compress --base` (without verification) and of "
+        f"`neuzip apply`, with {document['threads']} threads. They include reading and writing the files.",
         [
             "| training: optimizer, learning rate, weights | steps | weights changed | delta | smaller "
             f"| vs. compressed | {names} | compress | apply |\n"
