@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quoted
 import readme
 
 DOCS = readme.ROOT / "docs"
@@ -248,7 +249,7 @@ def conversion() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
+BLOCKS: dict[str, Callable[[], str]] = quoted.BLOCKS | {
     "limits": limits, "peers-lossless": peers_lossless, "residencies": residencies, "mantissas": mantissas,
     "peers-attention": peers_attention, "attention-accuracy": accuracy, "ternary-conversion": conversion,
     "sweep": whole("sweep-demo", readme.sweep), "group-formats": readme.group_formats,

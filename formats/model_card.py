@@ -203,11 +203,11 @@ def _scheme(record: TensorRecord) -> str:
         bits = "1 mantissa bit" if record.mantissa_bits == 1 else f"{record.mantissa_bits} mantissa bits"
         return bits + normalised
     if record.scheme == "ternary":
-        scales = "the tensor" if record.group is None else f"{record.group} weights of a row"
-        how = "already" if record.lossless else f"by {record.quantizer}"
-        return f"ternary {how}, a scale for {scales}"
+        scales = "tensor" if record.group is None else f"{record.group} weights of a row"
+        how = "exact" if record.lossless else f"rounded by {record.quantizer}"
+        return f"ternary, {how}, one scale per {scales}"
     return {
-        "raw": "stored as it is", "alias": "shared with another tensor", "base": "as in the base",
+        "raw": "stored unchanged", "alias": "shared with another tensor", "base": "same as in the base",
         "delta": "difference from the base",
     }.get(record.scheme, record.scheme)  # fmt: skip
 

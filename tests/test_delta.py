@@ -756,13 +756,16 @@ def test_a_delta_goes_over_the_hub(
     metadata, text = split_card(card)
     assert metadata.get("base_model") == ("family/base" if on_hub else None)
     assert metadata["tags"] == ["neuzip", "lossless", "delta"] and metadata["license"] == "mit"
-    assert f"This is a delta: what it takes to turn `{name}` into another checkpoint" in text
+    assert (
+        f"This repository is a delta. Together with its base, `{name}`, it restores another checkpoint"
+        in text
+    )
     assert f"\n    neuzip apply me/tuned-delta DST --base {name if on_hub else 'BASE'}\n" in text
-    assert ("whoever made the delta can tell" in text) != on_hub
+    assert ("Ask the author of the delta" in text) != on_hub
     assert "from_pretrained" not in text and "neuzip decompress" not in text
     for row in (
-        "BF16, as in the base: 1 tensor",
-        "I64, as in the base: 1",
+        "BF16, same as in the base: 1 tensor",
+        "I64, same as in the base: 1",
         "BF16, difference from the base: 1",
     ):
         assert f"\n| {row}" in text

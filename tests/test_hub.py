@@ -678,13 +678,13 @@ def test_what_does_not_look_private(path: str):
     assert private_kind(path) is None
 
 
-def test_the_guide_has_the_table_of_private_files(root: Path):
-    guide = (root / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
+def test_the_page_on_the_hub_has_the_table_of_private_files(root: Path):
+    page = (root / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     for kind in PRIVATE_KINDS:
-        row = next(line for line in guide.splitlines() if line.startswith(f"| {kind.name} |"))
+        row = next(line for line in page.splitlines() if line.startswith(f"| {kind.name} |"))
         names = re.findall(r"`([^`]+)`", row)
         assert names == [*kind.files, *(f"{folder}/" for folder in kind.folders)]
-    assert all(f"`{glob}`" in guide for glob in PUBLIC)
+    assert all(f"`{glob}`" in page for glob in PUBLIC)
 
 
 def test_private_files_are_pushed_only_when_allowed(
@@ -775,7 +775,7 @@ def test_the_figures_of_the_card_are_those_of_the_files(original: Path, small: P
     )
     assert total in card.splitlines()
     assert re.search(r"\| BF16, lossless: 1 tensor \| 60\.00 kB \| 4\d\.\d\d kB \|", card)
-    assert "| I64, stored as it is: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
+    assert "| I64, stored unchanged: 1 tensor | 72 bytes | 72 bytes | 100.00 % | 64.00 |" in card
 
 
 def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path: Path):
@@ -786,11 +786,11 @@ def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path:
     loss = json.loads(next(f.content for f in plan.files if f.path == "neuzip/manifest.json"))  # type: ignore[arg-type]
     assert loss["files"]["README.md"]["kind"] == "rewritten"
     assert split_card(plan.card)[0]["tags"][:2] == ["neuzip", "lossy"]
-    assert "with loss: the mantissas of 1 of its 4\ntensors were rounded" in plan.card
+    assert "with loss. neuzip rounded the mantissas of 1 of its 4\ntensors." in plan.card
     row = re.search(r"\| `a` \| 3 mantissa bits in blocks of 512 \| (0\.\d+) \| (0\.\d+) \|", plan.card)
     assert row is not None
     assert 0 < float(row[2]) < float(row[1]) < 0.2
-    assert f"at most {float(row[1]):.3g};" in plan.card
+    assert f"at most {float(row[1]):.3g}." in plan.card
 
 
 def evaluated(folder: Path) -> Report:
@@ -839,7 +839,7 @@ def test_the_card_tells_the_last_evaluation_with_its_conventions(
         "    neuzip eval small --original model --text demo --report eval.json",
     ):
         assert line in card.splitlines()
-    assert "± is one standard error, of divergences over 18 windows of 3 documents." in card
+    assert "± is one standard error, for KL divergences over 18 windows of 3 documents." in card
     assert "median" not in card
     assert "## Evaluation" not in plan_push(small, "me/model").card
 
@@ -904,7 +904,7 @@ def test_tensors_of_any_name_are_listed_with_their_loss(tmp_path: Path, save):
     save(tmp_path / "one" / "2.safetensors", {"tied": tensors["a|b"]})
     compress(tmp_path / "one", tmp_path / "nz", [Rule("*", Scheme("truncated", 3))])
     card = plan_push(tmp_path / "nz", "me/model").card
-    assert "the mantissas of 4 of its 4\n" in card
+    assert "rounded the mantissas of 4 of its 4\n" in card
     for name in ("`a\\|b`", "``c`d``", "`e f`"):
         assert f"| {name} | 3 mantissa bits | 0.0" in card
     assert "| `tied` | shared with another tensor | 0.0" in card

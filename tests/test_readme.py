@@ -497,7 +497,9 @@ def test_the_python_names_exist(root: Path) -> None:
     import neuzip
 
     for page in (root / "README.md", *(root / "docs").rglob("*.md")):
-        for name in re.findall(r"(?<![\w.\"'/])neuzip\.([a-z_]\w*)\(", page.read_text()):
+        text = page.read_text()
+        called = re.findall(r"(?<![\w.\"'/])neuzip\.([a-z_]\w*)\(", text)
+        for name in {*called, *re.findall(r"`neuzip\.(\w+)", text)}:
             assert hasattr(neuzip, name), f"{page.name}: {name}"
 
 

@@ -637,11 +637,10 @@ def test_the_model_card_says_what_was_done(model: Path, tmp_path: Path) -> None:
     rules = [Rule("*_proj.weight", Scheme("ternary", group=32)), Rule("lm_head*", Scheme("truncated", 3))]
     compress(model, tmp_path / "small", rules, allow_destructive=True)
     card = model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "me/small")
-    assert "3 of its 6 tensors were rounded,\n2 of them to -1, 0 and 1 times a scale" in card
+    assert "rounded 3 of its 6 tensors,\n2 of them to ternary weights (-1, 0 and 1 times a scale)." in card
     loss = records(tmp_path / "small" / "model.safetensors")[Q_PROJ].loss
     assert loss is not None
-    row = (
-        f"| `{Q_PROJ}` | ternary by absmean, a scale for 32 weights of a row | 1 | {loss.rms_relative:.6g} |"
-    )
+    scheme = "ternary, rounded by absmean, one scale per 32 weights of a row"
+    row = f"| `{Q_PROJ}` | {scheme} | 1 | {loss.rms_relative:.6g} |"
     assert f"{row} {loss.relative_l2:.6g} |" in card
     assert re.search(r"\| `lm_head.weight` \| 3 mantissa bits \| 0\.\d+ \| 0\.\d+ \| \|", card)

@@ -1,0 +1,509 @@
+"""Writes the generated parts of docs/reference from the code, so that none is copied by hand.
+
+python benchmarks/reference.py            # rewrite what is between the marks of every page
+python benchmarks/reference.py --check    # exit 1 if a page differs, and name it
+
+A page has `<!-- reference: NAME -->` and `<!-- end of reference -->` around what BLOCKS[NAME] gives. A command,
+a key, a variable or a dtype that has no words here stops the script, and so does one that has words and no
+longer exists.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "reference"
+HELP = ROOT / "tests" / "golden" / "help"
+CODE = ("cli", "compress", "eval", "formats", "kernels", "neuzip", "runtime", "train")
+MARKED = re.compile(r"(<!-- reference: ([\w-]+) -->\n).*?(<!-- end of reference -->)", re.DOTALL)
+
+GROUPS = {
+    "Compress and restore": ("compress", "decompress", "apply", "verify"),
+    "Inspect, compare and measure": ("inspect", "diff", "eval", "sweep", "bench", "layers"),
+    "Run and export": ("generate", "patch-attention", "export"),
+    "Make ternary and train": ("ternarize", "recover", "train"),
+    "Hub and help": ("push", "pull", "env", "demo"),
+}
+
+HOW_TO = {
+    "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas", "diff": "measure",
+    "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure", "bench": "run", "layers": "layers",
+    "generate": "run", "patch-attention": "cache-and-attention", "export": "ternary", "ternarize": "ternary",
+    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
+    "demo": None,
+}  # fmt: skip
+"""The page of docs/how-to that shows each command at work."""
+
+PLAN_KEYS = {
+    "match": "glob on the tensor's name, required",
+    "scheme": '`"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is given, else '
+    '`"lossless"`',
+    "mantissa_bits": "mantissa bits to keep, 0 to 51; for `truncated`",
+    "block_size": "weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`",
+    "min_dimensions": "the rule applies only to tensors with at least this many dimensions",
+    "quantizer": '`"absmean"`, `"absmean-clamped"` or `"least-squares"`; for `ternary`',
+    "group": 'weights of a row that share a scale, or `"row"`; without it one scale per tensor; for `ternary`',
+    "packing": '`"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`',
+    "scale_dtype": '`"F32"` or `"F16"`; for `ternary`',
+}
+
+TRAIN_KEYS = {
+    "model": "folder or Hub id of the model to train; leave it out if you give `scratch`",
+    "scratch": "path of a config.json; training starts from random weights",
+    "tokenizer": "folder with the tokenizer for `scratch`",
+    "text": "list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`",
+    "output": "folder for the model, checkpoints, log.jsonl, loss.svg and run.json",
+    "steps": "number of steps",
+    "lr": "peak learning rate",
+    "window": "tokens per window, with BOS if the tokenizer adds one; default: 512, or the model's maximum if that is "
+    "smaller",
+    "batch_size": "windows per step, over all processes",
+    "micro_batch_size": "windows that pass through a layer at once; default: all windows of a process",
+    "optimizer": '`"adamw8bit"`, `"adamw"`, `"sgd"` or `"sgd-stochastic"` (stochastic rounding)',
+    "optimizer_state": '`"plain"`, or `"lossless"` to hold the optimizer state losslessly compressed, with the same bits',
+    "weight_decay": "weight decay of matrices; default: the optimizer's own",
+    "schedule": 'learning rate schedule: `"cosine"`, `"linear"` or `"constant"`',
+    "warmup_steps": "steps of linear warm-up",
+    "min_lr_ratio": "final learning rate as a share of `lr`",
+    "max_grad_norm": "maximum global gradient norm; 0 disables clipping",
+    "clipping": '`"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the norm of the '
+    "step before",
+    "compressed": "hold the weights compressed while training; false trains plain weights (as LOMO does)",
+    "dtype": 'dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`',
+    "compress": "write the trained model as a compressed checkpoint",
+    "checkpoint_every": "steps between checkpoints; 0 writes one at the end",
+    "budget_minutes": "start no step after this time",
+    "seed": "seed of window order, dropout, stochastic rounding and random weights",
+    "device": '`"auto"`, `"cpu"` or `"cuda"`',
+    "filter_gradients": "on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy does; false "
+    "computes all gradients of the head",
+    "deterministic": "on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but slower",
+}
+
+OWN = {
+    "NEUZIP_AUTOLOAD": "`0` stops `import torch` from importing neuzip; transformers then loads compressed folders only "
+    "after `import neuzip`",
+    "NEUZIP_DEBUG": "`1` shows the traceback of every error",
+    "NEUZIP_NO_PROGRESS": "`1` switches off progress bars and progress lines",
+}
+"""neuzip's own variables."""
+
+READ = {
+    "ALL_PROXY": "proxy; neuzip removes its password from messages",
+    "HTTP_PROXY": "proxy; neuzip removes its password from messages",
+    "HTTPS_PROXY": "proxy; neuzip removes its password from messages",
+    "FTP_PROXY": "proxy; neuzip removes its password from messages",
+    "HF_ENDPOINT": "address of the Hub, for a mirror; neuzip removes its password from messages",
+    "HF_INFERENCE_ENDPOINT": "neuzip removes its password from messages",
+    "LOCAL_RANK": "set by torchrun: the GPU of this process",
+    "LOCAL_WORLD_SIZE": "set by torchrun: the number of processes on this machine",
+    "MASTER_ADDR": "set by torchrun: the address at which the processes meet",
+    "MASTER_PORT": "set by torchrun: the port at which the processes meet",
+    "RANK": "set by torchrun: the number of this process",
+    "TERM": "`dumb` means that the terminal shows no progress bar",
+    "TORCHELASTIC_RESTART_COUNT": "set by torchrun: keeps restarted runs apart",
+    "WORLD_SIZE": "set by torchrun: the number of processes",
+}
+"""Variables of other programs that neuzip reads."""
+
+PRESET = {
+    "CUBLAS_WORKSPACE_CONFIG": "set to a fixed workspace if `deterministic` training needs one",
+    "HF_XET_CHUNK_CACHE_SIZE_BYTES": "set to 0 by `compress --stream`, so that the cache of chunks does not fill the disk",
+    "OMP_WAIT_POLICY": "set to `PASSIVE`, so that idle threads do not spin",
+    "TORCH_CPP_LOG_LEVEL": "set to `FATAL` under torchrun, because neuzip reports a lost process itself",
+    "TQDM_DISABLE": "set to 1 while `eval --tasks` runs, because neuzip shows the progress",
+}
+"""Variables that neuzip sets unless you do."""
+
+
+def main() -> int:
+    """Render every page, then write or compare."""
+    pages = differing()
+    if "--check" in sys.argv:
+        print(*(page.name for page in pages), sep="\n", end="")
+        return int(bool(pages))
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
+    return 0
+
+
+def differing() -> dict[Path, str]:
+    """The pages that are out of date, each with its text as it has to be."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
+    made = {
+        page: MARKED.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text) for page, text in pages.items()
+    }
+    return {page: text for page, text in made.items() if text != pages[page]}
+
+
+def table(heads: str, rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; `heads` are separated by bars."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(lines)
+
+
+def require_same(what: str, told: Iterable[str], there: Iterable[str]) -> None:
+    """Exit unless the words of this script are for what is there, and for nothing else."""
+    told, there = set(told), set(there)
+    if told != there:
+        raise SystemExit(
+            f"reference.py: {what}: no words for {there - told}, words too many for {told - there}"
+        )
+
+
+# Commands
+
+
+def commands() -> str:
+    """Every command's help page, in groups."""
+    from neuzip.cli.commands import VERBS
+
+    require_same("GROUPS", (verb for verbs in GROUPS.values() for verb in verbs), VERBS)
+    require_same("HOW_TO", HOW_TO, VERBS)
+    parts = []
+    for title, verbs in GROUPS.items():
+        parts.append(f"## {title}")
+        parts += [command(verb) for verb in verbs]
+    return "\n\n".join(parts)
+
+
+def command(verb: str) -> str:
+    """One command's help page, and where it is shown at work."""
+    page = (HELP / f"{verb}.txt").read_text(encoding="utf-8").rstrip("\n")
+    page = re.sub(r"^[ \t]+$", "", page, flags=re.MULTILINE)
+    more = (
+        f"\n\nExamples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)"
+        if HOW_TO[verb]
+        else ""
+    )
+    return f"### {verb}\n\n```text\n{page}\n```{more}"
+
+
+def overview() -> str:
+    """What each command does, in one line, group by group."""
+    text = (HELP / "neuzip.txt").read_text(encoding="utf-8")
+    listed = text[text.index("Commands:") :].partition("\n\n")[0]
+    found: dict[str, str] = {}
+    for line in listed.splitlines()[1:]:
+        name, words = line[:19].strip(), line[19:].strip()
+        name = name or list(found)[-1]
+        found[name] = f"{found.get(name, '')} {words}".strip()
+    return table(
+        "group | command | what it does",
+        (
+            (title if verb == verbs[0] else "", f"[`{verb}`](#{verb})", found[verb])
+            for title, verbs in GROUPS.items()
+            for verb in verbs
+        ),
+    )
+
+
+# Python
+
+
+def names() -> str:
+    """Every public name of the package with its signature and its documentation."""
+    import neuzip
+
+    public = [name for name in neuzip.__all__ if name != "__version__"]
+    return "\n\n".join(documented(name, getattr(neuzip, name)) for name in public)
+
+
+def documented(name: str, thing: Any) -> str:
+    """A section: the signature, the documentation, and of a class its public members."""
+    lines = [f"### {name}", "", f"```text\n{signature(name, thing)}\n```", "", prose(thing)]
+    for member, method in own_members(thing):
+        lines += ["", f"```text\n{signature(f'{name}.{member}', method)}\n```", "", prose(method)]
+    return "\n".join(lines)
+
+
+def own_members(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Public methods of a class that are documented where they are written, in that order."""
+    for name, value in vars(thing).items() if inspect.isclass(thing) else ():
+        method = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if not name.startswith("_") and inspect.isfunction(method) and method.__doc__:
+            yield name, method
+
+
+def signature(name: str, thing: Any) -> str:
+    """A call as it is written in code, over several lines if it is long."""
+    try:
+        found = inspect.signature(thing)
+    except ValueError:  # a class whose constructor is written in C
+        return name
+    parameters, star = [], False
+    for parameter in found.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
+            parameters.append("*")
+        star |= parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        parameters.append(written(parameter))
+    returned = "" if found.return_annotation is found.empty else f" -> {annotation(found.return_annotation)}"
+    if inspect.isclass(thing):
+        returned = ""
+    line = f"{name}({', '.join(parameters)}){returned}"
+    if len(line) <= 90:
+        return line
+    return "\n".join([f"{name}(", *(f"    {p}," for p in parameters), f"){returned}"])
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """A parameter with annotation and default."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    text = stars.get(parameter.kind, "") + parameter.name
+    if parameter.annotation is not parameter.empty:
+        text += f": {annotation(parameter.annotation)}"
+    if parameter.default is not parameter.empty:
+        default = parameter.default
+        plain = isinstance(default, (str, int, float, bool, tuple, type(None)))
+        text += f" = {default!r}" if plain else " = ..."
+    return text
+
+
+def annotation(value: Any) -> str:
+    """An annotation as it was written."""
+    return value if isinstance(value, str) else inspect.formatannotation(value)
+
+
+def prose(thing: Any) -> str:
+    """A docstring as Markdown: code that is indented or a doctest becomes a block."""
+    text = inspect.getdoc(thing) or ""
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        if paragraph.startswith(("    ", ">>>", "| ")):
+            paragraphs.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
+        else:
+            paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)
+
+
+# JSON
+
+
+def json_frame() -> str:
+    """The keys that every document begins with, and those of a failure."""
+    from neuzip.cli.schema import ENVELOPE, FAILED
+
+    return keys_table({**ENVELOPE, **FAILED})
+
+
+def json_commands() -> str:
+    """The keys of each command, in the groups of the commands."""
+    from neuzip.cli.schema import COMMANDS
+
+    require_same("json keys", COMMANDS, HOW_TO)
+    verbs = [verb for group in GROUPS.values() for verb in group]
+    return "\n\n".join(f"### {verb}\n\n{keys_table(COMMANDS[verb])}" for verb in verbs)
+
+
+def json_objects() -> str:
+    """The objects that are values of keys."""
+    from neuzip.cli.schema import OBJECTS
+
+    return "\n\n".join(f"### {name}\n\n{keys_table(OBJECTS[name])}" for name in sorted(OBJECTS))
+
+
+def keys_table(keys: Any) -> str:
+    """The keys of an object with type, unit and meaning."""
+    from neuzip.cli.schema import OBJECTS
+
+    def linked(kind: str) -> str:
+        return re.sub(r"\w+", lambda m: f"[{m[0]}](#{m[0].lower()})" if m[0] in OBJECTS else m[0], kind)
+
+    rows = (
+        (f"`{name}`", linked(key.type), key.unit.replace("|", "\\|"), key.meaning.replace("|", "\\|"))
+        for name, key in keys.items()
+    )
+    return table("key | type | unit | meaning", rows)
+
+
+# Configuration
+
+
+def plan_keys() -> str:
+    """The keys of a rule in a plan file."""
+    from neuzip.compress.scheme import _KEYS
+
+    require_same("PLAN_KEYS", PLAN_KEYS, _KEYS)
+    return table("key | meaning", ((f"`{key}`", PLAN_KEYS[key]) for key in _KEYS))
+
+
+def train_keys() -> str:
+    """The keys of a training run with their defaults."""
+    from neuzip.train.configuration import Configuration
+
+    fields = {field.name: field for field in dataclasses.fields(Configuration)}
+    require_same("TRAIN_KEYS", TRAIN_KEYS, fields)
+    return table(
+        "key | default | meaning",
+        ((f"`{key}`", default(fields[key]), meaning) for key, meaning in TRAIN_KEYS.items()),
+    )
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """A default as TOML writes it."""
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def environment(words: dict[str, str]) -> Callable[[], str]:
+    """A table of environment variables; together the tables have all that the code names."""
+
+    def render() -> str:
+        require_same("environment variables", OWN | READ | PRESET, variables_of_code())
+        return table("variable | meaning", ((f"`{name}`", words[name]) for name in sorted(words)))
+
+    return render
+
+
+def variables_of_code() -> set[str]:
+    """Every environment variable that the package reads or sets."""
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {name for path in [*files, ROOT / "neuzip_autoload.py"] for name in variables(path)}
+
+
+def variables(path: Path) -> Iterator[str]:
+    """The names by which a file's code looks into os.environ."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr="get" | "setdefault" | "pop"), args=[key, *_]):
+                keys = key if is_environ(owner) else None
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="getenv"), args=[key, *_]):
+                keys = key
+            case ast.Subscript(value=owner, slice=key):
+                keys = key if is_environ(owner) else None
+            case ast.Compare(left=key, comparators=[owner]):
+                keys = key if is_environ(owner) else None
+            case _:
+                keys = None
+        if keys is not None:
+            yield from values(keys, tree, path)
+
+
+def is_environ(node: ast.expr) -> bool:
+    """Whether an expression is os.environ, or its keys."""
+    return ast.unparse(node) in ("os.environ", "os.environ.keys()")
+
+
+def values(node: ast.expr, tree: ast.Module, path: Path) -> set[str]:
+    """The strings that an expression may have: a constant, or one of a collection that is gone through."""
+    match node:
+        case ast.Constant(value=str(name)):
+            return {name}
+        case ast.Set(elts=elements) | ast.Tuple(elts=elements) | ast.List(elts=elements):
+            return {name for element in elements for name in values(element, tree, path)}
+        case ast.Dict(keys=keys):
+            return {name for key in keys if key is not None for name in values(key, tree, path)}
+        case ast.Call(func=ast.Attribute(value=inner, attr="lower")):
+            return values(inner, tree, path)
+        case ast.Name(id=wanted):
+            for other in ast.walk(tree):
+                match other:
+                    case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == wanted:
+                        return values(value, tree, path)
+                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == wanted:
+                        return values(value, tree, path)
+                    case ast.For(target=ast.Name(id=name), iter=value) if name == wanted:
+                        return values(value, tree, path)
+                    case ast.comprehension(target=ast.Name(id=name), iter=value) if name == wanted:
+                        return values(value, tree, path)
+    raise SystemExit(f"reference.py: {path}, line {node.lineno}: which variable is {ast.unparse(node)}?")
+
+
+# Support
+
+
+def dtypes() -> str:
+    """What each dtype of safetensors can be stored as, and run as."""
+    import torch
+
+    from neuzip.compress.scheme import TERNARY_DTYPES
+    from neuzip.compress.truncated import normalisable
+    from neuzip.kernels.float_fields import FORMATS
+    from neuzip.runtime.residency import DTYPES
+
+    torch_names = {torch.bfloat16: "BF16", torch.float16: "F16"}
+    in_memory = {torch_names[dtype] for dtype in DTYPES}
+    rows = []
+    for name, form in FORMATS.items():
+        marks = (True, True, normalisable(form), name in TERNARY_DTYPES, name in in_memory)
+        kept = f"0 to {form.mantissa_bits - 1}"
+        rows.append([f"`{name}`", *("yes" if mark else "no" for mark in marks)])
+        rows[-1][2] = kept
+    others = "integers, `BOOL`, 4-bit and 6-bit floats, `F8_E8M0`, complex, unknown dtypes"
+    rows.append([others, "stored unchanged", "no", "no", "no", "no"])
+    heads = "dtype | lossless, delta | `--mantissa-bits` | `--block-size` | `--ternary` | `packed`, `ans` in memory"
+    return table(heads, rows)
+
+
+def versions() -> str:
+    """The ranges that pyproject.toml states."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = [("Python", project["requires-python"])]
+    for requirement in project["dependencies"]:
+        found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?\s*([^;]*)", requirement)
+        assert found, requirement
+        condition = requirement.partition(";")[2].strip()
+        rows.append((f"{found[1]}{f' (if {condition})' if condition else ''}", found[2].strip() or "any"))
+    return table(
+        "package | version", ((name, f"`{wanted}`" if wanted != "any" else wanted) for name, wanted in rows)
+    )
+
+
+def memory_formats() -> str:
+    """The in-memory weight formats, each with what it needs."""
+    from neuzip.runtime.residency import RESIDENCIES
+
+    require_same("MEMORY", MEMORY, RESIDENCIES)
+    heads = "`--residency` | NVIDIA GPU | CPU | transformers | weights"
+    return table(heads, ((f"`{name}`", *MEMORY[name]) for name in RESIDENCIES))
+
+
+MEMORY = {
+    "dense": ("yes", "yes", "4.57 and 5", "any dtype that torch runs"),
+    "packed": (
+        "compute capability 8.0 and later; prompts are fastest on Hopper",
+        "yes, through a slow reference",
+        "5",
+        "bf16 and fp16",
+    ),
+    "ans": ("compute capability 8.0 and later", "no", "5", "bf16 and fp16"),
+}
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "overview": overview,
+    "names": names,
+    "json-frame": json_frame,
+    "json-commands": json_commands,
+    "json-objects": json_objects,
+    "plan-keys": plan_keys,
+    "train-keys": train_keys,
+    "own-variables": environment(OWN),
+    "read-variables": environment(READ),
+    "preset-variables": environment(PRESET),
+    "dtypes": dtypes,
+    "versions": versions,
+    "memory-formats": memory_formats,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
