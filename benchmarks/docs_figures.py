@@ -267,80 +267,88 @@ def compiled_memory(section: Row) -> float:
 def peers_lossless() -> str:
     """Size and speed of lossless forms of bf16, measured side by side."""
     gpu = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
+    cpu = readme.load("cpu_codec")
     rows = []
     for name in ("neuzip", "DFloat11 0.5.0", "nvCOMP ANS 6.0.0.12"):
         first, small = gpu[FIRST, name], gpu[SMALL, name]
         encode = gpu.get(("bf16 encode, 235 M weights", name))
         coded = "" if encode is None else f"{encode['gb_s']:,.0f}"
-        rows.append((f"{name}, GPU", f"{first['ratio']:.2%}", "", f"{first['gb_s']:,.0f}",
+        rows.append((f"{name}, GPU", f"{first['ratio']:.2%}", f"{first['gb_s']:,.0f}",
                      f"{small['gb_s']:,.0f}", coded))  # fmt: skip
-    cpu = readme.load("cpu_codec")
     versions = cpu["environment"]["packages"]
     for codec in ("neuzip", "zipnn", "zstd -3"):
         found = {r["case"]: r for r in cpu["results"] if r["codec"] == codec}
         large, real = found["gaussian"], found["wikilm-26m"]
         name = {"zipnn": f"ZipNN {versions['zipnn']}"}.get(codec, codec)
         rows.append((f"{name}, {cpu['threads']} CPU threads", f"{large['ratio']:.2%}",
-                     f"{real['ratio']:.2%}", f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
+                     f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
                      f"{large['encode_gb_s']:.2f}"))  # fmt: skip
-    machines = readme.gpu_machine(readme.load("gpu_codec")["environment"]), readme.machine(cpu)
     return (
-        readme.table(
-            ("codec", "size, large", "size, wikilm-26m", "decode, large", "decode, small", "encode, large"),
-            rows,
-        )
-        + "\n\nSpeeds are GB/s of bf16 weights. GPU speeds are those of kernels in a CUDA graph, without the "
-        "cost of a call. Except for wikilm-26m, which is also `small` on the CPU, all weights are synthetic. "
-        f"{'; '.join(machines)}"
+        readme.table(("codec", "size", "decode, large", "decode, small", "encode, large"), rows)
+        + "\n\nSpeeds are GB/s of bf16 weights. `large` is 235 M random weights on the GPU and 67 M on the "
+        "CPU; sizes are those of `large`. `small` is 16 Mi random weights on the GPU, and the trained "
+        "checkpoint wikilm-26m on the CPU. GPU speeds are those of kernels alone. "
+        + measured_in(readme.gpu_codec(readme.load("gpu_codec")), readme.codec(cpu))
     )
 
 
-def peers_lossy() -> str:
-    """Mantissa bits and the group formats next to them in size, on the strongly trained model."""
-    swept, formats = (readme.load(f"{kind}-smollm2-135m") for kind in ("sweep", "group_formats"))
-    found: list[tuple[float, str, float, float]] = [
-        (r["bits_per_weight"], f"neuzip, {r['scheme'][1:]} mantissa bits", r["kld"]["mean"]["value"],
-         r["perplexity_ratio"]["value"])
-        for r in swept["results"]
-        if r["scheme"] in ("k3", "k5")
-    ]  # fmt: skip
-    found += [
-        (r["bits_per_weight"], r["format"], r["kld"], r["perplexity_ratio"])
-        for r in formats["results"]
-        if r["format"].startswith(("6 bits, groups of 64", "8 bits, groups of 32"))
-    ]
-    rows = [
-        (what, f"{bits:.2f}", f"{kld:.2g}", f"{100 * (times - 1):+.2f} %")
-        for bits, what, kld, times in sorted(found, key=lambda row: row[0])
-    ]
+def residencies() -> str:
+    """A model of Llama-3-8B's shapes in every residency, in short."""
+    document = readme.load("generate")
+    section = document["sections"]["llama"]
+    found = {(r["what"], r["by"]): r for r in section["rows"]}
+    rows = []
+    for what in ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill"):
+        cells = []
+        for form in ("packed", "ans"):
+            ratio = found[what, form]["ratio"]
+            cells.append(f"{ratio:.2f}{'' if what == 'weights in memory' else readme.slower(ratio)}")
+        rows.append((what, *cells))
     return (
-        readme.table(("format", "bits per weight", "KLD, nats per token", "perplexity"), rows)
-        + f"\n\nSmolLM2-135M, {formats['tokens']:,} tokens of {readme.text_of(formats['text'])}. The group "
-        f"formats use plain rounding to nearest, without calibration. {readme.machine(formats)}"
+        readme.table(("relative to bf16", "packed", "ans"), rows)
+        + f"\n\nRandom weights in Llama-3-8B's shapes. {card(section['environment'])} "
+        + measured_in(readme.generate(document))
     )
 
 
 def peers_attention() -> str:
-    """Speed of quantised attention, torch's and the released Triton kernel, for causal heads of 128."""
-    section = readme.load("attention")["sections"]["kernels"]
-    sides = {"ours, 8 bits": "neuzip, 8 bits"}
-    sides |= {side: side for side in ("SDPA, cuDNN", "SDPA, flash", "sageattention")}
+    """Speed of quantised attention beside torch's and the released Triton kernel, in one case."""
+    document = readme.load("attention")
+    section = document["sections"]["kernels"]
     found = {
-        (r["texts"], r["tokens"], r["side"]): f"{r['tops']:,.0f}"
+        r["side"]: r
         for r in section["results"]
-        if r["width"] == 128 and r["causal"]
+        if (r["texts"], r["tokens"], r["width"], r["causal"]) == (1, 32768, 128, True)
     }
-    cases = dict.fromkeys((texts, tokens) for texts, tokens, _ in found)
-    rows = [
-        (f"batch {texts}, {tokens:,} tokens", *(found[texts, tokens, side] for side in sides))
-        for texts, tokens in cases
-    ]
+    sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
     version = section["environment"]["packages"]["sageattention"]
     return (
-        readme.table(("TOPS, forward", *sides.values()), rows)
-        + "\n\nCausal attention of 32 heads of size 128 over synthetic tokens. Times include smoothing and "
-        f"quantisation. sageattention {version} is the release with Triton kernels. "
-        f"{readme.gpu_machine(section['environment'])}"
+        readme.table(
+            tuple(map(readme.of_side, sides)), [tuple(f"{found[side]['tops']:,.0f} TOPS" for side in sides)]
+        )
+        + "\n\nForward pass, 32 heads, 32,768 tokens, head size 128, causal. The times of both quantised "
+        f"kernels include smoothing and quantisation. sageattention {version} is its release for Triton. "
+        f"{card(section['environment'])} {measured_in(readme.attention(document))}"
+    )  # fmt: skip
+
+
+def group_formats() -> str:
+    """A plain format and mantissa bits of nearly the same size, of a strongly trained model."""
+    name = "smollm2-135m"
+    formats = {r["format"]: r for r in readme.load(f"group_formats-{name}")["results"]}
+    plain = formats["6 bits, groups of 64, asymmetric"]
+    r = next(r for r in readme.load(f"sweep-{name}")["results"] if r["scheme"] == "k3")
+    rows = [
+        (
+            "6-bit integers, groups of 64, asymmetric",
+            f"{plain['bits_per_weight']:.2f}",
+            f"{plain['kld']:.2g}",
+        ),
+        ("3 mantissa bits", f"{r['bits_per_weight']:.2f}", f"{r['kld']['mean']['value']:.2g}"),
+    ]
+    return (
+        readme.table((readme.MODELS_READ[name], "bits per weight", "KLD, nats per token"), rows)
+        + f"\n\n{measured_in(readme.group_formats())}"
     )
 
 
@@ -355,7 +363,8 @@ BLOCKS: dict[str, Callable[[], str]] = quoted.BLOCKS | {
     "kernel-rans": kernel_rans, "kernel-ans": kernel_ans, "kernel-packed": kernel_packed,
     "kernel-ternary": kernel_ternary, "kernel-attention": kernel_attention, "kernel-kv": kernel_kv,
     "kernel-loss": kernel_loss, "loss-tiles": loss_tiles, "blocks": readme.blocks_worth,
-    "peers-lossless": peers_lossless, "peers-lossy": peers_lossy, "peers-attention": peers_attention,
+    "peers-lossless": peers_lossless, "residencies": residencies, "peers-attention": peers_attention,
+    "group-formats": group_formats,
 }  # fmt: skip
 """What a mark may name."""
 

@@ -1578,13 +1578,13 @@ def short() -> dict[str, str]:
     ]  # fmt: skip
     late = [row for row in rows if any(label in cell for cell in row for label in LATE)]
     heads = ("what", "neuzip", "baseline", "target")
+    chosen = table(
+        ("mode", "size, of bf16", "loss", "decode speed", "prefill speed", "needs", "measured on"), modes()
+    )
     return {
-        "modes": table(
-            ("mode", "size, of bf16", "loss", "decode speed", "prefill speed", "needs", "measured on"),
-            modes(),
-        ),
+        "modes": "\n\n".join(filter(None, [chosen, cards()])),
         "results": table(heads, [row for row in rows if row not in late]),
-        "slower": f"{table(heads, late)}\n\n{cards()}{counts()}",
+        "slower": f"{table(heads, late)}\n\n{counts()}",
     }
 
 
@@ -1605,8 +1605,9 @@ def counts() -> str:
 def cards() -> str:
     """The GPU of most of these results, none of which is of several at once, and those of the others."""
     whats = {
-        "gpu_codec": "decoding", "generate": "packed and ans models", "bitnet": "ternary models",
-        "attention": "attention", "linear_cross_entropy": "cross-entropy", "train_memory": "training",
+        "gpu_codec": "decompression", "generate": "packed and ans models", "bitnet": "ternary models",
+        "kv_attention": "the KV cache", "attention": "attention", "linear_cross_entropy": "cross-entropy",
+        "train_memory": "training",
     }  # fmt: skip
     found: dict[str, list[str]] = {}
     for name in filter(is_measured, whats):
@@ -1614,9 +1615,16 @@ def cards() -> str:
         parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
         for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
-    names = sorted(found, key=lambda card: -len(found[card]))
-    others = [f"; {' and '.join(found[card])} were measured on one {card}" for card in names[1:]]
-    return f"The GPU is one {names[0]}{''.join(others)}. " if names else ""
+    if not found:
+        return ""
+    first, *others = sorted(found, key=lambda card: -len(found[card]))
+    told = "".join(f"; those of {listed(found[card])} are from one {card}" for card in others)
+    return f"GPU results on this page are from one {first}{told}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def linked(what: str, part: str) -> str:
@@ -1762,7 +1770,7 @@ def ternary_results() -> Iterator[Row]:
         yield (
             linked(what, recovery(document)),
             told,
-            "1.000x",
+            "original: 1.000x",
             aimed(judged, must, f"{must:g}x{of}", most=True),
         )
 
@@ -1778,9 +1786,9 @@ def delta_results() -> Iterator[Row]:
 
 
 CODED = {
-    "decode 235 M synthetic weights, kernels alone": "bf16 decode, lossless, 235 M weights",
-    "decode 16 Mi synthetic weights, a kernel alone": "bf16 decode, lossless, 16 Mi weights",
-    "decode 291 synthetic tensors of Llama-3-8B's shapes, one call": (
+    "decompress 235 M synthetic weights, GPU kernels only": "bf16 decode, lossless, 235 M weights",
+    "decompress 16 Mi synthetic weights, GPU kernel only": "bf16 decode, lossless, 16 Mi weights",
+    "decompress 291 synthetic tensors of Llama-3-8B's shapes, one call": (
         "bf16 decode, lossless, 8B-shaped model of 291 tensors, a call"
     ),
     "load a synthetic 16 GB checkpoint from the page cache": (
