@@ -213,7 +213,8 @@ def sweep(document: dict[str, Any]) -> str:
         [
             f"**The demo checkpoint**, {lossless['tokens']:,} tokens of {text_of(document['text'])}, "
             f"{document['convention']}. Each cell holds the size and the KLD in thousandths of a nat. "
-            "The perplexity is that of the column without blocks.",
+            "The perplexity is that of the column without blocks. In the picture, `k3` means 3 mantissa "
+            "bits.",
             table(heads, rows),
             "![Size against KL divergence](benchmarks/results/sweep-demo.svg)",
             *(block for name, other in others.items() for block in swept_model(name, other)),
@@ -268,8 +269,9 @@ def blocks_worth() -> str:
             total += 1
     return (
         f"{total + beyond} schemes with blocks were measured. {total} of them are at most as large as 6 "
-        f"mantissa bits without blocks. Only {better} of these {total} had a lower KLD than a mix of two "
-        "numbers of mantissa bits that takes the same space (interpolated on a log scale)."
+        f"mantissa bits without blocks. Only {better} of these {total} had a lower KLD than plain "
+        "rounding at the same size. Between two numbers of mantissa bits, the KLD of plain rounding is "
+        "interpolated on a log scale."
     )
 
 
