@@ -632,3 +632,30 @@ def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType
         assert part.replace("](benchmarks/", "](../benchmarks/") in page
         assert f"\n### {readme.title_of(part)}\n" in page
     assert len({readme.title_of(part) for part in parts}) == len(parts)
+
+
+def test_every_table_names_its_command_machine_and_commit(
+    root: Path, readme: ModuleType, tmp_path: Path
+) -> None:
+    for path in (root / "benchmarks" / "results").glob("*.json"):
+        shutil.copy(path, tmp_path)
+    for part in readme.parts():
+        measured = re.findall(r"^Measured with `python (benchmarks/\w+\.py)[^`]*`.* on (.*)\.$", part, re.M)
+        assert measured, readme.title_of(part)
+        for script, where in measured:
+            assert (root / script).is_file(), script
+            assert re.match(r"\d+ cores of an |NVIDIA ", where) and re.search(
+                r", commits? [0-9a-f]{7}", where
+            )
+
+
+def test_a_row_of_results_stands_on_one_page(root: Path) -> None:
+    """Other pages quote numbers of docs/measurements.md in tables of their own, and link to it."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    rows = {
+        path: {line for line in path.read_text().splitlines() if re.match(r"\|.*\d", line) and len(line) > 40}
+        for path in pages
+    }
+    tables = rows.pop(root / "docs" / "measurements.md")
+    assert len(tables) > 200
+    assert {path.name: rows[path] & tables for path in rows if rows[path] & tables} == {}
