@@ -83,7 +83,7 @@ def times(values: Sequence[float]) -> str:
 
 def card(environment: Row) -> str:
     """The name of a GPU."""
-    return f"One {environment['gpu']['name']}."
+    return f"Measured on one {environment['gpu']['name']}."
 
 
 # docs/kernels.md
