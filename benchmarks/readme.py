@@ -1580,7 +1580,8 @@ def short() -> dict[str, str]:
     late = [row for row in rows if any(label in cell for cell in row for label in LATE)]
     heads = ("what", "neuzip", "baseline", "target")
     chosen = table(
-        ("mode", "size, of bf16", "loss", "decode speed", "prefill speed", "needs", "measured on"), modes()
+        ("mode", "size (bf16: 100%)", "loss", "decode speed", "prefill speed", "needs", "measured on"),
+        modes(),
     )
     return {
         "modes": "\n\n".join(filter(None, [chosen, cards()])),
@@ -1604,7 +1605,7 @@ def counts() -> str:
 
 
 def cards() -> str:
-    """The GPU of most of these results, none of which is of several at once, and those of the others."""
+    """Which results are of which GPU; none is of several at once."""
     whats = {
         "gpu_codec": "decompression", "generate": "packed and ans models", "bitnet": "ternary models",
         "kv_attention": "the KV cache", "attention": "attention", "linear_cross_entropy": "cross-entropy",
@@ -1616,11 +1617,8 @@ def cards() -> str:
         parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
         for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
-    if not found:
-        return ""
-    first, *others = sorted(found, key=lambda card: -len(found[card]))
-    told = "".join(f"; those of {listed(found[card])} are from one {card}" for card in others)
-    return f"GPU results on this page are from one {first}{told}."
+    each = [f"one {card} ({listed(of)})" for card, of in sorted(found.items())]
+    return f"GPU results on this page are from {listed(each)}." if found else ""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -541,7 +541,7 @@ def test_the_few_figures_are_those_of_the_results(root: Path, readme: ModuleType
     missed, slow = (readme.figures().count(label) for label in ("**missed**", "**slower**"))
     few = readme.short()
     assert f"{missed} results there miss their target, and {slow} are slower than" in few["slower"]
-    assert few["modes"].endswith(f"are from one {document['environment']['gpu']['name']}.")
+    assert few["modes"].endswith(f"are from one {document['environment']['gpu']['name']} (decompression).")
 
 
 def row_with(readme: ModuleType, what: str) -> str:
