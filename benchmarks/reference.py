@@ -3,8 +3,8 @@
 python benchmarks/reference.py            # rewrite what is between the marks of every page
 python benchmarks/reference.py --check    # exit 1 if a page differs, and name it
 
-A page has `<!-- reference: NAME -->` and `<!-- end of reference -->` around what BLOCKS[NAME] gives. A command,
-a key, a variable or a dtype that has no words here stops the script, and so does one that has words and no
+A page has `<!-- reference: NAME -->` and `<!-- end of reference -->` around what BLOCKS[NAME] gives. A
+command, a key or a variable that has no words here stops the script, and so does one that has words and no
 longer exists.
 """
 
@@ -31,6 +31,13 @@ HELP = ROOT / "tests" / "golden" / "help"
 CODE = ("cli", "compress", "eval", "formats", "kernels", "neuzip", "runtime", "train")
 MARKED = re.compile(r"(<!-- reference: ([\w-]+) -->\n).*?(<!-- end of reference -->)", re.DOTALL)
 
+
+def words(text: str) -> dict[str, str]:
+    """Lines `key = meaning`; a line that begins with a space continues the meaning."""
+    lines = re.sub(r"\n +", " ", text.strip()).splitlines()
+    return dict(line.split(" = ", 1) for line in lines)
+
+
 GROUPS = {
     "Compress and restore": ("compress", "decompress", "apply", "verify"),
     "Inspect, compare and measure": ("inspect", "diff", "eval", "sweep", "bench", "layers"),
@@ -40,93 +47,98 @@ GROUPS = {
 }
 
 HOW_TO = {
-    "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas", "diff": "measure",
-    "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure", "bench": "run", "layers": "layers",
-    "generate": "run", "patch-attention": "cache-and-attention", "export": "ternary", "ternarize": "ternary",
+    "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas",
+    "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
+    "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
+    "export": "ternary", "ternarize": "ternary",
     "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
 
-PLAN_KEYS = {
-    "match": "glob on the tensor's name, required",
-    "scheme": '`"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is given, else '
-    '`"lossless"`',
-    "mantissa_bits": "mantissa bits to keep, 0 to 51; for `truncated`",
-    "block_size": "weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`",
-    "min_dimensions": "the rule applies only to tensors with at least this many dimensions",
-    "quantizer": '`"absmean"`, `"absmean-clamped"` or `"least-squares"`; for `ternary`',
-    "group": 'weights of a row that share a scale, or `"row"`; without it one scale per tensor; for `ternary`',
-    "packing": '`"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`',
-    "scale_dtype": '`"F32"` or `"F16"`; for `ternary`',
-}
+PLAN_KEYS = words("""
+match = glob on the tensor's name, required
+scheme = `"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is
+    given, else `"lossless"`
+mantissa_bits = mantissa bits to keep, 0 to 51; for `truncated`
+block_size = weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`
+min_dimensions = the rule applies only to tensors with at least this many dimensions
+quantizer = `"absmean"`, `"absmean-clamped"` or `"least-squares"`; for `ternary`
+group = weights of a row that share a scale, or `"row"`; without it one scale per tensor; for
+    `ternary`
+packing = `"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`
+scale_dtype = `"F32"` or `"F16"`; for `ternary`
+""")
 
-TRAIN_KEYS = {
-    "model": "folder or Hub id of the model to train; leave it out if you give `scratch`",
-    "scratch": "path of a config.json; training starts from random weights",
-    "tokenizer": "folder with the tokenizer for `scratch`",
-    "text": "list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`",
-    "output": "folder for the model, checkpoints, log.jsonl, loss.svg and run.json",
-    "steps": "number of steps",
-    "lr": "peak learning rate",
-    "window": "tokens per window, with BOS if the tokenizer adds one; default: 512, or the model's maximum if that is "
-    "smaller",
-    "batch_size": "windows per step, over all processes",
-    "micro_batch_size": "windows that pass through a layer at once; default: all windows of a process",
-    "optimizer": '`"adamw8bit"`, `"adamw"`, `"sgd"` or `"sgd-stochastic"` (stochastic rounding)',
-    "optimizer_state": '`"plain"`, or `"lossless"` to hold the optimizer state losslessly compressed, with the same bits',
-    "weight_decay": "weight decay of matrices; default: the optimizer's own",
-    "schedule": 'learning rate schedule: `"cosine"`, `"linear"` or `"constant"`',
-    "warmup_steps": "steps of linear warm-up",
-    "min_lr_ratio": "final learning rate as a share of `lr`",
-    "max_grad_norm": "maximum global gradient norm; 0 disables clipping",
-    "clipping": '`"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the norm of the '
-    "step before",
-    "compressed": "hold the weights compressed while training; false trains plain weights (as LOMO does)",
-    "dtype": 'dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`',
-    "compress": "write the trained model as a compressed checkpoint",
-    "checkpoint_every": "steps between checkpoints; 0 writes one at the end",
-    "budget_minutes": "start no step after this time",
-    "seed": "seed of window order, dropout, stochastic rounding and random weights",
-    "device": '`"auto"`, `"cpu"` or `"cuda"`',
-    "filter_gradients": "on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy does; false "
-    "computes all gradients of the head",
-    "deterministic": "on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but slower",
-}
+TRAIN_KEYS = words("""
+model = folder or Hub id of the model to train; leave it out if you give `scratch`
+scratch = path of a config.json; training starts from random weights
+tokenizer = folder with the tokenizer for `scratch`
+text = list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`
+output = folder for the model, checkpoints, log.jsonl, loss.svg and run.json
+steps = number of steps
+lr = peak learning rate
+window = tokens per window, with BOS if the tokenizer adds one; default: 512, or the model's maximum
+    if that is smaller
+batch_size = windows per step, over all processes
+micro_batch_size = windows that pass through a layer at once; default: all windows of a process
+optimizer = `"adamw8bit"`, `"adamw"`, `"sgd"` or `"sgd-stochastic"` (stochastic rounding)
+optimizer_state = `"plain"`, or `"lossless"` to hold the optimizer state losslessly compressed, with
+    the same bits
+weight_decay = weight decay of matrices; default: the optimizer's own
+schedule = learning rate schedule: `"cosine"`, `"linear"` or `"constant"`
+warmup_steps = steps of linear warm-up
+min_lr_ratio = final learning rate as a share of `lr`
+max_grad_norm = maximum global gradient norm; 0 disables clipping
+clipping = `"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the
+    norm of the step before
+compressed = hold the weights compressed while training; false trains plain weights (as LOMO does)
+dtype = dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`
+compress = write the trained model as a compressed checkpoint
+checkpoint_every = steps between checkpoints; 0 writes one at the end
+budget_minutes = start no step after this time
+seed = seed of window order, dropout, stochastic rounding and random weights
+device = `"auto"`, `"cpu"` or `"cuda"`
+filter_gradients = on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy
+    does; false computes all gradients of the head
+deterministic = on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but
+    slower
+""")
 
-OWN = {
-    "NEUZIP_AUTOLOAD": "`0` stops `import torch` from importing neuzip; transformers then loads compressed folders only "
-    "after `import neuzip`",
-    "NEUZIP_DEBUG": "`1` shows the traceback of every error",
-    "NEUZIP_NO_PROGRESS": "`1` switches off progress bars and progress lines",
-}
+OWN = words("""
+NEUZIP_AUTOLOAD = `0` stops `import torch` from importing neuzip; transformers then loads compressed
+    folders only after `import neuzip`
+NEUZIP_DEBUG = `1` shows the traceback of every error
+NEUZIP_NO_PROGRESS = `1` switches off progress bars and progress lines
+""")
 """neuzip's own variables."""
 
-READ = {
-    "ALL_PROXY": "proxy; neuzip removes its password from messages",
-    "HTTP_PROXY": "proxy; neuzip removes its password from messages",
-    "HTTPS_PROXY": "proxy; neuzip removes its password from messages",
-    "FTP_PROXY": "proxy; neuzip removes its password from messages",
-    "HF_ENDPOINT": "address of the Hub, for a mirror; neuzip removes its password from messages",
-    "HF_INFERENCE_ENDPOINT": "neuzip removes its password from messages",
-    "LOCAL_RANK": "set by torchrun: the GPU of this process",
-    "LOCAL_WORLD_SIZE": "set by torchrun: the number of processes on this machine",
-    "MASTER_ADDR": "set by torchrun: the address at which the processes meet",
-    "MASTER_PORT": "set by torchrun: the port at which the processes meet",
-    "RANK": "set by torchrun: the number of this process",
-    "TERM": "`dumb` means that the terminal shows no progress bar",
-    "TORCHELASTIC_RESTART_COUNT": "set by torchrun: keeps restarted runs apart",
-    "WORLD_SIZE": "set by torchrun: the number of processes",
-}
+READ = words("""
+ALL_PROXY = proxy; neuzip removes its password from messages
+HTTP_PROXY = proxy; neuzip removes its password from messages
+HTTPS_PROXY = proxy; neuzip removes its password from messages
+FTP_PROXY = proxy; neuzip removes its password from messages
+HF_ENDPOINT = address of the Hub, for a mirror; neuzip removes its password from messages
+HF_INFERENCE_ENDPOINT = neuzip removes its password from messages
+LOCAL_RANK = set by torchrun: the GPU of this process
+LOCAL_WORLD_SIZE = set by torchrun: the number of processes on this machine
+MASTER_ADDR = set by torchrun: the address at which the processes meet
+MASTER_PORT = set by torchrun: the port at which the processes meet
+RANK = set by torchrun: the number of this process
+TERM = `dumb` means that the terminal shows no progress bar
+TORCHELASTIC_RESTART_COUNT = set by torchrun: keeps restarted runs apart
+WORLD_SIZE = set by torchrun: the number of processes
+""")
 """Variables of other programs that neuzip reads."""
 
-PRESET = {
-    "CUBLAS_WORKSPACE_CONFIG": "set to a fixed workspace if `deterministic` training needs one",
-    "HF_XET_CHUNK_CACHE_SIZE_BYTES": "set to 0 by `compress --stream`, so that the cache of chunks does not fill the disk",
-    "OMP_WAIT_POLICY": "set to `PASSIVE`, so that idle threads do not spin",
-    "TORCH_CPP_LOG_LEVEL": "set to `FATAL` under torchrun, because neuzip reports a lost process itself",
-    "TQDM_DISABLE": "set to 1 while `eval --tasks` runs, because neuzip shows the progress",
-}
+PRESET = words("""
+CUBLAS_WORKSPACE_CONFIG = set to a fixed workspace if `deterministic` training needs one
+HF_XET_CHUNK_CACHE_SIZE_BYTES = set to 0 by `compress --stream`, so that the cache of chunks does
+    not fill the disk
+OMP_WAIT_POLICY = set to `PASSIVE`, so that idle threads do not spin
+TORCH_CPP_LOG_LEVEL = set to `FATAL` under torchrun, because neuzip reports a lost process itself
+TQDM_DISABLE = set to 1 while `eval --tasks` runs, because neuzip shows the progress
+""")
 """Variables that neuzip sets unless you do."""
 
 
@@ -449,8 +461,8 @@ def dtypes() -> str:
         rows[-1][2] = kept
     others = "integers, `BOOL`, 4-bit and 6-bit floats, `F8_E8M0`, complex, unknown dtypes"
     rows.append([others, "stored unchanged", "no", "no", "no", "no"])
-    heads = "dtype | lossless, delta | `--mantissa-bits` | `--block-size` | `--ternary` | `packed`, `ans` in memory"
-    return table(heads, rows)
+    options = "`--mantissa-bits` | `--block-size` | `--ternary`"
+    return table(f"dtype | lossless, delta | {options} | `packed`, `ans` in memory", rows)
 
 
 def versions() -> str:

@@ -22,6 +22,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from neuzip.cli.commands import VERBS
 from neuzip.cli.main import build_app
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import reading  # noqa: E402
+
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
 REASONS = ("network", "gpu", "several", "long", "yours")
@@ -334,6 +338,34 @@ def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
     assert [name for name in names if f"]({name})" not in index] == ["README.md"]
+
+
+def test_nothing_is_said_twice():
+    """A sentence, or a row of a table, of more than 60 characters has one home; other pages link to it."""
+    homes = defaultdict(set)
+    for page in (ROOT / "README.md", *PAGES):
+        for line in said_on(page.read_text(encoding="utf-8")):
+            if len(line) > 60:
+                homes[line].add(page.relative_to(ROOT).as_posix())
+    assert {line: sorted(pages) for line, pages in homes.items() if len(pages) > 1} == {}
+
+
+def said_on(text: str) -> list[str]:
+    """The sentences of a page and the rows of its tables, but for what is generated and for code."""
+    written = FENCE.sub("", reading.GENERATED.sub("", text))
+    rows = [re.sub(r"\]\([^)]*\)", "]", line) for line in written.splitlines() if line.startswith("|")]
+    return [*reading.sentences(text), *rows]
+
+
+def test_a_sentence_is_found_however_it_is_broken_into_lines():
+    first = "# A\n\nThis sentence is long enough to be seen as one that stands on two pages. Next.\n"
+    second = "* This sentence is long enough\n  to be seen as one that stands on two pages.\n"
+    assert set(said_on(first)) & set(said_on(second)) == {
+        "This sentence is long enough to be seen as one that stands on two pages."
+    }
+    assert said_on(
+        "| a [b](c.md) |\n```text\n| d |\n```\n<!-- figures: x -->\n| e |\n<!-- end of figures -->"
+    ) == ["| a [b] |"]
 
 
 @pytest.mark.parametrize("script", ["docs_figures", "pictures"])
