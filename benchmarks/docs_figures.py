@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quoted
 import readme
 
 DOCS = readme.ROOT / "docs"
@@ -132,30 +133,35 @@ def peers_lossless() -> str:
                      f"{large['encode_gb_s']:.2f}"))  # fmt: skip
     machines = readme.gpu_machine(readme.load("gpu_codec")["environment"]), readme.machine(cpu)
     return (
-        "GB/s of bf16; on the GPU of kernels in a CUDA graph, without what a call takes. `large` is 235 M "
-        "made-up weights on the GPU and 67 M on the CPU, N(0, 0.02); `small` is 16 Mi of them on the GPU and "
-        "the checkpoint wikilm-26m, a real one, on the CPU.\n\n"
-        + table(
-            "codec | size, large | size, wikilm-26m | decode, large | decode, small | encode, large", rows
-        )
-        + f"\n\n{'; '.join(machines)}"
+        table("codec | size, large | size, wikilm-26m | decode, large | decode, small | encode, large", rows)
+        + "\n\nSpeeds are GB/s of bf16 weights. GPU speeds are those of kernels in a CUDA graph, without the "
+        "cost of a call. Except for wikilm-26m, which is also `small` on the CPU, all weights are synthetic. "
+        f"{'; '.join(machines)}"
     )
 
 
-def residencies() -> str:
-    """A model of Llama-3-8B's shapes in every residency, in short."""
-    section = readme.load("generate")["sections"]["llama"]
-    rows = {(r["what"], r["by"]): r for r in section["rows"]}
-    wanted = ("weights in memory", "decode, batch 1", "decode, batch 8", "decode, batch 32", "prefill")
-    forms = ("bf16", "packed", "ans")
-    lines: list[tuple[object, ...]] = []
-    for what in wanted:
-        cells = [rows[what, form] for form in forms]
-        lines.append((what, *(f"{readme.generated({**r, 'by': 'bf16'})} ({r.get('ratio', 1):.2f})"
-                              for r in cells)))  # fmt: skip
+def peers_lossy() -> str:
+    """Mantissa bits and the group formats next to them in size, on the strongly trained model."""
+    swept, formats = (readme.load(f"{kind}-smollm2-135m") for kind in ("sweep", "group_formats"))
+    found: list[tuple[float, object, float, float]] = [
+        (r["bits_per_weight"], f"neuzip, {r['scheme'][1:]} mantissa bits", r["kld"]["mean"]["value"],
+         r["perplexity_ratio"]["value"])
+        for r in swept["results"]
+        if r["scheme"] in ("k3", "k5")
+    ]  # fmt: skip
+    found += [
+        (r["bits_per_weight"], r["format"], r["kld"], r["perplexity_ratio"])
+        for r in formats["results"]
+        if r["format"].startswith(("6 bits, groups of 64", "8 bits, groups of 32"))
+    ]
+    rows: list[tuple[object, ...]] = [
+        (what, f"{bits:.2f}", f"{kld:.2g}", f"{100 * (times - 1):+.2f} %")
+        for bits, what, kld, times in sorted(found, key=lambda row: row[0])
+    ]
     return (
-        table(f"what | {' | '.join(forms)}", lines)
-        + f"\n\nIn brackets the ratio to bf16. {readme.gpu_machine(section['environment'])}"
+        table("format | bits per weight | KLD, nats per token | perplexity", rows)
+        + f"\n\nSmolLM2-135M, {formats['tokens']:,} tokens of {readme.text_of(formats['text'])}. The group "
+        f"formats use plain rounding to nearest, without calibration. {readme.machine(formats)}"
     )
 
 
@@ -212,25 +218,26 @@ def blocks_worth(found: list[dict[str, dict[str, Any]]]) -> str:
 
 
 def peers_attention() -> str:
-    """Speed of quantised attention beside torch's and the released Triton kernel."""
+    """Speed of quantised attention, torch's and the released Triton kernel, for causal heads of 128."""
     section = readme.load("attention")["sections"]["kernels"]
-    sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
-    cases = dict.fromkeys((r["texts"], r["tokens"], r["width"], r["causal"]) for r in section["results"])
-    rows: list[tuple[object, ...]] = []
-    for case in cases:
-        found = {
-            r["side"]: r
-            for r in section["results"]
-            if (r["texts"], r["tokens"], r["width"], r["causal"]) == case
-        }
-        texts, tokens, width, causal = case
-        name = f"{texts} x 32 heads, {tokens:,} tokens, D {width}{', causal' if causal else ''}"
-        rows.append((name, *(f"{found[side]['tops']:,.0f}" for side in sides)))
+    sides = {"ours, 8 bits": "neuzip, 8 bits"}
+    sides |= {side: side for side in ("SDPA, cuDNN", "SDPA, flash", "sageattention")}
+    found = {
+        (r["texts"], r["tokens"], r["side"]): f"{r['tops']:,.0f}"
+        for r in section["results"]
+        if r["width"] == 128 and r["causal"]
+    }
+    cases = dict.fromkeys((texts, tokens) for texts, tokens, _ in found)
+    rows: list[tuple[object, ...]] = [
+        (f"batch {texts}, {tokens:,} tokens", *(found[texts, tokens, side] for side in sides))
+        for texts, tokens in cases
+    ]
     version = section["environment"]["packages"]["sageattention"]
     return (
-        table("TOPS, forward | ours, 8 bits | SDPA, cuDNN | SDPA, flash | sageattention", rows)
-        + "\n\nSmoothing and quantising are in the time of both quantised forms; sageattention "
-        f"{version} is its release for Triton. {readme.gpu_machine(section['environment'])}"
+        table(f"TOPS, forward | {' | '.join(sides.values())}", rows)
+        + "\n\nCausal attention of 32 heads of size 128 over synthetic tokens. Times include smoothing and "
+        f"quantisation. sageattention {version} is the release with Triton kernels. "
+        f"{readme.gpu_machine(section['environment'])}"
     )
 
 
@@ -248,8 +255,8 @@ def conversion() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "limits": limits, "peers-lossless": peers_lossless, "residencies": residencies, "mantissas": mantissas,
+BLOCKS: dict[str, Callable[[], str]] = quoted.BLOCKS | {
+    "limits": limits, "peers-lossless": peers_lossless, "peers-lossy": peers_lossy, "mantissas": mantissas,
     "peers-attention": peers_attention, "attention-accuracy": accuracy, "ternary-conversion": conversion,
     "sweep": whole("sweep-demo", readme.sweep), "group-formats": readme.group_formats,
     "kv-cache": lambda: readme.kv_cache(readme.measured_of("kv_cache")),

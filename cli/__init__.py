@@ -6,7 +6,8 @@
     3    a bug of ours
     130  interrupted
 
-Errors go to stderr as `error:` and `hint:` lines in every mode, so stdout holds a result or nothing.
+Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
+`--json` it holds one object, which has the key `error` if there is no result.
 `NEUZIP_DEBUG=1` adds the traceback.
 """
 
@@ -49,13 +50,14 @@ GO_ON = "what is finished is kept: the same command goes on where it stopped"
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` excludes the program's name."""
-    from neuzip.cli.output import error, make_streams_forgiving, open_closed_streams
+    from neuzip.cli.output import begin, error, make_streams_forgiving, open_closed_streams
 
+    argv = sys.argv[1:] if argv is None else argv
+    begin(_verb(argv) or None, json=_asks_for_json(argv))
     if not open_closed_streams():
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
     make_streams_forgiving()
-    argv = sys.argv[1:] if argv is None else argv
     try:
         refuse_the_other_neuzip()
         code = _dispatch(argv)
@@ -64,11 +66,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     except NeuzipError as failure:
         _traceback_if_wanted()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
-        error(failure.message, f"free some space; {GO_ON}" if goes_on else failure.hint)
+        hint = f"free some space; {GO_ON}" if goes_on else failure.hint
+        error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
         _traceback_if_wanted()
-        error("interrupted", GO_ON if _verb(argv) in commands.RESUMABLE else "")
+        hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
+        error("interrupted", hint, kind="Interrupted", exit_code=130)
         return 130
     except BrokenPipeError:
         # The reader has gone (`neuzip inspect x | head`), and Python would complain again at exit.
@@ -79,17 +83,19 @@ def run(argv: Sequence[str] | None = None) -> int:
         if system is not None and system.errno in _NOT_OUR_FAULT:
             _traceback_if_wanted()
             place = f"{system.filename}: " if system.filename else ""
-            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""))
+            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
             return 1
         shown = _traceback_if_wanted()
         if is_out_of_memory(failure):
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
-            error(ran_out.message, ran_out.hint)
+            error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             "this is a bug in neuzip; please report it"
             + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
+            kind=type(failure).__name__,
+            exit_code=3,
         )
         return 3
 
@@ -119,11 +125,14 @@ def _dispatch(argv: Sequence[str]) -> int:
         context = getattr(wrong, "ctx", None)
         message = wrong.format_message().rstrip(".")
         message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
+        code = int(getattr(wrong, "exit_code", 2))
         error(
             message[:1].lower() + message[1:],
             f"try `{context.command_path if context else 'neuzip'} --help`",
+            kind="UsageError",
+            exit_code=code,
         )
-        return int(getattr(wrong, "exit_code", 2))
+        return code
     if answer == 130:  # newer versions of typer turn Ctrl-C into this exit code
         raise KeyboardInterrupt
     return answer if isinstance(answer, int) else 0
@@ -142,6 +151,12 @@ def _refuse_ranks(argv: Sequence[str]) -> None:
 
 def _verb(argv: Sequence[str]) -> str:
     return next((argument for argument in argv if not argument.startswith("-")), "")
+
+
+def _asks_for_json(argv: Sequence[str]) -> bool:
+    """Whether `--json` is among the options, so that an error is told as JSON wherever it occurs."""
+    options = argv[: list(argv).index("--")] if "--" in argv else argv
+    return "--json" in options
 
 
 def _traceback_if_wanted() -> bool:

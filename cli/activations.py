@@ -6,19 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from neuzip.cli.output import Output
-from neuzip.errors import UsageError
-
-
-def require_quantisable(activations: str | None, residency: str) -> str | None:
-    """The mode to load a model with. Raises UsageError for one that dense weights cannot have."""
-    if residency != "dense":
-        return activations
-    if activations not in (None, "none"):
-        raise UsageError(
-            f"--activations {activations}: dense weights do not quantise inputs",
-            "add --residency packed, which keeps ternary weights in 2 bits",
-        )
-    return None
+from neuzip.runtime.requirements import require_quantisable as require_quantisable
 
 
 def warn_of_plain_inputs(

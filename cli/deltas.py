@@ -64,7 +64,7 @@ def run(
         f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} alone"
     )
-    report_of(out, report, {"against": of_base, "base": name}, where=None)
+    report_of(out, report, {"base": of_base, "base_name": name}, where=None)
     out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
 
 
@@ -104,11 +104,16 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
             tensors.append(
                 {
                     "file": t.file, "name": t.name, "dtype": t.info.dtype, "shape": t.info.shape,
-                    "scheme": t.record.scheme, "bytes": t.info.nbytes, "stored_bytes": stored,
+                    "original_bytes": t.info.nbytes, "stored_bytes": stored, "scheme": t.record.scheme,
+                    "loss": None, "entropies": None, "used_mantissa_bits": None, "bound_bytes": None,
                     "base": t.record.base,
                 }
             )  # fmt: skip
-    nbytes, stored = (sum(t[key] for t in tensors) for key in ("bytes", "stored_bytes"))  # type: ignore[misc]
+        headers = [source.header(file) for file in source.checkpoint.weights]
+        whole = sum(len(header.raw) + header.data_bytes for header in headers)
+        on_disk = sum(file.stat().st_size for file in source.checkpoint.weight_paths())
+        every = len(chosen) == sum(len(header.tensors) for header in headers)
+    nbytes, stored = (sum(t[key] for t in tensors) for key in ("original_bytes", "stored_bytes"))  # type: ignore[misc]
     out.table(
         ["tensor", "dtype", "shape", "scheme", "bytes", "stored", "ratio"], rows,
         right=["bytes", "stored", "ratio"],
@@ -118,8 +123,16 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     out.text()
     out.text(f"A delta against {visible(name) if name is not None else 'another file'}.")
     out.hint("to see what the weights are made of, restore them: neuzip apply DELTA --base BASE DST")
+    weights = sum(t.info.numel for t in chosen)
     out.result(
-        {"src": path, "delta": True, "base": name, "bytes": nbytes, "stored_bytes": stored,
-         "tensors": tensors},
+        {
+            "src": path, "delta": True, "base_name": name, "device": "cpu", "compressed": True,
+            "weight_bytes": whole if every else None, "stored_weight_bytes": on_disk if every else None,
+            "weights": weights, "ratio": on_disk / whole if every and whole else None,
+            "bits_per_weight": 8 * on_disk / weights if every and weights else None, "tensors": tensors,
+            "totals": {"tensors": len(tensors), "original_bytes": nbytes, "stored_bytes": stored,
+                       "bound_bytes": None},
+            "histograms": [], "records": {}, "plot": None,
+        },
         quiet=[stored],
     )  # fmt: skip

@@ -55,5 +55,5 @@ def _listen(hears: int) -> None:
 def _leave() -> None:
     if sys.stderr.isatty():
         print(SHOW_CURSOR, file=sys.stderr)  # a progress bar may have hidden it
-    error("interrupted", GO_ON)
+    error("interrupted", GO_ON, kind="Interrupted", exit_code=130)
     os._exit(130)

@@ -18,19 +18,19 @@ import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from io import StringIO, TextIOWrapper
 from os import PathLike
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
+from neuzip.cli.schema import SCHEMA
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
 
-SCHEMA = 1
 LONGEST_MESSAGE = 1000
 
 SEPARATED = 2
@@ -53,6 +53,24 @@ SMOOTHED = 300.0
 
 Mode = Literal["human", "json", "quiet", "silent"]
 Advance = Callable[[int], None]
+
+
+@dataclass
+class Call:
+    """One run of the command line: its verb, and whether `--json` was given and has been answered."""
+
+    command: str | None = None
+    json: bool = False
+    answered: bool = False
+
+
+CALL = Call()
+"""The run that this process is in."""
+
+
+def begin(command: str | None, *, json: bool) -> None:
+    """Say which command runs from now on."""
+    CALL.command, CALL.json, CALL.answered = command, json, False
 
 
 class Output:
@@ -122,12 +140,15 @@ class Output:
             self.hint(f"a wider window shows {', '.join(left_out)} too, and a pipe shows everything")
 
     def result(self, data: Mapping[str, object], quiet: Iterable[object] = ()) -> None:
-        """Give what a machine reads, once a command: `data` as the JSON object, or the lines of `quiet`."""
+        """Give what a machine reads, once a command: `data` as the JSON object, or the lines of `quiet`.
+
+        The keys of `data` are those that `neuzip.cli.schema` lists for the command.
+        """
         if self._finished:
             raise RuntimeError("a command has one result")
         self._finished = True
         if self.mode == "json":
-            print(json_module.dumps({"schema": SCHEMA, **plain(data)}, indent=2, allow_nan=False))
+            _answer(data)
         elif self.mode == "quiet":
             for line in quiet:
                 print(printable(str(line), one_line=True))
@@ -195,11 +216,31 @@ class Output:
             print(printable(message), file=sys.stderr)
 
 
-def error(message: str, hint: str = "") -> None:
-    """Say why it failed and what to do about it (stderr, whatever the mode)."""
-    print(f"error: {_bounded(message)}", file=sys.stderr)
+def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code: int = 1) -> None:
+    """Say why it failed and what to do about it: on stderr, and under --json on stdout too.
+
+    `kind` is the class of the error. What a command answered before it failed stays the one object on stdout.
+    """
+    message, hint = _bounded(message), _bounded(hint)
+    print(f"error: {message}", file=sys.stderr)
     if hint:
-        print(f"hint: {_bounded(hint)}", file=sys.stderr)
+        print(f"hint: {hint}", file=sys.stderr)
+    if CALL.json and not CALL.answered:
+        told = {"kind": kind, "message": message, "hint": hint or None, "exit_code": exit_code}
+        try:
+            _answer({"error": told})
+            sys.stdout.flush()  # an interrupted run ends without the flush at exit
+        except BrokenPipeError:  # the reader has gone, and Python would complain again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _answer(data: Mapping[str, object]) -> None:
+    """Print the one object of a run under --json."""
+    from neuzip import __version__
+
+    CALL.answered = True
+    envelope = {"schema": SCHEMA, "neuzip": __version__, "command": CALL.command}
+    print(json_module.dumps({**envelope, **plain(data)}, indent=2, allow_nan=False))
 
 
 def _bounded(text: str) -> str:

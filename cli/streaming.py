@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from neuzip.cli.compression_result import planned, result_of
 from neuzip.cli.output import Output, bytes_text
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError
@@ -180,16 +181,9 @@ def _finish(
 
 def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> None:
     """Print what --stream would do, which it knows from the headers alone."""
+    from neuzip.compress.plan import rounds_nothing
     from neuzip.formats.private_files import listed, private_files
 
-    tensors = [
-        {
-            "file": t.tensor.file, "name": t.tensor.name, "dtype": t.tensor.info.dtype,
-            "shape": t.tensor.info.shape, "scheme": str(t.scheme), "original_bytes": t.tensor.info.nbytes,
-            "stored_bytes": None, "note": t.note,
-        }
-        for t in plan.tensors
-    ]  # fmt: skip
     rows = [
         [t.tensor.info.name, "x".join(map(str, t.tensor.info.shape)) or "scalar", t.tensor.info.dtype,
          f"{t.scheme} ({t.note})" if t.note else str(t.scheme), bytes_text(t.tensor.info.nbytes)]
@@ -206,10 +200,12 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
         f"on the disk at a time: two weight files, at most {bytes_text(most)}, and {result}"
     )
     out.result(
-        {
-            "dry_run": True, "src": src, "dst": dst if asked.push_to is None else None,
-            "original_bytes": plan.original_bytes, "stored_bytes": None, "ratio": None, "tensors": tensors,
-            "private_files": list(private), "stream": {"commit": plan.remote.commit, "most_of_source": most},
-        },
+        result_of(
+            dry_run=True, src=src, dst=dst if asked.push_to is None else None,
+            original_bytes=plan.original_bytes, stored_bytes=None, weight_bytes=plan.weight_file_bytes,
+            stored_weight_bytes=None, weights=sum(t.tensor.info.numel for t in plan.tensors),
+            lossless=rounds_nothing(plan.tensors), tensors=planned(plan.tensors), private_files=list(private),
+            more={"stream": {"commit": plan.remote.commit, "most_of_source": most}},
+        ),
         quiet=[most],
     )  # fmt: skip

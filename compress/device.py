@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from neuzip.errors import UsageError
 
 from .lossless import PIECE
 
 if TYPE_CHECKING:
+    import torch
+
     from .gpu import Gpu
 
-Option = Literal["auto", "cpu", "cuda"]
+AnyDevice: TypeAlias = Union[str, int, "torch.device", None]
+"""A device as a caller names it: "auto", "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device.
+
+None is "auto".
+"""
 
 WORTH_STARTING = 16 << 30
 """Bytes of weights from which on a GPU saves the 3 s that it takes to start; beside 16 cores, just so."""
@@ -58,11 +65,30 @@ class Device:
 CPU = Device("cpu")
 
 
-def choose(option: Option, nbytes: int) -> Device:
+def named(device: AnyDevice) -> str:
+    """The name of a device: "auto", "cpu", "cuda" or "cuda:N". Raises UsageError for what is no device.
+
+    >>> named(None), named("cpu"), named(1)
+    ('auto', 'cpu', 'cuda:1')
+    """
+    name = "auto" if device is None else str(device)
+    if isinstance(device, int) and not isinstance(device, bool):
+        name = f"cuda:{device}"
+    found = re.fullmatch(r"(auto|cpu|cuda)|(cpu):0|(cuda:\d{1,4})", name)
+    if found is None:
+        raise UsageError(
+            f"`device={device!r}`: is no device that neuzip knows",
+            "give 'auto', 'cpu', 'cuda', 'cuda:1', the number of a GPU, or a torch.device",
+        )
+    return str(found[1] or found[2] or found[3])
+
+
+def choose(device: AnyDevice, nbytes: int) -> Device:
     """The device for `nbytes` of weights. Under torchrun every process of a machine gets a card of its own.
 
-    "auto" is a GPU if there is one, and enough to do for it. Raises UsageError when "cuda" cannot be had.
+    "auto" is a GPU if there is one, and enough to do for it. Raises UsageError for a GPU that cannot be had.
     """
+    option = named(device)
     if option == "cpu" or (option == "auto" and (nbytes < WORTH_STARTING or _missing() is not None)):
         return CPU
     problem = _missing()
@@ -72,21 +98,28 @@ def choose(option: Option, nbytes: int) -> Device:
         count = torch.cuda.device_count() if torch.version.cuda is not None else 0
         rank = os.environ.get("LOCAL_RANK", "0")
         number = int(rank) % count if count and rank.isdecimal() else 0
+        if option.startswith("cuda:"):
+            number = int(option.removeprefix("cuda:"))
         try:
-            problem = unfit(number) if count else f"torch {torch.__version__} finds no CUDA device"
+            if not count:
+                problem = f"torch {torch.__version__} finds no CUDA device"
+            elif number >= count:
+                problem = f"torch finds {count} of them, numbered from 0"
+            else:
+                problem = unfit(number)
             if problem is None:
                 from neuzip.kernels.triton_cache import make_optional
 
                 from .gpu import Gpu
 
                 make_optional()
-                device = torch.device("cuda", number)
-                return Device(str(device), Gpu(device), PIECE if option == "auto" else 1)
+                place = torch.device("cuda", number)
+                return Device(str(place), Gpu(place), PIECE if option == "auto" else 1)
         except RuntimeError as error:  # a card that is taken, or lost
             problem = str(error).splitlines()[0]
     if option == "auto":
         return CPU
-    raise UsageError(f"--device cuda: {problem}", "give --device cpu, or let --device auto choose")
+    raise UsageError(f"`device={option!r}`: {problem}", "give `device='cpu'`, or let `device='auto'` choose")
 
 
 def _missing() -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import (
     ORIGINAL_FOLDER,
     OWN_FOLDER,
@@ -29,7 +29,9 @@ from neuzip.formats.checkpoint import (
     to_json,
 )
 from neuzip.formats.export import Layout, SafetensorsTarget, gguf, gguf_model
+from neuzip.formats.export.compressed_tensors import PackQuantized
 from neuzip.formats.export.tensor_writer import TensorWriter
+from neuzip.formats.export.transformers_bitnet import TransformersBitnet
 from neuzip.formats.own_section import own_section, read_config
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels import quantizers
@@ -79,6 +81,46 @@ class Gguf:
 
 
 Target = SafetensorsTarget | Gguf
+
+
+def target_of(
+    to: str,
+    dst: str | os.PathLike[str],
+    gguf_type: str | None = None,
+    gguf_mixed: bool = False,
+    linear_class: str | None = None,
+    mode: str | None = None,
+    activations: str | None = None,
+) -> Target:
+    """The target that parameters stand for. Raises UsageError for those that it does not have."""
+    for name, given, engine in (
+        ("gguf_type", gguf_type is not None, "gguf"),
+        ("gguf_mixed", gguf_mixed, "gguf"),
+        ("linear_class", linear_class is not None, "transformers-bitnet"),
+        ("mode", mode is not None, "transformers-bitnet"),
+        ("activations", activations is not None, "compressed-tensors"),
+    ):
+        if given and to != engine:
+            raise UsageError(
+                f"`{name}` is for `to={engine!r}`", f"leave it out, or export with `to={engine!r}`"
+            )
+    if to == "gguf":
+        if Path(dst).suffix != ".gguf":
+            raise UsageError(f"{dst}: `to='gguf'` writes one file", "end `destination` in .gguf")
+        return Gguf(gguf_type or "tq2_0", gguf_mixed)
+    if to == "compressed-tensors":
+        if activations not in (None, "b1.58", "none"):
+            raise UsageError(
+                f"`activations={activations!r}`: compressed-tensors has no such mode", "give b1.58 or none"
+            )
+        return PackQuantized("none" if activations == "none" else "int8")
+    if to != "transformers-bitnet":
+        raise UsageError(
+            f"`to={to!r}`: neuzip does not export to that",
+            "give transformers-bitnet, compressed-tensors or gguf",
+        )
+    only = "autobitlinear" if mode == "online" else "bitlinear"
+    return TransformersBitnet(linear_class or only, mode or "offline")
 
 
 @dataclass(frozen=True)

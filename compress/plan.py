@@ -68,16 +68,34 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules and what they come to. `predicted_bytes` counts all files of the result."""
+    """The rules and what they come to.
+
+    Byte counts are of all files, or of the weight files alone; predicted ones are of the result.
+    """
 
     rules: tuple[Rule, ...]
     tensors: tuple[PlannedTensor, ...]
     original_bytes: int
+    weight_bytes: int
     predicted_bytes: int | None = None
+    predicted_weight_bytes: int | None = None
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(t.tensor.info.numel for t in self.tensors)
 
     def of_file(self, file: str) -> list[PlannedTensor]:
         """The tensors of one weight file, in file order."""
         return [t for t in self.tensors if t.tensor.file == file]
+
+
+def rounds_nothing(planned: Iterable[PlannedTensor]) -> bool | None:
+    """Whether no scheme rounds; None where only the run tells, as of ternary ones."""
+    schemes = [t.scheme for t in planned if t.alias_of is None]
+    if any(scheme.mantissa_bits is not None for scheme in schemes):
+        return False
+    return None if any(scheme.kind == "ternary" for scheme in schemes) else True
 
 
 def coded_streams(planned: Iterable[PlannedTensor]) -> dict[str, list[str]]:
@@ -122,14 +140,17 @@ def make_plan(
     planned = _find_aliases(source, planned)
     checkpoint = source.checkpoint
     sizes = {f: source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)}
+    whole, weights = sum(sizes.values()), sum(sizes[f] for f in checkpoint.weights)
     if not predict:
-        return Plan(tuple(rules), tuple(planned), sum(sizes.values()))
+        return Plan(tuple(rules), tuple(planned), whole, weights)
     planned = list(workers.map(lambda t: _predict(source, t), planned))
     rewritten = sum(sizes[f] for f in (*index_files(checkpoint), *config_files(checkpoint)))
-    total = sum(sizes[f] for f in checkpoint.others) + 2 * rewritten
-    for file in checkpoint.weights:
-        total += _predict_file(source, file, [t for t in planned if t.tensor.file == file])
-    return Plan(tuple(rules), tuple(planned), sum(sizes.values()), total)
+    others = sum(sizes[f] for f in checkpoint.others) + 2 * rewritten
+    stored = sum(
+        _predict_file(source, file, [t for t in planned if t.tensor.file == file])
+        for file in checkpoint.weights
+    )
+    return Plan(tuple(rules), tuple(planned), whole, weights, others + stored, stored)
 
 
 def choose_schemes(source: TensorSource, rules: Sequence[Rule]) -> list[PlannedTensor]:

@@ -186,6 +186,11 @@ class StreamPlan:
         return sum(t.tensor.info.nbytes for t in self.tensors)
 
     @property
+    def weight_file_bytes(self) -> int:
+        """Size of the weight files of the source."""
+        return sum(self.remote.files[file].nbytes for file in self.remote.weights)
+
+    @property
     def most_of_source(self) -> int:
         """The most bytes of the source's weight files that are on the disk at a time."""
         sizes = [self.remote.files[file].nbytes for file in self.remote.weights]
@@ -253,7 +258,7 @@ def compress_stream(
     with bars(False), source, Workers(jobs or device.jobs(ALONE.jobs)) as workers:
 
         def job(source: StreamedSource) -> _Stream:
-            whole = Plan(tuple(rules), plan.tensors, plan.original_bytes)
+            whole = Plan(tuple(rules), plan.tensors, plan.original_bytes, plan.weight_file_bytes)
             return _Stream(source, whole, workers, device, on_bytes, activations, allow_destructive, note)
 
         if draft is not None:

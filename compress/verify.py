@@ -55,7 +55,7 @@ def ignore(_: int) -> None:
     """Report no progress."""
 
 
-def unseen(label: str, nbytes: int) -> AbstractContextManager[OnBytes]:
+def unseen(label: str, total: int, unit: str = "bytes") -> AbstractContextManager[OnBytes]:
     """A `Stage` that shows nothing."""
     return nullcontext(ignore)
 

@@ -10,12 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.truncated import Error
+from neuzip.compress.verify import Stage, unseen
 from neuzip.compress.workers import Workers
 from neuzip.formats.tensor_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS
@@ -79,6 +81,38 @@ class _Gap:
             max(self.max_absolute, other.max_absolute),
             self.error + other.error,
         )
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """Two checkpoints compared: every tensor of either, and how many bytes of `a` were compared."""
+
+    a: Path
+    b: Path
+    compared_bytes: int
+    tensors: tuple[TensorDifference, ...]
+
+    @property
+    def different(self) -> list[TensorDifference]:
+        """The tensors that are not the same in both."""
+        return [tensor for tensor in self.tensors if tensor.status != "identical"]
+
+    @property
+    def identical(self) -> bool:
+        """Whether all tensors are, bit for bit."""
+        return not self.different
+
+
+def compare_checkpoints(
+    a: Path, b: Path, *, jobs: int | None = None, stage: Stage = unseen
+) -> CheckpointDifference:
+    """Compare two checkpoints tensor by tensor. Raises NeuzipError, and FormatError for a damaged one."""
+    with TensorSource(a) as first, TensorSource(b) as second:
+        pairs = match(first, second)
+        compared = comparable_bytes(pairs)
+        with stage("diff", compared) as advance:
+            tensors = compare(first, second, pairs, jobs=jobs, on_bytes=advance)
+    return CheckpointDifference(a, b, compared, tuple(tensors))
 
 
 def match(a: TensorSource, b: TensorSource) -> list[Pair]:

@@ -213,8 +213,20 @@ class TensorFigures:
     bound_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, the label excepted."""
-        return {key: value for key, value in asdict(self).items() if key != "label"}
+        """The fields, the label excepted; sizes are called as `compress` calls them."""
+        values = {key: value for key, value in asdict(self).items() if key != "label"}
+        told = {"original_bytes" if key == "nbytes" else key: value for key, value in values.items()}
+        return {**told, "base": None}
+
+    @property
+    def before_bytes(self) -> int:
+        """What the ratio is of."""
+        return self.nbytes
+
+    @property
+    def after_bytes(self) -> int:
+        """What becomes of `before_bytes`."""
+        return self.stored_bytes
 
     @property
     def short_scheme(self) -> str:
@@ -227,11 +239,33 @@ class TensorFigures:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All tensors looked at, and their `counts` by dtype, the most frequent first."""
+    """All tensors looked at, and their `counts` by dtype, the most frequent first.
+
+    `weight_bytes` and `stored_weight_bytes` are of the weight files, headers included, before and after
+    compression, as `compress` counts them; predicted for a plain checkpoint, None if only some tensors were
+    looked at.
+    """
 
     compressed: bool
     tensors: tuple[TensorFigures, ...]
     counts: tuple[Counts, ...]
+    weight_bytes: int | None = None
+    stored_weight_bytes: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors, floats and others."""
+        return sum(math.prod(t.shape) for t in self.tensors)
+
+    @property
+    def before_bytes(self) -> int:
+        """What the ratio is of: the weight files, or the tensors if they are not all."""
+        return self.nbytes if self.weight_bytes is None else self.weight_bytes
+
+    @property
+    def after_bytes(self) -> int:
+        """What becomes of `before_bytes`."""
+        return self.stored_bytes if self.stored_weight_bytes is None else self.stored_weight_bytes
 
     @property
     def weights(self) -> int:
@@ -261,13 +295,18 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, histograms included."""
+        stored, weights = self.stored_weight_bytes, self.elements
         return {
             "compressed": self.compressed,
+            "weight_bytes": self.weight_bytes,
+            "stored_weight_bytes": stored,
+            "weights": weights,
+            "ratio": stored / self.weight_bytes if stored is not None and self.weight_bytes else None,
+            "bits_per_weight": 8 * stored / weights if stored is not None and weights else None,
             "tensors": [t.to_json() for t in self.tensors],
             "totals": {
                 "tensors": len(self.tensors),
-                "weights": self.weights,
-                "nbytes": self.nbytes,
+                "original_bytes": self.nbytes,
                 "stored_bytes": self.stored_bytes,
                 "bound_bytes": self.bound_bytes,
             },
@@ -315,7 +354,9 @@ def inspect(
     """
     totals: dict[str, Counts] = {}
     with Workers(jobs or source.device.jobs(default_jobs())) as workers:
-        storage = _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
+        storage, sizes = (
+            _actual_storage(source) if source.is_compressed else _predicted_storage(source, workers)
+        )
         figures = []
         for tensor, label in zip(tensors, labels(tensors), strict=True):
             counts = _count(source, tensor, workers, on_bytes)
@@ -324,7 +365,8 @@ def inspect(
                 totals[dtype] = totals[dtype] + counts if dtype in totals else counts
             figures.append(_figures(source, tensor, label, counts, *storage[tensor.file, tensor.name]))
     by_weight = sorted(totals.values(), key=lambda c: (-c.numel, c.fmt.name))
-    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight))
+    whole = sizes if len(figures) == len(storage) else (None, None)
+    return Inspection(source.is_compressed, tuple(figures), tuple(by_weight), *whole)
 
 
 def labels(tensors: Iterable[SourceTensor]) -> list[str]:
@@ -401,26 +443,33 @@ def _figures(
     )  # fmt: skip
 
 
-def _actual_storage(source: TensorSource) -> dict[tuple[str, str], tuple[int, str]]:
-    """Stored bytes and scheme of every tensor of a compressed checkpoint."""
-    storage = {}
+Storage = dict[tuple[str, str], tuple[int, str]]
+"""Stored bytes and scheme of each tensor, by file and name."""
+
+
+def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
+    """How every tensor of a compressed checkpoint is stored; size of its weight files before and after."""
+    storage: Storage = {}
     for t in source.tensors():
         opened = source.opened(t.file)
         if isinstance(opened, Container) and t.record is not None:
             storage[t.file, t.name] = opened.stored_bytes(t.name), describe(t.record, t.info.dtype)
         else:  # a plain file among containers
             storage[t.file, t.name] = t.info.nbytes, "plain"
-    return storage
+    headers = map(source.header, source.checkpoint.weights)
+    before = sum(len(header.raw) + header.data_bytes for header in headers)
+    return storage, (before, sum(path.stat().st_size for path in source.checkpoint.weight_paths()))
 
 
-def _predicted_storage(source: TensorSource, workers: Workers) -> dict[tuple[str, str], tuple[int, str]]:
-    """Predicted bytes and scheme of every tensor of a plain checkpoint, compressed without loss."""
-    storage = {}
-    for planned in make_plan(source, [Rule("*", LOSSLESS)], workers, predict=True).tensors:
+def _predicted_storage(source: TensorSource, workers: Workers) -> tuple[Storage, tuple[int, int]]:
+    """The same of a plain checkpoint, predicted for lossless compression."""
+    storage: Storage = {}
+    plan = make_plan(source, [Rule("*", LOSSLESS)], workers, predict=True)
+    for planned in plan.tensors:
         t, size = planned.tensor, planned.predicted or 0
         if planned.alias_of is not None:
             scheme = f"same as {planned.alias_of.name}"
         else:
             scheme = str(RAW if size == t.info.nbytes else planned.scheme)
         storage[t.file, t.name] = size, scheme
-    return storage
+    return storage, (plan.weight_bytes, plan.predicted_weight_bytes or 0)

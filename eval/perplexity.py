@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.compress.device import AnyDevice, named
 from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.attention import uses
@@ -190,7 +191,7 @@ def prepare(
     window: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
-    device: str = "auto",
+    device: AnyDevice = "auto",
     device_map: str | None = None,
     dtype: str = "auto",
     residency: str = "dense",
@@ -402,17 +403,19 @@ def _per_unit(blocks: Blocks, losses: Values, total: int | None, units: Values |
     return blocks.per(losses, units)
 
 
-def _place(device: str, device_map: str | None) -> torch.device | str:
+def _place(device: AnyDevice, device_map: str | None) -> torch.device | str:
     if device_map is None:
         take_a_gpu()
         return choose_device(device)
     if started_by_torchrun():
         raise UsageError(
-            "--device-map would spread each process of torchrun over all GPUs",
-            "start the command without torchrun, or leave out --device-map",
+            "`device_map` would spread each process of torchrun over all GPUs",
+            "start one process, without torchrun, or leave out `device_map`",
         )
-    if device != "auto":
-        raise UsageError(f"--device-map {device_map} excludes --device {device}", "leave one of them out")
+    if named(device) != "auto":
+        raise UsageError(
+            f"`device_map={device_map!r}` excludes `device={named(device)!r}`", "leave one of them out"
+        )
     return device_map
 
 

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from neuzip.compress.pipeline import describe
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import find_checkpoint
+from neuzip.formats.container import Container
 from neuzip.formats.tensor_file import parse_json
 
 from . import fingerprint
 from .allocation import Option, pareto_front
 from .difference import TensorDifference, compare, match
 from .estimates import Estimate, exponential, over
-from .histograms import Inspection, TensorFigures, inspect, select
+from .histograms import Inspection, TensorFigures, inspect, labels, select
 
 if TYPE_CHECKING:
     from .divergence import Comparison
@@ -172,8 +174,8 @@ class Report:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits of the weight files a floating-point weight."""
-        weights = self.inspection.weights if self.inspection is not None else 0
+        """Stored bits of the weight files per element of a tensor, as `compress` counts."""
+        weights = sum(math.prod(t.shape) for t in self.tensors)
         return 8 * self.stored_bytes / weights if weights and self.stored_bytes is not None else None
 
     @property
@@ -229,16 +231,21 @@ def make(
     sweep: SweepResults | None = None,
     tasks: tuple[Row, ...] = (),
     versions: Mapping[str, str] | None = None,
+    read_weights: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """The report of an evaluation, with what the checkpoints' files tell and, if given, a sweep's results.
+
+    Without `read_weights` no weight is read, and tensors are told as the headers of the files have them.
 
     `title` and `base_title` are what they are called; `text` is what was predicted, to tell whether that of
     the sweep was another; `versions` are those of other programs that had a part in it; `on_bytes` as in
     `read_tensors`. Raises NeuzipError.
     """
     differs = () if sweep is None else sweep.differing(_depends_on(evaluation, base, text))
-    inspection, tensors, missing = read_tensors(path, base, on_bytes=on_bytes)
+    inspection, tensors, missing = (
+        read_tensors(path, base, on_bytes=on_bytes) if read_weights else (None, _tensors_of_headers(path), ())
+    )
     report = of_evaluation(
         evaluation,
         title=title,
@@ -433,6 +440,24 @@ def read_tensors(
             missing = tuple(gap.label for gap in found if gap.b is None)
     rows = [_tensor_row(inspection, t, gaps.get((t.file, t.name))) for t in inspection.tensors]
     return inspection, tuple(rows), missing
+
+
+def _tensors_of_headers(path: Path) -> tuple[TensorRow, ...]:
+    """The tensors of a checkpoint without reading any weight. Raises FormatError."""
+    rows = []
+    with TensorSource(path) as source:
+        tensors = select(source)
+        for t, label in zip(tensors, labels(tensors), strict=True):
+            opened, info = source.opened(t.file), t.info
+            if not isinstance(opened, Container) or t.record is None:
+                rows.append(TensorRow(label, info.dtype, info.shape, "plain", info.nbytes, info.nbytes))
+                continue
+            stored, scheme, loss = opened.stored_bytes(t.name), describe(t.record, info.dtype), t.record.loss
+            row = TensorRow(label, info.dtype, info.shape, scheme, info.nbytes, stored, loss is None)
+            if loss is not None:
+                row = replace(row, rms_relative=loss.rms_relative, max_relative=loss.max_relative)
+            rows.append(row)
+    return tuple(rows)
 
 
 def _tensor_row(inspection: Inspection, t: TensorFigures, gap: TensorDifference | None) -> TensorRow:

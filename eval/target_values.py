@@ -24,22 +24,65 @@ class Target:
     limit: float
 
     def __str__(self) -> str:
-        return f"--{self.kind} {self.text}"
+        return f"`{parameter_of(self.kind)}={self.text!r}`"
+
+
+def parameter_of(kind: Kind) -> str:
+    """The name of the parameter that gives a target of this kind."""
+    return kind.replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One of the three targets as it was given, before the checkpoint is known that it is for."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter that gave it."""
+        return parameter_of(self.kind)
+
+    def target(self, original: int) -> Target:
+        """What is asked for of a checkpoint with weight files of `original` bytes. Raises UsageError."""
+        if self.kind == "target-size":
+            return target_size(self.text, original)
+        return max_kld(self.text) if self.kind == "max-kld" else max_ppl_increase(self.text)
+
+
+def one_goal(
+    max_kld: float | str | None, max_ppl_increase: str | None, target_size: int | str | None
+) -> Goal | None:
+    """The target that was given, if any; a `target_size` that is a number is bytes.
+
+    Raises UsageError for several.
+    """
+    size = f"{target_size}B" if isinstance(target_size, int) else target_size
+    values: tuple[tuple[Kind, float | str | None], ...] = (
+        ("max-kld", max_kld), ("max-ppl-increase", max_ppl_increase), ("target-size", size),
+    )  # fmt: skip
+    given = [Goal(kind, str(value)) for kind, value in values if value is not None]
+    if len(given) > 1:
+        raise UsageError(
+            f"`{given[0].parameter}` and `{given[1].parameter}` exclude each other", "give one target"
+        )
+    return given[0] if given else None
 
 
 def max_kld(text: str) -> Target:
-    """The target of --max-kld, in nats a token: `0.01`. Raises UsageError."""
+    """The target of `max_kld`, in nats per token: `0.01`. Raises UsageError."""
     try:
         limit = float(text)
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
-        raise UsageError(f"--max-kld {text}: is no divergence", "give nats a token, for example 0.01")
+        raise UsageError(f"`max_kld={text!r}`: is no divergence", "give nats per token, for example 0.01")
     return Target("max-kld", text, limit)
 
 
 def max_ppl_increase(text: str) -> Target:
-    """The target of --max-ppl-increase, as the difference of NLL that it is: `0.5%`. Raises UsageError.
+    """The target of `max_ppl_increase`, as the difference of NLL that it is: `0.5%`. Raises UsageError.
 
     >>> round(max_ppl_increase("0.5%").limit, 6)
     0.004988
@@ -47,13 +90,13 @@ def max_ppl_increase(text: str) -> Target:
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text.strip())
     if found is None:
         raise UsageError(
-            f"--max-ppl-increase {text}: is no increase", "give it in percent, with the sign: 0.5%"
+            f"`max_ppl_increase={text!r}`: is no increase", "give it in percent, with the sign: 0.5%"
         )
     return Target("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
 
 
 def target_size(text: str, original: int) -> Target:
-    """The target of --target-size, in bytes: `60%` of `original`, `6GiB`, `500 MB`. Raises UsageError.
+    """The target of `target_size`, in bytes: `60%` of `original`, `6GiB`, `500 MB`. Raises UsageError.
 
     >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
     (600, 1500)
@@ -61,7 +104,7 @@ def target_size(text: str, original: int) -> Target:
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
     if found is None or (found[2] != "%" and found[2] not in UNITS):
         raise UsageError(
-            f"--target-size {text}: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
+            f"`target_size={text!r}`: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
         )
     unit = original / 100 if found[2] == "%" else UNITS[found[2]]
     return Target("target-size", text, math.floor(float(found[1]) * unit))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuzip.compress.device import AnyDevice
 from neuzip.errors import NeuzipError
 from neuzip.kernels.linear_cross_entropy import Head
 from neuzip.runtime.generate import choose_device, positions
@@ -74,7 +75,7 @@ class Yardstick:
         *,
         window: int | None = None,
         max_tokens: int | None = None,
-        device: str = "auto",
+        device: AnyDevice = "auto",
         dtype: str = "auto",
         residency: str = "dense",
     ) -> None:

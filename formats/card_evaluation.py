@@ -76,7 +76,10 @@ class Evaluation:
 
 
 def read_evaluation(path: Path) -> Evaluation:
-    """Read a report that `neuzip eval --report FILE.json` wrote. Raises FormatError for anything else."""
+    """Read what `neuzip eval` wrote by `--report FILE.json`, or printed by `--json`.
+
+    Raises FormatError for anything else.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -85,6 +88,8 @@ def read_evaluation(path: Path) -> Evaluation:
     if len(text) > MAX_BYTES:
         raise FormatError(path, f"has more than {MAX_BYTES:,} bytes, which is no report")
     document = parse_json(text, path)
+    if isinstance(document, dict) and document.get("command") == "eval":  # what --json printed
+        document = document.get("report")
     if not isinstance(document, dict) or document.get("schema") != SCHEMA or "perplexity" not in document:
         raise FormatError(path, "is not a report of neuzip eval", hint=_HOW_TO)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,6 +78,11 @@ HUB_ID = re.compile(
 
 def ignore(_: str) -> None:
     """Pass over a remark."""
+
+
+def log(remark: str) -> None:
+    """Pass a remark to Python's logging, where a program and no person at a terminal is to be told."""
+    logging.getLogger("neuzip").warning("%s", remark)
 
 
 def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress: bool = False) -> Path:
@@ -257,9 +263,16 @@ def find_repository(src: str, *, note: Note = ignore) -> Listing:
     """List a checkpoint of the Hub by its id, `owner/name` or `owner/name@revision`. Raises NeuzipError."""
     match = HUB_ID.fullmatch(src)
     if match is None:
-        raise UsageError(f"{src!r} has not the form owner/name or owner/name@revision", did_you_mean(src))
+        raise UsageError(
+            f"`repo_id`: {src!r} has not the form owner/name or owner/name@revision", did_you_mean(src)
+        )
     with explaining(src, match["repo"], note=note):
         return list_repository(src, match["repo"], match["revision"], note)
+
+
+def repository_name(src: str) -> str:
+    """The name of a repository by its id: that of `owner/name@revision` is `name`."""
+    return src.partition("@")[0].rpartition("/")[2]
 
 
 def list_repository(src: str, repo_id: str, revision: str | None, note: Note) -> Listing:

@@ -66,7 +66,7 @@ PRIVATE_KINDS = (
         ("wandb", "mlruns", "lightning_logs", "swanlog", ".neptune", ".aim"),
     ),
 )  # fmt: skip
-"""What counts as private, kind by kind; docs/how-to/guide.md has the same table."""
+"""What counts as private, kind by kind; docs/how-to/hub.md has the same table."""
 
 PUBLIC = ("*.example", "*.sample", "*.template", "*.pub", "*.py")
 """Names that are not private whatever else they match, unless a folder is: samples, public keys, code."""

@@ -18,12 +18,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-    from neuzip.compress import compress as compress_checkpoint
-    from neuzip.compress import decompress as decompress_checkpoint
-    from neuzip.compress import verify as verify_checkpoint
+    from neuzip.checkpoints import compress_checkpoint as compress_checkpoint
+    from neuzip.checkpoints import decompress_checkpoint as decompress_checkpoint
+    from neuzip.checkpoints import diff_checkpoints as diff_checkpoints
+    from neuzip.checkpoints import export_checkpoint as export_checkpoint
+    from neuzip.checkpoints import inspect_checkpoint as inspect_checkpoint
+    from neuzip.checkpoints import pull as pull
+    from neuzip.checkpoints import push as push
+    from neuzip.checkpoints import verify_checkpoint as verify_checkpoint
+    from neuzip.compress.scheme import Rule as Rule
+    from neuzip.compress.scheme import Scheme as Scheme
+    from neuzip.errors import NeuzipError as NeuzipError
     from neuzip.kernels.attention import sageattn as sageattn
+    from neuzip.models import evaluate as evaluate
+    from neuzip.models import generate as generate
     from neuzip.runtime.attention import patch_attention as patch_attention
     from neuzip.runtime.attention import unpatch_attention as unpatch_attention
+    from neuzip.runtime.kv_cache import KVCache as KVCache
     from neuzip.runtime.load import load_model as load_model
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
@@ -33,13 +44,24 @@ if TYPE_CHECKING:
 __version__: str
 
 __all__ = [
+    "KVCache",
     "NeuzipConfig",
+    "NeuzipError",
+    "Rule",
+    "Scheme",
     "__version__",
     "compress_checkpoint",
     "decompress_checkpoint",
+    "diff_checkpoints",
+    "evaluate",
+    "export_checkpoint",
+    "generate",
+    "inspect_checkpoint",
     "load_file",
     "load_model",
     "patch_attention",
+    "pull",
+    "push",
     "safe_open",
     "sageattn",
     "train_compressed",
@@ -50,18 +72,30 @@ __all__ = [
 _ROOMS = ("cli", "compress", "eval", "formats", "kernels", "runtime", "train")
 
 _HOME = {
-    "NeuzipConfig": ("neuzip.runtime.quantizer", "NeuzipConfig"),
-    "compress_checkpoint": ("neuzip.compress", "compress"),
-    "decompress_checkpoint": ("neuzip.compress", "decompress"),
-    "load_file": ("neuzip.runtime.load_file", "load_file"),
-    "load_model": ("neuzip.runtime.load", "load_model"),
-    "patch_attention": ("neuzip.runtime.attention", "patch_attention"),
-    "safe_open": ("neuzip.runtime.load_file", "safe_open"),
-    "sageattn": ("neuzip.kernels.attention", "sageattn"),
-    "train_compressed": ("neuzip.train.compressed", "train_compressed"),
-    "unpatch_attention": ("neuzip.runtime.attention", "unpatch_attention"),
-    "verify_checkpoint": ("neuzip.compress", "verify"),
+    "KVCache": "neuzip.runtime.kv_cache",
+    "NeuzipConfig": "neuzip.runtime.quantizer",
+    "NeuzipError": "neuzip.errors",
+    "Rule": "neuzip.compress.scheme",
+    "Scheme": "neuzip.compress.scheme",
+    "compress_checkpoint": "neuzip.checkpoints",
+    "decompress_checkpoint": "neuzip.checkpoints",
+    "diff_checkpoints": "neuzip.checkpoints",
+    "evaluate": "neuzip.models",
+    "export_checkpoint": "neuzip.checkpoints",
+    "generate": "neuzip.models",
+    "inspect_checkpoint": "neuzip.checkpoints",
+    "load_file": "neuzip.runtime.load_file",
+    "load_model": "neuzip.runtime.load",
+    "patch_attention": "neuzip.runtime.attention",
+    "pull": "neuzip.checkpoints",
+    "push": "neuzip.checkpoints",
+    "safe_open": "neuzip.runtime.load_file",
+    "sageattn": "neuzip.kernels.attention",
+    "train_compressed": "neuzip.train.compressed",
+    "unpatch_attention": "neuzip.runtime.attention",
+    "verify_checkpoint": "neuzip.checkpoints",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,8 +104,7 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("neuzip-toolkit")
     elif name in _HOME:
-        room, function = _HOME[name]
-        value = getattr(import_module(room), function)
+        value = getattr(import_module(_HOME[name]), name)
     elif name in _ROOMS:
         value = import_module(f"neuzip.{name}")
     else:

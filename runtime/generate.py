@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
+from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import parse_json
 from neuzip.kernels.step import can_find, triton_step
@@ -43,6 +44,7 @@ from .load import (
 from .residency import has_experts
 from .sampling import Sampling, draw
 from .static_cache import FixedLayer, Places, can_pad, static_cache
+from .tensors import require_place
 from .text_stream import OnText, TextStream
 
 if TYPE_CHECKING:
@@ -148,16 +150,20 @@ class Agreement:
     tied: int
 
 
-def choose_device(option: str) -> torch.device:
-    """Where a model shall run: "auto" is a GPU if torch finds one. Raises UsageError if "cuda" finds none."""
-    found = torch.cuda.is_available()
-    if option == "cuda" and not found:
-        raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
-    if not found or option == "cpu":
+def choose_device(device: AnyDevice) -> torch.device:
+    """Where a model shall run: "auto" is a GPU if torch finds one. Raises UsageError for one that is not."""
+    option, found = named(device), torch.cuda.is_available()
+    if option == "cpu" or (option == "auto" and not found):
         return torch.device("cpu")
+    if not found:
+        raise UsageError(f"`device={option!r}`: torch finds no CUDA device", "use `device='cpu'`")
     from neuzip.kernels.triton_cache import make_optional
 
     make_optional()
+    if option.startswith("cuda:"):
+        place = torch.device(option)
+        require_place(place)
+        return place
     return torch.device("cuda", torch.cuda.current_device())
 
 

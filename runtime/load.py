@@ -28,18 +28,20 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
+from neuzip.compress.device import AnyDevice
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.ternary import is_ternary
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
+from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
+from neuzip.formats.hub import log, resolve_source
 from neuzip.formats.own_section import read_config
 from neuzip.formats.tensor_file import parse_json
 
 from .attention import note as note_attention
 from .attention import recorded as recorded_attention
 from .attention import use_recorded
-from .tensors import read_tensor, read_tensors, read_ternary, require_place, torch_dtype
+from .tensors import DEVICE_MAPS, place_of, read_tensor, read_tensors, read_ternary, torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -74,9 +76,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """A tokenizer of transformers has at least one of these."""
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Words for device maps that accelerate computes."""
-
 GROUP = 256 << 20
 """Bytes of tensors, decoded, that a GPU decodes at once while it compresses a model in memory."""
 
@@ -84,42 +83,45 @@ GROUP = 256 << 20
 def load_model(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    device: str | torch.device | dict[str, Any] = "cpu",
+    device: AnyDevice | dict[str, Any] = "cpu",
     *,
     residency: str = "dense",
     activations: str | Mapping[str, Any] | None = None,
     attention: bool = True,
     verify: bool = True,
 ) -> PreTrainedModel:
-    """The causal language model of a checkpoint folder, in evaluation mode.
+    """Load the causal language model of a checkpoint, plain or compressed, in evaluation mode.
 
-    For a CUDA `device` the weights are decoded there and never lie on the host as a whole (transformers 4.57
-    takes them through the host once more). "auto", or another device map of transformers, spreads them over
-    several; that needs accelerate. `dtype` None is the checkpoint's own, as with `dtype="auto"` in
-    transformers. `residency` is how weights are kept in memory: "dense", as transformers does, "packed" or
-    "ans"; they then never lie anywhere dense as a whole. `verify` compares what is read with its checksums.
-    Code that lies in the folder is never run.
+    `path` is a folder, or a Hub id `owner/name` or `owner/name@revision`, which is downloaded. `dtype` None
+    is the checkpoint's own, as `dtype="auto"` is in transformers.
 
-    Of a "dense" model ternary weights are dense numbers as well. Otherwise they keep 2 bits each, and inputs
-    of their layers are quantised by `activations`, a mode of `bitlinear` or {"mode": ..., "sites": {...}}.
-    None is what config.json says, or else "b1.58" if weights were made ternary by compressing them, and
-    "none" if they had been so before. Layers of "none" are kept as any others, which for weights with many
-    zeros means dense.
+    `device` is "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device; None is "cpu". For a GPU the
+    weights are decoded there and never lie on the host as a whole (transformers 4.57 takes them through the
+    host once more). "auto", or another device map of transformers, spreads the weights over several devices,
+    which needs accelerate.
 
-    Attention that config.json records as quantised is patched so, with a warning that says it; not so without
-    `attention`.
+    `residency` is the in-memory weight format: "dense" as in transformers, or compressed as "packed" or
+    "ans". Compressed weights are never dense in memory as a whole. `activations` is how the inputs of ternary
+    layers are quantised: a mode of `bitlinear`, or {"mode": ..., "sites": {...}}. None is what config.json
+    says, or else "b1.58" if compression made the weights ternary and "none" if they were ternary before.
+    Dense weights do not quantise activations. A ternary layer with the mode "none" is kept like any other
+    layer, which for weights with many zeros means dense; the others take 2 bits per weight.
 
-    Raises FormatError for damaged files, UsageError for a device that there is not, for a residency that
-    cannot be on it and for activations that there are not, and NeuzipError for what is not such a model or
-    for tensors that are missing, left over or of the wrong shape.
+    `attention` patches the attention that config.json records as quantised, with a warning that says so;
+    False leaves attention as it is. `verify` compares what is read with its checksums. Code in the folder is
+    never run.
+
+    Raises FormatError for damaged files; UsageError for a device that does not exist, a residency that the
+    device cannot have, and unknown activations; NeuzipError for what is no such model, and for tensors that
+    are missing, left over or of the wrong shape.
     """
-    folder = Path(path)
+    folder = resolve_source(path, note=log)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
     if is_map and find_spec("accelerate") is None:
         raise NeuzipError(
             f"the device map {device!r} needs the package accelerate", "install it, or name one device"
         )
-    place = None if is_map else _place(device)
+    place = None if is_map else place_of(device)
     options: dict[str, Any] = {"device_map": device} if is_map else {}
     if residency != "dense" or activations is not None:
         from .quantizer import NeuzipConfig
@@ -170,19 +172,6 @@ def load_model(
         use_recorded(model, layers)
     placed: PreTrainedModel = model if place is None else model.to(place)
     return placed
-
-
-def _place(device: Any) -> torch.device:
-    """One device by its name. Raises UsageError where torch knows or finds none."""
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"device={device!r}: torch knows no such device",
-            f"give 'cpu', 'cuda', 'cuda:1', or one of {', '.join(map(repr, DEVICE_MAPS))}",
-        ) from error
-    require_place(place)
-    return place
 
 
 def prefer_single_experts(config: PreTrainedConfig) -> None:

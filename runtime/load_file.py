@@ -32,28 +32,35 @@ TORCH = ("pt", "torch", "pytorch")
 
 def load_file(
     filename: str | os.PathLike[str],
-    device: str | int | None = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "mmap",
     verify: bool = True,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a .safetensors file, plain or compressed, by name; as `safetensors.torch.load_file`.
 
-    For a CUDA `device` a compressed file is decoded there. `verify` compares with its checksums. Raises
-    FormatError for a damaged one, and what safetensors raises.
+    `device` is as there, or a torch.device. A compressed file is decoded on that device. `verify` compares
+    what is read with its checksums. Raises FormatError for a damaged file, and what safetensors raises.
     """
     with safe_open(filename, "pt", device, backend=backend, verify=verify) as file:
         if isinstance(file, CompressedFile):
             return file.get_tensors()
     from safetensors.torch import load_file as load_plain_file
 
-    return load_plain_file(filename, "cpu" if device is None else device, **_options(backend))
+    return load_plain_file(filename, _for_safetensors(device), **_options(backend))
+
+
+def _for_safetensors(device: str | int | torch.device | None) -> str | int:
+    """A device as safetensors takes it."""
+    if device is None:
+        return "cpu"
+    return str(device) if isinstance(device, torch.device) else device
 
 
 def safe_open(
     filename: str | os.PathLike[str],
     framework: str,
-    device: str | int | None = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "mmap",
     verify: bool = True,
@@ -67,7 +74,7 @@ def safe_open(
     UsageError for one with another framework than torch, or on a GPU that is not there.
     """
     # A container is a safetensors file: safetensors judges the arguments, and says which kind of file it is.
-    device = "cpu" if device is None else device
+    device = _for_safetensors(device)
     plain: Any = safetensors.safe_open(filename, framework=framework, device=device, **_options(backend))
     if not is_container_metadata(plain.metadata() or {}):
         return plain

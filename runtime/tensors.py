@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import xxhash
@@ -25,12 +26,31 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """What safetensors' dtypes are in torch."""
 
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Words for device maps that accelerate computes."""
+
+
+def place_of(device: Any) -> torch.device:
+    """One device by its name or number; None is the CPU. Raises UsageError for one that torch has not."""
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    try:
+        place = torch.device("cpu" if device is None else f"cuda:{device}" if is_number else device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"`device={device!r}`: torch knows no such device",
+            f"give 'cpu', 'cuda', 'cuda:1', the number of a GPU, or a device map:"
+            f" {', '.join(map(repr, DEVICE_MAPS))}",
+        ) from error
+    require_place(place)
+    return place
+
+
 def require_place(place: torch.device) -> None:
     """Raise UsageError for a GPU that torch does not find."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if place.type == "cuda" and (place.index or 0) >= found:
         count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
-        raise UsageError(f"device={str(place)!r}: torch finds {count}", "give another, or device='cpu'")
+        raise UsageError(f"`device={str(place)!r}`: torch finds {count}", "give another, or `device='cpu'`")
 
 
 def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:

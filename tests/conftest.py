@@ -32,6 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path.append(str(ROOT / "tests"))
 pytest.register_assert_rewrite("loopback_hub")
 
+from json_schema import problems  # noqa: E402
+
+from neuzip.cli.schema import COMMANDS, SCHEMA  # noqa: E402
+
 # The same examples at home and in CI, and no time limit on an example: the first one may compile a kernel.
 hypothesis.settings.register_profile("neuzip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("neuzip")
@@ -132,6 +136,7 @@ class Said:
         """The object on stdout."""
         value = json.loads(self.stdout)
         assert isinstance(value, dict)
+        assert value["command"] not in COMMANDS or problems(value) == []
         return value
 
 
@@ -169,7 +174,7 @@ def in_all_modes(neuzip: Speak) -> Callable[..., dict[str, Said]]:
             said[mode] = neuzip(*arguments, *flags)
         assert len({one.exit_code for one in said.values()}) == 1, said
         assert said["human"].stdout.strip(), "a person is told nothing"
-        assert said["json"].json["schema"] == 1
+        assert said["json"].json["schema"] == SCHEMA
         assert "  " not in said["quiet"].stdout, "quiet prints one path or number a line"
         return said
 

@@ -678,13 +678,13 @@ def test_what_does_not_look_private(path: str):
     assert private_kind(path) is None
 
 
-def test_the_guide_has_the_table_of_private_files(root: Path):
-    guide = (root / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
+def test_the_page_on_the_hub_has_the_table_of_private_files(root: Path):
+    page = (root / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     for kind in PRIVATE_KINDS:
-        row = next(line for line in guide.splitlines() if line.startswith(f"| {kind.name} |"))
+        row = next(line for line in page.splitlines() if line.startswith(f"| {kind.name} |"))
         names = re.findall(r"`([^`]+)`", row)
         assert names == [*kind.files, *(f"{folder}/" for folder in kind.folders)]
-    assert all(f"`{glob}`" in guide for glob in PUBLIC)
+    assert all(f"`{glob}`" in page for glob in PUBLIC)
 
 
 def test_private_files_are_pushed_only_when_allowed(

@@ -458,8 +458,8 @@ def test_links_lead_somewhere(root: Path) -> None:
 def test_the_python_names_exist(root: Path) -> None:
     import neuzip
 
-    for page in ("README.md", "docs/how-to/guide.md"):
-        for name in re.findall(r"`neuzip\.(\w+)", (root / page).read_text()):
+    for page in (root / "README.md", *(root / "docs").rglob("*.md")):
+        for name in re.findall(r"`neuzip\.(\w+)", page.read_text()):
             assert hasattr(neuzip, name), name
 
 

@@ -46,9 +46,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from neuzip.compress.device import AnyDevice
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers.states import Chance
+from neuzip.runtime.tensors import place_of
 
 from . import saved
 from .desk import Desk
@@ -96,7 +98,7 @@ def train_compressed(
     micro_batch: int | None = None,
     states: HowKept = "plain",
     seed: int = 0,
-    device: torch.device | str | None = None,
+    device: AnyDevice = None,
     ahead: bool | None = None,
     triton: bool | None = None,
     filter_gradients: bool = True,
@@ -146,7 +148,7 @@ class Trainer:
         micro_batch: int | None,
         states: HowKept,
         seed: int,
-        device: torch.device | str | None,
+        device: AnyDevice,
         ahead: bool | None,
         triton: bool | None,
         filter_gradients: bool,
@@ -165,7 +167,7 @@ class Trainer:
         self.steps = 0
         self.norm: float | None = None
         shell = self.shell = Shell(model)
-        self.device = torch.device(device) if device is not None else model.device
+        self.device = model.device if device is None else place_of(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         slots = slots_of(model)

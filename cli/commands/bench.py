@@ -103,7 +103,7 @@ def command(
     report(out, plan, speeds)
     out.result(
         {
-            "path": plan.path,
+            "src": plan.path,
             "prompt_tokens": plan.prompt_tokens,
             "new_tokens": plan.new_tokens,
             "rounds": plan.rounds,

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import deltas, options, streaming, targets
-from neuzip.cli.commands.patch_attention import result_of, show
+from neuzip.cli.commands.patch_attention import result_of as attention_result
+from neuzip.cli.commands.patch_attention import show
+from neuzip.cli.compression_result import planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
@@ -339,7 +341,7 @@ def command(
                     out, path, dst, attention, measured_on, device, overwrite, dry_run,
                     for_target=goal is not None,
                 )  # fmt: skip
-            more = {"attention": result_of(calibrated)}
+            more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
                 asked = targets.ask(
@@ -493,27 +495,16 @@ def _report(
     on = "" if report.device == "cpu" else f" on {report.device}"
     out.text(f"{where or report.dst} in {seconds_text(report.seconds)}{on}{speed}")
     out.result(
-        {
-            "dry_run": False,
-            "src": report.src,
-            "dst": report.dst,
-            "original_bytes": report.original_bytes,
-            "stored_bytes": report.stored_bytes,
-            "weight_bytes": report.weight_bytes,
-            "stored_weight_bytes": report.stored_weight_bytes,
-            "ratio": report.ratio,
-            "bits_per_weight": report.bits_per_weight,
-            "lossless": not lossy and not dropped,
-            "seconds": report.seconds,
-            "device": report.device,
-            "resumed_files": report.resumed_files,
-            "warnings": report.warnings,
-            "private_files": report.private_files,
-            "tensors": report.tensors,
-            **(more or {}),
-        },
+        result_of(
+            dry_run=False, src=report.src, dst=report.dst, original_bytes=report.original_bytes,
+            stored_bytes=report.stored_bytes, weight_bytes=report.weight_bytes,
+            stored_weight_bytes=report.stored_weight_bytes, weights=report.weights,
+            lossless=not lossy and not dropped, tensors=report.tensors, private_files=report.private_files,
+            seconds=report.seconds, device=report.device, resumed_files=report.resumed_files,
+            warnings=report.warnings, more=more or {},
+        ),
         quiet=[where or report.dst],
-    )
+    )  # fmt: skip
 
 
 def _show_plan(
@@ -528,6 +519,7 @@ def _show_plan(
 ) -> None:
     from neuzip.compress import make_plan
     from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers
     from neuzip.formats.private_files import listed, private_files
@@ -552,33 +544,18 @@ def _show_plan(
     )
     for (stored, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
         out.text(f"{stored}: {count_text(count, 'tensor')}, {note}")
-    out.text(
-        f"all files: {bytes_text(plan.original_bytes)}, predicted {bytes_text(predicted)} "
-        f"({percent_text(predicted, plan.original_bytes)})"
-    )
+    predicted_weights = plan.predicted_weight_bytes or 0
+    for name, before, after in (
+        ("weights", plan.weight_bytes, predicted_weights), ("all files", plan.original_bytes, predicted),
+    ):  # fmt: skip
+        share = percent_text(after, before)
+        out.text(f"{name}: {bytes_text(before)}, predicted {bytes_text(after)} ({share})")
     out.result(
-        {
-            "dry_run": True,
-            "src": path,
-            "dst": dst,
-            "original_bytes": plan.original_bytes,
-            "stored_bytes": predicted,
-            "ratio": predicted / plan.original_bytes if plan.original_bytes else 1.0,
-            "private_files": list(private),
-            "tensors": [
-                {
-                    "file": t.tensor.file,
-                    "name": t.tensor.name,
-                    "dtype": t.tensor.info.dtype,
-                    "shape": t.tensor.info.shape,
-                    "scheme": "alias" if t.alias_of is not None else str(t.scheme),
-                    "original_bytes": t.tensor.info.nbytes,
-                    "stored_bytes": t.predicted,
-                    "note": t.note,
-                }
-                for t in plan.tensors
-            ],
-            **(more or {}),
-        },
+        result_of(
+            dry_run=True, src=path, dst=dst, original_bytes=plan.original_bytes, stored_bytes=predicted,
+            weight_bytes=plan.weight_bytes, stored_weight_bytes=predicted_weights, weights=plan.weights,
+            lossless=rounds_nothing(plan.tensors), tensors=planned(plan.tensors), private_files=list(private),
+            more=more or {},
+        ),
         quiet=[predicted],
-    )
+    )  # fmt: skip

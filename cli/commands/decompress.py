@@ -67,5 +67,4 @@ def restore(
         + ("" if report.device == "cpu" else f" on {report.device}")
         + ("" if report.was_there else f" ({bytes_text(report.restored_bytes / report.seconds)}/s)")
     )
-    more = {} if base is None else {"base": base}
-    out.result({**vars(report), **more}, quiet=[report.dst])
+    out.result({**vars(report), "base": base}, quiet=[report.dst])

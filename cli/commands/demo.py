@@ -60,10 +60,10 @@ def command(
         {
             "paths": paths,
             "weights": reports[0].weights,
-            "original_bytes": reports[0].weight_bytes,
+            "weight_bytes": reports[0].weight_bytes,
             "bound_ratio": bound,
             "compressed": [
-                {"path": r.dst, "bytes": r.stored_weight_bytes, "ratio": r.ratio,
+                {"dst": r.dst, "stored_weight_bytes": r.stored_weight_bytes, "ratio": r.ratio,
                  "bits_per_weight": r.bits_per_weight}
                 for r in reports
             ],

@@ -34,16 +34,11 @@ def command(
 ) -> None:
     """Compare two checkpoints: identical, or how far apart"""
     out = Output(json=json, quiet=quiet)
-    from neuzip.compress.source import TensorSource
-    from neuzip.eval.difference import comparable_bytes, compare, match
+    from neuzip.eval.difference import compare_checkpoints
 
     paths = resolved(out, a), resolved(out, b)
-    with TensorSource(paths[0]) as first, TensorSource(paths[1]) as second:
-        pairs = match(first, second)
-        compared = comparable_bytes(pairs)
-        with out.progress("diff", compared) as advance:
-            tensors = compare(first, second, pairs, jobs=jobs, on_bytes=advance)
-    different = [t for t in tensors if t.status != "identical"]
+    found = compare_checkpoints(*paths, jobs=jobs, stage=out.progress)
+    tensors, different, compared = found.tensors, found.different, found.compared_bytes
     if different:
         out.table(["tensor", "what", *NUMBERS], [_row(t) for t in different], right=NUMBERS)
         out.text(f"{len(different)} of {len(tensors)} tensors are not the same")

@@ -30,10 +30,17 @@ if TYPE_CHECKING:
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.harness import TaskEvaluation
     from neuzip.eval.perplexity import Difference, Evaluation, Measured, Task
+    from neuzip.eval.report import Report
     from neuzip.runtime.bitlinear import Sparsity
 
 COUNTED_TOKENS = 8192
 """Tokens that the inputs of layers are counted for."""
+
+EVALUATED = (
+    "text", "documents", "before", "after", "conventions", "skipped", "compared", "comparison", "device",
+    "residency", "memory", "processes", "seconds", "versions",
+)  # fmt: skip
+"""The keys of `--json` that say what was measured on the text; null without one."""
 
 EXAMPLES = [
     "neuzip eval my-model.nz --text demo",
@@ -177,10 +184,9 @@ def command(
             warn_of_plain_inputs(out, path, (residency,), asked)
         if sparsity and residency == "dense":
             out.status("--sparsity: inputs are counted as they are: dense weights do not quantise them")
-        if page is not None:
-            from neuzip.eval import report as reports
+        from neuzip.eval import report as reports
 
-            swept = None if sweep is None else reports.read_sweep(sweep)
+        swept = None if sweep is None else reports.read_sweep(sweep)
         if document is not None:
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,
@@ -195,7 +201,7 @@ def command(
         zeros = None
         if sparsity and document is not None and ranks.is_first:
             zeros = count_zeros(out, task)
-        written = None
+        written = told = None
         try:
             if tasks is not None:
                 with out.progress("tasks", None, unit="requests") as advance:
@@ -204,20 +210,22 @@ def command(
                         dtype=dtype, residency=residency, on_requests=advance,
                     )  # fmt: skip
                 show_tasks(out, scores)
-            if page is not None and evaluation is not None and ranks.is_first:
+            if evaluation is not None and ranks.is_first and (page is not None or json):
                 with out.progress("report", None) as advance:
-                    made = reports.make(
+                    told = reports.make(
                         evaluation, paths[-1], paths[0] if original is not None else None, title=name_of(src),
                         base_title=None if original is None else name_of(original),
                         command=shell("neuzip", *sys.argv[1:]), text=document, sweep=swept,
                         tasks=() if scores is None else harness.report_rows(scores),
-                        versions=None if scores is None else {"lm-eval": scores.harness}, on_bytes=advance,
+                        versions=None if scores is None else {"lm-eval": scores.harness},
+                        read_weights=page is not None, on_bytes=advance,
                     )  # fmt: skip
-                report_page.write(made, page)
+            if page is not None and told is not None:
+                report_page.write(told, page)
                 written = page
                 out.status(f"wrote {page}")
         finally:  # what took hours is told, whatever becomes of the rest
-            give_result(out, evaluation, scores, written, zeros)
+            give_result(out, evaluation, scores, written, zeros, told)
 
 
 def count_zeros(out: Output, task: Task) -> Sparsity:
@@ -250,15 +258,25 @@ def give_result(
     scores: TaskEvaluation | None,
     page: Path | None,
     zeros: Sparsity | None = None,
+    told: Report | None = None,
 ) -> None:
     """What a machine reads: of the text and of the tasks, as far as they came; nothing if neither did."""
     if evaluation is None and scores is None:
         return
-    found = {} if evaluation is None else result_of(evaluation)
+    found = dict.fromkeys(EVALUATED) if evaluation is None else result_of(evaluation)
     numbers = [] if scores is None else [score.after.value for score in scores.scores]
     if evaluation is not None:
         numbers = [quiet_number(evaluation)]
-    out.result({**found, "sparsity": zeros, "tasks": scores, "report": page}, quiet=numbers)
+    out.result(
+        {
+            **found,
+            "sparsity": zeros,
+            "tasks": scores,
+            "page": page,
+            "report": None if told is None else told.to_json(),
+        },
+        quiet=numbers,
+    )
 
 
 def refuse_contradictions(

@@ -79,9 +79,12 @@ def command(
     if plot is not None:
         out.status(f"wrote {plot}")
     out.result(
-        {"src": path, "device": chosen.name, **inspection.to_json(), "records": records, "plot": plot},
-        quiet=[inspection.stored_bytes if plot is None else plot],
-    )
+        {
+            "src": path, "delta": False, "base_name": None, "device": chosen.name, **inspection.to_json(),
+            "records": records, "plot": plot,
+        },
+        quiet=[inspection.after_bytes if plot is None else plot],
+    )  # fmt: skip
 
 
 def _show_table(out: Output, inspection: Inspection) -> None:
@@ -97,7 +100,8 @@ def _show_table(out: Output, inspection: Inspection) -> None:
             [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.short_scheme),
              *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
         )  # fmt: skip
-    lines.append([count_text(len(lines), "tensor"), *[""] * 7, *_sizes(inspection)])
+    of = "" if inspection.weight_bytes is None else "weight files: "
+    lines.append([f"{of}{count_text(len(lines), 'tensor')}", *[""] * 7, *_sizes(inspection)])
     if inspection.lossy:
         columns.append("max error")
         for line, t in zip(lines, inspection.tensors, strict=False):
@@ -110,6 +114,8 @@ def _show_table(out: Output, inspection: Inspection) -> None:
     out.text()
     out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
     out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
+    if inspection.weight_bytes is not None:
+        out.text("The last line counts the headers of the files too, as `neuzip compress` does.")
     if any(t.scheme.startswith("ternary") for t in inspection.tensors):
         out.text("Bound of ternary tensors: their codes -1, 0 and 1, coded; without scales.")
     if any(counts.fmt.bits > 16 for counts in inspection.counts):
@@ -118,8 +124,9 @@ def _show_table(out: Output, inspection: Inspection) -> None:
 
 
 def _sizes(of: TensorFigures | Inspection) -> list[str]:
+    """Bound, stored size and ratio: of a tensor, or of all."""
     bound = "-" if of.bound_bytes is None else percent_text(of.bound_bytes, of.nbytes)
-    return [bound, bytes_text(of.stored_bytes), percent_text(of.stored_bytes, of.nbytes)]
+    return [bound, bytes_text(of.after_bytes), percent_text(of.after_bytes, of.before_bytes)]
 
 
 def _can_show(characters: str) -> bool:

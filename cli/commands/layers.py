@@ -133,7 +133,7 @@ def command(
     elif found.removal is not None:
         out.status("nothing was written: --output DST would write that model")
     out.result(
-        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "picture": plot},
+        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "plot": plot},
         quiet=quiet_lines(found, output),
     )
 

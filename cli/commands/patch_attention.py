@@ -121,7 +121,7 @@ def command(
             write_file(plot, drawn)
         out.status(f"wrote {plot}")
     out.result(
-        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "picture": plot},
+        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "plot": plot},
         quiet=[found.comparison.kld.mean.value if dry_run else dst],
     )
 

@@ -9,7 +9,6 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
-from neuzip.errors import UsageError
 
 EXAMPLES = [
     "neuzip pull me/my-model-nz",
@@ -44,15 +43,9 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress.pull import pull
-    from neuzip.formats.hub import HUB_ID, find_repository
-    from neuzip.formats.hub_address import did_you_mean
+    from neuzip.formats.hub import find_repository, repository_name
 
-    match = HUB_ID.fullmatch(src)
-    if match is None:
-        raise UsageError(
-            f"REPO_ID: {src!r} has not the form owner/name or owner/name@revision", did_you_mean(src)
-        )
-    target = dst if dst is not None else Path(match["repo"].split("/")[1])
+    target = dst if dst is not None else Path(repository_name(src))
     listing = find_repository(src, note=out.status)
     listing.tell_left_out(out.status)
     report = None
@@ -85,7 +78,7 @@ def command(
             "dst": target,
             "commit": listing.commit,
             "compressed": listing.is_compressed,
-            "nbytes": listing.nbytes,
+            "bytes": listing.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in listing.files],
             "left_out": [f.path for f in listing.left_out],
             "tensors": report.tensors if report is not None else None,

@@ -105,7 +105,7 @@ def command(
             "commit": pushed.commit if pushed is not None else None,
             "was_there": pushed.was_there if pushed is not None else None,
             "deleted": pushed.deleted if pushed is not None else None,
-            "nbytes": plan.nbytes,
+            "bytes": plan.nbytes,
             "files": [{"path": f.path, "bytes": f.nbytes} for f in plan.files],
             "private_files": list(plan.private),
             "card": plan.card,

@@ -208,7 +208,7 @@ def command(
     figures = finish(out, output, result, windows)
     out.result(
         {
-            "src": path, "base": of_original, "dst": output, "settings": settings, **figures,
+            "src": path, "original": of_original, "dst": output, "settings": settings, **figures,
             "before": found.get("before"), "after": found.get("after"),
             "special_tokens": windows.special_tokens, "device": str(where),
         },

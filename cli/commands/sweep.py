@@ -109,7 +109,7 @@ def command(
             "resumed": found.resumed,
             "rows": [row.to_json() for row in found.rows],
             "failed": [{"scheme": one.scheme, "reason": one.reason} for one in found.failed],
-            "out": output,
+            "output": output,
         },
         quiet=[f"{row.scheme} {row.bytes} {row.comparison.kld.mean.value}" for row in found.rows],
     )

@@ -152,7 +152,10 @@ def _train(
         nonlocal told
         told = True
         if log:
-            error("interrupted", f"stopped after step {taken}; --resume goes on")
+            error(
+                "interrupted", f"stopped after step {taken}; --resume goes on",
+                kind="Interrupted", exit_code=130,
+            )  # fmt: skip
 
     def save(number: int) -> None:
         trainer.save(asked.output / CHECKPOINT, like=like)
@@ -386,7 +389,7 @@ def _report(
         {
             "model": asked.output / MODEL, "checkpoint": asked.output / CHECKPOINT, "log": asked.output / LOG,
             "picture": asked.output / PICTURE, "steps": steps, "loss": loss, "loss_of_steps": len(last),
-            "tokens_per_second": speed, "peak_memory_bytes": peak, "weight_bytes": trainer.stored_bytes,
+            "tokens_per_second": speed, "peak_bytes": peak, "weight_bytes": trainer.stored_bytes,
             "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
             "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
             "seconds": seconds,

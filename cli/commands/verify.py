@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, count_text
 from neuzip.cli.source import resolved
+
+if TYPE_CHECKING:
+    from neuzip.compress.verify import TensorVerdict
 
 EXAMPLES = [
     "neuzip verify my-model.nz",
@@ -66,13 +70,19 @@ def command(
     out.result(
         {
             "src": path,
-            "against": of_original,
+            "original": of_original,
             "base": of_base,
             "intact": True,
             "files": report.files,
             "device": report.device,
             "identical": None if original is None else not report.different,
-            "tensors": report.tensors,
+            "tensors": [_told(t) for t in report.tensors],
         },
         quiet=[t.name for t in report.different],
     )
+
+
+def _told(tensor: TensorVerdict) -> dict[str, object]:
+    """A tensor for `--json`; its size is called as everywhere."""
+    values = asdict(tensor)
+    return {"original_bytes" if key == "nbytes" else key: value for key, value in values.items()}

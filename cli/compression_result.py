@@ -1,0 +1,77 @@
+"""What `neuzip compress --json` says: one function, so that a dry run and a run have the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuzip.compress.plan import PlannedTensor
+
+
+def result_of(
+    *,
+    dry_run: bool,
+    src: object,
+    dst: object,
+    original_bytes: int,
+    stored_bytes: int | None,
+    weight_bytes: int,
+    stored_weight_bytes: int | None,
+    weights: int,
+    lossless: bool | None,
+    tensors: Sequence[object],
+    private_files: Sequence[str],
+    more: Mapping[str, object],
+    seconds: float | None = None,
+    device: str | None = None,
+    resumed_files: int = 0,
+    warnings: Sequence[str] = (),
+) -> dict[str, object]:
+    """What `--json` says of a compression, the same keys of a dry run, whose sizes are predicted.
+
+    `more` replaces some of the keys that are null for most runs.
+    """
+    stored = stored_weight_bytes
+    further = dict.fromkeys(("target", "attention", "base", "base_name", "stream", "pushed"))
+    if unknown := more.keys() - {*further, "dst"}:
+        raise ValueError(f"no keys of compress: {', '.join(sorted(unknown))}")
+    return {
+        "dry_run": dry_run,
+        "src": src,
+        "dst": dst,
+        "original_bytes": original_bytes,
+        "stored_bytes": stored_bytes,
+        "weight_bytes": weight_bytes,
+        "stored_weight_bytes": stored,
+        "weights": weights,
+        "ratio": None if stored is None or not weight_bytes else stored / weight_bytes,
+        "bits_per_weight": None if stored is None or not weights else 8 * stored / weights,
+        "lossless": lossless,
+        "seconds": seconds,
+        "device": device,
+        "resumed_files": resumed_files,
+        "warnings": warnings,
+        "private_files": private_files,
+        "tensors": tensors,
+        **further,
+        **more,
+    }
+
+
+def planned(tensors: Sequence[PlannedTensor]) -> list[dict[str, object]]:
+    """What `--json` says of tensors before they are compressed."""
+    return [
+        {
+            "file": t.tensor.file,
+            "name": t.tensor.name,
+            "dtype": t.tensor.info.dtype,
+            "shape": t.tensor.info.shape,
+            "scheme": "alias" if t.alias_of is not None else str(t.scheme),
+            "original_bytes": t.tensor.info.nbytes,
+            "stored_bytes": t.predicted,
+            "loss": None,
+            "note": t.note,
+        }
+        for t in tensors
+    ]

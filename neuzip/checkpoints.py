@@ -1,0 +1,397 @@
+"""The public functions on checkpoint files: compress, restore, check, look at, compare, export, share.
+
+Nothing here needs torch before a GPU, a target or an export does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from neuzip.compress import compress, decompress, verify
+from neuzip.compress.against import compress_against
+from neuzip.compress.base import name_of
+from neuzip.compress.device import AnyDevice, Device, choose
+from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
+from neuzip.compress.pull import PullReport
+from neuzip.compress.pull import pull as pull_listing
+from neuzip.compress.request import (
+    refuse_beside_base,
+    refuse_contradictions,
+    refuse_without_ternary,
+    rules_of,
+)
+from neuzip.compress.restore import DecompressionReport
+from neuzip.compress.scheme import Rule, ternary_of_options
+from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.verify import VerifyReport, unseen
+from neuzip.errors import UsageError
+from neuzip.formats.hub import (
+    Pushed,
+    find_repository,
+    hub_id,
+    log,
+    plan_push,
+    repository_name,
+    resolve_source,
+)
+from neuzip.formats.hub import push as push_plan
+from neuzip.formats.hub_connection import require_token
+from neuzip.formats.private_files import refuse_private
+
+if TYPE_CHECKING:
+    from neuzip.compress.export import ExportReport
+    from neuzip.eval.difference import CheckpointDifference
+    from neuzip.eval.histograms import Inspection
+    from neuzip.eval.target_values import Goal
+    from neuzip.eval.targets import Delivered, DropLayers
+
+Source: TypeAlias = "str | os.PathLike[str]"
+"""A checkpoint: a folder, a .safetensors file, or a Hub id, `owner/name` or `owner/name@revision`."""
+
+
+@dataclass(frozen=True)
+class CompressionResult(CompressionReport):
+    """What `compress_checkpoint` did. All sizes are in bytes.
+
+    `weight_bytes` and `stored_weight_bytes` are the sizes of the weight files before and after,
+    `original_bytes` and `stored_bytes` those of all files. `ratio` is the size of the weight files after as a
+    share of before. `tensors` has one entry per tensor, with its scheme and, for a lossy one, its `loss`.
+    `seconds` is wall time. With a target, `target` says what was found and measured; `target.holds` is False
+    where the result misses the target. Without a target it is None.
+    """
+
+    target: Delivered | None = None
+
+
+def compress_checkpoint(
+    source: Source,
+    destination: str | os.PathLike[str],
+    *,
+    mantissa_bits: int | None = None,
+    bits_for: Mapping[str, int] | None = None,
+    block_size: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    plan: str | os.PathLike[str] | None = None,
+    rules: Sequence[Rule] | None = None,
+    ternary: bool = False,
+    ternary_quantizer: Literal["absmean", "absmean-clamped", "least-squares"] = "absmean",
+    ternary_group: int | Literal["row", "tensor"] = "tensor",
+    ternary_packing: Literal["trits", "2bit"] = "trits",
+    activations: Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None = None,
+    allow_destructive: bool = False,
+    max_kld: float | None = None,
+    max_ppl_increase: str | None = None,
+    target_size: int | str | None = None,
+    text: str | os.PathLike[str] | None = None,
+    sensitivity: Literal["auto", "measured", "fisher", "weights"] = "auto",
+    drop_layers: int | Literal["auto"] = 0,
+    base: Source | None = None,
+    device: AnyDevice = "auto",
+    jobs: int | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+) -> CompressionResult:
+    """Compress a checkpoint, lossless by default, as `neuzip compress` does.
+
+    `source` is a folder, a .safetensors file, or a Hub id, which is downloaded. `destination` is a folder, or
+    a file for a file. An interrupted call continues when it is repeated.
+
+    The weights. `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
+    `bits_for` maps globs of tensor names to other numbers of bits. `block_size` is how many weights share a
+    per-block scale, a power of two from 8 to 16384. `include` and `exclude` are globs of tensor names to
+    compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as objects: the
+    first that matches a tensor decides.
+
+    Ternary weights. `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1
+    times a scale. `ternary_group` is how many weights of a row share that scale. `activations` is recorded in
+    config.json. `allow_destructive` allows rounding weights that are not ternary.
+
+    A target. `max_kld` is a mean KL divergence in nats per token, `max_ppl_increase` an increase of
+    perplexity such as "0.5%", `target_size` the size of the weight files in bytes or as "60%" or "6GiB". A
+    target needs torch and transformers. `text` is what to measure on: a UTF-8 file, a folder of them, a
+    dataset of the Hub, or "demo", the default. `sensitivity` says how the loss of each tensor is estimated.
+    `drop_layers` is how many whole layers to drop; "auto" drops those that pay.
+
+    A delta. `base` is the checkpoint that `source` was made from: only the difference is stored, exactly.
+
+    `device` is where weights are coded: "auto", "cpu", "cuda", the number of a GPU, or a torch.device. `jobs`
+    is the number of threads, None for one per core. `verify` decodes and compares every tensor before its
+    file gets its name. `overwrite` replaces a checkpoint at the destination.
+
+    Raises UsageError for parameters that are wrong or exclude each other, WouldOverwrite for a destination
+    that exists, FormatError for a damaged source, and NeuzipError for everything else that can be expected.
+
+    >>> import tempfile
+    >>> from neuzip.eval.demo import CHECKPOINT
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = compress_checkpoint(CHECKPOINT, f"{folder}/demo.nz", mantissa_bits=3, jobs=1)
+    >>> result.ratio < 0.5, result.target is None
+    (True, True)
+    """
+    given = _given(
+        mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size, include=include,
+        exclude=exclude, plan=plan, rules=rules, ternary=ternary,
+        ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
+        ternary_packing=ternary_packing != "trits", activations=activations,
+        allow_destructive=allow_destructive, text=text, sensitivity=sensitivity != "auto",
+        drop_layers=drop_layers,
+    )  # fmt: skip
+    goal = _goal(max_kld, max_ppl_increase, target_size)
+    named = {} if goal is None else {goal.parameter: True}
+    refuse_contradictions(given | named, *named)
+    if base is not None:
+        refuse_beside_base(given | named, *named)
+    if rules is None:
+        weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
+        rules = rules_of(
+            mantissa_bits, "none" if goal is not None or block_size is None else str(block_size), include,
+            exclude, weights if ternary else None, [f"{g}={n}" for g, n in (bits_for or {}).items()], plan,
+        )  # fmt: skip
+    refuse_without_ternary(given, rules)
+    _require_jobs(jobs)
+    dst = Path(destination)
+    if hub_id(source) is not None:
+        refuse_unless_made(dst, overwrite)
+    path = resolve_source(source, note=log)
+    if goal is not None:
+        delivered = _reach(
+            goal, path, dst, rules, block_size, None if text is None else os.fspath(text), sensitivity,
+            drop_layers, device, jobs, verify, overwrite,
+        )  # fmt: skip
+        return CompressionResult(**vars(delivered.report), target=delivered)
+    coder = choose(device, weight_bytes(path))
+    if base is not None:
+        old = resolve_source(base, note=log)
+        report = compress_against(
+            path, old, dst, name_of(old, os.fspath(base)), rules,
+            verify=verify, jobs=jobs, overwrite=overwrite, device=coder,
+        )  # fmt: skip
+    else:
+        report = compress(
+            path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=coder,
+            allow_destructive=allow_destructive, activations=activations,
+        )  # fmt: skip
+    return CompressionResult(**vars(report))
+
+
+def decompress_checkpoint(
+    source: Source,
+    destination: str | os.PathLike[str],
+    *,
+    base: Source | None = None,
+    device: AnyDevice = "auto",
+    jobs: int | None = None,
+    overwrite: bool = False,
+) -> DecompressionReport:
+    """Restore a compressed checkpoint: byte for byte if it was compressed losslessly.
+
+    `source` is a folder, a .safetensors file, or a Hub id. A delta needs the `base` that it was made from.
+    `device` and `jobs` are as in `compress_checkpoint`. Every tensor is compared with its checksum before its
+    file gets its name.
+
+    Raises FormatError for a damaged source, WouldOverwrite for a destination that exists, and NeuzipError.
+    """
+    _require_jobs(jobs)
+    path = resolve_source(source, note=log)
+    of_base = None if base is None else resolve_source(base, note=log)
+    coder = choose(device, weight_bytes(path, allow_delta=base is not None))
+    return decompress(path, destination, jobs=jobs, overwrite=overwrite, device=coder, base=of_base)
+
+
+def verify_checkpoint(
+    source: Source,
+    *,
+    original: Source | None = None,
+    base: Source | None = None,
+    device: AnyDevice = "auto",
+    jobs: int | None = None,
+) -> VerifyReport:
+    """Check every checksum of a compressed checkpoint, and decode every tensor.
+
+    With the `original`, every tensor is compared too: a lossless one bit for bit, and of a lossy one the
+    errors are measured. A delta is checked as far as possible without its `base`, and completely with it.
+    `device` and `jobs` are as in `compress_checkpoint`.
+
+    Raises FormatError for a damaged checkpoint, VerificationError for one that was not made from `original`,
+    and NeuzipError for what is not compressed.
+    """
+    _require_jobs(jobs)
+    path = resolve_source(source, note=log)
+    of_original = None if original is None else resolve_source(original, note=log)
+    of_base = None if base is None else resolve_source(base, note=log)
+    coder = choose(device, weight_bytes(path, allow_delta=True))
+    return verify_at(path, of_original, coder, jobs, of_base)
+
+
+def inspect_checkpoint(
+    source: Source,
+    *,
+    tensor: str | Sequence[str] = (),
+    device: AnyDevice = "auto",
+    jobs: int | None = None,
+) -> Inspection:
+    """Count the bits of a checkpoint, plain or compressed: entropies, sizes and histograms.
+
+    `tensor` is a glob of tensor names to look at, or several. Entropies are in bits per weight, sizes in
+    bytes; the stored sizes of a plain checkpoint are predicted. `device` and `jobs` are as in
+    `compress_checkpoint`.
+
+    Raises UsageError where no tensor matches, FormatError for a damaged checkpoint, and NeuzipError for a
+    delta, whose weights show only when it is restored.
+    """
+    from neuzip.eval import histograms
+
+    _require_jobs(jobs)
+    path = resolve_source(source, note=log)
+    globs = [tensor] if isinstance(tensor, str) else list(tensor)
+    with TensorSource(path, choose(device, weight_bytes(path))) as opened:
+        return histograms.inspect(opened, histograms.select(opened, globs), jobs=jobs)
+
+
+def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> CheckpointDifference:
+    """Compare two checkpoints tensor by tensor, plain or compressed.
+
+    `identical` of the result says whether all tensors are; its `tensors` say how far apart each pair is, as
+    errors relative to `a`. `jobs` is the number of threads.
+
+    Raises FormatError for a damaged checkpoint, and NeuzipError.
+    """
+    from neuzip.eval.difference import compare_checkpoints
+
+    _require_jobs(jobs)
+    return compare_checkpoints(resolve_source(a, note=log), resolve_source(b, note=log), jobs=jobs)
+
+
+def export_checkpoint(
+    source: Source,
+    destination: str | os.PathLike[str],
+    *,
+    to: Literal["transformers-bitnet", "compressed-tensors", "gguf"],
+    gguf_type: Literal["tq1_0", "tq2_0", "q2_0"] | None = None,
+    gguf_mixed: bool = False,
+    linear_class: Literal["bitlinear", "autobitlinear"] | None = None,
+    mode: Literal["offline", "online"] | None = None,
+    activations: Literal["b1.58", "none"] | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a ternary model, plain or compressed, as another engine reads it.
+
+    `source` is the folder of a model, or a Hub id. `to` names the engine or library. `gguf_type` packs the
+    weights of a GGUF file in that type, "tq2_0" by default; `gguf_mixed` packs rows that fill no whole blocks
+    as Q2_0 or Q4_0. `linear_class` and `mode` are for transformers, `activations` for compressed-tensors:
+    "b1.58", the default, quantises them to 8 bits.
+
+    Raises UsageError for parameters that `to` does not have, WouldOverwrite, and NeuzipError for a model that
+    has nothing ternary or that the engine cannot hold.
+    """
+    from neuzip.compress.export import export, target_of
+
+    target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
+    return export(resolve_source(source, note=log), destination, target, overwrite=overwrite)
+
+
+def push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    evaluation: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    allow_private_files: bool = False,
+) -> Pushed:
+    """Verify a compressed folder, and upload it to the Hugging Face Hub in one commit, with a model card.
+
+    `repo_id` is `owner/name`; the repository is made if there is none, `private` if so wanted. `revision` is
+    a branch, `message` describes the commit. `evaluation` is a JSON file that `neuzip eval` wrote about this
+    folder, whose results go into the card. Files that look private by their names, such as .env, are refused
+    unless `allow_private_files` is set. The access token is that of huggingface_hub.
+
+    Raises WouldOverwrite for a checkpoint that is there already, FormatError for a damaged folder, and
+    NeuzipError.
+    """
+    report = None if evaluation is None else Path(evaluation)
+    plan = plan_push(folder, repo_id, revision=revision, evaluation=report)
+    refuse_private(plan.private, repo_id, allow_private_files)
+    require_token()
+    verify(folder)
+    return push_plan(
+        plan, private=private, message=message, overwrite=overwrite,
+        allow_private_files=allow_private_files, note=log,
+    )  # fmt: skip
+
+
+def pull(
+    repo_id: str, destination: str | os.PathLike[str] | None = None, *, overwrite: bool = False
+) -> PullReport:
+    """Download a checkpoint from the Hugging Face Hub as it is, and check every file.
+
+    `repo_id` is `owner/name` or `owner/name@revision`. `destination` is the folder to write, by default the
+    repository's name. A compressed checkpoint is decoded and verified too. An interrupted call continues
+    when it is repeated.
+
+    Raises UsageError for what is no Hub id, WouldOverwrite for a destination that exists, VerificationError
+    for files that did not arrive as they are on the Hub, and NeuzipError.
+    """
+    listing = find_repository(repo_id, note=log)
+    folder = Path(repository_name(repo_id)) if destination is None else Path(destination)
+    return pull_listing(listing, folder, stage=unseen, note=log, overwrite=overwrite)
+
+
+def verify_at(
+    path: Path, original: Path | None, coder: Device, jobs: int | None, base: Path | None
+) -> VerifyReport:
+    """`verify`, whose name a parameter of `compress_checkpoint` has."""
+    return verify(path, original, jobs=jobs, device=coder, base=base)
+
+
+def _given(**values: Any) -> dict[str, object]:
+    """The parameters that were given: those that are neither None nor empty nor False."""
+    return {name: value for name, value in values.items() if value not in (None, False, "", ())}
+
+
+def _goal(max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None) -> Goal | None:
+    from neuzip.eval.target_values import one_goal
+
+    return one_goal(max_kld, max_ppl_increase, target_size)
+
+
+def _reach(
+    goal: Goal,
+    path: Path,
+    dst: Path,
+    rules: Sequence[Rule],
+    block_size: int | None,
+    text: str | None,
+    sensitivity: Literal["auto", "measured", "fisher", "weights"],
+    drop_layers: DropLayers,
+    device: AnyDevice,
+    jobs: int | None,
+    verify: bool,
+    overwrite: bool,
+) -> Delivered:
+    """Compress to a target."""
+    from neuzip.eval.target_request import ask, text_for
+    from neuzip.eval.targets import compress_to_target
+
+    asked = ask(
+        goal, path, dst, rules, block_size=block_size,
+        text=text_for(goal, sensitivity, text, needed=drop_layers != 0), sensitivity=sensitivity,
+        device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers,
+    )  # fmt: skip
+    return compress_to_target(
+        asked.request, asked.text, asked.yardstick, unseen,
+        command="made by neuzip.compress_checkpoint", verify=verify, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _require_jobs(jobs: object) -> None:
+    """Raise UsageError for what is no number of threads."""
+    if jobs is not None and (type(jobs) is not int or jobs < 1):
+        raise UsageError(f"`jobs={jobs!r}`: is no number of threads", "give 1 or more, or None for all cores")

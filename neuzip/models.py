@@ -1,0 +1,153 @@
+"""The public functions that run models: generate text, and measure what compression costs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from neuzip.errors import UsageError
+from neuzip.eval.perplexity import Evaluation, prepare
+from neuzip.eval.perplexity import evaluate as evaluate_task
+from neuzip.eval.texts import read_text
+from neuzip.formats.hub import log, resolve_source
+from neuzip.runtime.attention_choice import choose
+from neuzip.runtime.generate import Generation, choose_device
+from neuzip.runtime.generate import generate as generate_from
+from neuzip.runtime.generate import prepare as prepare_prompt
+from neuzip.runtime.load import load_model
+from neuzip.runtime.requirements import require_quantisable
+from neuzip.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from neuzip.compress.device import AnyDevice
+    from neuzip.eval.convention_names import Name
+
+Residency = Literal["dense", "packed", "ans"]
+Attention = Literal["recorded", "none", "8bit", "4bit"]
+Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
+
+
+def generate(
+    model: PreTrainedModel | str | os.PathLike[str],
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    system: str | None = None,
+    stop: str | Sequence[str] = (),
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    kv_bits: Literal[3, 4, 8] | None = None,
+    residency: Residency = "dense",
+    activations: Activations | None = None,
+    attention: Attention = "recorded",
+    device: AnyDevice = "auto",
+    graph: bool = True,
+    on_text: Callable[[str], None] | None = None,
+) -> Generation:
+    """Generate text from a prompt, with a loaded model or with a checkpoint, plain or compressed.
+
+    `model` is what `load_model` returned, or a folder, or a Hub id. A checkpoint is loaded with `residency`,
+    `activations` and `attention` onto `device`; a loaded model has its own, and those are refused. A loaded
+    model's tokenizer is read from where the model came from.
+
+    `chat` puts the prompt into the tokenizer's chat template; a `system` prompt comes first there and implies
+    `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
+    strings `stop`. `temperature` 0 is greedy. Above 0 tokens are sampled from the `top_k` most likely ones
+    (0: all), from the nucleus of probability `top_p`, and from those at least `min_p` times as likely as the
+    most likely one; the same `seed` gives the same tokens. `kv_bits` quantises the KV cache. `graph` replays
+    steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
+
+    The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
+    for parameters that are wrong, and NeuzipError for what is no model that generates text.
+    """
+    if isinstance(model, str | os.PathLike):
+        path = resolve_source(model, note=log)
+        place = choose_device(device)
+        task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
+        mode = require_quantisable(activations, residency)
+        live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
+        choose(live, attention)
+    else:
+        _refuse_of_loaded(
+            residency=residency != "dense", activations=activations is not None,
+            attention=attention != "recorded", device=device not in ("auto", None),
+        )  # fmt: skip
+        live = model
+        path = resolve_source(_origin(live), note=log)
+        task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
+    return generate_from(
+        live, task, sampling=Sampling(temperature, top_k, top_p, min_p), seed=seed,
+        stop=[stop] if isinstance(stop, str) else stop, kv_bits=kv_bits,
+        on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
+    )  # fmt: skip
+
+
+def evaluate(
+    source: str | os.PathLike[str],
+    *,
+    text: str | os.PathLike[str],
+    original: str | os.PathLike[str] | None = None,
+    conventions: Sequence[Name] | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    device: AnyDevice = "auto",
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    residency: Residency = "dense",
+    activations: Activations | None = None,
+    kv_bits: Literal[3, 4, 8] | None = None,
+    attention: Attention = "recorded",
+) -> Evaluation:
+    """Measure the perplexity of a model on a text, and its KL divergence from the original.
+
+    `source` is a folder or a Hub id, plain or compressed. `text` is a UTF-8 file, a folder of them, a dataset
+    of the Hub, or "demo". With the `original`, both models are evaluated and compared token by token.
+
+    `conventions` are the ways to cut the text and to average, all that it is long enough for if None;
+    `window` is the number of tokens predicted per window, `stride` the distance between strided windows, and
+    `max_tokens` the number of tokens of the text that are predicted. `device_map` spreads each model over all
+    GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
+    `activations`, `kv_bits` and `attention` say how the model of `source` runs, not the original.
+
+    The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
+    token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
+    what is no model that predicts text.
+    """
+    mode = require_quantisable(activations, residency)
+    sources = [source] if original is None else [original, source]
+    paths = [resolve_source(one, note=log) for one in sources]
+    task = prepare(
+        paths, read_text(os.fspath(text)), conventions=conventions, window=window, stride=stride,
+        max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
+        activations=mode, kv_bits=kv_bits, attention=attention,
+    )  # fmt: skip
+    return evaluate_task(task, divergence=original is not None)
+
+
+def _origin(model: PreTrainedModel) -> str:
+    """Where a loaded model came from: its folder or its Hub id. Raises UsageError."""
+    origin = model.config.name_or_path
+    if not origin:
+        raise UsageError(
+            "`model` does not say which checkpoint it came from, so its tokenizer cannot be found",
+            "load it with neuzip.load_model, or give the checkpoint itself",
+        )
+    return str(origin)
+
+
+def _refuse_of_loaded(**given: bool) -> None:
+    """Raise UsageError for parameters that say how to load a model which is loaded already."""
+    for name, was_given in given.items():
+        if was_given:
+            raise UsageError(
+                f"`{name}` says how to load a checkpoint, and `model` is loaded already",
+                f"leave it out, or load the model with it: load_model(..., {name}=...)",
+            )

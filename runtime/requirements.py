@@ -1,0 +1,37 @@
+"""What can be asked of a model before it is loaded, and before torch is, which takes seconds."""
+
+from __future__ import annotations
+
+from neuzip.errors import UsageError
+
+
+def require_quantisable(activations: str | None, residency: str) -> str | None:
+    """The mode to load a model with. Raises UsageError for one that dense weights cannot have."""
+    if residency != "dense":
+        return activations
+    if activations not in (None, "none"):
+        raise UsageError(
+            f"`activations={activations!r}`: dense weights do not quantise activations",
+            "add `residency='packed'`, which keeps ternary weights in 2 bits",
+        )
+    return None
+
+
+def require_device(device: str, residency: str = "dense") -> None:
+    """Raise UsageError for a GPU that is wanted, by a residency or by itself, and is not there.
+
+    Whether torch finds the GPU too shows when it is chosen.
+    """
+    if device != "cuda" and residency != "ans":
+        return
+    from neuzip.compress.device import driver_devices
+
+    missing = not driver_devices()
+    if residency == "ans" and (missing or device == "cpu"):
+        found = "and `device` is 'cpu'" if device == "cpu" else "and NVIDIA's driver finds no device"
+        raise UsageError(
+            f"`residency='ans'`: is decoded on a GPU, {found}",
+            "give `residency='packed'`, which runs on a CPU too",
+        )
+    if device == "cuda" and missing:
+        raise UsageError("`device='cuda'`: NVIDIA's driver finds no device", "use `device='cpu'`")
