@@ -16,7 +16,9 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ GROUPS = {
     "Inspect, compare and measure": ("inspect", "diff", "eval", "sweep", "bench", "layers"),
     "Run and export": ("generate", "patch-attention", "export"),
     "Make ternary and train": ("ternarize", "recover", "train"),
-    "Hub and help": ("push", "pull", "env", "demo"),
+    "Hub and help": ("push", "pull", "demo"),
 }
 
 HOW_TO = {
@@ -51,7 +53,7 @@ HOW_TO = {
     "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
     "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
-    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
+    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
@@ -229,26 +231,59 @@ def overview() -> str:
 
 def names() -> str:
     """Every public name of the package with its signature and its documentation."""
+    return "\n\n".join(documented(name, thing) for name, thing in public().items())
+
+
+def public() -> dict[str, Any]:
+    """The public names of the package and what they are."""
     import neuzip
 
-    public = [name for name in neuzip.__all__ if name != "__version__"]
-    return "\n\n".join(documented(name, getattr(neuzip, name)) for name in public)
+    return {name: getattr(neuzip, name) for name in neuzip.__all__ if name != "__version__"}
+
+
+def results() -> str:
+    """The classes that public functions return, with what is documented of them."""
+    wanted = {annotation(inspect.signature(thing).return_annotation) for thing in public().values()}
+    found = {name: class_called(name) for name in sorted(wanted - set(public())) if name.isidentifier()}
+    return "\n\n".join(documented(name, thing) for name, thing in found.items() if thing is not None)
+
+
+def class_called(name: str) -> Any:
+    """The class of the library that has a name; None if there is none, as for what other packages have."""
+    begins = re.compile(rf"^class {name}\b", re.MULTILINE)
+    for path in code_files():
+        if path.parts[len(ROOT.parts)] != "cli" and begins.search(path.read_text(encoding="utf-8")):
+            inner = path.relative_to(ROOT).with_suffix("").parts
+            parts = inner if inner[0] == "neuzip" else ("neuzip", *inner)
+            return getattr(import_module(".".join(part for part in parts if part != "__init__")), name)
+    return None
+
+
+def code_files() -> list[Path]:
+    """The package's files."""
+    folders = (path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))
+    return [*folders, ROOT / "neuzip_autoload.py"]
 
 
 def documented(name: str, thing: Any) -> str:
     """A section: the signature, the documentation, and of a class its public members."""
     lines = [f"### {name}", "", f"```text\n{signature(name, thing)}\n```", "", prose(thing)]
     for member, method in own_members(thing):
-        lines += ["", f"```text\n{signature(f'{name}.{member}', method)}\n```", "", prose(method)]
+        written_as = f"{name}.{member}"
+        if isinstance(method, property):
+            shown = f"{written_as}: {annotation(inspect.signature(method.fget).return_annotation)}"
+        else:
+            shown = signature(written_as, method)
+        lines += ["", f"```text\n{shown}\n```", "", prose(method)]
     return "\n".join(lines)
 
 
 def own_members(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Public methods of a class that are documented where they are written, in that order."""
-    for name, value in vars(thing).items() if inspect.isclass(thing) else ():
-        method = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if not name.startswith("_") and inspect.isfunction(method) and method.__doc__:
-            yield name, method
+    """Public methods and properties of a class that are documented where they are written, in that order."""
+    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+        shown = inspect.isfunction(member) or isinstance(member, property)
+        if shown and member.__doc__ and not name.startswith("_"):
+            yield name, member
 
 
 def signature(name: str, thing: Any) -> str:
@@ -293,12 +328,14 @@ def annotation(value: Any) -> str:
 
 
 def prose(thing: Any) -> str:
-    """A docstring as Markdown: code that is indented or a doctest becomes a block."""
+    """A docstring as Markdown: indented code, doctests, tables and lists of parameters become blocks."""
     text = inspect.getdoc(thing) or ""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text):
-        if paragraph.startswith(("    ", ">>>", "| ")):
-            paragraphs.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
+        if paragraph.startswith(("    ", ">>>", "| ")) or re.search(
+            r"^[\w.`\"]+(?: {2,}|\n {4,})\S", paragraph
+        ):
+            paragraphs.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
         else:
             paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
@@ -386,13 +423,15 @@ def environment(words: dict[str, str]) -> Callable[[], str]:
 
 def variables_of_code() -> set[str]:
     """Every environment variable that the package reads or sets."""
-    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {name for path in [*files, ROOT / "neuzip_autoload.py"] for name in variables(path)}
+    return {name for path in code_files() for name in variables(path)}
 
 
 def variables(path: Path) -> Iterator[str]:
     """The names by which a file's code looks into os.environ."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if "environ" not in text and "getenv" not in text:
+        return
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="get" | "setdefault" | "pop"), args=[key, *_]):
@@ -504,6 +543,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "overview": overview,
     "names": names,
+    "results": results,
     "json-frame": json_frame,
     "json-commands": json_commands,
     "json-objects": json_objects,

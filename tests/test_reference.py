@@ -50,8 +50,11 @@ def test_every_command_has_a_section_and_no_other(root: Path) -> None:
 
 
 def test_every_public_name_has_a_section(root: Path) -> None:
-    sections = re.findall(r"^### (\w+)$", page(root, "python"), re.MULTILINE)
+    functions, results = page(root, "python").split("\n## Results\n")
+    sections = re.findall(r"^### (\w+)$", functions, re.MULTILINE)
     assert sorted(sections) == sorted(set(neuzip.__all__) - {"__version__"})
+    returned = re.findall(r"-> (\w+(?:Report|Result|tion|Difference))$", functions, re.MULTILINE)
+    assert returned and set(re.findall(r"^### (\w+)$", results, re.MULTILINE)) >= set(returned)
 
 
 def test_every_key_of_train_is_there_with_its_default(root: Path) -> None:
