@@ -32,7 +32,7 @@ GENERATED = re.compile(r"<!-- (?:figures|reference): .*?<!-- end of (?:figures|r
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 ITEM = re.compile(r"\s*(?:[*-]|\d+\.) ")
-END = re.compile(r"(?<=[.!?])[)\"*_]*\s+(?=[A-Z`*\[\"(])|(?<=:)\s*$")
+END = re.compile(r"(?<=[.!?])[)\"*_]*\s+(?=[A-Z`*\[\"(]|neuzip\b|transformers\b)")
 
 
 def main() -> int:

@@ -41,12 +41,13 @@ def words(text: str) -> dict[str, str]:
 
 
 GROUPS = {
-    "Compress and restore": ("compress", "decompress", "apply", "verify"),
-    "Inspect, compare and measure": ("inspect", "diff", "eval", "sweep", "bench", "layers"),
-    "Run and export": ("generate", "patch-attention", "export"),
-    "Make ternary and train": ("ternarize", "recover", "train"),
-    "Hub and help": ("push", "pull", "demo"),
+    "Files": ("compress", "decompress", "verify", "inspect", "diff", "apply"),
+    "Hub": ("push", "pull"),
+    "Run and measure": ("generate", "eval", "bench", "sweep", "layers"),
+    "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
+    "Help": ("demo",),
 }
+"""The groups of the README, in its order."""
 
 HOW_TO = {
     "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas",

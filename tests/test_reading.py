@@ -12,7 +12,7 @@ import pytest
 
 PAGE = """# A heading is none
 
-One sentence here. Another with `code.x` and a [link](to/a.md). Is this one?
+One sentence here. neuzip is a name. Another with `code.x` and a [link](to/a.md). Is this one?
 It goes on in
 the next line!
 
@@ -48,6 +48,7 @@ def reading(root: Path) -> ModuleType:
 def test_sentences_are_running_text(reading: ModuleType) -> None:
     assert reading.sentences(PAGE) == [
         "One sentence here.",
+        "neuzip is a name.",
         "Another with `code.x` and a [link].",
         "Is this one?",
         "It goes on in the next line!",
