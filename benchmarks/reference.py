@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/reference from the code, so that none is copied by hand.
+"""Writes the generated parts of docs/reference and CHANGELOG.md from the code: none is copied by hand.
 
 python benchmarks/reference.py            # rewrite what is between the marks of every page
 python benchmarks/reference.py --check    # exit 1 if a page differs, and name it
@@ -29,6 +29,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
+CHANGELOG = ROOT / "CHANGELOG.md"
 HELP = ROOT / "tests" / "golden" / "help"
 CODE = ("cli", "compress", "eval", "formats", "kernels", "neuzip", "runtime", "train")
 MARKED = re.compile(r"(<!-- reference: ([\w-]+) -->\n).*?(<!-- end of reference -->)", re.DOTALL)
@@ -158,7 +159,7 @@ def main() -> int:
 
 def differing() -> dict[Path, str]:
     """The pages that are out of date, each with its text as it has to be."""
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
+    pages = {page: page.read_text(encoding="utf-8") for page in (*sorted(PAGES.glob("*.md")), CHANGELOG)}
     made = {
         page: MARKED.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text) for page, text in pages.items()
     }
@@ -385,6 +386,23 @@ def keys_table(keys: Any) -> str:
 # Configuration
 
 
+def deprecated() -> str:
+    """Old names of options and keys, and what they are called now."""
+    from neuzip.cli.deprecated import NAMES, VALUES
+    from neuzip.train.configuration import OLD
+
+    commands: dict[tuple[str, str], list[str]] = {}
+    for verb, renamed in NAMES.items():
+        for old, new in renamed.items():
+            commands.setdefault((old, new), []).append(verb)
+    for (verb, option, value), now in VALUES.items():
+        commands[f"{option} {value}", " ".join(now)] = [verb]
+    for old, new in OLD.items():
+        commands[old, new] = ["train, in its TOML file"]
+    rows = ((", ".join(verbs), f"`{old}`", f"`{new}`") for (old, new), verbs in commands.items())
+    return table("command | old | new", rows)
+
+
 def plan_keys() -> str:
     """The keys of a rule in a plan file."""
     from neuzip.compress.scheme import _KEYS
@@ -548,6 +566,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "json-frame": json_frame,
     "json-commands": json_commands,
     "json-objects": json_objects,
+    "deprecated": deprecated,
     "plan-keys": plan_keys,
     "train-keys": train_keys,
     "own-variables": environment(OWN),
