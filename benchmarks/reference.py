@@ -527,11 +527,16 @@ def versions() -> str:
     """The ranges that pyproject.toml states."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rows = [("Python", project["requires-python"])]
-    for requirement in project["dependencies"]:
+    extras = [
+        f"{requirement}; extra `{name}`"
+        for name, wanted in project["optional-dependencies"].items()
+        for requirement in wanted
+    ]
+    for requirement in [*project["dependencies"], *extras]:
         found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?\s*([^;]*)", requirement)
         assert found, requirement
         condition = requirement.partition(";")[2].strip()
-        rows.append((f"{found[1]}{f' (if {condition})' if condition else ''}", found[2].strip() or "any"))
+        rows.append((f"{found[1]}{f' ({condition})' if condition else ''}", found[2].strip() or "any"))
     return table(
         "package | version", ((name, f"`{wanted}`" if wanted != "any" else wanted) for name, wanted in rows)
     )
