@@ -65,11 +65,6 @@ def layers_to_drop(
     option = f"--drop-layers {text}"
     if text != "auto" and not (text.isdecimal() and 0 < int(text) < 10_000):
         raise UsageError(f"{option}: is no number of layers", "give a number from 1 on, auto, or none")
-    if goal is None:
-        raise UsageError(
-            f"{option}: needs a target that says what may be lost",
-            "add --max-kld, --max-ppl-increase or --target-size; neuzip layers --drop does without",
-        )
     if excluded is not None:
         raise UsageError(f"{option} excludes {excluded}", _HINTS[excluded])
     if text == "auto" and sensitivity == "weights":
@@ -205,7 +200,9 @@ def find(out: Output, asked: Asked) -> Found:
 
     found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
-        out.status(f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats a token")
+        out.status(
+            f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats per token"
+        )
     if any(scheme != "lossless" for scheme, _ in found.schemes):
         out.status("a real run tries plans and corrects them")
     return found
@@ -240,7 +237,7 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
     if delivered.run is not None:
         c = delivered.run.comparison
         rows = [
-            ["max-kld", "mean KLD, nats a token", _pm(c.kld.mean, 5)],
+            ["max-kld", "mean KLD, nats per token", _pm(c.kld.mean, 5)],
             ["max-ppl-increase", "perplexity", _percent_pm(c.perplexity_ratio)],
         ]
     rows.append(["target-size", "weight files", size])

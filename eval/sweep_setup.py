@@ -45,13 +45,15 @@ class SweepScheme:
         return rules_of_options(self.mantissa_bits, str(self.block_size) if self.block_size else "none")
 
 
-def parse_schemes(schemes: str, blocks: str) -> list[SweepScheme]:
-    """The rows that --schemes and --blocks ask for, each once. Raises UsageError.
+def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
+    """The rows that --schemes and --blocks (None: BLOCKS) ask for, each once. Raises UsageError.
 
     >>> [s.label for s in parse_schemes("lossless,k3,k0b64", "32,512")]
     ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64']
     """
-    sizes = [_block_size("--blocks", size) for size in blocks.split(",") if size]
+    sizes = [
+        _block_size("--blocks", size) for size in (BLOCKS if blocks is None else blocks).split(",") if size
+    ]
     found: list[SweepScheme] = []
     for name in filter(None, (part.strip() for part in schemes.split(","))):
         parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
@@ -65,6 +67,11 @@ def parse_schemes(schemes: str, blocks: str) -> list[SweepScheme]:
             found.append(SweepScheme(int(parts[1]), _block_size("--schemes", parts[2])))
         else:
             found += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
+    if blocks and not any(one.mantissa_bits is not None for one in found if one.block_size is None):
+        raise UsageError(
+            f"--blocks {blocks} has no effect: no scheme of {schemes} has mantissa bits and no block size",
+            "add one such as k3, or leave out --blocks",
+        )
     if not found:
         raise UsageError("--schemes: names none", f"for example --schemes {SCHEMES}")
     for scheme in found:

@@ -315,6 +315,9 @@ GIVEN: dict[str, Any] = {"model": "m", "text": ["a"], "output": "o", "steps": 1,
         ({"model": None}, "one of model and scratch", "begins anew"),
         ({"scratch": "c"}, "one of model and scratch", "begins anew"),
         ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
+        ({"dtype": "float32"}, "dtype has no effect with model", "leave out dtype"),
+        ({"schedule": "constant", "min_lr_ratio": 0}, "min_lr_ratio has no effect", "leave out min_lr_ratio"),
+        ({"max_grad_norm": 0, "clipping": "running"}, "clipping has no effect", "leave out clipping"),
     ],
 )
 def test_configurations_without_sense_are_refused(changes: dict[str, Any], problem: str, hint: str) -> None:
