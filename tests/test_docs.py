@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import math
 import os
@@ -22,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ def name_of(page: Path) -> str:
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
 REASONS = ("network", "gpu", "several", "long", "yours")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+_spec = importlib.util.spec_from_file_location("reading", ROOT / "benchmarks" / "reading.py")
+assert _spec is not None and _spec.loader is not None
+reading = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reading)
 
 WRITTEN_WITH = (3, 11)
 """The Python whose output the pages show: the built-in text is part of its documentation."""
@@ -341,6 +348,33 @@ def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if ROOT / "docs" in page.parents]
     assert [name for name in names if f"]({name})" not in index] == ["README.md"]
+
+
+def test_nothing_is_said_twice():
+    """A sentence, or a row of a table, of more than 60 characters has one home; other pages link to it."""
+    homes = defaultdict(set)
+    for page in (ROOT / "README.md", *PAGES):
+        for line in said_on(page.read_text(encoding="utf-8")):
+            if len(line) > 60:
+                homes[line].add(page.relative_to(ROOT).as_posix())
+    assert {line: sorted(pages) for line, pages in homes.items() if len(pages) > 1} == {}
+
+
+def said_on(text: str) -> list[str]:
+    """The sentences of a page and the rows of its tables, but for what is generated and for code."""
+    written = FENCE.sub("", reading.GENERATED.sub("", text))
+    rows = [re.sub(r"\]\([^)]*\)", "]", line) for line in written.splitlines() if line.startswith("|")]
+    return [*reading.sentences(text), *rows]
+
+
+def test_a_sentence_is_found_however_it_is_broken_into_lines():
+    first = "# A\n\nThis sentence is long enough to be seen as one that stands on two pages. Next.\n"
+    second = "* This sentence is long enough\n  to be seen as one that stands on two pages.\n"
+    assert set(said_on(first)) & set(said_on(second)) == {
+        "This sentence is long enough to be seen as one that stands on two pages."
+    }
+    page = "| a [b](c.md) |\n```text\n| d |\n```\n<!-- figures: x -->\n| e |\n<!-- end of figures -->\n"
+    assert said_on(page) == ["| a [b] |"]
 
 
 @pytest.mark.parametrize("script", ["docs_figures", "pictures"])
