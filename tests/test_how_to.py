@@ -1,4 +1,7 @@
-"""The commands that pages of docs/ name in running text and in tables exist; tests/test_docs.py has their blocks."""
+"""Running text and tables of README.md and docs/: their commands exist, their words are those of the field.
+
+tests/test_docs.py looks at the blocks of code.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
+from words import private_words
+
 from neuzip.cli.commands import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +25,9 @@ def named_in(text: str) -> list[tuple[str, set[str]]]:
 
 
 def test_commands_in_running_text_are_found():
-    text = "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    text = (
+        "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    )
     assert named_in(text) == [("compress", {"--max-kld"}), ("env", set())]
 
 
@@ -31,3 +38,12 @@ def test_commands_in_running_text_exist(page: Path):
         known = (ROOT / "tests" / "golden" / "help" / f"{verb}.txt").read_text(encoding="utf-8")
         unknown = options - set(re.findall(r"--[a-z][\w-]*", known))
         assert not unknown, f"{page.name}: {verb} has no {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name in ("how-to", "explanation")],
+    ids=lambda page: page.stem,
+)  # fmt: skip
+def test_pages_use_the_words_of_the_field(page: Path):
+    found = private_words(FENCED.sub("", page.read_text(encoding="utf-8")))
+    assert found == [], f"{page.name}: {found}"
