@@ -44,7 +44,7 @@ lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format --check" && $(BIN)/ruff format --quiet --check .
-	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py
+	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py tests/test_api.py
 	@echo "lint: import contracts" && cd .typing && \
 	  { said=$$(../$(BIN)/lint-imports --config ../pyproject.toml --no-cache) || { echo "$$said"; exit 1; }; }
 

@@ -146,7 +146,7 @@ class Gpu:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_card)
         except RuntimeError as error:
             raise NeuzipError(
-                f"the host has no {nbytes} bytes that {self.device} could use", "give --device cpu"
+                f"the host has no {nbytes} bytes that {self.device} could use", "give `device='cpu'`"
             ) from error
 
     @contextmanager
@@ -170,7 +170,8 @@ class Gpu:
                 yield
         except torch.OutOfMemoryError as error:
             raise NeuzipError(
-                f"{self.device} has too little free memory", "give --device cpu, or end what else runs there"
+                f"{self.device} has too little free memory",
+                "give `device='cpu'`, or end what else runs there",
             ) from error
 
     @staticmethod

@@ -114,7 +114,7 @@ def test_few_weights_never_ask_for_a_gpu(monkeypatch):
 def test_auto_without_a_driver_is_the_cpu_and_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "driver_devices", lambda: 0)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(NeuzipError, match="--device cuda: NVIDIA's driver finds no device"):
+    with pytest.raises(NeuzipError, match="`device='cuda'`: NVIDIA's driver finds no device"):
         choose("cuda", 0)
 
 

@@ -25,6 +25,7 @@ SECRET = "hf_nobodysTokenNobodysToken"
 def test_all_modes(in_all_modes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env, "VARIABLES", [name for name in env.VARIABLES if name != "COLUMNS"])
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("https_proxy", f"http://ann:{SECRET}@proxy")
     said = in_all_modes("env")
@@ -42,7 +43,7 @@ def test_all_modes(in_all_modes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_is_not_there(neuzip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "PACKAGES", ("numba", "no-such-package"))
+    monkeypatch.setattr(env, "LIBRARIES", ("numba", "no-such-package"))
     assert "no-such-package  not installed" in neuzip("env").stdout
     assert json.loads(neuzip("env", "--json").stdout)["packages"]["no-such-package"] is None
 

@@ -374,7 +374,7 @@ def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Spea
     src = model.rename(tmp_path / "a; rm -rf b")
     hint = neuzip("push", src, "me/x").stderr.splitlines()[-1]
     assert shlex.split(hint)[-4:] == ["neuzip", "compress", str(src), "DST"]
-    with pytest.raises(UsageError, match="--revision: 'v1; id' cannot be named in an id"):
+    with pytest.raises(UsageError, match="`revision`: 'v1; id' cannot be named in an id"):
         plan_push(tmp_path / "same", "me/x", revision="v1; id")
 
 

@@ -23,7 +23,7 @@ EXAMPLES = [
     "neuzip env --json",
 ]
 
-PACKAGES = (
+LIBRARIES = (
     "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "numba", "llvmlite", "numpy",
     "safetensors", "xxhash", "huggingface_hub", "hf-xet", "typer", "rich", "matplotlib", "jinja2", "lm-eval",
     "datasets",
@@ -33,7 +33,7 @@ PACKAGES = (
 VARIABLES = (
     "NEUZIP_AUTOLOAD", "NEUZIP_DEBUG", "NEUZIP_NO_PROGRESS",
     "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_INFERENCE_ENDPOINT", "HF_TOKEN",
-    "HF_XET_CHUNK_CACHE_SIZE_BYTES", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "TERM",
+    "HF_XET_CHUNK_CACHE_SIZE_BYTES", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "COLUMNS", "TERM",
     "TQDM_DISABLE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
     "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -53,7 +53,7 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
 
     how, commit = installed()
     there = {name.upper() for name in os.environ}  # proxies are named in small letters too
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: _version(name) for name in LIBRARIES}
     driver = machine.nvidia_driver()
     found: dict[str, object] = {
         "installed": how,
