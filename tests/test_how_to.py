@@ -20,7 +20,9 @@ def named_in(text: str) -> list[tuple[str, set[str]]]:
 
 
 def test_commands_in_running_text_are_found():
-    text = "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    text = (
+        "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    )
     assert named_in(text) == [("compress", {"--max-kld"}), ("env", set())]
 
 
