@@ -16,7 +16,7 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick mutate fuzz lowest file-tool lint format install links clean
+.PHONY: help demo test quick mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10
 
 file-tool: ## Try the installation without torch, as the README shows it
 	@folder=$$(mktemp -d) && $(PYTHON) tests/file_tool.py $$folder/file-tool && rm -rf $$folder
+
+release: $(VENV)/.developed ## Build sdist and wheel into dist (REPOSITORY=https://HOST/OWNER/NAME)
+	@$(BIN)/python .ci/release.py "$(REPOSITORY)"
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
