@@ -11,7 +11,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def figure_text(figure: Estimate | None) -> str:
-    """A figure to four digits, or more if its standard error has two only then, as the terminal tells it.
+    """A figure to two digits of its standard error, to four digits without one.
 
     >>> [figure_text(Estimate(*f)) for f in ((105.4071, 0.9432), (2.13e-5, 4e-7), (26.381, 3e-4))]
     ['105.41 ± 0.94', '(2.130 ± 0.040) × 10⁻⁵', '26.38100 ± 0.00030']
@@ -30,7 +30,7 @@ def figure_text(figure: Estimate | None) -> str:
     shown = f"{value / 10.0**scale:,.{digits}f}"
     if error is not None and known:
         error /= 10.0**scale
-        digits = min(max(digits, 1 - math.floor(math.log10(error))), 9) if error else digits
+        digits = min(max(0, 1 - math.floor(math.log10(error))), 9) if error else digits
         shown = f"{value / 10.0**scale:,.{digits}f} ± {error:,.{digits}f}" if error else f"{shown} ± 0"
     if not scale:
         return shown

@@ -424,19 +424,6 @@ def test_overwrite_replaces_a_run_and_nothing_beside_it(
     assert (out / "notes.txt").read_text() == "mine" and (out / "model").is_dir()
 
 
-def test_the_manual_has_every_key_with_its_default(root: Path) -> None:
-    page = (root / "docs" / "explanation" / "training.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE)
-    fields = {field.name: field for field in dataclasses.fields(configuration.Configuration)}
-    assert sorted(name for name, _ in rows) == sorted(fields)
-    for name, told in rows:
-        default = fields[name].default
-        if default is dataclasses.MISSING:
-            assert told == "", name
-        else:
-            assert told == ("none" if default is None else json.dumps(default)), name
-
-
 def test_help_names_every_key(neuzip: Speak) -> None:
     said = neuzip("train", "--help").stdout
     words = set(re.findall(r"\w+", said[said.index("A run.toml:") :]))
