@@ -97,7 +97,9 @@ def find(out: Output, asked: Asked) -> Found:
 
     found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
-        out.status(f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats a token")
+        out.status(
+            f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats per token"
+        )
     if any(scheme != "lossless" for scheme, _ in found.schemes):
         out.status("a real run tries plans and corrects them")
     return found
@@ -132,7 +134,7 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
     if delivered.run is not None:
         c = delivered.run.comparison
         rows = [
-            ["max-kld", "mean KLD, nats a token", _pm(c.kld.mean, 5)],
+            ["max-kld", "mean KLD, nats per token", _pm(c.kld.mean, 5)],
             ["max-ppl-increase", "perplexity", _percent_pm(c.perplexity_ratio)],
         ]
     rows.append(["target-size", "weight files", size])

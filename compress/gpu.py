@@ -26,8 +26,9 @@ import torch
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import Bits, FloatFormat
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.rans import triton_decode, triton_encode
-from neuzip.kernels.rans.triton_decode import ALIGNMENT, PATTERNS, CodedTensor
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -205,7 +206,7 @@ class Coder:
     def finish(self) -> Coded:
         """Code what was sent. To be called once."""
         with self._gpu._in(self._gpu._coding):
-            with triton_decode.LAUNCHING:
+            with LAUNCHING:
                 encoded = triton_encode.encode(self._bits, self._fmt)
             del self._bits
             index, words = self._fetch(encoded.index), self._fetch(encoded.words)

@@ -397,7 +397,7 @@ def _draw(found: Sweep, title: str) -> Figure:
     said = f"{visible(found.text)}: {tokens:,} tokens, {found.rule}"
     figure.text(0.04, 0.885, said, color=MUTED, size=10, va="center", parse_math=False)
     panels = (
-        (0.075, "KL divergence from the original, nats a token", _divergences),
+        (0.075, "KL divergence from the original, nats per token", _divergences),
         (0.565, "Perplexity, token-level", _perplexities),
     )
     for left, name, panel in panels:

@@ -29,6 +29,7 @@ from neuzip.errors import (
 )
 
 from .card_evaluation import read_evaluation
+from .card_text import ENDING
 from .checkpoint import (
     CHUNK,
     MANIFEST_PATH,
@@ -52,7 +53,7 @@ from .hub_connection import (
     transport_errors,
 )
 from .manifest import is_safe_path
-from .model_card import CARD, ENDING, model_card
+from .model_card import CARD, model_card
 from .private_files import private_files, refuse_private
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from neuzip.compress.restore import DecompressionReport
 from neuzip.compress.scheme import Rule, ternary_of_options
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.verify import VerifyReport, unseen
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 from neuzip.formats.hub import (
     Pushed,
@@ -157,6 +158,8 @@ def compress_checkpoint(
         )  # fmt: skip
     refuse_without_ternary(said, rules)
     _require_jobs(jobs)
+    if goal is not None:
+        require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
     if hub_id(source) is not None:
         refuse_unless_made(dst, overwrite)
@@ -292,6 +295,7 @@ def export_checkpoint(
     Raises UsageError for parameters that `to` does not have, WouldOverwrite, and NeuzipError for a model that
     has nothing ternary or that the engine cannot hold.
     """
+    require("export_checkpoint", "torch")
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)

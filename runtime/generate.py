@@ -27,7 +27,7 @@ from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import parse_json
-from neuzip.kernels.step import can_find, triton_step
+from neuzip.kernels.step import can_find
 
 from . import buffers
 from .fused_step import FusedStep, same_bits
@@ -157,6 +157,9 @@ def choose_device(device: AnyDevice) -> torch.device:
         return torch.device("cpu")
     if not found:
         raise UsageError(f"`device={option!r}`: torch finds no CUDA device", "use `device='cpu'`")
+    from neuzip.kernels.triton_release import require_triton
+
+    require_triton()
     from neuzip.kernels.triton_cache import make_optional
 
     make_optional()
@@ -431,6 +434,8 @@ def _decode(decoder: GreedyDecoder, prompt: Prompt, sampling: Sampling, stream: 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
     """The token of the largest logit of each row of [batch, words]: of equal ones the first."""
     if logits.is_cuda and can_find(logits):
+        from neuzip.kernels.step import triton_step
+
         return triton_step.largest(logits)  # torch has a row in one block, which takes 35 us
     return logits.argmax(dim=-1)
 

@@ -316,7 +316,6 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (["--drop-layers", "auto"], "needs a target"),
         (["--max-kld", "0.1", "--drop-layers", "0"], "is no number of layers"),
         (["--max-kld", "0.1", "--drop-layers", "all"], "is no number of layers"),
         (["--max-kld", "0.1", "--drop-layers", "1", "--dry-run"], "excludes --dry-run"),

@@ -911,8 +911,6 @@ def test_online_takes_the_one_class_that_can(models, tmp_path: Path, neuzip) -> 
     ("options", "message"),
     [
         (["--to", "gguf"], "one file"),
-        (["--to", "compressed-tensors", "--gguf-type", "q2_0"], "--gguf-type is for --to gguf"),
-        (["--to", "gguf", "--mode", "online"], "--mode is for --to transformers-bitnet"),
         (
             ["--to", "transformers-bitnet", "--mode", "online", "--linear-class", "bitlinear"],
             "--mode online needs autobitlinear",

@@ -24,10 +24,11 @@ from neuzip.compress.export import Gguf, export
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval import histograms, pictures
+from neuzip.formats.card_text import shown_command
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.hub import plan_push
-from neuzip.formats.model_card import model_card, shown_command, split_card
+from neuzip.formats.model_card import model_card, split_card
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "SECURITY.md").read_text(encoding="utf-8")

@@ -764,7 +764,6 @@ def test_what_exists_is_refused_before_a_repository_is_made(
         (["--stream", "--max-kld", "0.1"], "--stream and --max-kld exclude each other"),
         (["--push-to", "me/nz", "--no-verify"], "--push-to and --no-verify exclude each other"),
         (["--push-to", "nz"], "--push-to: 'nz' has not the form owner/name or owner/name@branch"),
-        (["--private"], "--private is for --push-to"),
     ],
 )
 def test_options_that_exclude_each_other(neuzip: Any, tmp_path: Path, options: list[str], problem: str):

@@ -20,6 +20,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seco
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,33 +30,33 @@ if TYPE_CHECKING:
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.2-1B llama.nz --dry-run",
-    "neuzip compress my-model small --mantissa-bits 3 --block-size 512",
-    "neuzip compress my-model small --mantissa-bits 3 --bits-for '*embed*=4'",
+    "neuzip compress my-model small -k 3 --block-size 512",
+    "neuzip compress my-model small -k 3 --bits-for '*embed*=4'",
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
     "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
     "neuzip compress my-model fast --attention auto --text held-out.txt",
-    "neuzip compress my-bitnet small --ternary --ternary-group row",
+    "neuzip compress my-bitnet small --ternary",
     "neuzip compress my-model-tuned tuned.delta --base my-model",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.1-70B 70b.nz --stream --push-to me/70b-nz",
     "",
-    "A plan file has rules in order; the first whose glob matches a name decides:",
+    "A plan file lists rules; the first one whose glob matches a name applies:",
     "",
     "[[rule]]                      [[rule]]",
     'match = "*embed_tokens*"      match = "*"',
     'scheme = "lossless"           mantissa_bits = 3',
     "",
-    'A rule with scheme = "ternary" may set quantizer, group and packing too.',
-    "A target makes such a plan and writes it to DST.plan.toml.",
+    'A rule with scheme = "ternary" may also set quantizer, group and packing.',
+    "A target writes such a plan to DST.plan.toml.",
 ]
 
 GROUPS = {
-    "What is kept of weights (all, if nothing is said)": (
+    "Lossy compression (default: lossless)": (
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
-    "A target, which a plan is made for": (
+    "Choose precision automatically": (
         "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "drop_layers",
         "attention",
     ),
@@ -63,10 +64,26 @@ GROUPS = {
         "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
         "allow_destructive",
     ),
-    "From and to the Hub, and differences": (
+    "Hub and deltas": (
         "stream", "push_to", "private", "allow_private_files", "base",
     ),
 }  # fmt: skip
+
+TARGETS = ("--max-kld", "--max-ppl-increase", "--target-size")
+
+NEEDS = {
+    "--text": (*TARGETS, "--attention"),
+    "--sensitivity": TARGETS,
+    "--drop-layers": TARGETS,
+    "--block-size": ("--mantissa-bits", "--bits-for", *TARGETS),
+    "--ternary-quantizer": ("--ternary",),
+    "--ternary-group": ("--ternary",),
+    "--ternary-packing": ("--ternary",),
+    "--activations": ("--ternary", "--plan"),
+    "--allow-destructive": ("--ternary", "--plan"),
+    "--private": ("--push-to",),
+    "--allow-private-files": ("--push-to",),
+}
 
 WORTH_A_WORD = 1 << 16
 """Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
@@ -81,15 +98,16 @@ BitsForOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="GLOB=K",
-        help="Round matrices with these names to K bits instead; an embedding that is the output head too"
-        " deserves one more; repeatable",
+        help="Use K mantissa bits for matrices with matching names, such as one more for a tied embedding;"
+        " repeatable",
     ),
 ]
 BlockSize = Annotated[
     str,
     typer.Option(
         metavar="N|none",
-        help="Let N weights (8, 16, ... 16384) share a normaliser: larger, often closer",
+        help="Scale blocks of N weights (8, 16, ... 16384) so the largest is nearly exact; slightly larger"
+        " file, often lower error",
     ),
 ]
 
@@ -97,53 +115,57 @@ TernaryOption = Annotated[
     bool,
     typer.Option(
         "--ternary",
-        help="Store the linear weights of a model trained for it (*layers.*_proj.weight) as -1, 0 and 1 times"
-        " a scale; exact if that is what they are",
+        help="Store linear weights (*layers.*_proj.weight) as -1, 0, 1 times a scale; exact for ternary"
+        " models",
     ),
 ]
 QuantizerOption = Annotated[
     Literal["absmean", "absmean-clamped", "least-squares"],
     typer.Option(
         "--ternary-quantizer",
-        help="How weights that are not ternary yet are rounded; a bitnet checkpoint for online mode takes"
-        " absmean-clamped",
+        help="Rounding of weights that are not ternary yet; absmean-clamped for transformers' online bitnet"
+        " checkpoints",
     ),
 ]
 GroupOption = Annotated[
     str,
     typer.Option(
-        "--ternary-group", metavar="N|row|tensor", help="Let N weights of a row share a scale, or all"
+        "--ternary-group",
+        metavar="N|row|tensor",
+        help="Weights per scale: N of a row, a row, or the tensor; exactly ternary rows and tensors keep"
+        " theirs",
     ),
 ]
 PackingOption = Annotated[
     Literal["trits", "2bit"],
-    typer.Option("--ternary-packing", help="Store 5 weights a byte, or 4"),
+    typer.Option(
+        "--ternary-packing", help="Base-3 packing (5 weights per byte) or 2-bit packing (4 per byte)"
+    ),
 ]
 ActivationsOption = Annotated[
     Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
-    typer.Option(help="Say in config.json what inputs of ternary weights are quantised to when it runs"),
+    typer.Option(help="Activation quantisation to record in config.json, for inference"),
 ]
 AttentionOption = Annotated[
     options.AttentionMode | None,
     typer.Option(
         "--attention",
-        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --text",
+        help="Also choose the attention precision of each layer, as `neuzip patch-attention` does",
     ),
 ]
 DropLayersOption = Annotated[
     str,
     typer.Option(
         metavar="auto|N|none",
-        help="Let a target drop N whole layers, those missed least, or with auto as many as make the"
-        " result smaller or closer; what is left is another, shallower model",
+        help="Also drop the N least important layers, or as many as pay off (auto); the result is a"
+        " shallower model",
     ),
 ]
 StreamOption = Annotated[
     bool,
     typer.Option(
         "--stream",
-        help="Download, compress and delete a Hub id shard by shard: no more than two of its shards are on"
-        " the disk",
+        help="Download, compress and delete a Hub id shard by shard, with at most two shards on disk",
     ),
 ]
 PushToOption = Annotated[
@@ -151,25 +173,24 @@ PushToOption = Annotated[
     typer.Option(
         "--push-to",
         metavar="REPO_ID[@BRANCH]",
-        help="Upload each container when it is ready, to be seen when all are there; with --stream none stays"
-        " here",
+        help="Upload each compressed file as it is finished; readers see them when all are there. With"
+        " --stream nothing is kept here",
     ),
 ]
 BaseOption = Annotated[
     str | None,
     typer.Option(
         metavar="BASE",
-        help="Store what differs from BASE, a folder, file or Hub id that SRC grew out of; `neuzip apply`"
-        " restores it",
+        help="Store only the difference from BASE (folder, file or Hub id); `neuzip apply` restores SRC",
         show_default=False,
     ),
 ]
 PrivateOption = Annotated[
-    bool, typer.Option("--private", help="Let nobody else see what --push-to makes, if it is new")
+    bool, typer.Option("--private", help="Create the repository of --push-to as private")
 ]
 DestructiveOption = Annotated[
     bool,
-    typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
+    typer.Option("--allow-destructive", help="Round weights that are not ternary; ruins most models"),
 ]
 
 
@@ -179,38 +200,47 @@ def command(
     mantissa_bits: Annotated[
         int | None,
         typer.Option(
-            metavar="K", min=0, help="Round matrices to K mantissa bits (bf16 has 7); lossless if not given"
+            "--mantissa-bits",
+            "-k",
+            metavar="K",
+            min=0,
+            help="Round matrices to K mantissa bits (bf16 has 7)",
         ),
     ] = None,
     bits_for: BitsForOption = None,
     block_size: BlockSize = "none",
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Choose schemes by the rules in a TOML file")
+        Path | None, typer.Option(metavar="FILE", help="Use the per-tensor rules of a TOML file, see below")
     ] = None,
     max_kld: Annotated[
         str | None,
-        typer.Option(metavar="NATS", help="Make it as small as this mean KL divergence a token allows"),
+        typer.Option(
+            metavar="NATS", help="Smallest result with a mean KL divergence of at most NATS per token"
+        ),
     ] = None,
     max_ppl_increase: Annotated[
-        str | None, typer.Option(metavar="P%", help="Make it as small as this rise of perplexity allows")
+        str | None,
+        typer.Option(metavar="P%", help="Smallest result with a perplexity increase of at most P %"),
     ] = None,
     target_size: Annotated[
         str | None,
-        typer.Option(metavar="P%|SIZE", help="Lose as little as weight files of this size allow: 60%, 6GiB"),
+        typer.Option(
+            metavar="P%|SIZE", help="Best quality with weight files of at most this size: 60%, 6GiB"
+        ),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
             "--text",
             metavar="TEXT",
-            help="Measure for a target, or --attention, on this text, as eval's --text; demo if not given",
+            help="Text to measure on, as for eval (default: demo)",
         ),
     ] = None,
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
-            help="How a target learns what each tensor bears: one pass for each, gradients, or the weights"
-            " alone; auto is measured on a GPU, fisher on a CPU"
+            help="How to estimate per-tensor sensitivity: one run per tensor, Fisher information, or weight"
+            " errors alone (no text needed with --target-size); auto is measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
     drop_layers: DropLayersOption = "none",
@@ -229,21 +259,20 @@ def command(
     private: PrivateOption = False,
     allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
-    verify: Annotated[
-        bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
-    ] = True,
+    verify: Annotated[bool, typer.Option(help="Decode every tensor and compare it with the original")] = True,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Compress a checkpoint, without loss unless told otherwise"""
+    """Compress a checkpoint, lossless by default"""
     out = Output(json=json, quiet=quiet)
     from neuzip.eval.target_values import one_goal
 
     goal = one_goal(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
+        require(f"`{goal.parameter}`" if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
     from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
