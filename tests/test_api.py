@@ -263,7 +263,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, max_kld=0.1, target_size="50%"),
         "`max_kld` and `target_size` exclude each other",
     ),
-    "no target": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, text="demo"), "`text` is for a target"),
+    "no target": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, text="demo"), "`text` has no effect without a target"),
     "no layers": (
         lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, drop_layers=-1, max_kld=1), "`drop_layers=-1`"
     ),
@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, allow_destructive=True), "`allow_destructive`"
     ),
     "export": (
-        lambda p: neuzip.export_checkpoint(CHECKPOINT, p, to="gguf", mode="online"), "`mode` is for"
+        lambda p: neuzip.export_checkpoint(CHECKPOINT, p, to="gguf", mode="online"), "`mode` has no effect"
     ),
     "loaded": (
         lambda p: neuzip.generate(neuzip.load_model(CHECKPOINT), "a", residency="packed"), "`residency` says"
@@ -382,6 +382,10 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             passed_over.add(id(node.value))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "shell":
             passed_over.update(id(argument) for argument in node.args)
+        if isinstance(node, ast.JoinedStr):
+            passed_over.update(id(part) for part in node.values)
+            parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield node.lineno, COMMAND.sub("", "".join(map(str, parts)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed_over:
             yield node.lineno, COMMAND.sub("", node.value)
