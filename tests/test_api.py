@@ -263,7 +263,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, max_kld=0.1, target_size="50%"),
         "`max_kld` and `target_size` exclude each other",
     ),
-    "no target": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, text="demo"), "`text` has no effect without a target"),
+    "no target": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, text="demo"), "`text` has no effect"),
     "no layers": (
         lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, drop_layers=-1, max_kld=1),
         "`drop_layers=-1`",
