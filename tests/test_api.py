@@ -248,6 +248,8 @@ def test_transformers_takes_a_config(lossless: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "device": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, device="gpu"), "`device='gpu'`"),
+    "before a download": (lambda p: neuzip.verify_checkpoint("org/nothing", device="gpu"), "`device='gpu'`"),
+    "threads": (lambda p: neuzip.diff_checkpoints("org/nothing", "org/none", jobs=-1), "`jobs=-1`"),
     "a flag": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, device=True), "`device=True`"),
     "jobs": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, jobs=0), "`jobs=0`"),
     "bits": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, mantissa_bits=99), "99 mantissa bits"),
