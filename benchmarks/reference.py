@@ -1,10 +1,10 @@
-"""Writes the generated parts of docs/reference from the code, so that none is copied by hand.
+"""Writes the generated parts of docs/reference and CHANGELOG.md from the code: none is copied by hand.
 
 python benchmarks/reference.py            # rewrite what is between the marks of every page
 python benchmarks/reference.py --check    # exit 1 if a page differs, and name it
 
-A page has `<!-- reference: NAME -->` and `<!-- end of reference -->` around what BLOCKS[NAME] gives. A command,
-a key, a variable or a dtype that has no words here stops the script, and so does one that has words and no
+A page has `<!-- reference: NAME -->` and `<!-- end of reference -->` around what BLOCKS[NAME] gives. A
+command, a key or a variable that has no words here stops the script, and so does one that has words and no
 longer exists.
 """
 
@@ -16,7 +16,9 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,106 +29,120 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
+CHANGELOG = ROOT / "CHANGELOG.md"
 HELP = ROOT / "tests" / "golden" / "help"
 CODE = ("cli", "compress", "eval", "formats", "kernels", "neuzip", "runtime", "train")
 MARKED = re.compile(r"(<!-- reference: ([\w-]+) -->\n).*?(<!-- end of reference -->)", re.DOTALL)
 
+
+def words(text: str) -> dict[str, str]:
+    """Lines `key = meaning`; a line that begins with a space continues the meaning."""
+    lines = re.sub(r"\n +", " ", text.strip()).splitlines()
+    return dict(line.split(" = ", 1) for line in lines)
+
+
 GROUPS = {
-    "Compress and restore": ("compress", "decompress", "apply", "verify"),
-    "Inspect, compare and measure": ("inspect", "diff", "eval", "sweep", "bench", "layers"),
-    "Run and export": ("generate", "patch-attention", "export"),
-    "Make ternary and train": ("ternarize", "recover", "train"),
-    "Hub and help": ("push", "pull", "env", "demo"),
+    "Files": ("compress", "decompress", "verify", "inspect", "diff", "apply"),
+    "Hub": ("push", "pull"),
+    "Run and measure": ("generate", "eval", "bench", "sweep", "layers"),
+    "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
+    "Help": ("demo",),
 }
+"""The groups of the README, in its order."""
 
 HOW_TO = {
-    "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas", "diff": "measure",
-    "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure", "bench": "run", "layers": "layers",
-    "generate": "run", "patch-attention": "cache-and-attention", "export": "ternary", "ternarize": "ternary",
-    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
+    "compress": "compress", "decompress": "compress", "verify": "compress", "apply": "deltas",
+    "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
+    "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
+    "export": "ternary", "ternarize": "ternary",
+    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
 
-PLAN_KEYS = {
-    "match": "glob on the tensor's name, required",
-    "scheme": '`"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is given, else '
-    '`"lossless"`',
-    "mantissa_bits": "mantissa bits to keep, 0 to 51; for `truncated`",
-    "block_size": "weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`",
-    "min_dimensions": "the rule applies only to tensors with at least this many dimensions",
-    "quantizer": '`"absmean"`, `"absmean-clamped"` or `"least-squares"`; for `ternary`',
-    "group": 'weights of a row that share a scale, or `"row"`; without it one scale per tensor; for `ternary`',
-    "packing": '`"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`',
-    "scale_dtype": '`"F32"` or `"F16"`; for `ternary`',
-}
+PLAN_KEYS = words("""
+match = glob on the tensor's name, required
+scheme = `"raw"`, `"lossless"`, `"truncated"` or `"ternary"`; `"truncated"` if `mantissa_bits` is
+    given, else `"lossless"`
+mantissa_bits = mantissa bits to keep, 0 to 51; for `truncated`
+block_size = weights that share a per-block scale, a power of two from 8 to 16,384; for `truncated`
+min_dimensions = the rule applies only to tensors with at least this many dimensions
+quantizer = `"absmean"`, `"absmean-clamped"` or `"least-squares"`; for `ternary`
+group = weights of a row that share a scale, or `"row"`; without it one scale per tensor; for
+    `ternary`
+packing = `"trits"` (1.6 bits per weight) or `"2bit"`; for `ternary`
+scale_dtype = `"F32"` or `"F16"`; for `ternary`
+""")
 
-TRAIN_KEYS = {
-    "model": "folder or Hub id of the model to train; leave it out if you give `scratch`",
-    "scratch": "path of a config.json; training starts from random weights",
-    "tokenizer": "folder with the tokenizer for `scratch`",
-    "text": "list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`",
-    "output": "folder for the model, checkpoints, log.jsonl, loss.svg and run.json",
-    "steps": "number of steps",
-    "lr": "peak learning rate",
-    "window": "tokens per window, with BOS if the tokenizer adds one; default: 512, or the model's maximum if that is "
-    "smaller",
-    "batch_size": "windows per step, over all processes",
-    "micro_batch_size": "windows that pass through a layer at once; default: all windows of a process",
-    "optimizer": '`"adamw8bit"`, `"adamw"`, `"sgd"` or `"sgd-stochastic"` (stochastic rounding)',
-    "optimizer_state": '`"plain"`, or `"lossless"` to hold the optimizer state losslessly compressed, with the same bits',
-    "weight_decay": "weight decay of matrices; default: the optimizer's own",
-    "schedule": 'learning rate schedule: `"cosine"`, `"linear"` or `"constant"`',
-    "warmup_steps": "steps of linear warm-up",
-    "min_lr_ratio": "final learning rate as a share of `lr`",
-    "max_grad_norm": "maximum global gradient norm; 0 disables clipping",
-    "clipping": '`"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the norm of the '
-    "step before",
-    "compressed": "hold the weights compressed while training; false trains plain weights (as LOMO does)",
-    "dtype": 'dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`',
-    "compress": "write the trained model as a compressed checkpoint",
-    "checkpoint_every": "steps between checkpoints; 0 writes one at the end",
-    "budget_minutes": "start no step after this time",
-    "seed": "seed of window order, dropout, stochastic rounding and random weights",
-    "device": '`"auto"`, `"cpu"` or `"cuda"`',
-    "filter_gradients": "on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy does; false "
-    "computes all gradients of the head",
-    "deterministic": "on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but slower",
-}
+TRAIN_KEYS = words("""
+model = folder or Hub id of the model to train; leave it out if you give `scratch`
+scratch = path of a config.json; training starts from random weights
+tokenizer = folder with the tokenizer for `scratch`
+text = list of files (.txt, .jsonl, .jsonl.gz), folders, `hf://datasets/...` or `demo`
+output = folder for the model, checkpoints, log.jsonl, loss.svg and run.json
+steps = number of steps
+lr = peak learning rate
+window = tokens per window, with BOS if the tokenizer adds one; default: 512, or the model's maximum
+    if that is smaller
+batch_size = windows per step, over all processes
+micro_batch_size = windows that pass through a layer at once; default: all windows of a process
+optimizer = `"adamw8bit"`, `"adamw"`, `"sgd"` or `"sgd-stochastic"` (stochastic rounding)
+optimizer_state = `"plain"`, or `"lossless"` to hold the optimizer state losslessly compressed, with
+    the same bits
+weight_decay = weight decay of matrices; default: the optimizer's own
+schedule = learning rate schedule: `"cosine"`, `"linear"` or `"constant"`
+warmup_steps = steps of linear warm-up
+min_lr_ratio = final learning rate as a share of `lr`
+max_grad_norm = maximum global gradient norm; 0 disables clipping
+clipping = `"two-pass"` clips by the exact norm with a second backward pass; `"running"` uses the
+    norm of the step before
+compressed = hold the weights compressed while training; false trains plain weights (as LOMO does)
+dtype = dtype of a model from `scratch`: `"bfloat16"`, `"float16"` or `"float32"`
+compress = write the trained model as a compressed checkpoint
+checkpoint_every = steps between checkpoints; 0 writes one at the end
+budget_minutes = start no step after this time
+seed = seed of window order, dropout, stochastic rounding and random weights
+device = `"auto"`, `"cpu"` or `"cuda"`
+filter_gradients = on a GPU, skip tiles of logits with negligible gradients, as Cut Cross-Entropy
+    does; false computes all gradients of the head
+deterministic = on a GPU, use deterministic algorithms: runs repeat and resume bit by bit, but
+    slower
+""")
 
-OWN = {
-    "NEUZIP_AUTOLOAD": "`0` stops `import torch` from importing neuzip; transformers then loads compressed folders only "
-    "after `import neuzip`",
-    "NEUZIP_DEBUG": "`1` shows the traceback of every error",
-    "NEUZIP_NO_PROGRESS": "`1` switches off progress bars and progress lines",
-}
+OWN = words("""
+NEUZIP_AUTOLOAD = `0` stops `import torch` from importing neuzip; transformers then loads compressed
+    folders only after `import neuzip`
+NEUZIP_DEBUG = `1` shows the traceback of every error
+NEUZIP_NO_PROGRESS = `1` switches off progress bars and progress lines
+""")
 """neuzip's own variables."""
 
-READ = {
-    "ALL_PROXY": "proxy; neuzip removes its password from messages",
-    "HTTP_PROXY": "proxy; neuzip removes its password from messages",
-    "HTTPS_PROXY": "proxy; neuzip removes its password from messages",
-    "FTP_PROXY": "proxy; neuzip removes its password from messages",
-    "HF_ENDPOINT": "address of the Hub, for a mirror; neuzip removes its password from messages",
-    "HF_INFERENCE_ENDPOINT": "neuzip removes its password from messages",
-    "LOCAL_RANK": "set by torchrun: the GPU of this process",
-    "LOCAL_WORLD_SIZE": "set by torchrun: the number of processes on this machine",
-    "MASTER_ADDR": "set by torchrun: the address at which the processes meet",
-    "MASTER_PORT": "set by torchrun: the port at which the processes meet",
-    "RANK": "set by torchrun: the number of this process",
-    "TERM": "`dumb` means that the terminal shows no progress bar",
-    "TORCHELASTIC_RESTART_COUNT": "set by torchrun: keeps restarted runs apart",
-    "WORLD_SIZE": "set by torchrun: the number of processes",
-}
+READ = words("""
+ALL_PROXY = proxy; neuzip removes its password from messages
+HTTP_PROXY = proxy; neuzip removes its password from messages
+HTTPS_PROXY = proxy; neuzip removes its password from messages
+FTP_PROXY = proxy; neuzip removes its password from messages
+HF_ENDPOINT = address of the Hub, for a mirror; neuzip removes its password from messages
+HF_INFERENCE_ENDPOINT = neuzip removes its password from messages
+LOCAL_RANK = set by torchrun: the GPU of this process
+LOCAL_WORLD_SIZE = set by torchrun: the number of processes on this machine
+MASTER_ADDR = set by torchrun: the address at which the processes meet
+MASTER_PORT = set by torchrun: the port at which the processes meet
+RANK = set by torchrun: the number of this process
+TERM = `dumb` means that the terminal shows no progress bar
+TORCHELASTIC_RESTART_COUNT = set by torchrun: keeps restarted runs apart
+WORLD_SIZE = set by torchrun: the number of processes
+""")
 """Variables of other programs that neuzip reads."""
 
-PRESET = {
-    "CUBLAS_WORKSPACE_CONFIG": "set to a fixed workspace if `deterministic` training needs one",
-    "HF_XET_CHUNK_CACHE_SIZE_BYTES": "set to 0 by `compress --stream`, so that the cache of chunks does not fill the disk",
-    "OMP_WAIT_POLICY": "set to `PASSIVE`, so that idle threads do not spin",
-    "TORCH_CPP_LOG_LEVEL": "set to `FATAL` under torchrun, because neuzip reports a lost process itself",
-    "TQDM_DISABLE": "set to 1 while `eval --tasks` runs, because neuzip shows the progress",
-}
+PRESET = words("""
+CUBLAS_WORKSPACE_CONFIG = set to a fixed workspace if `deterministic` training needs one
+HF_XET_CHUNK_CACHE_SIZE_BYTES = set to 0 by `compress --stream`, so that the cache of chunks does
+    not fill the disk
+OMP_WAIT_POLICY = set to `PASSIVE`, so that idle threads do not spin
+TORCH_CPP_LOG_LEVEL = set to `FATAL` under torchrun, because neuzip reports a lost process itself
+TQDM_DISABLE = set to 1 while `eval --tasks` runs, because neuzip shows the progress
+""")
 """Variables that neuzip sets unless you do."""
 
 
@@ -143,7 +159,7 @@ def main() -> int:
 
 def differing() -> dict[Path, str]:
     """The pages that are out of date, each with its text as it has to be."""
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
+    pages = {page: page.read_text(encoding="utf-8") for page in (*sorted(PAGES.glob("*.md")), CHANGELOG)}
     made = {
         page: MARKED.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text) for page, text in pages.items()
     }
@@ -217,26 +233,59 @@ def overview() -> str:
 
 def names() -> str:
     """Every public name of the package with its signature and its documentation."""
+    return "\n\n".join(documented(name, thing) for name, thing in public().items())
+
+
+def public() -> dict[str, Any]:
+    """The public names of the package and what they are."""
     import neuzip
 
-    public = [name for name in neuzip.__all__ if name != "__version__"]
-    return "\n\n".join(documented(name, getattr(neuzip, name)) for name in public)
+    return {name: getattr(neuzip, name) for name in neuzip.__all__ if name != "__version__"}
+
+
+def results() -> str:
+    """The classes that public functions return, with what is documented of them."""
+    wanted = {annotation(inspect.signature(thing).return_annotation) for thing in public().values()}
+    found = {name: class_called(name) for name in sorted(wanted - set(public())) if name.isidentifier()}
+    return "\n\n".join(documented(name, thing) for name, thing in found.items() if thing is not None)
+
+
+def class_called(name: str) -> Any:
+    """The class of the library that has a name; None if there is none, as for what other packages have."""
+    begins = re.compile(rf"^class {name}\b", re.MULTILINE)
+    for path in code_files():
+        if path.parts[len(ROOT.parts)] != "cli" and begins.search(path.read_text(encoding="utf-8")):
+            inner = path.relative_to(ROOT).with_suffix("").parts
+            parts = inner if inner[0] == "neuzip" else ("neuzip", *inner)
+            return getattr(import_module(".".join(part for part in parts if part != "__init__")), name)
+    return None
+
+
+def code_files() -> list[Path]:
+    """The package's files."""
+    folders = (path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")))
+    return [*folders, ROOT / "neuzip_autoload.py"]
 
 
 def documented(name: str, thing: Any) -> str:
     """A section: the signature, the documentation, and of a class its public members."""
     lines = [f"### {name}", "", f"```text\n{signature(name, thing)}\n```", "", prose(thing)]
     for member, method in own_members(thing):
-        lines += ["", f"```text\n{signature(f'{name}.{member}', method)}\n```", "", prose(method)]
+        written_as = f"{name}.{member}"
+        if isinstance(method, property):
+            shown = f"{written_as}: {annotation(inspect.signature(method.fget).return_annotation)}"
+        else:
+            shown = signature(written_as, method)
+        lines += ["", f"```text\n{shown}\n```", "", prose(method)]
     return "\n".join(lines)
 
 
 def own_members(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Public methods of a class that are documented where they are written, in that order."""
-    for name, value in vars(thing).items() if inspect.isclass(thing) else ():
-        method = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if not name.startswith("_") and inspect.isfunction(method) and method.__doc__:
-            yield name, method
+    """Public methods and properties of a class that are documented where they are written, in that order."""
+    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+        shown = inspect.isfunction(member) or isinstance(member, property)
+        if shown and member.__doc__ and not name.startswith("_"):
+            yield name, member
 
 
 def signature(name: str, thing: Any) -> str:
@@ -281,12 +330,14 @@ def annotation(value: Any) -> str:
 
 
 def prose(thing: Any) -> str:
-    """A docstring as Markdown: code that is indented or a doctest becomes a block."""
+    """A docstring as Markdown: indented code, doctests, tables and lists of parameters become blocks."""
     text = inspect.getdoc(thing) or ""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", text):
-        if paragraph.startswith(("    ", ">>>", "| ")):
-            paragraphs.append(f"```text\n{inspect.cleandoc(paragraph)}\n```")
+        if paragraph.startswith(("    ", ">>>", "| ")) or re.search(
+            r"^[\w.`\"]+(?: {2,}|\n {4,})\S", paragraph
+        ):
+            paragraphs.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
         else:
             paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
@@ -335,6 +386,23 @@ def keys_table(keys: Any) -> str:
 # Configuration
 
 
+def deprecated() -> str:
+    """Old names of options and keys, and what they are called now."""
+    from neuzip.cli.deprecated import NAMES, VALUES
+    from neuzip.train.configuration import OLD
+
+    commands: dict[tuple[str, str], list[str]] = {}
+    for verb, renamed in NAMES.items():
+        for old, new in renamed.items():
+            commands.setdefault((old, new), []).append(verb)
+    for (verb, option, value), now in VALUES.items():
+        commands[f"{option} {value}", " ".join(now)] = [verb]
+    for old, new in OLD.items():
+        commands[old, new] = ["train, in its TOML file"]
+    rows = ((", ".join(verbs), f"`{old}`", f"`{new}`") for (old, new), verbs in commands.items())
+    return table("command | old | new", rows)
+
+
 def plan_keys() -> str:
     """The keys of a rule in a plan file."""
     from neuzip.compress.scheme import _KEYS
@@ -374,13 +442,15 @@ def environment(words: dict[str, str]) -> Callable[[], str]:
 
 def variables_of_code() -> set[str]:
     """Every environment variable that the package reads or sets."""
-    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {name for path in [*files, ROOT / "neuzip_autoload.py"] for name in variables(path)}
+    return {name for path in code_files() for name in variables(path)}
 
 
 def variables(path: Path) -> Iterator[str]:
     """The names by which a file's code looks into os.environ."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if "environ" not in text and "getenv" not in text:
+        return
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="get" | "setdefault" | "pop"), args=[key, *_]):
@@ -449,19 +519,24 @@ def dtypes() -> str:
         rows[-1][2] = kept
     others = "integers, `BOOL`, 4-bit and 6-bit floats, `F8_E8M0`, complex, unknown dtypes"
     rows.append([others, "stored unchanged", "no", "no", "no", "no"])
-    heads = "dtype | lossless, delta | `--mantissa-bits` | `--block-size` | `--ternary` | `packed`, `ans` in memory"
-    return table(heads, rows)
+    options = "`--mantissa-bits` | `--block-size` | `--ternary`"
+    return table(f"dtype | lossless, delta | {options} | `packed`, `ans` in memory", rows)
 
 
 def versions() -> str:
     """The ranges that pyproject.toml states."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rows = [("Python", project["requires-python"])]
-    for requirement in project["dependencies"]:
+    extras = [
+        f"{requirement}; extra `{name}`"
+        for name, wanted in project["optional-dependencies"].items()
+        for requirement in wanted
+    ]
+    for requirement in [*project["dependencies"], *extras]:
         found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?\s*([^;]*)", requirement)
         assert found, requirement
         condition = requirement.partition(";")[2].strip()
-        rows.append((f"{found[1]}{f' (if {condition})' if condition else ''}", found[2].strip() or "any"))
+        rows.append((f"{found[1]}{f' ({condition})' if condition else ''}", found[2].strip() or "any"))
     return table(
         "package | version", ((name, f"`{wanted}`" if wanted != "any" else wanted) for name, wanted in rows)
     )
@@ -492,9 +567,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "overview": overview,
     "names": names,
+    "results": results,
     "json-frame": json_frame,
     "json-commands": json_commands,
     "json-objects": json_objects,
+    "deprecated": deprecated,
     "plan-keys": plan_keys,
     "train-keys": train_keys,
     "own-variables": environment(OWN),

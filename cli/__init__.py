@@ -8,7 +8,7 @@
 
 Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
 `--json` it holds one object, which has the key `error` if there is no result.
-`NEUZIP_DEBUG=1` adds the traceback.
+`-v` or `NEUZIP_DEBUG=1` adds the traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuzip.cli import commands
+from neuzip.cli import commands, tracebacks
+from neuzip.distribution import missing_package
 from neuzip.errors import (
     FULL,
     DiskFull,
@@ -58,19 +59,20 @@ def run(argv: Sequence[str] | None = None) -> int:
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
     make_streams_forgiving()
+    tracebacks.forget()
     try:
         refuse_the_other_neuzip()
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except NeuzipError as failure:
-        _traceback_if_wanted()
+        tracebacks.show()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
         hint = f"free some space; {GO_ON}" if goes_on else failure.hint
         error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
-        _traceback_if_wanted()
+        tracebacks.show()
         hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
         error("interrupted", hint, kind="Interrupted", exit_code=130)
         return 130
@@ -81,19 +83,22 @@ def run(argv: Sequence[str] | None = None) -> int:
     except Exception as failure:
         system = system_error(failure)
         if system is not None and system.errno in _NOT_OUR_FAULT:
-            _traceback_if_wanted()
+            tracebacks.show()
             place = f"{system.filename}: " if system.filename else ""
             error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
             return 1
-        shown = _traceback_if_wanted()
+        shown = tracebacks.show()
+        if (missing := missing_package(failure, f"neuzip {_verb(argv)}")) is not None:
+            error(missing.message, missing.hint, kind="MissingPackage", exit_code=missing.exit_code)
+            return missing.exit_code
         if is_out_of_memory(failure):
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
             error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
-            "this is a bug in neuzip; please report it"
-            + (" with the traceback above" if shown else "; NEUZIP_DEBUG=1 shows the traceback"),
+            "this is a bug in neuzip; please report it with the output of `neuzip env`"
+            + (" and the traceback above" if shown else "; -v shows the traceback"),
             kind=type(failure).__name__,
             exit_code=3,
         )
@@ -157,18 +162,6 @@ def _asks_for_json(argv: Sequence[str]) -> bool:
     """Whether `--json` is among the options, so that an error is told as JSON wherever it occurs."""
     options = argv[: list(argv).index("--")] if "--" in argv else argv
     return "--json" in options
-
-
-def _traceback_if_wanted() -> bool:
-    if os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
-        return False
-    import traceback
-
-    from neuzip.cli.output import printable
-    from neuzip.formats.hub_secrets import scrubbed
-
-    print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
-    return True
 
 
 def refuse_the_other_neuzip() -> None:

@@ -1,24 +1,34 @@
 """The Typer application: the options of `neuzip` itself, and every command in `neuzip.cli.commands`.
 
-A command with many options has GROUPS, by title the names of those that stand together on its help page.
+A command with many options has GROUPS, by title the names of those that are together on its help page. One
+with options that depend on others has NEEDS, see `neuzip.cli.needs`. One that can do nothing without packages
+that may be missing has PACKAGES, their modules.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
-from neuzip.cli import commands, deprecated
-from neuzip.cli.output import Output
+from neuzip.cli import commands, options
+from neuzip.cli.page import page
+
+EPILOG = """`neuzip COMMAND --help` shows the options and examples of a command.
+
+\b
+Environment variables:
+  NEUZIP_DEBUG=1        add the traceback to an error, as -v does
+  NEUZIP_NO_PROGRESS=1  show no progress
+  NEUZIP_AUTOLOAD=0     keep `import torch` from registering neuzip
+  HF_TOKEN, HF_HOME     access token and cache of the Hub, and all others of
+                        huggingface_hub"""
 
 
 def build_app() -> typer.Typer:
-    """Make the application. `commands/<verb>.py` holds a function `command`, EXAMPLES, and perhaps GROUPS."""
+    """Make the application. `commands/<verb>.py` has `command`, EXAMPLES, and perhaps the above."""
     app = typer.Typer(
         name="neuzip",
         rich_markup_mode=None,  # plain help, the same in a pipe and on a terminal
@@ -27,39 +37,14 @@ def build_app() -> typer.Typer:
         add_completion=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback(epilog="`neuzip COMMAND --help` shows a command's options and examples")(front)
+    app.callback(epilog=EPILOG)(front)
     for verb in commands.VERBS:
         module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
         whole = str(module.command.__doc__).partition("\n")[0]  # typer's own short help is cut off
-        page = _page(verb, getattr(module, "GROUPS", {}))
-        app.command(verb, cls=page, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
+        groups, needs, packages = (getattr(module, name, ()) for name in ("GROUPS", "NEEDS", "PACKAGES"))
+        kind = page(verb, dict(groups), dict(needs), packages)
+        app.command(verb, cls=kind, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
     return app
-
-
-def _page(verb: str, groups: Mapping[str, Sequence[str]]) -> type[TyperCommand]:
-    """A command whose help page has its options in groups; those of none come last."""
-    titles = {name: title for title, names in groups.items() for name in names}
-
-    class Page(TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
-            valued = {name for option in options if not option.is_flag for name in option.opts}
-            new = deprecated.renamed(verb, args, valued.__contains__, Output().warning)
-            return super().parse_args(ctx, new)
-
-        def format_options(self, ctx: Any, formatter: Any) -> None:
-            found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-            for parameter in self.get_params(ctx):
-                is_argument = parameter.param_type_name == "argument"
-                title = "Arguments" if is_argument else titles.get(str(parameter.name), "Options")
-                if (record := parameter.get_help_record(ctx)) is not None:
-                    found[title].append(record)
-            for title in ("Arguments", *groups, "Options"):
-                if title in found:
-                    with formatter.section(title):
-                        formatter.write_dl(found[title])
-
-    return Page
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,8 +58,9 @@ def _print_version(wanted: bool) -> None:
 def front(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version", callback=_print_version, is_eager=True),
+        typer.Option("--version", "-V", help="Print the version", callback=_print_version, is_eager=True),
     ] = False,
+    verbose: options.VerboseOption = False,
 ) -> None:
     """Make Hugging Face checkpoints smaller and prove that nothing was lost"""
 

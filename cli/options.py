@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from neuzip.cli import tracebacks
+
 SourceArgument = Annotated[
     str,
     typer.Argument(metavar="SRC", help="Folder, .safetensors file or Hub id", show_default=False),
@@ -17,48 +19,53 @@ ModelArgument = Annotated[
 ]
 DestinationArgument = Annotated[
     Path,
-    typer.Argument(metavar="DST", help="Folder or file to write", show_default=False),
+    typer.Argument(metavar="DST", help="Output folder or file", show_default=False),
 ]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print one path or number a line")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing")]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the destination")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, one value per line")]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Add the traceback to error messages", callback=tracebacks.ask, is_eager=True,
+        expose_value=False,
+    ),
+]  # fmt: skip
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists")]
+OverwriteBothOption = Annotated[bool, typer.Option("--overwrite", help="Replace DST and FILE if they exist")]
+OverwriteFileOption = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists")]
 AllowPrivateFilesOption = Annotated[
     bool,
     typer.Option(
-        "--allow-private-files", help="Upload files too that look private: keys, passwords, histories, logs"
+        "--allow-private-files", help="Also upload files that look private: keys, passwords, histories, logs"
     ),
 ]
 JobsOption = Annotated[
     int | None,
-    typer.Option("--jobs", "-j", metavar="N", min=1, help="Use N threads; all cores if not given"),
+    typer.Option("--jobs", "-j", metavar="N", min=1, help="Number of threads (default: all cores)"),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="Work on the CPU or on a GPU; auto takes a GPU for 16 GiB of weights and more"),
+    typer.Option(help="Device; auto is a GPU, if there is one, for 16 GiB of weights or more"),
 ]
 RunDeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option("--device", help="Run on the CPU or on a GPU"),
+    typer.Option("--device", help="Device; auto is a GPU if there is one"),
 ]
 Residency = Literal["dense", "packed", "ans"]
 ResidencyOption = Annotated[
     Residency,
-    typer.Option(help="Keep the weights in memory plain, packed, or coded (ans, on a GPU)"),
+    typer.Option(help="In-memory weight format: uncompressed, packed (fixed width) or rANS-coded (GPU only)"),
 ]
 ActivationsOption = Annotated[
     Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
-    typer.Option(
-        help="Quantise what goes into ternary weights so, not as config.json says; not for dense weights"
-    ),
+    typer.Option(help="Activation quantisation for ternary weights (default: as in config.json)"),
 ]
 KvBits = Literal["8", "4", "3"]
 KvBitsOption = Annotated[
     KvBits | None,
-    typer.Option("--kv-bits", help="Keep keys and values in so few bits", show_default=False),
+    typer.Option("--kv-bits", help="Quantise the KV cache to N bits", show_default=False),
 ]
 AttentionMode = Literal["auto", "8bit", "4bit"]
 Attention = Literal["recorded", "none", "8bit", "4bit"]
@@ -66,21 +73,22 @@ AttentionOption = Annotated[
     Attention,
     typer.Option(
         "--attention",
-        help="Attend with keys and queries in 8 or 4 bits where that is faster, or with none quantised; else"
-        " as config.json says",
+        help="Attention precision: as recorded in config.json, not quantised (none), or 8- or 4-bit QK^T",
     ),
 ]
 TensorOption = Annotated[
     list[str] | None,
-    typer.Option("--tensor", metavar="GLOB", help="Only tensors whose name matches; repeatable"),
+    typer.Option("--tensor", metavar="GLOB", help="Only tensors with matching names; repeatable"),
 ]
 IncludeOption = Annotated[
     list[str] | None,
-    typer.Option("--include", metavar="GLOB", help="Compress only matching tensors; repeatable"),
+    typer.Option("--include", metavar="GLOB", help="Compress only tensors with matching names; repeatable"),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Store matching tensors raw; repeatable"),
+    typer.Option(
+        "--exclude", metavar="GLOB", help="Store tensors with matching names uncompressed; repeatable"
+    ),
 ]
 
 

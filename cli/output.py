@@ -13,7 +13,9 @@ from __future__ import annotations
 import json as json_module
 import math
 import os
+import re
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,8 +24,9 @@ from dataclasses import asdict, dataclass, is_dataclass
 from io import StringIO, TextIOWrapper
 from os import PathLike
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from neuzip.cli.flags import in_options
 from neuzip.cli.schema import SCHEMA
 from neuzip.errors import UsageError
 
@@ -50,6 +53,12 @@ BASIS = 0.01
 
 SMOOTHED = 300.0
 """Seconds whose mean speed a bar's estimate goes by: some tensors take a minute each, others come at once."""
+
+_LABEL = re.compile(r" *(?:\S+ {2,})?")
+"""What stands in front of the words of a line."""
+
+_COMMAND = re.compile(r"(.*:) (neuzip \S.*)")
+"""A line that ends in a command."""
 
 Mode = Literal["human", "json", "quiet", "silent"]
 Advance = Callable[[int], None]
@@ -92,7 +101,7 @@ class Output:
     def text(self, line: str = "") -> None:
         """Say a line of the result (human only)."""
         if self.mode == "human":
-            print(printable(line))
+            print(folded(printable(line), sys.stdout))
 
     @contextmanager
     def stream(self) -> Iterator[Callable[[str], None]]:
@@ -129,7 +138,7 @@ class Output:
         if self.mode != "human":
             return []
         if title:
-            print(printable(title))
+            print(folded(printable(title), sys.stdout))
         text, left_out = render_table(columns, rows, right=right, total=total, spare=spare)
         print(text, end="")
         return left_out
@@ -210,10 +219,11 @@ class Output:
         return self.progress(label, total, unit=unit)
 
     def _say(self, message: str) -> None:
+        message = in_options(message)
         if self._live is not None:  # above the bar, not through it
-            self._live.print(printable(message), soft_wrap=True)
+            self._live.print(folded(printable(message), sys.stderr), soft_wrap=True)
         else:
-            print(printable(message), file=sys.stderr)
+            print(folded(printable(message), sys.stderr), file=sys.stderr)
 
 
 def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code: int = 1) -> None:
@@ -222,9 +232,9 @@ def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code:
     `kind` is the class of the error. What a command answered before it failed stays the one object on stdout.
     """
     message, hint = _bounded(message), _bounded(hint)
-    print(f"error: {message}", file=sys.stderr)
+    print(folded(f"error: {message}", sys.stderr), file=sys.stderr)
     if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+        print(folded(f"hint: {hint}", sys.stderr), file=sys.stderr)
     if CALL.json and not CALL.answered:
         told = {"kind": kind, "message": message, "hint": hint or None, "exit_code": exit_code}
         try:
@@ -247,7 +257,7 @@ def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
     from neuzip.formats.hub_secrets import scrubbed
 
-    line = printable(scrubbed(text), one_line=True)
+    line = printable(scrubbed(in_options(text)), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
@@ -290,6 +300,50 @@ def printable(text: str, one_line: bool = False) -> str:
         else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def folded(text: str, stream: TextIO) -> str:
+    """Break lines between words where a terminal would break them anywhere; in a pipe lines stay whole.
+
+    What follows a label and two spaces is lined up. A command at the end of a line gets a line of its own and
+    stays whole, so that it can be copied.
+    """
+    if not stream.isatty():
+        return text
+    width = _columns(stream)
+    return "\n".join(part for line in text.split("\n") for part in fold(line, width))
+
+
+def fold(line: str, width: int) -> list[str]:
+    """One line as lines of at most `width` characters, unless a word is longer.
+
+    >>> fold("peak    12.3 MB of memory", 20)
+    ['peak    12.3 MB of', '        memory']
+    >>> fold("hint: try it: neuzip verify my-model", 20)
+    ['hint: try it:', '  neuzip verify my-model']
+    """
+    if len(line) <= width:
+        return [line]
+    command = _COMMAND.fullmatch(line)
+    if command is not None:
+        return [*fold(command[1], width), f"  {command[2]}"]
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label is not None and len(label[0]) <= width // 2 else 0
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, replace_whitespace=False, expand_tabs=False,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of a terminal: COLUMNS, or what the terminal says."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def plain(value: Any) -> Any:

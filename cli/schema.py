@@ -60,7 +60,7 @@ FAILED = _keys("""
 
 OBJECTS: Mapping[str, Keys] = {
     "Error": _keys("""
-        kind      : string - class of the error: UsageError, FormatError, WouldOverwrite, DiskFull, OSError and others
+        kind      : string - class of the error, such as UsageError, FormatError, WouldOverwrite, OSError
         message   : string - what is wrong, as on stderr
         hint      : string or null - what to do about it, as on stderr
         exit_code : integer - exit code of the process: 1 expected failure, 2 usage error, 3 internal error,

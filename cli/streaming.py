@@ -44,9 +44,6 @@ def understand(
 
     Raises UsageError.
     """
-    for option, given in (("--private", private), ("--allow-private-files", allow_private_files)):
-        if given and push_to is None:
-            raise UsageError(f"{option} is for --push-to", "leave it out, or say where to push to")
     if not stream and push_to is None:
         return None
     option = "--stream" if stream else "--push-to"

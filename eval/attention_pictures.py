@@ -48,7 +48,7 @@ def _draw(found: Calibration, title: str) -> Figure:
     figure.text(0.04, 0.885, said, color=MUTED, size=10, va="center", parse_math=False)
     panels = (
         (0.075, "Similarity: cosine · (1 − rel. L1), down to the worst window", _scores),
-        (0.565, "KLD with this layer alone, nats a token", _divergences),
+        (0.565, "KLD with this layer alone, nats per token", _divergences),
     )
     for left, name, panel in panels:
         axes = figure.add_axes((left, 0.13, 0.40, 0.64))

@@ -104,6 +104,16 @@ def over(blocks: str, error: float | None) -> str:
     return f"no ±: {blocks} count{'s' if blocks.startswith('1 ') else ''} as fewer than {FEWEST} equal ones"
 
 
+def without_meaning(estimate: Estimate) -> bool:
+    """Whether the standard error is more than half of what was measured, so that it tells nothing.
+
+    >>> without_meaning(Estimate(717_693.0, 925_156.0)), without_meaning(Estimate(27.8, 1.65))
+    (True, False)
+    """
+    error = estimate.standard_error
+    return error is not None and not error <= abs(estimate.value) / 2
+
+
 def errors_text(blocks: str, error: float | None) -> str:
     """`over`, in full.
 

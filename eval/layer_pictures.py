@@ -60,7 +60,7 @@ def _draw(found: Analysis, title: str) -> Figure:
     )  # fmt: skip
     _map(figure, found)
     bars: tuple[tuple[str, list[Estimate | None]], ...] = (
-        ("KL divergence without the layer, nats a token", [_kld(layer) for layer in found.layers]),
+        ("KL divergence without the layer, nats per token", [_kld(layer) for layer in found.layers]),
         ("Block influence, 1 − cos", [layer.block_influence for layer in found.layers]),
         ("Gradient norm", [layer.gradient_norm for layer in found.layers]),
     )

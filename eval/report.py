@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from neuzip.compress.pipeline import describe
 from neuzip.compress.source import TensorSource
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
 from neuzip.formats.tensor_file import parse_json
@@ -27,7 +27,7 @@ from neuzip.formats.tensor_file import parse_json
 from . import fingerprint
 from .allocation import Option, pareto_front
 from .difference import TensorDifference, compare, match
-from .estimates import Estimate, exponential, over
+from .estimates import Estimate, exponential, over, without_meaning
 from .histograms import Inspection, TensorFigures, inspect, labels, select
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ BINS = 5
 """Counters a power of ten."""
 
 MEAN_KLD = "mean KLD"
+
+SPEED = "tokens/s"
+"""The unit of figures that were measured once: they are told roughly, and no change of them."""
 
 SWEEP_DEPENDS_ON = {
     "checkpoint": "checkpoint",
@@ -308,7 +311,7 @@ def of_evaluation(
         "processes": f"{evaluation.processes:,}",
     }
     setting |= {f"not measured, {name}": reason for name, reason in evaluation.skipped.items()}
-    setting |= {"logits": f"formed: {last.formed}"} if last.formed else {}
+    setting |= {"logits": f"materialised in full: {last.formed}"} if last.formed else {}
     return Report(
         title=title,
         command=command,
@@ -335,19 +338,22 @@ def _perplexities(measured: Measured, both: bool) -> Iterator[Row]:
     note = f"{c.rule}{special}; {c.tokens:,} tokens; {errors}"
     names = {"token_perplexity": f"{'token-level' if c.name == 'token' else c.name} perplexity"}
     if c.name == "token":
-        names["nll"] = "NLL a token"
+        names["nll"] = "NLL per token"
     if c.name == "lm-eval":
         names = {
             "word_perplexity": "word-level perplexity, lm-eval",
             "byte_perplexity": "byte-level perplexity, lm-eval",
-            "bits_per_byte": "bits a byte, lm-eval",
+            "bits_per_byte": "bits per byte, lm-eval",
         }
     for field_name, name in names.items():
         figure = getattr(after, field_name)
         if figure is not None:
             was = None if before is None else getattr(before, field_name)
             unit = "nats" if field_name == "nll" else ""
-            yield Row(name, figure, was, note, unit, _change(field_name, was, after.difference))
+            told = note
+            if "perplexity" in field_name and any(without_meaning(x) for x in (figure, was) if x is not None):
+                told = f"tells nothing here, its error is more than half of it: take a longer text; {note}"
+            yield Row(name, figure, was, told, unit, _change(field_name, was, after.difference))
 
 
 def _change(of: str, before: Estimate | None, difference: Difference | None) -> Estimate | None:
@@ -380,12 +386,12 @@ def _divergences(found: Comparison, windows: str) -> tuple[Row, ...]:
             MEAN_KLD,
             found.kld.mean,
             unit="nats",
-            note=f"KL(original || this), the whole vocabulary; {windows}",
+            note=f"KL(original || this model), full vocabulary; {windows}",
         ),
-        *(Row(name, Estimate(value, None), unit="nats", note="of single tokens") for name, value in exact),
-        Row("same top token", found.top_1.times(100), unit="%", note="both would choose the same token"),
-        Row(f"top {found.k} in common", found.top_k.times(100), unit="%", note="whatever their order"),
-        Row("perplexity ratio", found.perplexity_ratio, note="this / original, paired"),
+        *(Row(name, Estimate(value, None), unit="nats", note="per token") for name, value in exact),
+        Row("top-1 agreement", found.top_1.times(100), unit="%", note="both rank the same token first"),
+        Row(f"top-{found.k} overlap", found.top_k.times(100), unit="%", note="in any order"),
+        Row("perplexity ratio", found.perplexity_ratio, note="this model / original, paired"),
         Row(
             "tokens",
             Estimate(float(found.tokens), None),
@@ -401,8 +407,8 @@ def _costs(last: Model, before: Model | None, peak: PeakMemory) -> tuple[Row, ..
         return Row(name, Estimate(getattr(last, of), None), was, note, unit)
 
     rows = [
-        row("weights in memory", "weight_bytes", "bytes", "what the parameters take"),
-        row("speed", "tokens_per_second", "tokens/s", "tokens fed, up to the last hidden states"),
+        row("weights in memory", "weight_bytes", "bytes", "the parameters"),
+        row("speed", "tokens_per_second", SPEED, "one pass without an error; `neuzip bench` measures speed"),
     ]
     if peak.bytes is not None:
         everything = peak.of + (", with both models" if before is not None else "")
@@ -493,7 +499,7 @@ def read_sweep(folder: Path) -> SweepResults:
             others = _differing(first[1], row.depends_on)
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                path, "is no result of neuzip sweep", hint="give what its --output wrote"
+                path, "is no result of neuzip sweep", hint="give the folder that it wrote"
             ) from error
         if others:
             raise NeuzipError(
@@ -504,7 +510,8 @@ def read_sweep(folder: Path) -> SweepResults:
         points.append(SweepPoint(row.scheme, row.bits_per_weight, row.bytes, kld, row.perplexity))
     if first is None:
         raise NeuzipError(
-            f"{folder}: holds no results of neuzip sweep", "run `neuzip sweep SRC --output` first"
+            f"{folder}: holds no results of neuzip sweep",
+            f"first: {shell('neuzip', 'sweep', 'SRC', '--output', folder)}",
         )
     return SweepResults(tuple(sorted(points, key=lambda p: (-p.bits_per_weight, p.scheme))), first[1])
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.compress.workspace import refuse_existing, refuse_folder, write_file
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 
+from .estimates import Estimate, exponential
 from .histograms import visible
 from .report import BINS, LOWEST, Distribution, Report, pareto
 from .report_text import (
@@ -22,6 +24,7 @@ from .report_text import (
     change_text,
     figure_text,
     number_text,
+    percent_text,
     power_text,
     row_text,
     share_text,
@@ -33,16 +36,20 @@ if TYPE_CHECKING:
 _SPECIAL = re.compile(r"[\\`*\[\]<>|~&$]|(?<![^\W_])_|_(?![^\W_])|^[#+-]")
 """What Markdown would take for more than itself; an underscore within a word it does not."""
 
-KINDS = (".html", ".md", ".json")
+NEEDS = {".html": ("jinja2", "matplotlib"), ".md": ("jinja2",), ".json": ()}
+"""The kinds of reports, and the modules that each takes."""
+
+KINDS = tuple(NEEDS)
 
 
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise NeuzipError unless a report can be written to `path`: asked before the long work begins."""
     if path.suffix not in KINDS:
         raise UsageError(
-            f"--report {path}: {path.suffix or 'a name without a suffix'} is no kind of report",
+            f"`report={str(path)!r}`: {path.suffix or 'a name without a suffix'} is no kind of report",
             f"choose a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}",
         )
+    require(f"{path}: a report", *NEEDS[path.suffix])
     refuse_folder(path)
     refuse_existing(path, overwrite, file=True)
     try:
@@ -82,9 +89,9 @@ def headlines(report: Report) -> list[tuple[str, str, str]]:
 def verdict(report: Report) -> str:
     """What the figures come to, in a sentence."""
     if report.unchanged:
-        weights = "Every tensor is the original's, byte by byte"
-        return weights + (", and every figure is the same to the last bit." if report.identical else ".")
-    found = "Every figure is the same to the last bit." if report.identical else loss_verdict(report)
+        weights = "Every tensor is identical to the original, byte for byte"
+        return weights + (", and so is every measured number." if report.identical else ".")
+    found = "Every measured number is identical." if report.identical else loss_verdict(report)
     if report.missing:
         count = len(report.missing)
         lacking = (
@@ -93,24 +100,29 @@ def verdict(report: Report) -> str:
         found = f"{lacking} {found}".rstrip()
     elif report.exact:
         found = (
-            "The tensors have the original's bytes, but the figures differ: the configuration does, or how "
-            f"they were computed. {found}"
+            "The tensors are identical to the original, but the measured numbers differ. Either the "
+            f"configuration differs or the way they were computed. {found}"
         ).rstrip()
     return found
 
 
 def loss_verdict(report: Report) -> str:
-    """What the paired difference of the losses comes to, in a sentence; nothing without one."""
+    """The effect on perplexity, and then how sure it is; nothing without a paired difference of losses."""
     change = report.nll_difference
     if change is None:
         return ""
+    ratio = exponential(change)
+    effect = percent_text(Estimate(100 * (ratio.value - 1), ratio.times(100).standard_error))
     if not change.standard_error or not math.isfinite(change.standard_error):
-        return f"NLL changes by {change.value:+.3g} nats a token."
-    if abs(change.value) < 2 * change.standard_error:
-        return "NLL changes by less than two standard errors: this text does not tell their losses apart."
-    worse = "worse" if change.value > 0 else "better"
-    ratio = abs(change.value) / change.standard_error
-    return f"The text is predicted {worse}, by {ratio:.1f} standard errors of the paired difference."
+        short = " The text is too short for a standard error." if change.standard_error is None else ""
+        return f"Perplexity changes by {effect}.{short}"
+    errors = abs(change.value) / change.standard_error
+    if errors < 2:
+        return (
+            f"Perplexity changes by {effect}. That is {errors:.1f} standard errors: this text does not tell "
+            "the two models apart."
+        )
+    return f"Perplexity changes by {effect}. That is {errors:.1f} standard errors of the paired difference."
 
 
 def _environment(*, html: bool) -> jinja2.Environment:

@@ -95,7 +95,7 @@ def _draw_distribution(spread: Distribution) -> Figure:
     step = max(1, round((edges[-1] - edges[0]) / 10))
     ticks = np.arange(math.ceil(edges[0]), math.floor(edges[-1]) + 1, step)
     axes.set_xticks(ticks, [power_text(int(t)) for t in ticks])
-    axes.set_xlabel("KLD of a token, nats", color=MUTED, size=9)
+    axes.set_xlabel("KL divergence of a single token, nats", color=MUTED, size=9)
     _percents(axes, float(shares.max()))
     before = spread.zero + spread.below + sum(spread.counts[:first])
     line = axes.twinx()
@@ -116,10 +116,10 @@ def _draw_distribution(spread: Distribution) -> Figure:
                 "offset points", size=9, color=INK, va="top", parse_math=False,
             )  # fmt: skip
     axes.annotate(
-        "tokens, share a bar", (0, 1), (0, 10), "axes fraction", "offset points", size=9, color=OTHERS
+        "share of tokens in each bin", (0, 1), (0, 10), "axes fraction", "offset points", size=9, color=OTHERS
     )
     axes.annotate(
-        "share up to there", (1, 1), (0, 10), "axes fraction", "offset points",
+        "cumulative share", (1, 1), (0, 10), "axes fraction", "offset points",
         size=9, color=EXPONENT, ha="right",
     )  # fmt: skip
     return figure
@@ -159,7 +159,7 @@ def _draw_pareto(report: Report) -> Figure:
         right, up = place(p)
         above = number % 2 == 1 or up == floor
         _name_point(axes, p.scheme, right, up, EXPONENT if p in front else OTHERS, above=above)
-    axes.set_xlabel("stored bits a weight", color=MUTED, size=9)
+    axes.set_xlabel("stored bits per weight", color=MUTED, size=9)
     axes.set_ylim(floor / 1.6, (max(positive) if positive else 1) * 2.5)
     low, high = axes.get_xlim()
     axes.set_xlim(low - 0.04 * (high - low), high + 0.08 * (high - low))
@@ -170,7 +170,13 @@ def _draw_pareto(report: Report) -> Figure:
     axes.set_yticks([*([floor] if zero else []), *(10.0**t for t in ticks)],
                     [*(["0"] if zero else []), *map(power_text, ticks)])  # fmt: skip
     axes.annotate(
-        "mean KLD, nats a token", (0, 1), (-40, 10), "axes fraction", "offset points", size=9, color=MUTED
+        "mean KL divergence, nats per token",
+        (0, 1),
+        (-40, 10),
+        "axes fraction",
+        "offset points",
+        size=9,
+        color=MUTED,
     )
     return figure
 
@@ -199,15 +205,14 @@ def _draw_layers(tensors: Sequence[TensorRow]) -> Figure:
     kinds = list(places)
     layers = 1 + max((layer for row in places.values() for layer in row if layer is not None), default=-1)
     errors = [e for row in places.values() for e in row.values() if e > 0]
-    low, high = math.log10(min(errors)), math.log10(max(errors))
-    low = min(low, high - 1)  # differences of less than a power of ten are shown as small
+    low, high = shade_scale(errors)
     wide = max(layers, 1)
     outside = any(None in row for row in places.values())
     figure, axes = _axes(8, 1.0 + 0.24 * len(kinds), left=2.6, right=0.15, top=0.4)
     for y, kind in enumerate(kinds):
         for layer, error in places[kind].items():
             x = layer if layer is not None else -1 - wide / 40
-            depth = 0.15 + 0.85 * (math.log10(error) - low) / (high - low) if error > 0 else 0.0
+            depth = shade(error, low, high) if error > 0 else 0.0
             axes.bar(
                 x, 0.86, 0.9, y - 0.43, color=EXPONENT if error else FAINT, alpha=depth or 0.6, linewidth=0
             )
@@ -217,13 +222,33 @@ def _draw_layers(tensors: Sequence[TensorRow]) -> Figure:
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if wide <= 16 * s)
     axes.set_xticks(range(0, wide, step))
     axes.set_xlabel(
-        "layer" + ("; at the very left, tensors outside of layers" if outside else ""), color=MUTED, size=9
+        "layer" + ("; leftmost column: tensors outside the layers" if outside else ""), color=MUTED, size=9
     )
     axes.annotate(
-        f"relative error {number_text(min(errors))} (faint) to {number_text(max(errors))} (strong)",
+        f"relative error: shades from {number_text(low)} (faint) to {number_text(high)} (strong); "
+        f"measured {number_text(min(errors))} to {number_text(max(errors))}",
         (0, 1), (0, 10), "axes fraction", "offset points", size=9, color=MUTED, parse_math=False,
     )  # fmt: skip
     return figure
+
+
+def shade_scale(errors: Sequence[float]) -> tuple[float, float]:
+    """The errors that the faintest and the strongest shade stand for, at least a power of ten apart.
+
+    >>> shade_scale([0.5, 0.9]), shade_scale([0.001, 0.9])
+    ((0.09, 0.9), (0.001, 0.9))
+    """
+    high = max(errors)
+    return min(*errors, high / 10), high
+
+
+def shade(error: float, low: float, high: float) -> float:
+    """The opacity of an error, by its logarithm.
+
+    >>> shade(0.09, 0.09, 0.9), shade(0.9, 0.09, 0.9)
+    (0.15, 1.0)
+    """
+    return 0.15 + 0.85 * math.log10(error / low) / math.log10(high / low)
 
 
 def layer_grid(tensors: Sequence[TensorRow]) -> dict[str, dict[int | None, float]]:

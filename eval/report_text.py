@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 from .estimates import Estimate
-from .report import Row
+from .report import SPEED, Row
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def figure_text(figure: Estimate | None) -> str:
-    """A figure to five digits, or more if its standard error has two only then.
+    """A figure to two digits of its standard error, to four digits without one.
 
     >>> [figure_text(Estimate(*f)) for f in ((105.4071, 0.9432), (2.13e-5, 4e-7), (26.381, 3e-4))]
-    ['105.41 ± 0.94', '(2.1300 ± 0.0400) × 10⁻⁵', '26.38100 ± 0.00030']
+    ['105.41 ± 0.94', '(2.130 ± 0.040) × 10⁻⁵', '26.38100 ± 0.00030']
     """
     if figure is None:
         return "–"
@@ -26,11 +26,11 @@ def figure_text(figure: Estimate | None) -> str:
         return "0"
     power = math.floor(math.log10(max(abs(value), error if error is not None and known else 0.0)))
     scale = power if power < -3 or power > 6 else 0
-    digits = max(0, 4 - power + scale)
+    digits = max(0, 3 - power + scale)
     shown = f"{value / 10.0**scale:,.{digits}f}"
     if error is not None and known:
         error /= 10.0**scale
-        digits = min(max(digits, 1 - math.floor(math.log10(error))), 9) if error else digits
+        digits = min(max(0, 1 - math.floor(math.log10(error))), 9) if error else digits
         shown = f"{value / 10.0**scale:,.{digits}f} ± {error:,.{digits}f}" if error else f"{shown} ± 0"
     if not scale:
         return shown
@@ -84,6 +84,8 @@ def row_text(row: Row, figure: Estimate | None) -> str:
         return bytes_text(figure.value)
     if row.unit == "count":
         return f"{figure.value:,.0f}"
+    if row.unit == SPEED:
+        return f"about {float(f'{figure.value:.2g}'):,g} {row.unit}"
     return f"{figure_text(figure)} {row.unit}"
 
 
@@ -93,15 +95,27 @@ def change_text(row: Row) -> str:
     >>> change_text(Row("ppl", Estimate(101.0, 0.7), Estimate(100.0, 0.7)))
     '+1.000 %'
     """
-    if row.before is None or row.after is None or not row.before.value or row.unit == "nats":
+    if row.before is None or row.after is None or not row.before.value or row.unit in ("nats", SPEED):
         return ""
     if row.before.value == row.after.value:
         return "the same"
     if row.change is not None:
-        error = row.change.standard_error
-        return f"{row.change.value:+.3f}" + ("" if error is None else f" ± {error:.3f}") + " %"
+        return percent_text(row.change)
     change = 100 * (row.after.value / row.before.value - 1)
     return f"{change:+.3f} %" if abs(change) < 10 else f"{change:+.1f} %"
+
+
+def percent_text(change: Estimate) -> str:
+    """A change in percent, to two digits of its standard error.
+
+    >>> [percent_text(Estimate(*f)) for f in ((0.39012, 0.14823), (3.4781, None), (12.3, 8.0))]
+    ['+0.39 ± 0.15 %', '+3.478 %', '+12.3 ± 8.0 %']
+    """
+    error = change.standard_error
+    if not error or not math.isfinite(error):
+        return f"{change.value:+.3f} %"
+    digits = max(0, 1 - math.floor(math.log10(error)))
+    return f"{change.value:+,.{digits}f} ± {error:,.{digits}f} %"
 
 
 def share_text(part: float, whole: float) -> str:

@@ -20,7 +20,7 @@ from .tensor_file import parse_json
 SCHEMA = 1
 MAX_BYTES = 1 << 28
 
-DIVERGENCES = ("mean KLD", "99.9 % KLD", "same top token", "perplexity ratio")
+DIVERGENCES = ("mean KLD", "99.9 % KLD", "top-1 agreement", "perplexity ratio")
 """The figures of a comparison that a card tells, by their names in a report."""
 
 _HOW_TO = "make one: neuzip eval DIR --original ORIGINAL --text TEXT --report FILE.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
 import os
 import pty
 import queue
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -131,7 +131,8 @@ def test_groups_of_a_help_page_name_options_that_there_are(verb: str):
 def test_options_of_no_group_come_last(neuzip):
     lines = neuzip("compress", "--help").stdout.splitlines()
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert titles[0] == "Arguments:" and titles[1].startswith("What is kept") and titles[-1] == "Options:"
+    assert titles[0] == "Arguments:" and titles[-1] == "Options:"
+    assert titles[1] == "Lossy compression (default: lossless):"
     assert any(line.startswith("  --json") for line in lines[lines.index("Options:") :])
 
 
@@ -184,7 +185,7 @@ def test_wrong_use_names_the_help_page_of_the_command(arguments, message, probe,
 def test_json_and_quiet_exclude_each_other(probe, neuzip):
     probe(lambda out: None)
     said = neuzip("probe", "x", "--json", "--quiet")
-    assert (said.exit_code, said.stdout) == (2, "")
+    assert (said.exit_code, said.json["error"]["kind"]) == (2, "UsageError")
     assert said.stderr == "error: --json and --quiet exclude each other\nhint: leave one of them out\n"
 
 
@@ -236,10 +237,17 @@ def test_json_and_quiet_exclude_each_other(probe, neuzip):
         ),
     ],
 )
-def test_failure_leaves_stdout_empty_in_every_mode(failure, code, stderr, flags, probe, neuzip):
+def test_failure_is_told_in_every_mode_and_leaves_no_result(failure, code, stderr, flags, probe, neuzip):
     probe(fail_with(failure))
     said = neuzip("probe", "x", *flags)
-    assert (said.exit_code, said.stdout, said.stderr) == (code, "", stderr)
+    assert (said.exit_code, said.stderr) == (code, stderr)
+    if "--json" not in flags or not stderr:  # typer.Exit
+        assert said.stdout == ""
+        return
+    told = said.json.pop("error")
+    hint = f"hint: {told['hint']}\n" if told["hint"] else ""
+    assert (f"error: {told['message']}\n{hint}", told["exit_code"]) == (stderr, code)
+    assert said.json.keys() == {"schema", "neuzip", "command", "error"}
 
 
 class OutOfMemoryError(RuntimeError):
@@ -472,7 +480,9 @@ def test_modes_keep_their_part(probe, in_all_modes):
     ]
     assert said["human"].stderr == "reading\nhint: neuzip verify ./small\n" + warning
     assert said["json"].json == {
-        "schema": 1,
+        "schema": 2,
+        "neuzip": version("neuzip-toolkit"),
+        "command": "probe",
         "path": "small",
         "tensors": [{"name": "w", "shape": [2, 3]}],
         "loss": None,
@@ -776,4 +786,38 @@ def test_json_of_a_failing_answer_is_still_one_object(probe, neuzip):
     probe(act)
     said = neuzip("probe", "x", "--json")
     assert said.exit_code == 1
-    assert json.loads(said.stdout) == {"schema": 1, "equal": False}
+    assert said.json.keys() == {"schema", "neuzip", "command", "equal"}
+
+
+# Lines that are longer than the window
+
+
+def say_much(out: Output) -> None:
+    out.text("peak    " + "word " * 12)
+    out.status("so it is; " * 8)
+    out.hint("to restore it: neuzip apply some/where/my-model.delta --base my-model my-model-tuned")
+    raise NeuzipError(
+        "a sentence that is longer than forty characters are", "and one more that is longer too"
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_are_broken_between_words_where_a_person_reads(terminal, probe, neuzip, monkeypatch) -> None:
+    probe(say_much)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    said = neuzip("probe", "x")
+    lines = [*said.stdout.splitlines(), *said.stderr.splitlines()]
+    if not terminal:
+        assert len(lines) == 5
+        return
+    command = "  neuzip apply some/where/my-model.delta --base my-model my-model-tuned"
+    assert command in lines, "a command stays in one piece, to be copied"
+    assert max(len(line) for line in lines if line != command) <= 40
+    assert said.stdout.splitlines() == [
+        "peak    word word word word word word",
+        "        word word word word word word",
+    ]
+    words = " ".join(lines).split()
+    assert words.count("word") == 12 and words.count("longer") == 2

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import math
 import os
@@ -22,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ def name_of(page: Path) -> str:
 LANGUAGES = ("console", "pycon", "python", "toml", "text", "json")
 REASONS = ("network", "gpu", "several", "long", "yours")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+_spec = importlib.util.spec_from_file_location("reading", ROOT / "benchmarks" / "reading.py")
+assert _spec is not None and _spec.loader is not None
+reading = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reading)
 
 WRITTEN_WITH = (3, 11)
 """The Python whose output the pages show: the built-in text is part of its documentation."""
@@ -343,6 +350,33 @@ def test_the_index_names_every_page():
     assert [name for name in names if f"]({name})" not in index] == ["README.md"]
 
 
+def test_nothing_is_said_twice():
+    """A sentence, or a row of a table, of more than 60 characters has one home; other pages link to it."""
+    homes = defaultdict(set)
+    for page in (ROOT / "README.md", *PAGES):
+        for line in said_on(page.read_text(encoding="utf-8")):
+            if len(line) > 60:
+                homes[line].add(page.relative_to(ROOT).as_posix())
+    assert {line: sorted(pages) for line, pages in homes.items() if len(pages) > 1} == {}
+
+
+def said_on(text: str) -> list[str]:
+    """The sentences of a page and the rows of its tables, but for what is generated and for code."""
+    written = FENCE.sub("", reading.GENERATED.sub("", text))
+    rows = [re.sub(r"\]\([^)]*\)", "]", line) for line in written.splitlines() if line.startswith("|")]
+    return [*reading.sentences(text), *rows]
+
+
+def test_a_sentence_is_found_however_it_is_broken_into_lines():
+    first = "# A\n\nThis sentence is long enough to be seen as one that stands on two pages. Next.\n"
+    second = "* This sentence is long enough\n  to be seen as one that stands on two pages.\n"
+    assert set(said_on(first)) & set(said_on(second)) == {
+        "This sentence is long enough to be seen as one that stands on two pages."
+    }
+    page = "| a [b](c.md) |\n```text\n| d |\n```\n<!-- figures: x -->\n| e |\n<!-- end of figures -->\n"
+    assert said_on(page) == ["| a [b] |"]
+
+
 @pytest.mark.parametrize("script", ["docs_figures", "pictures"])
 def test_figures_and_pictures_are_those_of_the_results(script: str):
     check = subprocess.run(
@@ -354,13 +388,14 @@ def test_figures_and_pictures_are_those_of_the_results(script: str):
     assert check.returncode == 0, f"run python benchmarks/{script}.py: {check.stdout}{check.stderr}"
 
 
-def test_figures_of_the_log_are_in_it():
-    """Kernels.md quotes trials: every figure in a paragraph that begins with "Tried" is in the log."""
+def test_numbers_of_experiments_are_in_the_log():
+    """Kernels.md quotes experiments: every number in a list below "What did not help" is in the log."""
     log = (ROOT / "benchmarks" / "results" / "log.md").read_text(encoding="utf-8")
     known = set(NUMBER.findall(log))
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    tried = re.findall(r"^\*\*Tried\.\*\*(.*?)(?=\n\n(?![-*] )|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert tried
-    for paragraph in tried:
-        quoted = NUMBER.findall(re.sub(r"`[^`]*`", "", paragraph))
+    lists = re.findall(r"^\*\*What did not help\.\*\*\n\n((?:[* ] .*\n)+)", text, re.MULTILINE)
+    assert len(lists) == text.count("**What did not help.**")
+    for found in lists:
+        assert found.count("\n* ") < 5
+        quoted = NUMBER.findall(re.sub(r"`[^`]*`", "", found))
         assert [n for n in quoted if n.lstrip("-") not in known and len(n) > 1] == []

@@ -507,7 +507,6 @@ def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):
     for arguments, code, said in (
         ((llama, "--text", "demo", "--drop", LAYERS), 2, "has 5 layers, one has to stay"),
         ((llama, "--text", "demo", "--drop", 0), 2, "one has to stay"),
-        ((llama, "--text", "demo", "--output", tmp_path / "x"), 2, "give --drop"),
         ((llama, "--text", "demo", "--drop", 1, "--output", there), 1, "exists already"),
         ((llama, "--text", "demo", "--drop", 1, "--output", llama), 1, "is, holds, or lies within"),
         ((llama, "--text", short), 1, "is too short"),

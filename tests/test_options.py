@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from neuzip.cli import commands, deprecated
+from neuzip.cli.needs import Needs
+from neuzip.errors import NeuzipError
 
 OLD = [(verb, old, new) for verb, names in deprecated.NAMES.items() for old, new in names.items()]
 
@@ -31,12 +33,20 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 REQUIRED = {
-    "compress": ["SRC", "DST"], "verify": ["SRC"], "eval": ["SRC"], "sweep": ["SRC", "--text", "T"],
+    "compress": ["SRC", "DST"], "inspect": ["SRC"], "verify": ["SRC"], "eval": ["SRC"],
+    "sweep": ["SRC", "--text", "T"],
     "ternarize": ["SRC", "DST"], "recover": ["SRC", "--text", "T", "-o", "O"],
     "patch-attention": ["SRC", "DST", "--text", "T"], "layers": ["SRC", "--text", "T"],
-    "export": ["SRC", "DST", "--to", "compressed-tensors"],
+    "export": ["SRC", "DST"],
 }  # fmt: skip
 """What each command needs besides an option that is tried."""
+
+
+NEEDED_WITH_OLD = {
+    ("compress", "--text"): ["--max-kld", "1"], ("ternarize", "--max-tokens"): ["--text", "T"],
+    ("layers", "--output"): ["--drop", "1"],
+}  # fmt: skip
+"""What an option needs that is tried by its old name."""
 
 
 @pytest.mark.parametrize("glued", [False, True], ids=["apart", "with ="])
@@ -45,7 +55,8 @@ def test_old_names_are_accepted_with_a_warning(
     verb: str, old: str, new: str, glued: bool, neuzip: Any, heard: dict[str, Any]
 ):
     value = {"--calibration-tokens": "4096", "--length": "16", "--group": "row"}.get(old, "least-squares")
-    said = neuzip(verb, *REQUIRED[verb], *([f"{old}={value}"] if glued else [old, value]))
+    needed = NEEDED_WITH_OLD.get((verb, new), [])
+    said = neuzip(verb, *REQUIRED[verb], *needed, *([f"{old}={value}"] if glued else [old, value]))
     assert (said.exit_code, said.stdout) == (0, ""), said.stderr
     assert said.stderr == f"warning: {old} is now called {new}; the old name goes with version 0.2\n"
     parameter = new.removeprefix("--").replace("-", "_")
@@ -60,20 +71,29 @@ def test_old_names_are_accepted_with_a_warning(
     [
         ("compress", ["--calibration", "none"], "sensitivity", "weights"),
         ("compress", ["--calibration=none"], "sensitivity", "weights"),
-        ("export", ["--activations", "int8"], "activations", "b1.58"),
+        ("export", ["--to", "compressed-tensors", "--activations", "int8"], "activations", "b1.58"),
     ],
 )
 def test_old_values_are_accepted_with_a_warning(
     verb: str, old: list[str], parameter: str, value: str, neuzip: Any, heard: dict[str, Any]
 ):
-    said = neuzip(verb, *REQUIRED[verb], *old)
+    size = ["--target-size", "50%"] if verb == "compress" else []
+    said = neuzip(verb, *REQUIRED[verb], *size, *old)
     assert said.exit_code == 0 and heard[parameter] == value
     assert said.stderr.startswith("warning: ") and f"is now --{parameter} {value};" in said.stderr
 
 
 def test_values_that_look_like_old_names_stay_as_they_are(neuzip: Any, heard: dict[str, Any]):
     said = neuzip(
-        "compress", "--text", "--against", "--bits-for=--calibration", "--", "--against", "--against=x"
+        "compress",
+        "--text",
+        "--against",
+        "--bits-for=--calibration",
+        "--max-kld",
+        "1",
+        "--",
+        "--against",
+        "--against=x",
     )
     assert (said.exit_code, said.stderr) == (0, "")
     assert (heard["text"], heard["bits_for"]) == ("--against", ["--calibration"])
@@ -83,3 +103,136 @@ def test_values_that_look_like_old_names_stay_as_they_are(neuzip: Any, heard: di
 def test_an_old_name_without_its_value_is_a_usage_error(neuzip: Any):
     said = neuzip("verify", "a", "--against")
     assert said.exit_code == 2 and "'--original' requires an argument" in said.stderr
+
+
+# Options without effect
+
+
+def _needs(verb: str) -> Needs:
+    found: Needs = getattr(import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}"), "NEEDS", {})
+    return found
+
+
+CASES = [
+    (verb, option, other)
+    for verb in commands.VERBS
+    for option, others in _needs(verb).items()
+    for other in others
+]
+
+SAMPLES = {
+    "--sensitivity": "fisher", "--drop-layers": "auto", "--block-size": "64", "--mantissa-bits": "3",
+    "--ternary-quantizer": "least-squares", "--ternary-group": "row", "--ternary-packing": "2bit",
+    "--activations": "none", "--attention": "8bit", "--choice": "block", "--drop": "1", "--window": "9",
+    "--stride": "9", "--max-tokens": "4096", "--kv-bits": "8", "--limit": "9", "--gguf-type": "q2_0",
+    "--linear-class": "bitlinear", "--mode": "online", "--max-kld": "1",
+}  # fmt: skip
+"""Values that are not the default; other options take any, or none."""
+
+FLAGS = {
+    "--ternary", "--allow-destructive", "--private", "--allow-private-files", "--overwrite", "--sparsity",
+    "--gguf-mixed",
+}  # fmt: skip
+
+OTHERWISE = {"eval": ["--tasks", "a"], "export": ["--to", "gguf"]}
+"""What makes the rest of a command whole where an option has no effect."""
+
+
+def _asked(option: str) -> list[str]:
+    name, _, value = option.partition(" ")
+    return [name] if name in FLAGS else [name, value or SAMPLES.get(name, "x")]
+
+
+@pytest.mark.parametrize(("verb", "option", "other"), CASES, ids=" ".join)
+def test_options_that_would_be_ignored_are_refused(
+    verb: str, option: str, other: str, neuzip: Any, heard: dict[str, Any]
+):
+    rest = OTHERWISE.get(verb, [])
+    if verb == "export" and "gguf" in option:
+        rest = ["--to", "compressed-tensors"]
+    if option == "--limit":
+        rest = ["--text", "T"]
+    said = neuzip(verb, *REQUIRED[verb], *rest, *_asked(option))
+    assert (said.exit_code, said.stdout, heard) == (2, "", {})
+    assert said.stderr.startswith(f"error: {option} has no effect without ") and other in said.stderr
+    assert f"or leave out {option}" in said.stderr.splitlines()[1]
+    more = _asked(other)
+    if needs := _needs(verb).get(more[0]):
+        more += _asked(needs[0])
+    assert neuzip(verb, *REQUIRED[verb], *more, *_asked(option)).exit_code == 0
+    assert heard
+
+
+@pytest.mark.parametrize("verb", [verb for verb in commands.VERBS if _needs(verb)])
+def test_needs_are_options_that_there_are(verb: str, neuzip: Any):
+    words = set(neuzip(verb, "--help").stdout.replace(",", " ").split())
+    for option, others in _needs(verb).items():
+        assert {option, *(other.split()[0] for other in others)} <= words
+
+
+def test_a_default_that_is_given_is_no_mistake(neuzip: Any, heard: dict[str, Any]):
+    assert neuzip("compress", "a", "b", "--block-size", "none", "--sensitivity", "auto").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["eval", "m", "--text", "demo", "--conventions", "token", "--stride", 8],
+            "--stride 8 has no effect",
+        ),
+        (
+            ["sweep", "m", "--text", "demo", "--schemes", "k3b64", "--blocks", "32"],
+            "--blocks 32 has no effect",
+        ),
+    ],
+    ids=lambda case: str(case[0]),
+)
+def test_values_that_would_be_ignored_are_refused(arguments: list[object], problem: str, neuzip: Any):
+    said = neuzip(*arguments)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert problem in said.stderr and "hint: " in said.stderr
+
+
+# Short names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter", "value"),
+    [
+        (["compress", "a", "b", "-k", "3"], "mantissa_bits", 3),
+        (["recover", "a", "--text", "t", "-o", "b"], "output", Path("b")),
+        (["layers", "a", "--text", "t", "--drop", "1", "-o", "b"], "output", Path("b")),
+        (["sweep", "a", "--text", "t", "-o", "b"], "output", Path("b")),
+        (["demo", "-o", "b"], "output", Path("b")),
+        (["generate", "a", "-p", "Hello"], "prompt_option", "Hello"),
+        (["verify", "a", "-j", "2"], "jobs", 2),
+        (["verify", "a", "-q"], "quiet", True),
+    ],
+    ids=lambda case: case[0] if isinstance(case, list) else None,
+)
+def test_short_names(arguments: list[str], parameter: str, value: object, neuzip: Any, heard: dict[str, Any]):
+    assert neuzip(*arguments).exit_code == 0
+    assert heard[parameter] == value
+
+
+def test_version_by_its_short_name(neuzip: Any):
+    assert neuzip("-V") == neuzip("--version") and neuzip("-V").exit_code == 0
+
+
+@pytest.mark.parametrize("verb", commands.VERBS)
+def test_verbose_adds_the_traceback_before_and_after_the_verb(
+    verb: str, neuzip: Any, monkeypatch: pytest.MonkeyPatch
+):
+    module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+
+    def command() -> None:
+        """Fail"""
+        raise NeuzipError("no")
+
+    monkeypatch.setattr(module, "command", command)
+    for arguments in (["-v", verb], [verb, "-v"], [verb, "--verbose"]):
+        said = neuzip(*arguments)
+        assert said.exit_code == 1 and said.stderr.endswith("error: no\n")
+        assert said.stderr.startswith("Traceback (most recent call last)")
+    assert neuzip(verb).stderr == "error: no\n", "the next command is not asked for it"

@@ -603,6 +603,8 @@ def test_a_state_of_another_model_leaves_no_workspace(original: Path, tmp_path: 
         (["--budget", "3"], "is no time"),
         (["--steps", 3, "--window", 512], "has 256 positions"),
         (["--steps", 3, "--kld", 0], "nothing is to be learned"),
+        (["--steps", 3, "--kld", 0, "--hidden", 1, "--temperature", 2], "--temperature 2 has no effect"),
+        (["--steps", 3, "--original", DEMO, "--ternary-group", "row"], "--ternary-group row has no effect"),
     ],
 )
 def test_what_the_command_refuses(options, said: str, neuzip, tmp_path: Path):

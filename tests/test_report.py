@@ -185,20 +185,21 @@ def test_a_lossless_container_is_exact_with_and_without_the_original(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (0.5, 0.1, "predicted worse, by 5.0 standard errors"),
-        (-0.5, 0.1, "predicted better, by 5.0 standard errors"),
-        (0.1, 0.1, "does not tell their losses apart"),
-        (0.1, None, "changes by +0.1 nats"),
+        (0.5, 0.1, "Perplexity changes by +65 ± 16 %. That is 5.0 standard errors of the paired difference."),
+        (-0.5, 0.1, "Perplexity changes by -39.3 ± 6.1 %. That is 5.0 standard errors of"),
+        (0.0039, 0.0015, "Perplexity changes by +0.39 ± 0.15 %. That is 2.6 standard errors"),
+        (0.1, 0.1, "Perplexity changes by +11 ± 11 %. That is 1.0 standard errors: this text does not tell"),
+        (0.1, None, "Perplexity changes by +10.517 %. The text is too short for a standard error."),
     ],
 )
-def test_verdict_follows_from_the_paired_difference(change: float, error: float | None, words: str) -> None:
+def test_verdict_tells_the_effect_first(change: float, error: float | None, words: str) -> None:
     assert words in pages.verdict(Report("x", "", {}, nll_difference=Estimate(change, error)))
 
 
 @pytest.mark.parametrize("error", [0.0, math.nan])
 def test_verdict_divides_by_no_error_that_is_none(error: float) -> None:
     verdict = pages.verdict(Report("x", "", {}, nll_difference=Estimate(0.5, error)))
-    assert verdict == "NLL changes by +0.5 nats a token."
+    assert verdict == "Perplexity changes by +64.872 %."
 
 
 def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
@@ -226,8 +227,8 @@ def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
 def test_equal_tensors_are_not_all_there_is_to_a_model() -> None:
     tensor = TensorRow("a", "BF16", (1,), "k=1", 2, 1, identical=True, relative_l2=0.0)
     report = Report("x", "", {}, tensors=(tensor,), base="o", nll_difference=Estimate(0.5, 0.1))
-    assert "but the figures differ" in pages.verdict(report)
-    assert "worse, by 5.0" in pages.verdict(report)
+    assert "but the measured numbers differ" in pages.verdict(report)
+    assert "That is 5.0" in pages.verdict(report)
     alone = dataclasses.replace(report, nll_difference=None)
     same = dataclasses.replace(report, identical=True)
     for kind in (".md", ".html"):
@@ -293,7 +294,7 @@ def test_all_forms_have_the_same_figures(page: Report) -> None:
     ]
     figures += [texts.figure_text(p.kld) for p in page.sweep]
     figures += [texts.number_text(t.relative_l2) for t in page.tensors]
-    figures += ["28.688 ± 1.542", "+3.478 %", "0.034215 ± 0.003749", "1.20 GB", "86.083 ± 0.114 %", "4,001"]
+    figures += ["28.7 ± 1.5", "+3.478 %", "0.0342 ± 0.0037", "1.20 GB", "86.08 ± 0.11 %", "4,001"]
     figures += [page.command, "1.2.3", "a b.txt, 7 documents", pages.verdict(page)]
     for shown in figures:
         assert shown in html
@@ -317,7 +318,7 @@ def test_infinite_figures_are_null_in_json_and_said_elsewhere() -> None:
     assert data["perplexity"][0]["after"] == {"value": None, "standard_error": None}
     for kind in (".html", ".md"):
         text = pages.render(report, kind).decode()
-        assert "inf" in text and "1 not finite" in text and "nan nats" in text
+        assert "inf" in text and "not finite for 1" in text and "nan nats" in text
 
 
 @pytest.mark.parametrize("kind", pages.KINDS)
@@ -409,7 +410,7 @@ def test_a_real_evaluation_of_a_lossless_container_says_so(tmp_path: Path, one_t
     assert report.stored_bytes == (tmp_path / "x" / "model.safetensors").stat().st_size
     text = pages.render(report, ".md").decode()
     assert (
-        "Every tensor is the original's, byte by byte, and every figure is the same to the last bit." in text
+        "Every tensor is identical to the original, byte for byte, and so is every measured number." in text
     )
     assert "token-level perplexity" in text and "word-level perplexity, lm-eval" in text
     assert len(report.perplexity) == 7
@@ -433,7 +434,7 @@ def test_one_model_alone(tmp_path: Path, one_thread: None) -> None:
 
 
 def test_target_is_checked_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--report .*\.pdf: \.pdf is no kind of report"):
+    with pytest.raises(UsageError, match=r"`report='.*\.pdf'`: \.pdf is no kind of report"):
         pages.check_target(tmp_path / "x.pdf", False)
     with pytest.raises(NeuzipError, match="cannot be written"):
         pages.check_target(tmp_path / "no" / "x.html", False)
@@ -573,7 +574,8 @@ def test_a_page_that_fails_loses_no_result(
     assert said.exit_code == 1
     assert "no space left" in said.stderr
     assert said.json["conventions"][0]["after"]["token_perplexity"]["value"] > 1
-    assert said.json["report"] is None
+    assert said.json["page"] is None
+    assert said.json["report"] is None or fails[1] == "write"
 
 
 def browse(page: Path, *options: str) -> str:
@@ -640,3 +642,49 @@ def test_page_fits_a_telephone_loads_nothing_and_its_table_sorts(page: Report, t
     assert said["largest"] == worst.label
     assert said["alphabet"] == sorted(t.label for t in page.tensors)[0]
     assert said["shown"] == sum("q_proj" in t.label for t in page.tensors)
+
+
+@pytest.mark.parametrize("errors", [(0.0262, 0.0276), (0.001, 0.5), (0.3,)])
+def test_the_heat_map_has_the_shades_that_its_legend_says(errors: tuple[float, ...]) -> None:
+    from neuzip.eval import report_pictures as drawn
+
+    rows = [
+        TensorRow(f"layers.{at}.q.weight", "BF16", (1,), "k=3", 2, 1, relative_l2=error)
+        for at, error in enumerate(errors)
+    ]
+    svg = drawn.pictures(Report("x", "", {}, tensors=tuple(rows)))["layers"]
+    low, high = drawn.shade_scale(errors)
+    legend = f"shades from {texts.number_text(low)} (faint) to {texts.number_text(high)} (strong)"
+    assert legend in svg
+    assert f"measured {texts.number_text(min(errors))} to {texts.number_text(max(errors))}" in svg
+    assert (drawn.shade(low, low, high), drawn.shade(high, low, high)) == pytest.approx((0.15, 1.0))
+    shades = [float(x) for x in re.findall(r"(?<!stroke-)opacity: (0\.\d+)", svg)]
+    expected = [drawn.shade(error, low, high) for error in errors if error < high]
+    assert shades == pytest.approx(expected, abs=1e-5), "what is drawn"
+    if errors[0] > high / 10:
+        assert low == pytest.approx(high / 10), "close errors look alike, and the legend says so"
+
+
+def test_a_speed_measured_once_is_told_roughly_and_without_a_change() -> None:
+    row = Row("speed", Estimate(1632.5, None), Estimate(1017.0, None), unit=reports.SPEED)
+    assert texts.change_text(row) == ""
+    assert texts.row_text(row, row.after) == "about 1,600 tokens/s"
+    page = Report("x", "", {}, base="o", cost=(row,))
+    for kind in (".html", ".md"):
+        text = pages.render(page, kind).decode()
+        assert "60.5" not in text and "1,632" not in text and "about 1,000 tokens/s" in text
+
+
+def test_a_row_whose_error_swallows_it_says_so() -> None:
+    from neuzip.eval.estimates import without_meaning
+
+    assert without_meaning(Estimate(717_693.0, 925_156.0)) and without_meaning(Estimate(1.0, math.nan))
+    assert not without_meaning(Estimate(27.8, 1.65)) and not without_meaning(Estimate(27.8, None))
+
+
+def test_the_page_has_no_more_digits_than_the_terminal() -> None:
+    from neuzip.cli.commands.eval import precise_text
+
+    for value, error in ((0.0018257, 0.0000578), (0.0090914, 0.00045452), (0.20184, 0.0013)):
+        estimate = Estimate(value, error)
+        assert texts.figure_text(estimate) == precise_text(estimate)

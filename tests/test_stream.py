@@ -637,7 +637,7 @@ def test_what_is_sent_and_does_not_arrive_is_kept_here(here: Hub, files: Files, 
 
 def test_only_hub_ids_are_streamed(original: Path, tmp_path: Path):
     for src in (str(original), "./a", "model", str(original / shard(1))):
-        with pytest.raises(UsageError, match="--stream takes a Hub id"):
+        with pytest.raises(UsageError, match="`stream` takes a Hub id"):
             plan_stream(src, tmp_path / "nz")
 
 
@@ -764,7 +764,6 @@ def test_what_exists_is_refused_before_a_repository_is_made(
         (["--stream", "--max-kld", "0.1"], "--stream and --max-kld exclude each other"),
         (["--push-to", "me/nz", "--no-verify"], "--push-to and --no-verify exclude each other"),
         (["--push-to", "nz"], "--push-to: 'nz' has not the form owner/name or owner/name@branch"),
-        (["--private"], "--private is for --push-to"),
     ],
 )
 def test_options_that_exclude_each_other(neuzip: Any, tmp_path: Path, options: list[str], problem: str):

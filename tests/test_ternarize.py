@@ -225,7 +225,6 @@ def test_sparsity_is_counted(neuzip, tmp_path: Path):
     dense = neuzip("eval", tmp_path / "t.nz", *asked)
     assert "inputs that are 0" in dense.stdout
     assert "--sparsity: inputs are counted as they are: dense weights do not quantise them\n" in dense.stderr
-    assert "needs --text" in neuzip("eval", tmp_path / "t.nz", "--tasks", "x", "--sparsity").stderr
 
 
 def test_a_group_is_never_longer_than_a_row(neuzip, tmp_path: Path):

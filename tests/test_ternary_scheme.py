@@ -605,9 +605,6 @@ def test_a_ternary_model_needs_no_permission(neuzip: Speak, model: Path, tmp_pat
         (["--ternary", "--max-kld", "0.1"], "excludes --plan, --mantissa-bits, --bits-for and --ternary"),
         (["--ternary", "--ternary-group", "none"], "'none' is neither a number nor row nor tensor"),
         (["--ternary", "--ternary-group", "0"], "the group 0 is no number"),
-        (["--ternary-packing", "2bit"], "need --ternary"),
-        (["--ternary-group", "128"], "need --ternary"),
-        (["--allow-destructive"], "--allow-destructive is for --ternary"),
     ],
 )
 def test_options_that_contradict_each_other(

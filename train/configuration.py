@@ -222,4 +222,11 @@ def _require_sense(file: str, found: Configuration) -> None:
             raise UsageError(
                 f"{file}: there is no {name} {getattr(found, name)!r}", f"choose from {', '.join(choices)}"
             )
+    for name, ignored, instead in (
+        ("dtype", found.scratch is None, "with model, whose weights have their own"),
+        ("min_lr_ratio", found.schedule == "constant", 'with schedule = "constant"'),
+        ("clipping", not found.max_grad_norm, "with max_grad_norm = 0"),
+    ):
+        if ignored and getattr(found, name) != getattr(Configuration, name):
+            raise UsageError(f"{file}: {name} has no effect {instead}", f"leave out {name}")
     found.rates()

@@ -256,7 +256,7 @@ def _draw(figures: Sequence[Figures]) -> Figure:
     if len(steps) > 20:
         axes.plot(steps, smoothed(losses, len(losses) // 20), color=ACCENT, linewidth=1.6)
     axes.set_xlabel("step", color=INK)
-    axes.set_ylabel("loss (nats a token)", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

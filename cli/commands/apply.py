@@ -22,13 +22,13 @@ def command(
     delta: Annotated[
         str,
         typer.Argument(
-            metavar="DELTA", help="What compress --base made: folder, file or Hub id", show_default=False
+            metavar="DELTA", help="Delta made by compress --base: folder, file or Hub id", show_default=False
         ),
     ],
     dst: options.DestinationArgument,
     base: Annotated[
         str,
-        typer.Option(metavar="SRC", help="The checkpoint that it was made against, plain or compressed"),
+        typer.Option(metavar="SRC", help="Checkpoint that the delta was made from, plain or compressed"),
     ],
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,

@@ -18,6 +18,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.speed import Plan, Speed, Speeds
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",
@@ -34,40 +36,43 @@ def command(
         str | None,
         typer.Option(
             metavar="R,...",
-            help="Measure these beside dense: packed, ans; if not given packed on a GPU, none on a CPU",
+            help="Weight formats to compare with dense: packed, ans (default: packed on a GPU, none on a"
+            " CPU)",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(metavar="N,...", help="Go on with N texts at a time")] = "1,8,32",
+    batch: Annotated[str, typer.Option(metavar="N,...", help="Batch sizes")] = "1,8,32",
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Tokens of a prompt; 512, or what the model can, if not given"),
+        typer.Option(metavar="N", min=1, help="Tokens per prompt (default: 512, or the model's maximum)"),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens after each prompt")] = 128,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Take medians of N runs")] = 3,
+    new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="New tokens per prompt")] = 128,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Runs per measurement; the table shows medians")
+    ] = 3,
     graph: Annotated[
-        bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on a GPU")
+        bool, typer.Option("--graph/--no-graph", help="Run decoding steps as a CUDA graph (GPU only)")
     ] = True,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile steps with torch.compile, those of dense as well")
+        bool,
+        typer.Option("--compile", help="Compile all steps with torch.compile, those of the dense model too"),
     ] = False,
     kv_bits: Annotated[
         options.KvBits | None,
         typer.Option(
-            "--kv-bits", help="Measure keys and values in so few bits too, for each", show_default=False
+            "--kv-bits", help="Also measure with the KV cache quantised to N bits", show_default=False
         ),
     ] = None,
     attention: Annotated[
         options.Attention,
         typer.Option(
-            help="Measure attention with keys and queries in 8 or 4 bits too, for each, or what config.json"
-            " says; none is as the model does alone"
+            help="Quantised attention to measure too: as recorded in config.json, none, or 8- or 4-bit QK^T"
         ),
     ] = "recorded",
     device: options.RunDeviceOption = "auto",
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Measure tokens a second and memory, against the dense model"""
+    """Measure tokens/s and memory, compared with the dense model"""
     out = Output(json=json, quiet=quiet)
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     let_threads_sleep()

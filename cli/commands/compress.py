@@ -20,6 +20,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seco
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,33 +30,33 @@ if TYPE_CHECKING:
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.2-1B llama.nz --dry-run",
-    "neuzip compress my-model small --mantissa-bits 3 --block-size 512",
-    "neuzip compress my-model small --mantissa-bits 3 --bits-for '*embed*=4'",
+    "neuzip compress my-model small -k 3 --block-size 512",
+    "neuzip compress my-model small -k 3 --bits-for '*embed*=4'",
     "neuzip compress my-model mixed --plan plan.toml",
     "neuzip compress my-model close --max-kld 0.01",
     "neuzip compress my-model fits --target-size 6GiB --text held-out.txt",
     "neuzip compress my-model shallow --max-kld 0.5 --drop-layers auto",
     "neuzip compress my-model fast --attention auto --text held-out.txt",
-    "neuzip compress my-bitnet small --ternary --ternary-group row",
+    "neuzip compress my-bitnet small --ternary",
     "neuzip compress my-model-tuned tuned.delta --base my-model",
     "torchrun --nproc-per-node 8 --no-python neuzip compress my-model my-model.nz",
     "neuzip compress meta-llama/Llama-3.1-70B 70b.nz --stream --push-to me/70b-nz",
     "",
-    "A plan file has rules in order; the first whose glob matches a name decides:",
+    "A plan file lists rules; the first one whose glob matches a name applies:",
     "",
     "[[rule]]                      [[rule]]",
     'match = "*embed_tokens*"      match = "*"',
     'scheme = "lossless"           mantissa_bits = 3',
     "",
-    'A rule with scheme = "ternary" may set quantizer, group and packing too.',
-    "A target makes such a plan and writes it to DST.plan.toml.",
+    'A rule with scheme = "ternary" may also set quantizer, group and packing.',
+    "A target writes such a plan to DST.plan.toml.",
 ]
 
 GROUPS = {
-    "What is kept of weights (all, if nothing is said)": (
+    "Lossy compression (default: lossless)": (
         "mantissa_bits", "bits_for", "block_size", "plan", "include", "exclude",
     ),
-    "A target, which a plan is made for": (
+    "Choose precision automatically": (
         "max_kld", "max_ppl_increase", "target_size", "text", "sensitivity", "drop_layers",
         "attention",
     ),
@@ -63,15 +64,29 @@ GROUPS = {
         "ternary", "ternary_quantizer", "ternary_group", "ternary_packing", "activations",
         "allow_destructive",
     ),
-    "From and to the Hub, and differences": (
+    "Hub and deltas": (
         "stream", "push_to", "private", "allow_private_files", "base",
     ),
 }  # fmt: skip
 
+TARGETS = ("--max-kld", "--max-ppl-increase", "--target-size")
+
+NEEDS = {
+    "--text": (*TARGETS, "--attention"),
+    "--sensitivity": TARGETS,
+    "--drop-layers": TARGETS,
+    "--block-size": ("--mantissa-bits", "--bits-for", *TARGETS),
+    "--ternary-quantizer": ("--ternary",),
+    "--ternary-group": ("--ternary",),
+    "--ternary-packing": ("--ternary",),
+    "--activations": ("--ternary", "--plan"),
+    "--allow-destructive": ("--ternary", "--plan"),
+    "--private": ("--push-to",),
+    "--allow-private-files": ("--push-to",),
+}
+
 WORTH_A_WORD = 1 << 16
 """Bytes of a tensor whose unexpected scheme is mentioned; norms and biases are raw as a rule."""
-
-TERNARY_DEFAULTS = ("absmean", "tensor", "trits")
 
 TIED_MEASURED = range(1, 5)
 """Mantissa bits K for which benchmarks/tied_embedding.py has measured what K + 1 for a tied embedding do."""
@@ -83,15 +98,16 @@ BitsForOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="GLOB=K",
-        help="Round matrices with these names to K bits instead; an embedding that is the output head too"
-        " deserves one more; repeatable",
+        help="Use K mantissa bits for matrices with matching names, such as one more for a tied embedding;"
+        " repeatable",
     ),
 ]
 BlockSize = Annotated[
     str,
     typer.Option(
         metavar="N|none",
-        help="Let N weights (8, 16, ... 16384) share a normaliser: larger, often closer",
+        help="Scale blocks of N weights (8, 16, ... 16384) so the largest is nearly exact; slightly larger"
+        " file, often lower error",
     ),
 ]
 
@@ -99,53 +115,57 @@ TernaryOption = Annotated[
     bool,
     typer.Option(
         "--ternary",
-        help="Store the linear weights of a model trained for it (*layers.*_proj.weight) as -1, 0 and 1 times"
-        " a scale; exact if that is what they are",
+        help="Store linear weights (*layers.*_proj.weight) as -1, 0, 1 times a scale; exact for ternary"
+        " models",
     ),
 ]
 QuantizerOption = Annotated[
     Literal["absmean", "absmean-clamped", "least-squares"],
     typer.Option(
         "--ternary-quantizer",
-        help="How weights that are not ternary yet are rounded; a bitnet checkpoint for online mode takes"
-        " absmean-clamped",
+        help="Rounding of weights that are not ternary yet; absmean-clamped for transformers' online bitnet"
+        " checkpoints",
     ),
 ]
 GroupOption = Annotated[
     str,
     typer.Option(
-        "--ternary-group", metavar="N|row|tensor", help="Let N weights of a row share a scale, or all"
+        "--ternary-group",
+        metavar="N|row|tensor",
+        help="Weights per scale: N of a row, a row, or the tensor; exactly ternary rows and tensors keep"
+        " theirs",
     ),
 ]
 PackingOption = Annotated[
     Literal["trits", "2bit"],
-    typer.Option("--ternary-packing", help="Store 5 weights a byte, or 4"),
+    typer.Option(
+        "--ternary-packing", help="Base-3 packing (5 weights per byte) or 2-bit packing (4 per byte)"
+    ),
 ]
 ActivationsOption = Annotated[
     Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
-    typer.Option(help="Say in config.json what inputs of ternary weights are quantised to when it runs"),
+    typer.Option(help="Activation quantisation to record in config.json, for inference"),
 ]
 AttentionOption = Annotated[
     options.AttentionMode | None,
     typer.Option(
         "--attention",
-        help="Choose too in how many bits layers attend, as `neuzip patch-attention`, on --text",
+        help="Also choose the attention precision of each layer, as `neuzip patch-attention` does",
     ),
 ]
 DropLayersOption = Annotated[
     str,
     typer.Option(
         metavar="auto|N|none",
-        help="Let a target drop N whole layers, those missed least, or with auto as many as make the"
-        " result smaller or closer; what is left is another, shallower model",
+        help="Also drop the N least important layers, or as many as pay off (auto); the result is a"
+        " shallower model",
     ),
 ]
 StreamOption = Annotated[
     bool,
     typer.Option(
         "--stream",
-        help="Download, compress and delete a Hub id shard by shard: no more than two of its shards are on"
-        " the disk",
+        help="Download, compress and delete a Hub id shard by shard, with at most two shards on disk",
     ),
 ]
 PushToOption = Annotated[
@@ -153,25 +173,24 @@ PushToOption = Annotated[
     typer.Option(
         "--push-to",
         metavar="REPO_ID[@BRANCH]",
-        help="Upload each container when it is ready, to be seen when all are there; with --stream none stays"
-        " here",
+        help="Upload each compressed file as it is finished; readers see them when all are there. With"
+        " --stream nothing is kept here",
     ),
 ]
 BaseOption = Annotated[
     str | None,
     typer.Option(
         metavar="BASE",
-        help="Store what differs from BASE, a folder, file or Hub id that SRC grew out of; `neuzip apply`"
-        " restores it",
+        help="Store only the difference from BASE (folder, file or Hub id); `neuzip apply` restores SRC",
         show_default=False,
     ),
 ]
 PrivateOption = Annotated[
-    bool, typer.Option("--private", help="Let nobody else see what --push-to makes, if it is new")
+    bool, typer.Option("--private", help="Create the repository of --push-to as private")
 ]
 DestructiveOption = Annotated[
     bool,
-    typer.Option("--allow-destructive", help="Round weights that are not ternary: ruins most models"),
+    typer.Option("--allow-destructive", help="Round weights that are not ternary; ruins most models"),
 ]
 
 
@@ -181,38 +200,47 @@ def command(
     mantissa_bits: Annotated[
         int | None,
         typer.Option(
-            metavar="K", min=0, help="Round matrices to K mantissa bits (bf16 has 7); lossless if not given"
+            "--mantissa-bits",
+            "-k",
+            metavar="K",
+            min=0,
+            help="Round matrices to K mantissa bits (bf16 has 7)",
         ),
     ] = None,
     bits_for: BitsForOption = None,
     block_size: BlockSize = "none",
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Choose schemes by the rules in a TOML file")
+        Path | None, typer.Option(metavar="FILE", help="Use the per-tensor rules of a TOML file, see below")
     ] = None,
     max_kld: Annotated[
         str | None,
-        typer.Option(metavar="NATS", help="Make it as small as this mean KL divergence a token allows"),
+        typer.Option(
+            metavar="NATS", help="Smallest result with a mean KL divergence of at most NATS per token"
+        ),
     ] = None,
     max_ppl_increase: Annotated[
-        str | None, typer.Option(metavar="P%", help="Make it as small as this rise of perplexity allows")
+        str | None,
+        typer.Option(metavar="P%", help="Smallest result with a perplexity increase of at most P %"),
     ] = None,
     target_size: Annotated[
         str | None,
-        typer.Option(metavar="P%|SIZE", help="Lose as little as weight files of this size allow: 60%, 6GiB"),
+        typer.Option(
+            metavar="P%|SIZE", help="Best quality with weight files of at most this size: 60%, 6GiB"
+        ),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
             "--text",
             metavar="TEXT",
-            help="Measure for a target, or --attention, on this text, as eval's --text; demo if not given",
+            help="Text to measure on, as for eval (default: demo)",
         ),
     ] = None,
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
-            help="How a target learns what each tensor bears: one pass for each, gradients, or the weights"
-            " alone; auto is measured on a GPU, fisher on a CPU"
+            help="How to estimate per-tensor sensitivity: one run per tensor, Fisher information, or weight"
+            " errors alone (no text needed with --target-size); auto is measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
     drop_layers: DropLayersOption = "none",
@@ -231,80 +259,60 @@ def command(
     private: PrivateOption = False,
     allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
-    verify: Annotated[
-        bool, typer.Option(help="Decode and compare every tensor before its file gets its name")
-    ] = True,
+    verify: Annotated[bool, typer.Option(help="Decode every tensor and compare it with the original")] = True,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Compress a checkpoint, without loss unless told otherwise"""
+    """Compress a checkpoint, lossless by default"""
     out = Output(json=json, quiet=quiet)
-    goal = targets.one_target(max_kld, max_ppl_increase, target_size)
+    from neuzip.eval.target_values import one_goal
+
+    goal = one_goal(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
+        require(f"`{goal.parameter}`" if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
-    from neuzip.compress import compress, scheme
+    from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
+    from neuzip.eval.target_request import ask, text_for
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
-        if plan is not None and (
-            mantissa_bits is not None or bits_for or block_size != "none" or include or ternary
-        ):
-            raise UsageError(
-                "--plan excludes --mantissa-bits, --bits-for, --block-size, --include and --ternary",
-                "write them into the plan",
-            )
-        if goal is not None and (plan is not None or mantissa_bits is not None or bits_for or ternary):
-            raise UsageError(
-                f"{goal.option} excludes --plan, --mantissa-bits, --bits-for and --ternary",
-                "it chooses the mantissa bits itself",
-            )
+        given = request.given(
+            mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size != "none", include=include,
+            plan=plan, ternary=ternary, activations=activations, allow_destructive=allow_destructive,
+            ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
+            ternary_packing=ternary_packing != "trits", sensitivity=sensitivity != "auto",
+            text=text if attention is None else None,
+        )  # fmt: skip
+        target = None if goal is None else goal.parameter
+        request.refuse_contradictions(given, target)
         fewer = targets.layers_to_drop(
             drop_layers, goal, sensitivity=sensitivity,
             excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
         )  # fmt: skip
-        if not ternary and (ternary_quantizer, ternary_group, ternary_packing) != TERNARY_DEFAULTS:
-            raise UsageError("--ternary-quantizer, -group and -packing need --ternary", "add --ternary")
         if goal is not None and ranks.world > 1:
             raise UsageError(
-                f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
+                f"`{target}` needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
         if attention is not None and ranks.world > 1:
             raise UsageError(
                 f"--attention {attention} needs one process", "run neuzip patch-attention on the result"
             )
-        measured_on = targets.text_of(goal, sensitivity, text, needed=attention is not None or fewer != 0)
-        rounding = "none" if goal is not None else block_size
+        measured_on = text_for(goal, sensitivity, text, needed=attention is not None or fewer != 0)
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
-        rules = scheme.rules_of_options(
-            mantissa_bits,
-            rounding,
-            include or [],
-            exclude or [],
-            weights if ternary else None,
-            bits_for or [],
-        )
-        if plan is not None:
-            raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
-            rules = [*raw, *scheme.read_plan_file(plan)]
-        if all(rule.scheme.kind != "ternary" for rule in rules):
-            for option, given in (
-                ("--activations", activations is not None),
-                ("--allow-destructive", allow_destructive),
-            ):
-                if given:
-                    raise UsageError(
-                        f"{option} is for --ternary, or a --plan with ternary rules",
-                        'plans need a rule with scheme = "ternary" for it',
-                    )
+        rules = request.rules_of(
+            mantissa_bits, "none" if goal is not None else block_size, include or [], exclude or [],
+            weights if ternary else None, bits_for or [], plan,
+        )  # fmt: skip
+        request.refuse_without_ternary(given, rules)
         asked_stream = streaming.understand(
             stream, push_to, private, allow_private_files,
             {
-                goal.option if goal is not None else "a target": goal is not None,
+                f"--{goal.kind}" if goal is not None else "a target": goal is not None,
                 "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
             },
         )  # fmt: skip
@@ -313,7 +321,8 @@ def command(
                 {
                     "--mantissa-bits": mantissa_bits is not None, "--bits-for": bool(bits_for),
                     "--plan": plan is not None,
-                    "--ternary": ternary, goal.option if goal is not None else "a target": goal is not None,
+                    "--ternary": ternary,
+                    f"--{goal.kind}" if goal is not None else "a target": goal is not None,
                     "--attention": attention is not None, "--stream": stream, "--dry-run": dry_run,
                     "--push-to": push_to is not None, "torchrun": ranks.world > 1,
                 }
@@ -344,11 +353,12 @@ def command(
             more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
-                asked = targets.ask(
-                    out, goal, path, dst, rules, block_size=block_size, text=measured_on,
+                asked = ask(
+                    goal, path, dst, rules, block_size=scheme.block_size_of(block_size), text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
                 )  # fmt: skip
+                targets.tell(out, asked)
             if dry_run:
                 with targets.nothing_kept():
                     found = targets.find(out, asked)

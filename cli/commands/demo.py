@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
     from neuzip.eval.perplexity import Difference, Evaluation
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip demo",
     "neuzip demo --output /tmp/demo --overwrite",
@@ -31,9 +33,11 @@ FOLDERS = {"lossless": "the same weights", "rounded": "3 mantissa bits", "restor
 
 def command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Write the checkpoints here")
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the checkpoints")
     ] = Path("neuzip-demo"),
-    overwrite: options.OverwriteOption = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace checkpoints of an earlier demo")
+    ] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -197,4 +201,4 @@ def _difference_text(difference: Difference) -> str:
     if difference.identical:
         return "the same to the last bit in every window"
     percent = 100 * math.expm1(difference.nll.value)
-    return f"{signed_text(difference.nll)} nats a token, perplexity {percent:+.3f} % (paired)"
+    return f"{signed_text(difference.nll)} nats per token, perplexity {percent:+.3f} % (paired)"

@@ -27,12 +27,12 @@ NUMBERS = ["differ", "max abs", "max rel", "rel L2"]
 
 def command(
     a: Annotated[str, typer.Argument(metavar="A", help="Folder, .safetensors file or Hub id")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same, plain or compressed")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to compare with, plain or compressed")],
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Compare two checkpoints: identical, or how far apart"""
+    """Compare two checkpoints tensor by tensor"""
     out = Output(json=json, quiet=quiet)
     from neuzip.eval.difference import compare_checkpoints
 

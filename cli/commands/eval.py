@@ -42,6 +42,8 @@ EVALUATED = (
 )  # fmt: skip
 """The keys of `--json` that say what was measured on the text; null without one."""
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip eval my-model.nz --text demo",
     "neuzip eval small --original my-model --text wiki.test.raw",
@@ -54,6 +56,25 @@ EXAMPLES = [
     "torchrun --nproc-per-node 8 --no-python neuzip eval small --text demo",
 ]
 
+GROUPS = {
+    "Text and perplexity protocol": ("text", "original", "conventions", "window", "stride", "max_tokens"),
+    "How the model runs": (
+        "residency", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
+    ),
+    "Benchmark tasks": ("tasks", "limit"),
+    "Report": ("page", "sweep", "sparsity", "overwrite"),
+}  # fmt: skip
+
+NEEDS = {
+    **dict.fromkeys(
+        ("--conventions", "--window", "--stride", "--max-tokens", "--activations", "--kv-bits",
+         "--attention", "--sparsity", "--report"), ("--text",),
+    ),
+    "--sweep": ("--report",),
+    "--overwrite": ("--report",),
+    "--limit": ("--tasks",),
+}  # fmt: skip
+
 
 def command(
     src: options.ModelArgument,
@@ -62,45 +83,45 @@ def command(
         typer.Option(
             "--text",  # typer 0.27 takes a name like its metavar from that: --TEXT
             metavar="TEXT",
-            help="Predict this: a UTF-8 file, a directory of them, a dataset of the Hub, or demo",
+            help="Text to predict: UTF-8 file, folder of files, hf://datasets/..., or demo",
             show_default=False,
         ),
     ] = None,
     original: Annotated[
-        str | None, typer.Option(metavar="ORIGINAL", help="Evaluate this checkpoint too, and compare")
+        str | None, typer.Option(metavar="ORIGINAL", help="Also evaluate this checkpoint, and compare")
     ] = None,
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Of token, strided, llama.cpp, lm-eval and bos only these; all if not given"
+            metavar="A,B", help="Perplexity protocols: token, strided, llama.cpp, lm-eval, bos (default: all)"
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Predict N tokens a window; 1024, or what the model can, if not given"
-        ),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
     ] = None,
     stride: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Begin a strided window every N tokens; 512, or half one, if not given"
+            metavar="N",
+            min=1,
+            help="Tokens between starts of strided windows (default: 512, or half a window)",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = None,
     device: options.RunDeviceOption = "auto",
     device_map: Annotated[
         Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
         typer.Option(
             metavar="auto|balanced|...",
-            help="Spread each model over all GPUs by a device map of accelerate",
+            help="Spread each model over all GPUs, as accelerate does",
         ),
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
+        typer.Option(help="Compute dtype; auto is float32 for dense weights on a CPU, else the checkpoint's"),
     ] = "auto",
     residency: options.ResidencyOption = "dense",
     activations: options.ActivationsOption = None,
@@ -108,39 +129,39 @@ def command(
         options.KvBits | None,
         typer.Option(
             "--kv-bits",
-            help="Attend to keys and values in so few bits, in SRC alone, not in --original",
+            help="Quantise the KV cache of SRC to N bits",
             show_default=False,
         ),
     ] = None,
     attention: Annotated[
         options.Attention,
         typer.Option(
-            help="Have SRC attend with keys and queries in 8 or 4 bits, or with none quantised; else as its"
-            " config.json says"
+            help="Attention precision of SRC: as recorded in config.json, not quantised (none), or 8- or"
+            " 4-bit QK^T"
         ),
     ] = "recorded",
     sparsity: Annotated[
         bool,
-        typer.Option("--sparsity", help="Count the inputs of linear layers that are 0, site by site"),
+        typer.Option(
+            "--sparsity", help="Show the share of zero activations (sparsity) at the inputs of linear layers"
+        ),
     ] = False,
     page: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a page about it too: .html, .md or .json"),
+        typer.Option("--report", metavar="FILE", help="Also write a report: .html, .md or .json"),
     ] = None,
     sweep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Show in the report what `neuzip sweep --output DIR` found"),
+        typer.Option(metavar="DIR", help="Add the results of `neuzip sweep -o DIR` to the report"),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            metavar="A,B", help="Run tasks of lm-evaluation-harness: names, patterns, or YAML files"
-        ),
+        typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness: names, patterns or YAML files"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Take only the first N documents of each task")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N documents of each task")
     ] = None,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteFileOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -153,9 +174,12 @@ def command(
             f"--activations {mode}: is for --text; tasks quantise inputs as config.json says",
             "leave out --activations or --tasks",
         )
-    if sparsity and text is None:
-        raise UsageError("--sparsity: needs --text too", "give --text demo, or a file")
     names = chosen_conventions(conventions)
+    if stride is not None and names is not None and "strided" not in names:
+        raise UsageError(
+            f"--stride {stride} has no effect with --conventions {conventions}",
+            "add strided to --conventions, or leave out --stride",
+        )
     let_threads_sleep()
     if device_map is None:
         require_device(device, residency)
@@ -247,8 +271,10 @@ def count_zeros(out: Output, task: Task) -> Sparsity:
         found = sparsity(model, batches())
     out.text()
     rows = [[site, f"{share:.1%}"] for site, share in found.sites.items()]
-    out.table(["site", "inputs that are 0"], [*rows, ["all, by weights", f"{found.overall:.1%}"]])
-    out.text(f"{found.active:,} of {found.parameters:,} weights are active a token; {found.tokens:,} tokens")
+    out.table(["site", "activations that are 0"], [*rows, ["all, by weights", f"{found.overall:.1%}"]])
+    out.text(
+        f"{found.active:,} of {found.parameters:,} weights are active per token; {found.tokens:,} tokens"
+    )
     return found
 
 
@@ -291,12 +317,6 @@ def refuse_contradictions(
     """Raise UsageError for options that do not go together."""
     if text is None and tasks is None:
         raise UsageError("neither --text nor --tasks is given", "give --text demo, or a file, or --tasks")
-    if page is not None and text is None:
-        raise UsageError(f"--report {page}: needs --text too", "give --text demo, or a file")
-    if sweep is not None and page is None:
-        raise UsageError(f"--sweep {sweep}: is shown in a report only", "give --report too")
-    if limit is not None and tasks is None:
-        raise UsageError(f"--limit {limit}: bounds the documents of tasks", "give --tasks, or --max-tokens")
     if kv_bits is not None and tasks is not None:
         raise UsageError(
             f"--kv-bits {kv_bits}: is for --text; tasks keep keys and values as they are",
@@ -385,7 +405,7 @@ def report(out: Output, evaluation: Evaluation) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
     out.text(f"in      {e.models[-1].dtype} on {e.device}{kept}{_inputs(e)}{many}; {versions}")
     if e.models[-1].kv_bits is not None:
-        out.text(f"cache   {_names(e)[-1]} with keys and values in {_kv_text(e.models[-1].kv_bits)}")
+        out.text(f"cache   {_names(e)[-1]} with a KV cache in {_kv_text(e.models[-1].kv_bits)}")
     for name, model in zip(_names(e), e.models, strict=True):
         if model.attention_bits is not None:
             out.text(f"attends {name}: {attention_text(model.attention_bits, model.attention_calls)}")
@@ -443,13 +463,19 @@ def _first_figure(measured: Measured) -> Estimate:
     return score.word_perplexity or score.token_perplexity
 
 
+def _figures(measured: Measured) -> list[Estimate]:
+    """The perplexities that a convention is told in."""
+    told = [s.word_perplexity if measured.convention.name == "lm-eval" else None for s in measured.scores]
+    return [word or s.token_perplexity for word, s in zip(told, measured.scores, strict=True)]
+
+
 def _show_perplexities(out: Output, e: Evaluation) -> None:
-    from neuzip.eval.estimates import errors_text, over
+    from neuzip.eval.estimates import errors_text, over, without_meaning
 
     names = _names(e)
     changes = ["change, nats"] if len(e.models) == 2 else []
     rows = [row for measured in e.measured for row in _perplexity_rows(measured)]
-    out.table(["convention", "figure", *names, *changes], rows, right=[*names, *changes])
+    out.table(["convention", "metric", *names, *changes], rows, right=[*names, *changes])
     errors = {m.blocks: _first_figure(m).standard_error for m in e.measured}
     for m in e.measured:
         own = f"; {over(m.blocks, errors[m.blocks])}" if len(errors) > 1 else ""
@@ -459,22 +485,31 @@ def _show_perplexities(out: Output, e: Evaluation) -> None:
     if len(errors) == 1:
         special = f"{errors_text(*errors.popitem())}; {special}"
     out.text(special)
+    for m in e.measured:
+        if any(without_meaning(figure) for figure in _figures(m)):
+            out.text(
+                f"{m.convention.name:9} tells nothing here: the standard error is more than half of the "
+                "perplexity; measure on a longer text"
+            )
     for name, reason in e.skipped.items():
         out.text(f"{name:9} left out: {reason}")
     for model in e.models:
         if model.formed is not None:
-            out.text(f"{model.path}: all logits were formed, which takes memory and time: {model.formed}")
+            out.text(
+                f"{model.path}: the full logits were materialised, which takes memory and time: "
+                f"{model.formed}"
+            )
 
 
 def _perplexity_rows(measured: Measured) -> list[list[str]]:
     """The figures that a convention is told in, the change with the first of them."""
     scores = measured.scores
-    figures = {"perplexity a token": [s.token_perplexity for s in scores]}
+    figures = {"perplexity per token": [s.token_perplexity for s in scores]}
     if measured.convention.name == "lm-eval":
         figures = {
-            "perplexity a word": [s.word_perplexity for s in scores if s.word_perplexity],
-            "perplexity a byte": [s.byte_perplexity for s in scores if s.byte_perplexity],
-            "bits a byte": [s.bits_per_byte for s in scores if s.bits_per_byte],
+            "perplexity per word": [s.word_perplexity for s in scores if s.word_perplexity],
+            "perplexity per byte": [s.byte_perplexity for s in scores if s.byte_perplexity],
+            "bits per byte": [s.bits_per_byte for s in scores if s.bits_per_byte],
         }
     rows = [["", figure, *map(estimate_text, row)] for figure, row in figures.items()]
     rows[0][0] = measured.convention.name
@@ -490,17 +525,17 @@ def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
     errors = over(c.blocks, c.kld.mean.standard_error)
     out.text(f"after compared with before, {c.tokens:,} tokens ({convention}), {errors}:")
     if c.identical:
-        out.text("  the same to the last bit: every loss; every KL divergence is 0")
+        out.text("  identical: every loss has the same bits, and every KL divergence is 0")
         return
     k = c.kld
     ratio = c.perplexity_ratio
     rows = [
-        ["NLL, nats a token", signed_text(c.nll_difference)],
+        ["NLL, nats per token", signed_text(c.nll_difference)],
         ["perplexity, after / before", precise_text(ratio)],
         ["KL divergence, nats: mean", precise_text(k.mean)],
         ["  median, 99.9 %, max", f"{k.median:.3g}, {k.p999:.3g}, {k.max:.3g}"],
-        ["same likeliest token", share_text(c.top_1)],
-        [f"shared of the {c.k} likeliest", share_text(c.top_k)],
+        ["top-1 agreement", share_text(c.top_1)],
+        [f"top-{c.k} overlap", share_text(c.top_k)],
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -509,11 +544,13 @@ def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
 
 def _show_cost(out: Output, e: Evaluation) -> None:
     rows = [
-        [name, bytes_text(model.weight_bytes), f"{model.tokens_per_second:,.0f}"]
+        [name, bytes_text(model.weight_bytes), rough_speed_text(model.tokens_per_second)]
         for name, model in zip(_names(e), e.models, strict=True)
     ]
     columns = ["", "weights in memory", "tokens/s, without the head"]
     out.table(columns, rows, right=columns[1:])
+    if len(e.models) > 1:
+        out.text("Speeds are of one pass, without an error: `neuzip bench` compares speeds.")
     if e.memory.bytes is not None:
         models = ", both models in it" if len(e.models) == 2 else ""
         out.text(
@@ -560,6 +597,15 @@ def estimate_text(estimate: Estimate | None) -> str:
         return f"{estimate.value:.3g}" + ("" if error is None else f" ± {error:.2g}")
     digits = 0 if estimate.value >= 1e4 else 2 if estimate.value >= 10 else 4
     return f"{estimate.value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
+
+
+def rough_speed_text(speed: float) -> str:
+    """A speed that was measured once, to the two digits that a repetition may confirm.
+
+    >>> [rough_speed_text(speed) for speed in (1393.6, 87.31, 0.42)]
+    ['about 1,400', 'about 87', 'about 0.42']
+    """
+    return f"about {float(f'{speed:.2g}'):,.{0 if speed >= 10 else 2}f}"
 
 
 def signed_text(estimate: Estimate) -> str:

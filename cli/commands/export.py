@@ -16,11 +16,21 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.compress.export import Target
 
+PACKAGES = ("torch",)
+
 EXAMPLES = [
     "neuzip export my-model.nz my-model-bitnet --to transformers-bitnet",
     "neuzip export my-model.nz my-model-vllm --to compressed-tensors",
     "neuzip export my-model.nz my-model.gguf --to gguf --gguf-type q2_0",
 ]
+
+NEEDS = {
+    "--gguf-type": ("--to gguf",),
+    "--gguf-mixed": ("--to gguf",),
+    "--linear-class": ("--to transformers-bitnet",),
+    "--mode": ("--to transformers-bitnet",),
+    "--activations": ("--to compressed-tensors",),
+}
 
 Engine = Literal["transformers-bitnet", "compressed-tensors", "gguf"]
 
@@ -28,42 +38,35 @@ Engine = Literal["transformers-bitnet", "compressed-tensors", "gguf"]
 def command(
     src: options.ModelArgument,
     dst: options.DestinationArgument,
-    to: Annotated[Engine, typer.Option(help="Write what this engine or library reads", show_default=False)],
+    to: Annotated[Engine, typer.Option(help="Engine or library to export for", show_default=False)],
     gguf_type: Annotated[
         Literal["tq1_0", "tq2_0", "q2_0"] | None,
-        typer.Option(help="Pack GGUF weights in this type: 1.69, 2.06 (default) or 2.25 bits each"),
+        typer.Option(help="GGUF type: 1.69, 2.06 (default) or 2.25 bits per weight"),
     ] = None,
     gguf_mixed: Annotated[
         bool,
-        typer.Option("--gguf-mixed", help="Pack rows that fill no whole blocks of that type as Q2_0 or Q4_0"),
+        typer.Option(
+            "--gguf-mixed", help="Store rows that do not fill whole blocks of the type as Q2_0 or Q4_0"
+        ),
     ] = False,
     linear_class: Annotated[
         Literal["bitlinear", "autobitlinear"] | None,
-        typer.Option(help="Write for this class of transformers; else bitlinear, or autobitlinear if online"),
+        typer.Option(help="Linear class of transformers (default: bitlinear; online: autobitlinear)"),
     ] = None,
     mode: Annotated[
         Literal["offline", "online"] | None,
-        typer.Option(help="Let transformers take the weights as packed (default), or quantise floats itself"),
+        typer.Option(help="Packed weights (offline, the default), or floats that transformers quantises"),
     ] = None,
     activations: Annotated[
         Literal["b1.58", "none"] | None,
-        typer.Option(help="Let compressed-tensors quantise activations to 8 bits (default), or not at all"),
+        typer.Option(help="Activations: 8 bits (b1.58, the default) or not quantised"),
     ] = None,
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Write a ternary model as other engines read it"""
+    """Export a ternary model for another engine"""
     out = Output(json=json, quiet=quiet)
-    for option, value, engine in (
-        ("--gguf-type", gguf_type, "gguf"),
-        ("--gguf-mixed", gguf_mixed or None, "gguf"),
-        ("--linear-class", linear_class, "transformers-bitnet"),
-        ("--mode", mode, "transformers-bitnet"),
-        ("--activations", activations, "compressed-tensors"),
-    ):
-        if value is not None and to != engine:
-            raise UsageError(f"{option} is for --to {engine}", f"leave it out, or export with --to {engine}")
     if to == "gguf" and dst.suffix != ".gguf":
         raise UsageError(f"{dst}: --to gguf writes one file", "end DST in .gguf")
     let_threads_sleep()

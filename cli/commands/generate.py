@@ -21,6 +21,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.generate import Generation
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     'neuzip generate my-model.nz "The history of"',
     "neuzip generate my-model.nz --residency packed < question.txt",
@@ -46,14 +48,16 @@ def command(
     ] = None,
     prompt_option: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt as an option", show_default=False),
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT", show_default=False),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
     system: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="System prompt; implies --chat", show_default=False),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Limit of new tokens")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens")
+    ] = 128,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,7 +91,7 @@ def command(
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
     graph: Annotated[
-        bool, typer.Option("--graph/--no-graph", help="Replay steps as a CUDA graph, on one GPU")
+        bool, typer.Option("--graph/--no-graph", help="Run decoding steps as a CUDA graph (one GPU only)")
     ] = True,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,

@@ -23,12 +23,14 @@ EXAMPLES = [
     "neuzip inspect my-model.nz --plot weights.html",
 ]
 
+NEEDS = {"--overwrite": ("--plot",)}
+
 SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape", "max error", "scheme")
 """Columns that a narrow window does without, the first one first."""
 
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the histograms too: .png, .svg, or .html with the table"),
+    typer.Option(metavar="FILE", help="Also plot the histograms: .png, .svg, or .html with the table"),
 ]
 
 
@@ -36,7 +38,7 @@ def command(
     src: options.SourceArgument,
     tensor: options.TensorOption = None,
     plot: Plot = None,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteFileOption = False,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,
@@ -112,12 +114,12 @@ def _show_table(out: Output, inspection: Inspection) -> None:
     right = set(columns) - {"tensor", "dtype", "shape", "scheme"}
     left_out = out.table(columns, rows, right=right, total=total, spare=spare)
     out.text()
-    out.text("Entropies in bits a weight; bound and ratio as shares of the original size.")
-    out.text("Bound: coded exponents, with sign and used mantissa bits as they are.")
+    out.text("Entropies in bits per weight; bound and ratio as shares of the original size.")
+    out.text("Bound: entropy of the exponents, plus sign and used mantissa bits uncompressed.")
     if inspection.weight_bytes is not None:
-        out.text("The last line counts the headers of the files too, as `neuzip compress` does.")
+        out.text("The last row includes the headers of the files, as `neuzip compress` does.")
     if any(t.scheme.startswith("ternary") for t in inspection.tensors):
-        out.text("Bound of ternary tensors: their codes -1, 0 and 1, coded; without scales.")
+        out.text("Bound of ternary tensors: entropy of the codes -1, 0 and 1, without scales.")
     if any(counts.fmt.bits > 16 for counts in inspection.counts):
         out.text("Mantissa entropies of F32 and F64 are upper bounds.")
     out.wider(left_out)

@@ -13,12 +13,14 @@ from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError, shell
+from neuzip.errors import shell
 
 if TYPE_CHECKING:
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.layer_removal import Pruned
     from neuzip.eval.layers import Analysis, Layer, Removal
+
+PACKAGES = ("torch", "transformers")
 
 EXAMPLES = [
     "neuzip layers my-model --text wiki.test.raw --plot layers.svg",
@@ -26,9 +28,11 @@ EXAMPLES = [
     "neuzip layers my-model --text my.txt --drop 3 -o pruned",
     "neuzip layers my-model --text my.txt --drop 3 --choice angular",
     "",
-    "What was dropped was chosen on that text; on another it may be missed more:",
+    "The layers were chosen on that text; measure the result on another one:",
     "neuzip eval pruned --original my-model --text other.txt",
 ]
+
+NEEDS = {"--choice": ("--drop",), "--output": ("--drop",), "--overwrite": ("--output", "--plot")}
 
 METRICS = {
     "angular_distance": "angular distance",
@@ -43,59 +47,55 @@ def command(
     src: options.ModelArgument,
     text: Annotated[
         str,
-        typer.Option(
-            "--text", metavar="TEXT", help="Measure on this text, as eval's --text", show_default=False
-        ),
+        typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
     ],
     window: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Predict N tokens a window; 1024, or what the model can"),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = 16384,
     gradients: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Take gradients of the first N windows; 0 for none")
+        int, typer.Option(metavar="N", min=0, help="Windows to compute gradients on; 0 for none")
     ] = 8,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the map of distances, and each layer: .svg or .png"),
+        typer.Option(
+            metavar="FILE", help="Also plot distances between layers and their importance: .svg or .png"
+        ),
     ] = None,
-    drop: Annotated[
-        int | None, typer.Option(metavar="N", help="Choose N layers that the model misses least")
-    ] = None,
+    drop: Annotated[int | None, typer.Option(metavar="N", help="Choose the N least important layers")] = None,
     choice: Annotated[
         Literal["greedy", "block", "angular"],
         typer.Option(
-            help="Choose one by one, each measured with those before; or neighbours, measured; or neighbours"
-            " by angular distance alone"
+            help="Choose one layer after the other (greedy), or consecutive layers, by KL divergence (block)"
+            " or by angular distance"
         ),
     ] = "greedy",
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="DST", help="Write the model without them, as a plain checkpoint"
+            "--output", "-o", metavar="DST", help="Write the model without these layers, uncompressed"
         ),
     ] = None,
     device: options.RunDeviceOption = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Compute in this; auto is float32 on a CPU, else the checkpoint's own"),
+        typer.Option(help="Compute dtype; auto is float32 on a CPU, else the checkpoint's"),
     ] = "auto",
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteBothOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Measure what each layer is worth, and drop those worth least
+    """Measure the importance of each layer, and drop layers
 
-    Each layer is left out in turn: how far do predictions move (KL divergence), and how much worse do they
-    get (perplexity)? Beside it stand what others go by instead: angular distance of the states between
-    layers, block influence, gradient norm; and how well each of them predicts the order.
+    The command removes each layer in turn and measures the KL divergence and the perplexity of the rest. For
+    comparison it shows angular distance, block influence and gradient norm, and how well each of them
+    predicts the measured order.
     """
     out = Output(json=json, quiet=quiet)
     require_device(device)
-    if output is not None and drop is None:
-        raise UsageError(f"--output {output}: is for the model without some layers", "give --drop N too")
     let_threads_sleep()
     from neuzip.compress.workspace import require_free
     from neuzip.eval import pictures
@@ -155,7 +155,7 @@ def show(out: Output, found: Analysis) -> None:
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
     rows = [_row(layer) for layer in found.layers]
     left_out = out.table(columns, rows, right=columns, spare=["angular", "gradient", "influence"])
-    out.text("PPL, KLD and NLL, in nats a token, are of the model without this layer alone; influence is")
+    out.text("PPL, KLD and NLL, in nats per token, are of the model without this layer alone; influence is")
     out.text("1 - cos of what goes in and what comes out, angular their angle as a part of 180 degrees, at")
     out.text("last tokens of windows; gradient is the norm of that of the layer's parameters.")
     out.text()
@@ -193,7 +193,9 @@ def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) ->
     if removal.choice == "greedy" and len(removal.order) > 1:
         steps = ", ".join(f"{n} ({kld:.3g})" for n, kld in zip(removal.order, removal.klds, strict=True))
         out.text(f"order   {steps}: KLD with those before")
-    out.text(f"KLD     {precise_text(c.kld.mean)} nats a token without them, on the text they were chosen on")
+    out.text(
+        f"KLD     {precise_text(c.kld.mean)} nats per token without them, on the text they were chosen on"
+    )
     out.text(f"PPL     {before} before, {after} after")
     out.text()
     out.text("the same for mergekit:")

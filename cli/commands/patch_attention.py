@@ -17,20 +17,22 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.attention import Calibration, Form, Layer
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip patch-attention my-model fast --text held-out.txt",
     "neuzip patch-attention my-model.nz fast.nz --text demo --mode 8bit",
     "neuzip patch-attention my-model mix --text my.txt --mode 4bit --max-kld 0.01",
     "neuzip patch-attention my-model fast --text my.txt --plot layers.svg",
     "",
-    "What is recorded then holds:",
+    "Other commands then use the recorded choice:",
     "neuzip eval fast --original my-model --text other.txt",
     "neuzip generate fast --prompt - < long-document.txt",
 ]
 
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw similarity and divergence by layer: .svg or .png"),
+    typer.Option(metavar="FILE", help="Also plot similarity and KL divergence by layer: .svg or .png"),
 ]
 
 
@@ -39,46 +41,43 @@ def command(
     dst: options.DestinationArgument,
     text: Annotated[
         str,
-        typer.Option(
-            "--text", metavar="TEXT", help="Measure on this text, as eval's --text", show_default=False
-        ),
+        typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
     ],
     mode: Annotated[
         options.AttentionMode,
         typer.Option(
-            help="auto: 8 bits where the budget allows, else full precision; 8bit or 4bit: in all layers, or"
-            " with a --max-kld as few as 8 or 4 where it allows. 4 bits are no faster than 8 on a Hopper GPU"
+            help="auto: 8 bits where --max-kld allows, else full precision; 8bit, 4bit: in all layers, or"
+            " where a --max-kld allows. 4 bits are not faster than 8 on Hopper GPUs"
         ),
     ] = "auto",
     max_kld: Annotated[
         str | None,
         typer.Option(
             metavar="NATS",
-            help="Stay within this mean KL divergence a token, all layers together; 0.001 for auto if not"
-            " given, none for the others",
+            help="Limit of the mean KL divergence per token, of all layers together (default: 0.001 for auto,"
+            " no limit for 8bit and 4bit)",
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Predict N tokens a window; 2048, or what the model can, if not given"
-        ),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 2048, or the model's maximum)"),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = 16384,
     device: options.RunDeviceOption = "auto",
     plot: Plot = None,
     dry_run: options.DryRunOption = False,
-    overwrite: options.OverwriteOption = False,
+    overwrite: options.OverwriteBothOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Choose in how many bits each layer attends, and record it
+    """Choose the attention precision of each layer and record it
 
-    Keys and queries are quantised to 8 or 4 bits, values to FP8, at every call (SageAttention2). Each layer
-    is measured: how similar its output is to exact attention, and how far the model's predictions move when
-    it alone is quantised. The choice is written to config.json of DST; weights stay as they are.
+    SageAttention2 quantises keys and queries to 8 or 4 bits, and values to FP8, at every call. The command
+    measures each layer: how similar its output is to exact attention, and the KL divergence of the model when
+    only this layer is quantised. It copies SRC to DST and writes the choice to config.json; weights stay
+    unchanged.
     """
     out = Output(json=json, quiet=quiet)
     require_device(device)
@@ -144,7 +143,7 @@ def show(out: Output, found: Calibration) -> None:
         f"Similarities are means of {count_text(found.similarity_windows, 'window')}; "
         "score is cosine x (1 - rel. L1),"
     )
-    out.text("rank the order that it gives. KLD, in nats a token, is with this layer alone.")
+    out.text("rank the order that it gives. KLD, in nats per token, is with this layer alone.")
     for layer in found.layers:
         if layer.refused is not None:
             out.text(f"layer {layer.number} stays at full precision: {layer.refused}")
@@ -152,16 +151,18 @@ def show(out: Output, found: Calibration) -> None:
     out.text()
     out.text(f"choice    {choice_text(found)}")
     if found.limit is not None:
-        out.text(f"budget    {found.limit:g} nats a token; single layers add up to {found.sum_of_layers:.3g}")
+        out.text(
+            f"budget    {found.limit:g} nats per token; single layers add up to {found.sum_of_layers:.3g}"
+        )
     if c.identical:
         out.text("together  the same to the last bit: every loss; every KL divergence is 0")
     else:
         from neuzip.eval.estimates import exponential
 
-        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats a token")
+        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats per token")
         before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
         out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
-        out.text(f"NLL       {signed_text(c.nll_difference)} nats a token, paired")
+        out.text(f"NLL       {signed_text(c.nll_difference)} nats per token, paired")
     windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
     out.text(f"text      {found.text}: {c.tokens:,} tokens in {windows}")
     out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")

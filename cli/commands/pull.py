@@ -24,21 +24,21 @@ def command(
     ],
     dst: Annotated[
         Path | None,
-        typer.Argument(metavar="DST", help="Folder to write; the repository's name if not given"),
+        typer.Argument(metavar="DST", help="Output folder (default: the repository's name)"),
     ] = None,
     overwrite: options.OverwriteOption = False,
     dry_run: options.DryRunOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Download a checkpoint from the Hub as it is, and check it
+    """Download a checkpoint from the Hub and check it
 
-    Writes the repository's files to DST, compressed or not: real files, no links into a cache. Every file is
-    compared with the Hub's checksum of it, and a compressed checkpoint is verified too; only then DST has its
-    name. An interrupted run is repeated, and files that arrived whole are kept.
+    The command writes the repository's files to DST, compressed or not. It compares each file with the Hub's
+    checksum, and verifies a compressed checkpoint. DST appears only after these checks. To resume an
+    interrupted download, repeat the command; it keeps complete files.
 
-    To get the original files of a compressed checkpoint at once, give its id to `neuzip decompress`; the
-    download is then kept in the cache of huggingface_hub.
+    To get the original files of a compressed checkpoint, pass its id to `neuzip decompress`. The download
+    then stays in the cache of huggingface_hub.
     """
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once

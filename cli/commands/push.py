@@ -22,27 +22,25 @@ EXAMPLES = [
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that neuzip compressed", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="Folder with a compressed checkpoint", show_default=False)
     ],
     repo_id: Annotated[
         str, typer.Argument(metavar="REPO_ID", help="Repository, as owner/name", show_default=False)
     ],
-    private: Annotated[
-        bool, typer.Option("--private", help="Let nobody else see the repository, if it is new")
-    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private")] = False,
     revision: Annotated[
-        str | None, typer.Option(metavar="R", help="Upload to this branch, made if there is none")
+        str | None, typer.Option(metavar="R", help="Branch to upload to; created if missing")
     ] = None,
-    message: Annotated[str | None, typer.Option(metavar="M", help="Describe the commit")] = None,
+    message: Annotated[str | None, typer.Option(metavar="M", help="Commit message")] = None,
     evaluation: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.json",
-            help="Tell in the model card what `neuzip eval DIR --report FILE.json` measured",
+            help="Add the results in FILE.json to the model card",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already")
+        bool, typer.Option("--overwrite", help="Replace the checkpoint in the repository")
     ] = False,
     allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
@@ -51,10 +49,12 @@ def command(
 ) -> None:
     """Upload a compressed checkpoint to the Hub with a model card
 
-    DIR is verified first. The repository is made if there is none. All files become visible in one commit:
-    until then readers see what was there before. An interrupted run is repeated, and weight files that the
-    Hub has already are not sent again. Files that look private by their names, such as .env or id_rsa, are
-    refused until --allow-private-files is given.
+    The command verifies DIR first, and creates the repository if there is none. All files become visible in
+    one commit; readers see the earlier files until then. To resume an interrupted upload, repeat the command;
+    weight files that the Hub already has are skipped. The command refuses files that look private by their
+    names, such as .env or id_rsa, unless you pass --allow-private-files.
+
+    `neuzip eval DIR` writes FILE.json for --evaluation, by its options --report or --json.
     """
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once

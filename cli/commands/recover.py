@@ -20,17 +20,30 @@ if TYPE_CHECKING:
     from neuzip.eval.divergence import Comparison
     from neuzip.train.recovery import Recovered
 
+PACKAGES = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
     "neuzip recover my-model --text my.txt --budget 30m -o tern",
     "neuzip recover my-model --text a.txt --text b.jsonl --steps 999 -o t",
     "neuzip recover tern --original my-model --text my.txt --budget 2h -o t2",
     "neuzip compress tern small --ternary",
     "",
-    "Inputs of 8 bits, then of 4, with the latent weights and moments kept:",
+    "8-bit activations first, then 4-bit ones, with the same training state:",
     "neuzip recover my-model --text my.txt --budget 30m -o b --keep-state s",
     "neuzip recover b --original my-model --text my.txt --budget 5m \\",
     "  --from-state s --activations a4.8 --lr 1e-4 -o a",
 ]
+
+GROUPS = {
+    "Text and length of the training": ("text", "window", "batch", "budget", "steps"),
+    "Ternary weights": ("activations", "ternary_group", "scales", "sub_norms", "strength"),
+    "Losses and optimizer": (
+        "original", "kld", "hidden", "cross_entropy", "temperature", "lr", "noise", "seed",
+    ),
+    "Comparison with the original": ("eval_text", "max_tokens"),
+}  # fmt: skip
+
+NEEDS = {"--max-tokens": ("--eval-text",)}
 
 WINDOW = 512
 """Tokens of a window, if the model has so many positions."""
@@ -48,92 +61,103 @@ def command(
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Train on this text, or .jsonl[.gz]; repeatable",
+            help="Training text, or .jsonl[.gz]; repeatable",
             show_default=False,
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DST", help="Write the result there", show_default=False)
+        Path, typer.Option("--output", "-o", metavar="DST", help="Output folder", show_default=False)
     ],
     original: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Original, which SRC was made of; SRC itself if not given"),
+        typer.Option(metavar="MODEL", help="Original model that SRC was made from (default: SRC)"),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Train for so long: 90s, 30m, 2h")
+        str | None, typer.Option(metavar="TIME", help="Training time, such as 90s, 30m or 2h")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Train for N steps, however long they take")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of training steps")] = None,
     activations: Annotated[
         Literal["b1.58", "a4.8", "a4.8-fp4", "none"],
-        typer.Option(help="Quantise inputs so while training, and record it"),
+        typer.Option(help="Activation quantisation in training, and recorded in config.json"),
     ] = "b1.58",
     ternary_group: Annotated[
-        Literal["tensor", "row"], typer.Option(help="Let a tensor or a row share a scale, if SRC is dense")
+        Literal["tensor", "row"], typer.Option(help="Weights per scale, if SRC is not ternary yet")
     ] = "tensor",
     scales: Annotated[
         Literal["learned", "absmean"],
-        typer.Option(help="Learn scales, or take the mean magnitude of latent weights as BitNet does"),
+        typer.Option(help="Train the scales, or use the mean magnitude of the weights (BitNet)"),
     ] = "learned",
     sub_norms: Annotated[
-        bool, typer.Option("--sub-norms", help="Add norms before o_proj and down_proj (SubLN), to a Llama")
+        bool, typer.Option("--sub-norms", help="Add norms before o_proj and down_proj (SubLN); Llama only")
     ] = False,
     strength: Annotated[
         float,
-        typer.Option(metavar="SHARE", min=0, max=1, help="Warm quantisation up in this share of the steps"),
+        typer.Option(
+            metavar="FRACTION", min=0, max=1, help="Fraction of steps over which quantisation is ramped up"
+        ),
     ] = 0.0,
-    lr: Annotated[float, typer.Option(metavar="RATE", min=0, help="Learning rate at its peak")] = 3e-4,
+    lr: Annotated[float, typer.Option(metavar="RATE", min=0, help="Peak learning rate")] = 3e-4,
     window: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Tokens of a window; 512, or what the model can")
+        int | None,
+        typer.Option(metavar="N", min=2, help="Tokens per window (default: 512, or the model's maximum)"),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Windows of a step")] = 16,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Windows per step")] = 16,
     kld: Annotated[
-        float, typer.Option(metavar="W", min=0, help="Weight of the divergence from the original")
+        float, typer.Option(metavar="W", min=0, help="Loss weight of the KL divergence from the original")
     ] = 1.0,
     hidden: Annotated[
-        float, typer.Option(metavar="W", min=0, help="Weight of the distance of hidden states")
+        float, typer.Option(metavar="W", min=0, help="Loss weight of the distance between hidden states")
     ] = 0.0,
     cross_entropy: Annotated[
-        float, typer.Option(metavar="W", min=0, help="Weight of the loss against the text itself")
+        float, typer.Option(metavar="W", min=0, help="Loss weight of the cross-entropy on the text")
     ] = 0.0,
     temperature: Annotated[
-        float, typer.Option(metavar="T", min=0, help="Divide logits by this for the divergence")
+        float, typer.Option(metavar="T", min=0, help="Softmax temperature for the KL divergence")
     ] = 1.0,
     noise: Annotated[
-        float, typer.Option(metavar="SHARE", min=0, max=1, help="Replace so many input tokens by random ones")
+        float,
+        typer.Option(
+            metavar="FRACTION", min=0, max=1, help="Fraction of input tokens to replace by random ones"
+        ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Order of windows, and noise")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed for window order and noise")] = 0,
     from_state: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Begin with what --keep-state left")
+        Path | None, typer.Option(metavar="FOLDER", help="Start from the training state in this folder")
     ] = None,
     keep_state: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Leave latent weights and moments there")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Save the training state (fp32 weights, moments) here"),
     ] = None,
     eval_text: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="Compare with the original on this, before and after, as eval does"
-        ),
+        typer.Option(metavar="TEXT", help="Text to compare with the original on, before and after training"),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of it")
+        int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of --eval-text")
     ] = 16384,
     device: options.RunDeviceOption = "auto",
     overwrite: options.OverwriteOption = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Train a model with ternary weights until it predicts as the original does
+    """Train a ternary model to match the original
 
-    A SRC that is not ternary is made so first. What is written has ternary weights, exactly, and says in
-    config.json what its inputs are to be quantised to; beside it lie recovery.jsonl, a line a step, and
-    recovery.svg. A run that was stopped goes on when the same command is given again.
+    This is quantisation-aware training (QAT) with distillation from the original. If SRC is not ternary, the
+    command converts it first. The result has exactly ternary weights; its config.json records the activation
+    quantisation. The folder also has recovery.jsonl, one line per step, and recovery.svg. To resume a stopped
+    run, repeat the command.
     """
     out = Output(json=json, quiet=quiet)
     require_device(device)
     if (budget is None) == (steps is None):
         raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
+    if original is not None and ternary_group != "tensor":
+        raise UsageError(
+            f"--ternary-group {ternary_group} has no effect with --original: {src} is ternary already",
+            "leave out --ternary-group",
+        )
+    if kld == 0 and temperature != 1:
+        raise UsageError(f"--temperature {temperature:g} has no effect with --kld 0", "leave one of them out")
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
     from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free

@@ -17,11 +17,15 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.sweep import Row, Sweep
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip sweep my-model --text wiki.test.raw -o sweep",
     "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks ''",
     "neuzip sweep my-model --text demo --blocks 32,64,128,256,512 -o sweep",
 ]
+
+NEEDS = {"--overwrite": ("--output",)}
 
 COLUMNS = {
     "scheme": 100, "size": 4, "ratio": 50, "bits": 60, "PPL": 99, "NLL difference": 90, "mean KLD": 99,
@@ -37,42 +41,48 @@ def command(
         typer.Option(
             "--text",  # its name, as in eval.py
             metavar="TEXT",
-            help="Predict this text, as eval's --text",
+            help="Text to measure on, as for eval",
             show_default=False,
         ),
     ],
     schemes: Annotated[
         str,
-        typer.Option(metavar="A,B", help="Try these: lossless, k3 for 3 mantissa bits, k3b512 for a block"),
+        typer.Option(
+            metavar="A,B", help="Schemes: lossless, k3 (3 mantissa bits), k3b512 (in blocks of 512)"
+        ),
     ] = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
     blocks: Annotated[
-        str, typer.Option(metavar="N,M", help="Try each k with these block sizes too; '' for none")
-    ] = "512",
+        str | None,
+        typer.Option(metavar="N,M", help="Block sizes to try with each k (default: 512); '' for none"),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="DIR", help="Keep results and pictures there; a second run goes on"
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder for results and plots; to resume, repeat the command",
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Predict N tokens a window; 1024, or what the model can"),
+        typer.Option(metavar="N", min=1, help="Tokens per window (default: 1024, or the model's maximum)"),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Predict only the first N tokens of the text")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
     ] = None,
     device: options.RunDeviceOption = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Compute in this; auto is float32 for dense weights on a CPU, else their own"),
+        typer.Option(help="Compute dtype; auto is float32 for dense weights on a CPU, else the checkpoint's"),
     ] = "auto",
     residency: options.ResidencyOption = "dense",
     jobs: options.JobsOption = None,
-    overwrite: options.OverwriteOption = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace earlier results in DIR")] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Measure size and quality of many schemes on one checkpoint"""
+    """Measure size and quality of many compression schemes"""
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()

@@ -13,14 +13,18 @@ from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip ternarize my-model tern --text my.txt --allow-destructive",
     "neuzip ternarize my-model t --ternary-quantizer absmean --allow-destructive",
     "",
-    "What it did, and its form of 1.6 bits a weight:",
+    "Measure the loss, and compress the result to 1.6 bits per weight:",
     "neuzip eval tern --original my-model --text other.txt",
-    "neuzip compress tern small --ternary --ternary-group row",
+    "neuzip compress tern small --ternary",
 ]
+
+NEEDS = {"--max-tokens": ("--text",)}
 
 WINDOW = 512
 """Tokens of the calibration text that the model reads at once, at most."""
@@ -32,23 +36,23 @@ def command(
     ternary_quantizer: Annotated[
         Literal["error-feedback", "least-squares", "absmean"],
         typer.Option(
-            help="Round so that products with typical inputs change least, or the weights, or as BitNet b1.58"
+            help="Rounding: GPTQ-style with error feedback (needs --text), least squares, or as BitNet b1.58"
         ),
     ] = "error-feedback",
     ternary_group: Annotated[
-        str, typer.Option(metavar="N|row|tensor", help="Let N weights of a row share a scale, or all")
+        str, typer.Option(metavar="N|row|tensor", help="Weights per scale: N of a row, a row, or the tensor")
     ] = "row",
     text: Annotated[
         str | None,
-        typer.Option("--text", metavar="TEXT", help="Take typical inputs from this text, as eval's --text"),
+        typer.Option("--text", metavar="TEXT", help="Calibration text for error-feedback, as for eval"),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=WINDOW, help="Read only the first N tokens of it")
+        int, typer.Option(metavar="N", min=WINDOW, help="Use only the first N tokens of the text")
     ] = 131_072,
     allow_destructive: Annotated[
         bool,
         typer.Option(
-            "--allow-destructive", help="Do it, though it harms any model that was trained otherwise"
+            "--allow-destructive", help="Convert, although this degrades models not trained as ternary"
         ),
     ] = False,
     device: options.RunDeviceOption = "auto",
@@ -56,7 +60,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Make the weights of a model -1, 0 and 1 times a scale, without training it"""
+    """Convert the weights of a model to ternary without training"""
     out = Output(json=json, quiet=quiet)
     require_device(device)
     if not allow_destructive:

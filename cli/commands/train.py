@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from neuzip.train.loop import Figures
     from neuzip.train.text import Windows
 
+PACKAGES = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
     "neuzip train run.toml",
     "neuzip train run.toml --resume",
@@ -55,13 +57,17 @@ LAST = 20
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint")] = False,
-    overwrite: options.OverwriteOption = False,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="TOML file; its keys are below", show_default=False)
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again")
+    ] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Train all weights of a model while they are held compressed"""
+    """Train all weights of a model, stored compressed"""
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
     let_threads_sleep()
@@ -376,7 +382,7 @@ def _report(
     speed = statistics.median(one["tokens_per_second"] for one in figures)
     peak = max(int(one["memory_bytes"]) for one in figures)
     steps = len(figures)
-    out.text(f"loss     {loss:.4f} nats a token, mean of the last {len(last)} of {steps:,} steps")
+    out.text(f"loss     {loss:.4f} nats per token, mean of the last {len(last)} of {steps:,} steps")
     out.text(f"speed    {speed:,.0f} tokens/s")
     kept = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
     out.text(f"memory   {bytes_text(peak)} at most; {kept} between steps")

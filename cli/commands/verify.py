@@ -25,18 +25,18 @@ def command(
     src: options.SourceArgument,
     original: Annotated[
         str | None,
-        typer.Option(metavar="ORIGINAL", help="Compare every tensor with this checkpoint, bit for bit"),
+        typer.Option(metavar="ORIGINAL", help="Also compare every tensor with this checkpoint, bit for bit"),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(metavar="SRC", help="Decode a delta too, with the checkpoint that it was made against"),
+        typer.Option(metavar="SRC", help="Base of a delta, needed to decode all of it"),
     ] = None,
     device: options.DeviceOption = "auto",
     jobs: options.JobsOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Check every checksum of a compressed checkpoint, decode it"""
+    """Check all checksums of a compressed checkpoint and decode it"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import verify
     from neuzip.compress.device import choose
