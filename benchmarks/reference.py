@@ -121,6 +121,7 @@ READ = words("""
 ALL_PROXY = proxy; neuzip removes its password from messages
 HTTP_PROXY = proxy; neuzip removes its password from messages
 HTTPS_PROXY = proxy; neuzip removes its password from messages
+COLUMNS = width of the output in characters; without it neuzip asks the terminal
 FTP_PROXY = proxy; neuzip removes its password from messages
 HF_ENDPOINT = address of the Hub, for a mirror; neuzip removes its password from messages
 HF_INFERENCE_ENDPOINT = neuzip removes its password from messages
