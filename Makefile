@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
-FRONT := .typing/neuzip/__init__.py .typing/neuzip/checkpoints.py .typing/neuzip/errors.py \
-         .typing/neuzip/models.py .typing/neuzip/py.typed
+FRONT := .typing/neuzip/__init__.py .typing/neuzip/checkpoints.py .typing/neuzip/distribution.py \
+         .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
@@ -44,7 +44,7 @@ lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format --check" && $(BIN)/ruff format --quiet --check .
-	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py
+	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py tests/test_api.py
 	@echo "lint: import contracts" && cd .typing && \
 	  { said=$$(../$(BIN)/lint-imports --config ../pyproject.toml --no-cache) || { echo "$$said"; exit 1; }; }
 

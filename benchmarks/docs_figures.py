@@ -1,18 +1,18 @@
-"""Writes the figures of docs/*.md from benchmarks/results, so that none is copied by hand.
+"""Writes the numbers that pages of docs/ quote from benchmarks/results, so that none is copied by hand.
 
 python benchmarks/docs_figures.py            # rewrite what stands between the marks of every page
 python benchmarks/docs_figures.py --check    # exit 1 if a page differs, and name it
 
-A page has `<!-- figures: NAME -->` and `<!-- end of figures -->` around what BLOCKS[NAME] gives.
+A page has `<!-- figures: NAME -->` and `<!-- end of figures -->` around what BLOCKS[NAME] gives. These are a
+few numbers each; docs/measurements.md, which readme.py writes, has the tables.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)
 
 FIRST = "bf16 decode, lossless, 235 M weights"
 SMALL = "bf16 decode, lossless, 16 Mi weights"
+
+Row = dict[str, Any]
 
 
 def main() -> int:
@@ -43,236 +45,326 @@ def main() -> int:
 
 
 def rendered(page: Path, text: str) -> str:
-    """The text of a page with its figures filled in; paths of pictures as they are from the page."""
-    up = "../" * len(page.relative_to(readme.ROOT).parent.parts)
-    return MARKED.sub(
-        lambda mark: (
-            f"{mark[1]}{BLOCKS[mark[2]]().replace('](benchmarks/', f']({up}benchmarks/')}\n{mark[3]}"
-        ),
-        text,
+    """The text of a page with its numbers filled in."""
+    return MARKED.sub(lambda mark: f"{mark[1]}{from_page(page, BLOCKS[mark[2]]())}\n{mark[3]}", text)
+
+
+def from_page(page: Path, block: str) -> str:
+    """A block whose links, which are written as from the root, lead from a page."""
+    return re.sub(
+        r"\]\(((?:benchmarks|docs)/[^)#]*)",
+        lambda link: f"]({os.path.relpath(readme.ROOT / link[1], page.parent)}",
+        block,
     )
 
 
-def whole(name: str, render: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """A table that README's script renders, once it has been measured."""
-    return lambda: render(readme.load(name)) if readme.is_measured(name) else "Not measured yet."
+def measured_in(*parts: str) -> str:
+    """Links to tables of docs/measurements.md."""
+    links = [readme.linked(readme.title_of(part), part) for part in parts]
+    return f"All results: {', '.join(links)}."
 
 
-def table(heads: str, rows: list[tuple[object, ...]]) -> str:
-    """A Markdown table; `heads` are separated by bars."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    return f"| {heads} |\n{'|---' * (heads.count('|') + 1)}|\n" + "\n".join(lines)
-
-
-def spread(values: list[float], digits: int = 2) -> str:
+def spread(values: Iterable[float], digits: int = 2) -> str:
     """The least and the greatest."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+    found = sorted(values)
+    return f"{found[0]:,.{digits}f} to {found[-1]:,.{digits}f}"
 
 
-def limits() -> str:
-    """For each kernel on a GPU: what bounds it, and how near it comes."""
-    codec = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
-    products = readme.load("packed_linear")["sections"]["products"]
-    packed_bits = readme.load("packed_linear")["sections"]["bits"]["results"][0]["bits"]
-    ternary = readme.load("ternary_linear")["sections"]["products"]
-    loss = readme.load("linear_cross_entropy")["sections"]["gemma"]["results"]
-    attended = readme.load("kv_attention")
-    rows: list[tuple[object, ...]] = []
+def percent(values: Iterable[float]) -> str:
+    """The least and the greatest share."""
+    found = sorted(values)
+    return f"{found[0]:.0%} to {found[-1]:.0%}"
+
+
+def times(values: Sequence[float]) -> str:
+    """The least and the greatest ratio of speeds, and that some are slower."""
+    return f"{spread(values)}{readme.slower(min(values))}"
+
+
+def card(environment: Row) -> str:
+    """The name of a GPU."""
+    return f"Measured on one {environment['gpu']['name']}."
+
+
+# docs/kernels.md
+
+
+def kernel_rans() -> str:
+    """How near decoding and encoding come to their limit, and to nvCOMP."""
+    document = readme.load("gpu_codec")
+    found = {(r["row"], r["by"]): r for r in document["results"] if "gb_s" in r}
+    rows = []
     for what, row in (
-        ("rANS decode, 235 M weights", FIRST), ("rANS decode, one tensor of 16 Mi", SMALL),
-        ("rANS encode, 235 M weights", "bf16 encode, 235 M weights"),
+        ("decode 235 M weights", FIRST), ("decode one tensor of 16 Mi weights", SMALL),
+        ("encode 235 M weights", "bf16 encode, 235 M weights"),
     ):  # fmt: skip
-        r = codec[row, "neuzip"]
-        rows.append((what, "bytes moved", f"{r['gb_s'] / r['share']:,.0f} GB/s", f"{r['gb_s']:,.0f} GB/s",
-                     f"{r['share']:.0%}"))  # fmt: skip
-    one = [r for r in products["results"] if (r["rows"], r["kept"]) == (1, 7)]
-    read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in one]
-    rows.append(("packed product, 1 row", "bytes read", f"{16 / packed_bits:.2f} times cuBLAS",
-                 f"{spread([r['speedup'] for r in one])} times",
-                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
-    vector = [r for r in ternary["results"] if (r["tokens"], r["activation"]) == (1, "int8")]
-    read = [r["gb_s_read"] / ternary["device_copy_gb_s"] for r in vector]
-    rows.append(("ternary product, 1 token", "bytes read", f"{16 / vector[0]['bits']:.0f} times cuBLAS",
-                 f"{spread([r['speedup'] for r in vector])} times",
-                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
-    ours = next(r for r in loss if (r["row"], r["by"]) == ("forward", "neuzip"))
-    rows.append(("loss of a head, 8,192 tokens, 256,000 x 2,304", "arithmetic",
-                 f"{ours['ms'] * ours['share']:.1f} ms", f"{ours['ms']:.1f} ms",
-                 f"{ours['share']:.0%}"))  # fmt: skip
-    copied = attended["device_copy_gb_s"]
-    read = [r["gb_s_read"] / copied for r in attended["results"]]
-    rows.append(("attention over packed keys and values", "bytes read", f"{copied:,.0f} GB/s",
-                 f"{spread([r['gb_s_read'] for r in attended['results']], 0)} GB/s",
-                 f"{min(read):.0%} to {max(read):.0%}"))  # fmt: skip
-    loaded = next(r for (row, by), r in codec.items() if row.startswith("load_file") and by == "neuzip")
-    rows.append(("loading a checkpoint of 16 GB", "the PCIe link",
-                 f"{loaded['gb_s'] / loaded['share']:.0f} GB/s", f"{loaded['gb_s']:.1f} GB/s",
-                 f"{loaded['share']:.0%}"))  # fmt: skip
-    machine = readme.gpu_machine(readme.load("gpu_codec")["environment"]).split(", commit")[0]
-    return table("kernel | bound by | limit | reached | share", rows) + f"\n\n{machine}; commits as below"
+        ours, peer = found[row, "neuzip"], found[row, "nvCOMP ANS 6.0.0.12"]
+        rows.append(
+            (
+                what, f"{ours['gb_s'] / ours['share']:,.0f} GB/s",
+                f"{ours['gb_s']:,.0f} GB/s{readme.slower(ours['gb_s'] / peer['gb_s'])}",
+                f"{ours['share']:.0%}", f"{peer['gb_s']:,.0f} GB/s",
+            )
+        )  # fmt: skip
+    return (
+        readme.table(("random bf16 weights", "limit", "neuzip", "share of the limit", "nvCOMP ANS"), rows)
+        + f"\n\n{card(document['environment'])} {measured_in(readme.gpu_codec(document))}"
+    )
+
+
+def kernel_ans() -> str:
+    """A model whose weights stay coded in memory: its speed and memory."""
+    document = readme.load("generate")
+    section = document["sections"]["llama"]
+    ratio = {r["what"]: r["ratio"] for r in section["rows"] if r["by"] == "ans"}
+    one, bound = ratio["decode, batch 1"], ratio["decode, batch 1, of DFloat11's bound"]
+    return (
+        "With random weights in Llama-3-8B's shapes, the decoding speed at batch 1 relative to bf16 is "
+        f"{one:.2f}{readme.slower(one)}. DFloat11's decoder alone would take {bound:.2f} times as long as a "
+        "whole step of `ans`. The peak memory is "
+        f"{ratio['peak memory, load and tokens']:.2f} times that of bf16. "
+        f"{card(section['environment'])} {measured_in(readme.generate(document))}"
+    )
+
+
+ABOVE = "A speed above the limit means that cuBLAS itself does not reach the speed of memory."
+
+
+def kernel_packed() -> str:
+    """How near products with packed weights come to their limit."""
+    document = readme.load("packed_linear")
+    products = document["sections"]["products"]
+    bits = document["sections"]["bits"]["results"][0]["bits"]
+    lossless = [r for r in products["results"] if r["kept"] == 7]
+    rows = [
+        (what, limit, times([r["speedup"] for r in lossless if r["rows"] in batches]))
+        for what, batches, limit in (
+            ("1", (1,), f"{16 / bits:.2f}, by the bytes read"),
+            ("8 to 32", (8, 16, 32), f"{16 / bits:.2f}, by the bytes read"),
+            ("2,048", (2048,), "about 1, by the arithmetic"),
+        )
+    ]
+    read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in lossless if r["rows"] == 1]
+    return (
+        readme.table(("batch", "limit", "speed relative to cuBLAS, five shapes"), rows)
+        + f"\n\n{ABOVE} At batch 1 the kernel reads at {percent(read)} of the speed of a device copy. "
+        f"{card(products['environment'])} {measured_in(readme.packed_linear(document))}"
+    )
+
+
+def kernel_ternary() -> str:
+    """How near products with ternary weights come to their limit."""
+    document = readme.load("ternary_linear")
+    products = document["sections"]["products"]
+    found = [r for r in products["results"] if r["activation"] == "int8"]
+    limits = {
+        1: f"{16 / found[0]['bits']:.0f}, by the bytes read",
+        16: "between these two",
+        2048: "1.7 to 2.0",
+    }
+    rows = [
+        (f"{batch:,}", limit, times([r["speedup"] for r in found if r["tokens"] == batch]))
+        for batch, limit in limits.items()
+    ]
+    read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in found if r["tokens"] == 1]
+    return (
+        readme.table(("batch", "limit", "speed relative to cuBLAS in bf16, INT8, four shapes"), rows)
+        + f"\n\n{ABOVE} At batch 1 the kernel reads at {percent(read)} of the speed of a device copy. "
+        f"{card(products['environment'])} {measured_in(readme.ternary_linear(document))}"
+    )
+
+
+def kernel_attention() -> str:
+    """Quantised attention and its peers."""
+    document = readme.load("attention")
+    results = document["sections"]["kernels"]["results"]
+    sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
+    rows = [
+        (
+            readme.of_side(side),
+            *(spread((r["tops"] for r in results if (r["side"], r["width"]) == (side, width)), 0)
+              for width in (128, 64)),
+        )
+        for side in sides
+    ]  # fmt: skip
+    return (
+        readme.table(("TOPS, forward", "head size 128", "head size 64"), rows)
+        + f"\n\n{card(document['sections']['kernels']['environment'])} "
+        + measured_in(readme.attention(document), accuracy())
+    )
+
+
+def kernel_kv() -> str:
+    """How near attention over a quantised cache comes to its limit."""
+    document = readme.load("kv_attention")
+    rows = []
+    for batch in (1, 16):
+        found = [r for r in document["results"] if r["texts"] == batch]
+        rows.append(
+            (
+                str(batch), f"{spread((r['gb_s_read'] for r in found), 0)} GB/s",
+                percent(r["gb_s_read"] / document["device_copy_gb_s"] for r in found),
+                times([r["speedup"] for r in found]),
+            )
+        )  # fmt: skip
+    heads = ("batch", "reads", "share of the limit", "speed relative to PyTorch in bf16")
+    return (
+        readme.table(heads, rows)
+        + f"\n\nThe limit is a device copy, {document['device_copy_gb_s']:,.0f} GB/s. "
+        f"{card(document['environment'])} {measured_in(readme.kv_attention(document))}"
+    )
+
+
+def kernel_loss() -> str:
+    """How near the loss of a head comes to its limit, and to its peers."""
+    document = readme.load("linear_cross_entropy")
+    section = document["sections"]["gemma"]
+    found = {(r["row"], r["by"]): r for r in section["results"]}
+    rows = []
+    for what in ("forward", "forward and backward"):
+        ours = found[what, "neuzip"]
+        peers = {by: r for (row, by), r in found.items() if row == what and not by.startswith("neuzip")}
+        best = min(peers, key=lambda by: peers[by]["ms"])
+        rows.append(
+            (what, f"{ours['ms']:.1f} ms, {ours['mb']:,.0f} MB",
+             f"{best}: {peers[best]['ms']:.1f} ms, {peers[best]['mb']:,.0f} MB")
+        )  # fmt: skip
+    ours = found["forward", "neuzip"]
+    return (
+        readme.table(("random values", "neuzip", "fastest baseline"), rows)
+        + f"\n\nThe head has a vocabulary of {section['vocabulary']:,} and a width of {section['width']:,}; "
+        f"the batch has {section['tokens']:,} tokens. The forward limit is {ours['ms'] * ours['share']:.1f} "
+        f"ms, of which the kernel reaches {ours['share']:.0%}. {card(section['environment'])} "
+        f"{measured_in(readme.linear_cross_entropy(document))}"
+    )
+
+
+def loss_tiles() -> str:
+    """How many tiles the backward pass keeps with random and with trained heads."""
+    sections = readme.load("linear_cross_entropy")["sections"]
+    random = sections["gemma"]["kept_tiles"]["vocabulary"]
+    trained = {name: part["kept_tiles"] for name, part in sections.items() if part.get("trained")}
+    told = " and ".join(f"{kept['vocabulary']:.0%} ({name})" for name, kept in trained.items())
+    ordered = " and ".join(f"{kept['sorted']:.0%}" for kept in trained.values())
+    memory = " and ".join(f"{compiled_memory(sections[name]):.0f}" for name in trained)
+    return (
+        f"Random logits are almost uniform. With them, the backward pass computes {random:.0%} of the tiles "
+        f"and is as fast as it can be. With two trained heads it computes {told} of the tiles. With those "
+        f"heads the exact mode is faster, and `torch.compile` is faster still with {memory} times the "
+        f"memory. Sorting the vocabulary reduces the tiles to {ordered}, and was slower in every measurement."
+    )
+
+
+def compiled_memory(section: Row) -> float:
+    """How many times our memory torch.compile takes for a head, forward and backward."""
+    found = {r["by"]: r["mb"] for r in section["results"] if r["row"] == "forward and backward"}
+    return float(found["torch.compile"] / found["neuzip, exact"])
+
+
+# docs/explanation
 
 
 def peers_lossless() -> str:
     """Size and speed of lossless forms of bf16, measured side by side."""
     gpu = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
-    rows: list[tuple[object, ...]] = []
+    cpu = readme.load("cpu_codec")
+    rows = []
     for name in ("neuzip", "DFloat11 0.5.0", "nvCOMP ANS 6.0.0.12"):
         first, small = gpu[FIRST, name], gpu[SMALL, name]
         encode = gpu.get(("bf16 encode, 235 M weights", name))
         coded = "" if encode is None else f"{encode['gb_s']:,.0f}"
-        rows.append((f"{name}, GPU", f"{first['ratio']:.2%}", "", f"{first['gb_s']:,.0f}",
+        rows.append((f"{name}, GPU", f"{first['ratio']:.2%}", f"{first['gb_s']:,.0f}",
                      f"{small['gb_s']:,.0f}", coded))  # fmt: skip
-    cpu = readme.load("cpu_codec")
     versions = cpu["environment"]["packages"]
     for codec in ("neuzip", "zipnn", "zstd -3"):
         found = {r["case"]: r for r in cpu["results"] if r["codec"] == codec}
         large, real = found["gaussian"], found["wikilm-26m"]
         name = {"zipnn": f"ZipNN {versions['zipnn']}"}.get(codec, codec)
         rows.append((f"{name}, {cpu['threads']} CPU threads", f"{large['ratio']:.2%}",
-                     f"{real['ratio']:.2%}", f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
+                     f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
                      f"{large['encode_gb_s']:.2f}"))  # fmt: skip
-    machines = readme.gpu_machine(readme.load("gpu_codec")["environment"]), readme.machine(cpu)
     return (
-        table("codec | size, large | size, wikilm-26m | decode, large | decode, small | encode, large", rows)
-        + "\n\nSpeeds are GB/s of bf16 weights. GPU speeds are those of kernels in a CUDA graph, without the "
-        "cost of a call. Except for wikilm-26m, which is also `small` on the CPU, all weights are synthetic. "
-        f"{'; '.join(machines)}"
+        readme.table(("codec", "size", "decode, large", "decode, small", "encode, large"), rows)
+        + "\n\nSpeeds are GB/s of bf16 weights. `large` is 235 M random weights on the GPU and 67 M on the "
+        "CPU; sizes are those of `large`. `small` is 16 Mi random weights on the GPU, and the trained "
+        "checkpoint wikilm-26m on the CPU. GPU speeds are those of kernels alone. "
+        + measured_in(readme.gpu_codec(readme.load("gpu_codec")), readme.codec(cpu))
     )
 
 
-def peers_lossy() -> str:
-    """Mantissa bits and the group formats next to them in size, on the strongly trained model."""
-    swept, formats = (readme.load(f"{kind}-smollm2-135m") for kind in ("sweep", "group_formats"))
-    found: list[tuple[float, object, float, float]] = [
-        (r["bits_per_weight"], f"neuzip, {r['scheme'][1:]} mantissa bits", r["kld"]["mean"]["value"],
-         r["perplexity_ratio"]["value"])
-        for r in swept["results"]
-        if r["scheme"] in ("k3", "k5")
-    ]  # fmt: skip
-    found += [
-        (r["bits_per_weight"], r["format"], r["kld"], r["perplexity_ratio"])
-        for r in formats["results"]
-        if r["format"].startswith(("6 bits, groups of 64", "8 bits, groups of 32"))
-    ]
-    rows: list[tuple[object, ...]] = [
-        (what, f"{bits:.2f}", f"{kld:.2g}", f"{100 * (times - 1):+.2f} %")
-        for bits, what, kld, times in sorted(found, key=lambda row: row[0])
-    ]
+def residencies() -> str:
+    """A model of Llama-3-8B's shapes in every residency, in short."""
+    document = readme.load("generate")
+    section = document["sections"]["llama"]
+    found = {(r["what"], r["by"]): r for r in section["rows"]}
+    rows = []
+    for what in ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill"):
+        cells = []
+        for form in ("packed", "ans"):
+            ratio = found[what, form]["ratio"]
+            cells.append(f"{ratio:.2f}{'' if what == 'weights in memory' else readme.slower(ratio)}")
+        rows.append((what, *cells))
     return (
-        table("format | bits per weight | KLD, nats per token | perplexity", rows)
-        + f"\n\nSmolLM2-135M, {formats['tokens']:,} tokens of {readme.text_of(formats['text'])}. The group "
-        f"formats use plain rounding to nearest, without calibration. {readme.machine(formats)}"
-    )
-
-
-def mantissas() -> str:
-    """Size and quality for every number of mantissa bits, of small checkpoints and a strongly trained one."""
-    names = [n for n in ("demo", "wikilm-26m", "smollm2-135m") if readme.is_measured(f"sweep-{n}")]
-    documents = {name: readme.load(f"sweep-{name}") for name in names}
-    found = {name: {r["scheme"]: r for r in d["results"]} for name, d in documents.items()}
-    rows: list[tuple[object, ...]] = []
-    for bits in range(7, -1, -1):
-        cells: list[object] = [bits]
-        for schemes in found.values():
-            r = schemes.get(f"k{bits}", schemes["lossless"] if bits == 7 else None)
-            cells += ["", "", ""] if r is None else [
-                f"{r['ratio']:.1%}", f"{r['perplexity']['value']:.2f}", f"{r['kld']['mean']['value']:.5f}",
-            ]  # fmt: skip
-        rows.append(tuple(cells))
-    heads = " | ".join(f"{name}: size | perplexity | divergence" for name in names)
-    texts = "; ".join(
-        f"{readme.MODELS_READ[name]}, {d['results'][0]['tokens']:,} tokens of {readme.text_of(d['text'])}"
-        for name, d in documents.items()
-    )
-    blocks = blocks_worth([found[name] for name in names if name != "smollm2-135m"])
-    return (
-        table(f"mantissa bits | {heads}", rows)
-        + "\n\nPerplexity token by token; divergence is the mean KL divergence from the original in nats a "
-        f"token. {texts}. Small tensors carry relatively more overhead than those of a large model. {blocks} "
-        + "; ".join(dict.fromkeys(readme.machine(d) for d in documents.values()))
-    )
-
-
-def blocks_worth(found: list[dict[str, dict[str, Any]]]) -> str:
-    """How often blocks with a normaliser diverge less than as many bytes without."""
-    better = total = beyond = 0
-    for schemes in found:
-        plain = [(r["ratio"], r["kld"]["mean"]["value"]) for r in (schemes[f"k{k}"] for k in range(7))]
-        for name, r in schemes.items():
-            if "b" not in name:
-                continue
-            if r["ratio"] > plain[-1][0]:  # nothing lies between 6 bits and no loss
-                beyond += 1
-                continue
-            (x0, y0), (x1, y1) = next(
-                pair for pair in itertools.pairwise(plain) if pair[0][0] <= r["ratio"] <= pair[1][0]
-            )
-            without = math.log(y0) + (r["ratio"] - x0) / (x1 - x0) * math.log(y1 / y0)
-            better += math.log(r["kld"]["mean"]["value"]) < without
-            total += 1
-    return (
-        f"Of {total + beyond} schemes with blocks that were measured {total} are no larger than 6 bits "
-        f"without blocks, and of these {better} diverged less than a mixture of two numbers of bits without "
-        "blocks that takes as many bytes (by interpolation of the logarithm)."
+        readme.table(("relative to bf16", "packed", "ans"), rows)
+        + f"\n\nRandom weights in Llama-3-8B's shapes. {card(section['environment'])} "
+        + measured_in(readme.generate(document))
     )
 
 
 def peers_attention() -> str:
-    """Speed of quantised attention, torch's and the released Triton kernel, for causal heads of 128."""
-    section = readme.load("attention")["sections"]["kernels"]
-    sides = {"ours, 8 bits": "neuzip, 8 bits"}
-    sides |= {side: side for side in ("SDPA, cuDNN", "SDPA, flash", "sageattention")}
+    """Speed of quantised attention beside torch's and the released Triton kernel, in one case."""
+    document = readme.load("attention")
+    section = document["sections"]["kernels"]
     found = {
-        (r["texts"], r["tokens"], r["side"]): f"{r['tops']:,.0f}"
+        r["side"]: r
         for r in section["results"]
-        if r["width"] == 128 and r["causal"]
+        if (r["texts"], r["tokens"], r["width"], r["causal"]) == (1, 32768, 128, True)
     }
-    cases = dict.fromkeys((texts, tokens) for texts, tokens, _ in found)
-    rows: list[tuple[object, ...]] = [
-        (f"batch {texts}, {tokens:,} tokens", *(found[texts, tokens, side] for side in sides))
-        for texts, tokens in cases
-    ]
+    sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
     version = section["environment"]["packages"]["sageattention"]
     return (
-        table(f"TOPS, forward | {' | '.join(sides.values())}", rows)
-        + "\n\nCausal attention of 32 heads of size 128 over synthetic tokens. Times include smoothing and "
-        f"quantisation. sageattention {version} is the release with Triton kernels. "
-        f"{readme.gpu_machine(section['environment'])}"
+        readme.table(
+            tuple(map(readme.of_side, sides)), [tuple(f"{found[side]['tops']:,.0f} TOPS" for side in sides)]
+        )
+        + "\n\nForward pass, 32 heads, 32,768 tokens, head size 128, causal. The times of both quantised "
+        f"kernels include smoothing and quantisation. sageattention {version} is its release for Triton. "
+        f"{card(section['environment'])} {measured_in(readme.attention(document))}"
+    )  # fmt: skip
+
+
+def group_formats() -> str:
+    """A plain format and mantissa bits of nearly the same size, of a strongly trained model."""
+    name = "smollm2-135m"
+    formats = {r["format"]: r for r in readme.load(f"group_formats-{name}")["results"]}
+    plain = formats["6 bits, groups of 64, asymmetric"]
+    r = next(r for r in readme.load(f"sweep-{name}")["results"] if r["scheme"] == "k3")
+    rows = [
+        (
+            "6-bit integers, groups of 64, asymmetric",
+            f"{plain['bits_per_weight']:.2f}",
+            f"{plain['kld']:.2g}",
+        ),
+        ("3 mantissa bits", f"{r['bits_per_weight']:.2f}", f"{r['kld']['mean']['value']:.2g}"),
+    ]
+    return (
+        readme.table((readme.MODELS_READ[name], "bits per weight", "KLD, nats per token"), rows)
+        + f"\n\n{measured_in(readme.group_formats())}"
     )
 
 
 def accuracy() -> str:
-    """Accuracy of quantised attention."""
+    """Accuracy of quantised attention, as docs/measurements.md has it."""
     return readme.attention_accuracy(
         readme.load("attention_accuracy-wikilm-26m"), readme.load("attention_accuracy-synthetic")
     )
 
 
-def conversion() -> str:
-    """What models lose that become ternary without training."""
-    return readme.ternary_conversion(
-        {name: readme.load(f"ternary-conversion-{name}") for name in ("demo", "wikilm-26m")}
-    )
-
-
 BLOCKS: dict[str, Callable[[], str]] = quoted.BLOCKS | {
-    "limits": limits, "peers-lossless": peers_lossless, "peers-lossy": peers_lossy, "mantissas": mantissas,
-    "peers-attention": peers_attention, "attention-accuracy": accuracy, "ternary-conversion": conversion,
-    "sweep": whole("sweep-demo", readme.sweep), "group-formats": readme.group_formats,
-    "kv-cache": lambda: readme.kv_cache(readme.measured_of("kv_cache")),
-    "cpu-codec": whole("cpu_codec", readme.codec), "gpu-codec": whole("gpu_codec", readme.gpu_codec),
-    "packed-linear": whole("packed_linear", readme.packed_linear),
-    "generate": whole("generate", readme.generate),
-    "ternary-linear": whole("ternary_linear", readme.ternary_linear),
-    "bitnet": whole("bitnet", readme.bitnet),
-    "kv-attention": whole("kv_attention", readme.kv_attention),
-    "attention": whole("attention", readme.attention),
-    "linear-cross-entropy": whole("linear_cross_entropy", readme.linear_cross_entropy),
-    "train-memory": whole("train_memory", readme.train_memory),
-    "recovery": whole("recovery", readme.recovery), "mix-ln": whole("mix_ln", readme.mix_ln),
-    "mix-ln-once": whole("mix_ln-once", readme.mix_ln),
-    "delta": whole("delta", readme.delta), "faults": whole("faults", readme.faults),
-    "layers": whole("layers-wikilm-26m", readme.layers), "memory": whole("memory", readme.memory),
+    "kernel-rans": kernel_rans, "kernel-ans": kernel_ans, "kernel-packed": kernel_packed,
+    "kernel-ternary": kernel_ternary, "kernel-attention": kernel_attention, "kernel-kv": kernel_kv,
+    "kernel-loss": kernel_loss, "loss-tiles": loss_tiles, "blocks": readme.blocks_worth,
+    "peers-lossless": peers_lossless, "residencies": residencies, "peers-attention": peers_attention,
+    "group-formats": group_formats,
 }  # fmt: skip
 """What a mark may name."""
 

@@ -119,24 +119,24 @@ def weight() -> str:
         left, right = 40 + 40 * first, 36 + 40 * after
         parts.append(line(left, 96, right, 96, color))
         parts.append(text((left + right) / 2, 116, name, at="middle", color=color, bold=True))
-        held = f"{needed:.2f} bits" if name == "sign" else f"{after - first} bits hold {needed:.2f}"
+        held = f"{needed:.2f} of 1" if name == "sign" else f"entropy: {needed:.2f} of {after - first} bits"
         parts.append(text((left + right) / 2, 135, held, at="middle", size=13))
     total = bits.sign + bits.exponent + bits.mantissa
     scale = 640 / 16
     rest = scale * 8
     coded = scale * bits.exponent
     parts += [
-        text(40, 180, "What is stored of it:", bold=True),
+        text(40, 180, "What neuzip stores:", bold=True),
         box(40, 194, rest, 36, PALE_OTHERS, OTHERS),
-        text(40 + rest / 2, 217, "sign and mantissa, as they are: 8 bits", at="middle", size=13),
+        text(40 + rest / 2, 217, "sign and mantissa, unchanged: 8 bits", at="middle", size=13),
         box(40 + rest, 194, coded, 36, PALE_EXPONENT, EXPONENT),
         text(40 + rest + coded / 2, 217, "exponent", at="middle", size=13),
         line(680, 190, 680, 234, MUTED, "3 3"),
         text(680, 250, "16 bits", at="end", size=13, color=MUTED),
         text(40 + rest + coded / 2, 250, f"{bits.exponent:.2f} bits", at="middle", size=13, color=EXPONENT),
         text(
-            40, 284, f"Together the fields of {demo_counts().numel:,} weights hold {total:.2f} of 16 bits: "
-            f"{total / 16:.1%} is the least they take, field by field.".replace("%", " %", 1), size=13,
+            40, 284, f"The entropies of {demo_counts().numel:,} weights add up to {total:.2f} of 16 bits, or "
+            f"{total / 16:.1%}.".replace("%", " %", 1), size=13,
         ),
     ]  # fmt: skip
     return picture(300, "A bfloat16 weight and what its fields hold", parts)
@@ -158,8 +158,8 @@ def exponents() -> str:
     most = 0.3
     parts = [
         text(40, 28, "Exponents of the demo checkpoint", bold=True),
-        text(40, 48, f"8 bits could tell 256 of them apart; {np.count_nonzero(histogram)} occur, and "
-                     f"to name one takes {entropy(histogram):.2f} bits on average.", size=13),
+        text(40, 48, f"8 bits allow 256 exponents. Only {np.count_nonzero(histogram)} occur, with an "
+                     f"entropy of {entropy(histogram):.2f} bits.", size=13),
     ]  # fmt: skip
     for percent in (0, 10, 20, 30):
         y = bottom - tall * percent / 100 / most
@@ -174,12 +174,17 @@ def exponents() -> str:
     even = bottom - tall / 256 / most
     parts += [
         line(left, even, left + step * len(shown), even, INK, "4 3"),
-        text(left + step * len(shown), even - 6, "if all 256 were as likely: 0.4 %", at="end", size=13),
+        line(left + step * 18.5, even - 60, left + step * 18.5, even),
+        text(left + step * len(shown), even - 66, "uniform over 256: 0.4 %", at="end", size=13),
         text(left + step * len(shown) / 2, bottom + 40, "magnitude of a weight, as a power of two",
              at="middle", size=13, color=MUTED),
     ]  # fmt: skip
     outside = 1 - float(shares[list(shown)].sum())
-    parts.append(text(40, 376, f"Not drawn: {outside:.3%}".replace("%", " %") + " of the weights.", size=13))
+    parts.append(
+        text(
+            40, 376, f"{outside:.3%}".replace("%", " %") + " of the weights are outside this range.", size=13
+        )
+    )
     return picture(392, "How often each exponent occurs in the demo checkpoint", parts)
 
 
@@ -212,13 +217,13 @@ def coded_tensor() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 LANES = """\
-A lane is one rANS coder with a state of 32 bits. A step gives it one symbol, which is a pair
-of exponents, so a run is 4 steps. States that fall below 65,536 take the next refill word,
-in the order of the lanes: 32 neighbouring threads of a GPU read side by side."""
+A lane is one rANS coder with a 32-bit state. Each step decodes one symbol, here a pair of
+exponents, so a run takes 4 steps. A lane whose state falls below 65,536 takes the next refill
+word, in lane order. On a GPU, 32 neighbouring threads thus read neighbouring words."""
 
 
 def block() -> str:
-    """A tensor, its blocks, the lanes of one, and the words of that block: with the figures of a real one."""
+    """A tensor, its blocks, the lanes of one, and the words of that block: with the numbers of a real one."""
     _, arrays = coded_tensor()
     index = arrays["index"]
     shape = container(CHECKPOINT / "model.safetensors")[0][TENSOR]["shape"]
@@ -228,7 +233,7 @@ def block() -> str:
     refill = words - 65 - 2 * escapes
     parts = [
         text(40, 28, f"{TENSOR}: {shape[0]} x {shape[1]} = {weights:,} weights", bold=True),
-        text(40, 50, "Blocks of 16,384 weights, each decoded without looking at another:", size=13),
+        text(40, 50, "Blocks of 16,384 weights, each decoded independently:", size=13),
     ]
     for number in range(blocks):
         x = 40 + 213.5 * number
@@ -236,7 +241,8 @@ def block() -> str:
         parts.append(text(x + 104, 82, f"block {number}: {int(index[number]):,} words", at="middle", size=13))
     parts += [
         line(40, 94, 40, 120), line(249, 94, 680, 120),
-        text(40, 142, "A block is 64 runs of 256 weights. 32 lanes share a run, 8 weights each:", size=13),
+        text(40, 142, "A block has 64 runs of 256 weights. Each of the 32 lanes decodes 8 weights per run:",
+             size=13),
     ]  # fmt: skip
     for run in range(3):
         y = 152 + 30 * run
@@ -248,14 +254,14 @@ def block() -> str:
         text(672, 258, "lane 31", at="middle", size=13, color=MUTED),
         *(text(40, 290 + 18 * number, said, size=13) for number, said in enumerate(LANES.splitlines())),
         text(
-            40, 362, f"The words of block 0, 16 bits each, {16 * words / 16384:.3f} bits a weight:", size=13
+            40, 362, f"The words of block 0, 16 bits each, {16 * words / 16384:.3f} bits per weight:", size=13
         ),
     ]  # fmt: skip
     pieces = (
-        (40, 60, "1", "escapes", MUTED, "#f3f5f7"),
-        (104, 150, "32 + 32", "states of the lanes", EXPONENT, PALE_EXPONENT),
+        (40, 60, "1", "outlier count", MUTED, "#f3f5f7"),
+        (104, 150, "2 x 32", "lane states", EXPONENT, PALE_EXPONENT),
         (258, 306, f"{refill:,}", "refill words", EXPONENT, "#fdf1e7"),
-        (568, 112, f"2 x {escapes}", "rare exponents", OTHERS, PALE_OTHERS),
+        (568, 112, f"2 x {escapes}", "outliers", OTHERS, PALE_OTHERS),
     )
     for x, width, count, what, stroke, fill in pieces:
         parts.append(box(x, 374, width, 38, fill, stroke))
@@ -265,7 +271,7 @@ def block() -> str:
 
 
 def forms() -> str:
-    """Bits of a weight, part by part, in each form."""
+    """Bits per weight, part by part, in each in-memory format."""
     codec = json.loads((RESULTS / "gpu_codec.json").read_text())["results"]
     products = json.loads((RESULTS / "packed_linear.json").read_text())["sections"]
     ternary = json.loads((RESULTS / "ternary_linear.json").read_text())["sections"]["products"]["results"]
@@ -277,31 +283,31 @@ def forms() -> str:
     rows = (
         ("bf16", 16.0, [(8, "sign, mantissa", raw), (8, "exponent", code)]),
         ("ans", 8 + lossless["bits_per_exponent"],
-         [(8, "sign, mantissa", raw), (lossless["bits_per_exponent"], "coded", code)]),
+         [(8, "sign, mantissa", raw), (lossless["bits_per_exponent"], "exponent", code)]),
         ("packed", packed,
-         [(8, "mantissa, exponent's last bit", raw), (1, "±", raw), (2, "code", code),
+         [(8, "mantissa, exponent's last bit", raw), (1, "±", raw), (2, "exp.", code),
           (packed - 11, "", extra)]),
-        ("ans, k = 3", 4 + rounded["bits_per_exponent"],
-         [(4, "± and 3", raw), (rounded["bits_per_exponent"], "coded", code)]),
-        ("packed, k = 3", packed_3,
-         [(4, "low 4", raw), (1, "±", raw), (2, "code", code), (packed_3 - 7, "", extra)]),
-        ("ternary", ternary[0]["bits"], [(ternary[0]["bits"], "code", code)]),
+        ("ans, 3 mantissa bits", 4 + rounded["bits_per_exponent"],
+         [(4, "sign, mantissa", raw), (rounded["bits_per_exponent"], "exponent", code)]),
+        ("packed, 3 mantissa bits", packed_3,
+         [(4, "low 4 bits", raw), (1, "±", raw), (2, "exp.", code), (packed_3 - 7, "", extra)]),
+        ("ternary", ternary[0]["bits"], [(ternary[0]["bits"], "-1, 0, 1", code)]),
     )  # fmt: skip
-    parts = [text(40, 28, "Bits of a weight in memory", bold=True)]
+    parts = [text(40, 28, "Bits per weight in memory", bold=True)]
     for number, (name, total, pieces) in enumerate(rows):
-        y, x = 44 + 46 * number, 140.0
-        parts.append(text(130, y + 22, name, at="end", size=13))
+        y, x = 44 + 46 * number, 190.0
+        parts.append(text(180, y + 22, name, at="end", size=13))
         for size, words, (fill, stroke) in pieces:
-            parts.append(box(round(x, 2), y, size * 31, 34, fill, stroke))
+            parts.append(box(round(x, 2), y, size * 28, 34, fill, stroke))
             if words:
-                parts.append(text(round(x + size * 31 / 2, 2), y + 22, words, at="middle", size=13))
-            x += size * 31
+                parts.append(text(round(x + size * 28 / 2, 2), y + 22, words, at="middle", size=13))
+            x += size * 28
         parts.append(text(round(x + 8, 2), y + 22, f"{total:.2f}", size=13, bold=True))
     parts.append(text(
-        40, 340, "Grey: escapes, weights whose exponent lies outside the window of the code, "
-        "kept whole in a list.", size=13,
+        40, 340, "Grey: extra bits for outliers, whose exponents are outside the range of the 2-bit code.",
+        size=13,
     ))  # fmt: skip
-    return picture(356, "Bits of a weight in each form", parts)
+    return picture(356, "Bits per weight in each in-memory format", parts)
 
 
 if __name__ == "__main__":

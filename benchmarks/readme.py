@@ -204,23 +204,24 @@ def sweep(document: dict[str, Any]) -> str:
         cells = [of_scheme(results.get(name)) for name in (k, *(f"{k}b{size}" for size in blocks))]
         rows.append((k[1:], f"{results[k]['perplexity']['value']:.2f}", *cells))
     heads = ("mantissa bits", "perplexity", "no blocks", *(f"blocks of {n}" for n in blocks))
-    others = [load(f"sweep-{name}") for name in SWEPT if is_measured(f"sweep-{name}")]
+    others = {name: load(f"sweep-{name}") for name in SWEPT if is_measured(f"sweep-{name}")}
     return section(
         "Size and quality by mantissa bits",
-        "`--mantissa-bits` rounds the weight matrices; seven bits are lossless. `--block-size` lets a block "
-        "of weights share a scale. Small tensors carry relatively more overhead than large ones: a large "
-        "bf16 model takes about 66 % without loss.",
+        "`--mantissa-bits` rounds the weight matrices. bf16 has 7 mantissa bits, so 7 bits are lossless. "
+        "`--block-size` lets a block of weights share a scale. Small models have relatively more overhead: a "
+        "large bf16 model takes about 66 % without loss.",
         [
             f"**The demo checkpoint**, {lossless['tokens']:,} tokens of {text_of(document['text'])}, "
             f"{document['convention']}. Each cell holds the size and the KLD in thousandths of a nat. "
-            "The perplexity is that without blocks.",
+            "The perplexity is that of the column without blocks. In the picture, `k3` means 3 mantissa "
+            "bits.",
             table(heads, rows),
             "![Size against KL divergence](benchmarks/results/sweep-demo.svg)",
-            *(block for other in others for block in swept_model(other)),
-            *([f"**Blocks.** {blocks_worth()}"] if is_measured("sweep-wikilm-26m") else []),
+            *(block for name, other in others.items() for block in swept_model(name, other)),
+            *([f"**Blocks.** {blocks_worth()}"] if "wikilm-26m" in others else []),
         ],
         "`python benchmarks/sweep.py NAME`",
-        [machine(document), *map(machine, others)],
+        [machine(document), *map(machine, others.values())],
     )
 
 
@@ -228,7 +229,7 @@ SWEPT = ("wikilm-26m", "smollm2-135m")
 """Models beside the demo of which there are sweeps."""
 
 
-def swept_model(document: dict[str, Any]) -> tuple[str, str]:
+def swept_model(name: str, document: dict[str, Any]) -> tuple[str, str]:
     """Size and quality of a model by mantissa bits, without blocks: what it is, and a table."""
     plain = [r for r in document["results"] if "b" not in r["scheme"] and r["scheme"] != "k7"]
     rows = [
@@ -241,7 +242,6 @@ def swept_model(document: dict[str, Any]) -> tuple[str, str]:
     ]  # fmt: skip
     heads = ("mantissa bits", "size", "perplexity", "change", "KLD, mean", "KLD, 99.9th percentile",
              "top-1 agreement")  # fmt: skip
-    name = next(name for name in SWEPT if load(f"sweep-{name}") == document)
     told = (
         f"**{MODELS_READ[name]}**, {plain[0]['tokens']:,} tokens of {text_of(document['text'])}, "
         f"{document['convention']}:"
@@ -268,9 +268,10 @@ def blocks_worth() -> str:
             better += math.log(r["kld"]["mean"]["value"]) < without
             total += 1
     return (
-        f"Of the {total + beyond} measured schemes with blocks, {total} are no larger than 6 mantissa bits "
-        f"without blocks. Among these {total}, {better} had a lower KLD than a mix of two plain mantissa "
-        "widths of the same size (interpolated on a log scale)."
+        f"{total + beyond} schemes with blocks were measured. {total} of them are at most as large as 6 "
+        f"mantissa bits without blocks. Only {better} of these {total} had a lower KLD than plain "
+        "rounding at the same size. Between two numbers of mantissa bits, the KLD of plain rounding is "
+        "interpolated on a log scale."
     )
 
 
@@ -309,11 +310,11 @@ def group_formats() -> str:
     models = [name for name in SWEPT if is_measured(f"group_formats-{name}")]
     return section(
         "Mantissa bits compared with integer formats",
-        "The integer formats round to the nearest of 4 to 8 bits. Each group of weights has an fp16 scale, "
-        "and in asymmetric formats an fp16 offset; both count towards the size. The integer formats are "
-        "neither calibrated nor entropy-coded, and only their size is computed. The sizes of mantissa bits "
-        "are those of files. Every tensor of two or more dimensions is rounded. SmolLM2-135M once had "
-        "4-bit weights in groups of 32, so its table omits formats of that kind.",
+        "The integer formats round each weight to the nearest integer of 4 to 8 bits. Each group of weights "
+        "has an fp16 scale, and in asymmetric formats an fp16 offset; both count towards the size. The "
+        "integer formats use neither calibration nor entropy coding, and their sizes are computed. The sizes "
+        "of mantissa bits are those of real files. All tensors of two or more dimensions are rounded. "
+        "SmolLM2-135M once had 4-bit weights in groups of 32, so its table omits formats of that kind.",
         [block for name in models for block in group_formats_table(name)],
         "`python benchmarks/group_formats.py` and `python benchmarks/sweep.py`",
         [machine(load(f"{kind}-{name}")) for name in models for kind in ("group_formats", "sweep")],
@@ -393,8 +394,8 @@ def ternary_conversion(documents: dict[str, dict[str, Any]]) -> str:
         for step in steps
         if all(f"rotated, {step}" in rows for rows in found.values())
     ]
-    texts = "; ".join(
-        f"{name} was calibrated on {d['calibration_tokens']:,} tokens of {text_of(d['calibration'])} and "
+    texts = "\n".join(
+        f"* {name}: calibrated on {d['calibration_tokens']:,} tokens of {text_of(d['calibration'])}, "
         f"measured on {d['tokens']:,} tokens of {text_of(d['text'])}"
         for name, d in documents.items()
     )
@@ -405,10 +406,12 @@ def ternary_conversion(documents: dict[str, dict[str, Any]]) -> str:
         "other weights stay as they are. `absmean` is the rounding that BitNet b1.58 trains with. "
         "`least-squares` minimises the error of the weights. `error-feedback` minimises the error of the "
         "outputs on a calibration text. Bits are those of a rounded weight: five weights per byte, plus "
-        f"scales in fp32. {texts}.",
+        "scales in fp32.",
         [
             f"| rounding | {heads} |\n|---{'|---' * 3 * len(documents)}|\n| none | {start} |\n"
             + "\n".join(lines),
+            "The texts were:",
+            texts,
             "Rotating the weights first was measured too. It helps little or hurts, so `ternarize` does not "
             "offer it:",
             table(
@@ -447,16 +450,15 @@ def tied_embedding(document: dict[str, Any]) -> str:
                 cells += [found.get((k, part, more)) for more in (1, 2, "lossless")]
                 lines.append((model, name, str(k), *map(of_more_bits, cells)))
         texts.append(
-            f"{model}, {section_of['tokens']:,} tokens of {text_of(section_of['text'])} in windows of "
+            f"{model}: {section_of['tokens']:,} tokens of {text_of(section_of['text'])}, in windows of "
             f"{section_of['window']}"
         )
     heads = ("model", "part", "K", "K bits for all", "K + 1 for the part", "K + 2", "lossless part")
     return section(
         "Extra bits for the embedding",
-        "All matrices keep K mantissa bits, except for one part: the embedding (tied to the output head or "
-        "not) or the head. Each cell holds the bits per weight of the files and the KLD. "
-        f"Texts: {'; '.join(texts)}.",
-        [table(heads, lines)],
+        "All matrices keep K mantissa bits, except for the part in the second column. That part keeps one or "
+        "two bits more, or is lossless. Each cell holds the bits per weight of the files and the KLD.",
+        [table(heads, lines), "The texts were:", "\n".join(f"* {text}" for text in texts)],
         "`python benchmarks/tied_embedding.py`",
         map(machine, document["sections"].values()),
     )
@@ -589,9 +591,9 @@ def gpu_codec(document: dict[str, Any]) -> str:
         "clock. All other rows are kernels in a CUDA graph on data that is not in the L2 cache. The "
         f"limit for bf16 decoders is {document['device_copy_gb_s'] * 2 / 3:,.0f} GB/s: two thirds of the "
         f"speed of a device copy ({document['device_copy_gb_s']:,.0f} GB/s). The limit of the other kernels "
-        "is the time that a device copy of the same bytes takes. The limit of loading is that of the "
-        f"link, {document['link_gb_s']:.1f} GB/s, divided by the compressed size. Bits are those of one "
-        "exponent, with all overhead.",
+        "is the time that a device copy of the same bytes takes. The limit of loading "
+        f"follows from the PCIe link ({document['link_gb_s']:.1f} GB/s) and the compressed size. Bits are "
+        "stored bits per exponent, overhead included.",
         shown,
         "`python benchmarks/gpu_codec.py`",
         [gpu_machine(document["environment"])],
@@ -665,11 +667,11 @@ def packed_linear(document: dict[str, Any]) -> str:
     )
     return section(
         "Matmul with packed weights",
-        "Speed relative to cuBLAS with bf16 weights, by the number of tokens in the batch. Random weights, "
-        "N(0, 0.02), lossless unless the column says otherwise. Times include all unpacking. Both "
-        "sides run in CUDA graphs with weights outside the L2 cache. The benchmark stops if the error "
-        f"against fp64 exceeds that of cuBLAS. Bits per weight, with all overhead: {sizes} (target: at most "
-        f"{bits['results'][0]['must']}).",
+        "The table shows the speed relative to cuBLAS with bf16 weights, by the number of tokens in the "
+        "batch. The weights are random, N(0, 0.02), and lossless unless the column says otherwise. Times "
+        "include all unpacking. Both sides run in CUDA graphs with weights outside the L2 cache. The "
+        "benchmark stops if the error against fp64 exceeds that of cuBLAS. Bits per weight, with all "
+        f"overhead: {sizes} (target: at most {bits['results'][0]['must']}).",
         [
             table(
                 ("weights, out x in", *heads), [("target", *(str(r["must"]) for r in aims)), *lines]
@@ -700,10 +702,10 @@ def generate(document: dict[str, Any]) -> str:
         "The model has Llama-3-8B's shapes and random weights; rows that name wikilm-26m use that trained "
         "model. `bf16` is the model as transformers loads it. The other columns are values of `--residency`, "
         "except `rounded`, which is `packed` with 3 mantissa bits. All models decode with the same loop, "
-        "one CUDA graph per step. Brackets hold the ratio to bf16 and its target. Two loaded copies of one "
-        "model differ in speed by up to the spread in the table, so the target of `dense` allows for 1 %. "
-        "The error of logits is relative to fp64. DFloat11's bound is the speed that its decoder alone would "
-        f"allow.{compiled_rows(document)}",
+        "one CUDA graph per step. Brackets hold the ratio to bf16 and its target. Loaded copies of one model "
+        'differ slightly in speed (row "spread"), so the target of `dense` allows for 1 %. A token is *tied* '
+        "if its logit equals the highest one, up to a rounding of bf16. The error of logits is relative to "
+        f"fp64. DFloat11's bound is the speed that its decoder alone would allow.{compiled_rows(document)}",
         [by_form(document)],
         "`python benchmarks/generate.py`",
         machines_of(document),
@@ -788,11 +790,11 @@ def ternary_linear(document: dict[str, Any]) -> str:
         ]
     return section(
         "Matmul with ternary weights",
-        "Speed relative to cuBLAS with bf16 weights of the same shape, by the format of the activations. "
-        "Random weights. Times include the quantisation of activations. Both sides run in CUDA graphs with "
-        "weights outside the L2 cache. The benchmark stops if any bit differs from exact integer sums. "
-        "Targets and stretch goals apply to `int8`. The target of `int4` and `fp4` is the speed of `int8`; "
-        f"a cell that misses it is marked slower.{of_twins(sections)}",
+        "The table shows the speed relative to cuBLAS with bf16 weights of the same shape, by the format of "
+        "the activations. The weights are random. Times include the quantisation of activations. Both sides "
+        "run in CUDA graphs with weights outside the L2 cache. The benchmark stops if any bit differs from "
+        "exact integer sums. Targets and stretch goals apply to `int8`. The target of `int4` and `fp4` is "
+        f"the speed of `int8`; a cell that misses it is marked slower.{of_twins(sections)}",
         shown,
         "`python benchmarks/ternary_linear.py`",
         machines_of(document),
@@ -903,8 +905,8 @@ def kv_attention(document: dict[str, Any]) -> str:
     heads = ("batch x tokens", "bits", "size", "PyTorch SDPA, bf16", "neuzip", "speedup", "store")
     return section(
         "Speed of attention over a quantised KV cache",
-        f"Attention of one new token per sequence, with {document['queries']} query heads, "
-        f"{document['heads']} KV heads and a head size of {document['width']}. The kernel reads the "
+        f"The kernel computes attention of one new token per sequence, with {document['queries']} query "
+        f"heads, {document['heads']} KV heads and a head size of {document['width']}. It reads the "
         "quantised cache directly. The cache holds random values and is not in the L2 cache; both sides run "
         "in CUDA graphs. GB/s count the bytes of keys and values. A device copy reaches "
         f"{document['device_copy_gb_s']:,.0f} GB/s. At batch 1, PyTorch's kernel is far below that speed, "
@@ -924,11 +926,11 @@ def attention(document: dict[str, Any]) -> str:
     peer = environments[0]["packages"].get("sageattention")
     return section(
         "Speed of quantised attention",
-        "Forward pass in TOPS, on random Gaussian values. neuzip's kernel follows SageAttention2: Q and K in "
-        "INT8, P and V in FP8 (E4M3). Its times include smoothing and quantisation; numbers in brackets "
-        "leave out those of K and V. The 4-bit mode is not faster, because Hopper has no INT4 tensor-core "
-        f"instruction. sageattention is release {peer}, written in Triton. The benchmark stops if a result "
-        "is far from fp64.",
+        "The table shows the forward pass in TOPS, on random Gaussian values. neuzip's kernel follows "
+        "SageAttention2: Q and K in INT8, P and V in FP8 (E4M3). Its times include smoothing and "
+        "quantisation; numbers in brackets exclude that work for K and V. The 4-bit mode is not faster, "
+        f"because Hopper has no INT4 tensor-core instruction. sageattention is release {peer}, written in "
+        "Triton. The benchmark stops if a result is far from fp64.",
         [part for name, render in renders.items() if name in sections
          for part in render(sections[name]["results"])],
         "`python benchmarks/attention.py`",
@@ -1018,15 +1020,15 @@ def attention_accuracy(document: dict[str, Any], synthetic: dict[str, Any]) -> s
             smoothing(document),
             "**Scale granularity.** Cosine similarity, mean and worst layer, with P and V unquantised. "
             "`per thread` differs slightly from the paper: each query has its own scale, while the paper's "
-            "threads share one among 2 or 4 rows. Keys are as in the paper: of 128 keys, four groups of 32 "
-            "share a scale each. The paper's per-warp granularity was not measured.",
+            "threads share one among 2 or 4 rows. As in the paper, each group of 32 keys shares a scale. "
+            "neuzip does not offer the paper's per-warp granularity, so it was not measured.",
             cosines(close, "Tables 2 and 3, granularity"),
             "**Data type of P and V.** Cosine similarity, mean and worst layer. The paper's Table 4 reports "
-            "77 % for INT8. On this model INT8 is as close as E4M3, so the paper's reason for FP8 does not "
-            "show here.",
+            "only 77 % for INT8, which is its reason to use FP8. On this model, INT8 is as close as E4M3.",
             cosines(close, "Tables 4 and 5, P and V"),
-            "**Random values.** Worst cosine similarity of four runs. INT4 has 15 levels. They alone limit "
-            "Gaussian values to 0.98, or 0.987 with one scale per token, and smoothing cannot improve that.",
+            "**Random values.** Worst cosine similarity of four runs. The 15 levels of INT4 alone limit the "
+            "similarity of Gaussian values to 0.98, or to 0.987 with one scale per token. Smoothing cannot "
+            "improve that.",
             random_cosines(synthetic),
         ],
         "`python benchmarks/attention_accuracy.py`",
@@ -1099,12 +1101,13 @@ def linear_cross_entropy(document: dict[str, Any]) -> str:
     )
     return section(
         "Linear cross-entropy",
-        "The cross-entropy of an output head, computed without storing its logits, in bf16. Times are "
-        "medians; all methods take turns. MB is the peak memory in addition to inputs, results and "
+        "This loss is the cross-entropy of an output head, computed in bf16 without storing the logits. "
+        "Times are medians; all methods take turns. MB is the peak memory in addition to inputs, results and "
         f"gradients. Versions of the peers: {peers}. Results that are wrong against fp64 are not timed. The "
         "backward pass skips tiles of 128 tokens by 128 vocabulary entries in which no |softmax - onehot| "
         "reaches 2^-12; Cut Cross-Entropy skips tiles in the same way. `exact` skips none. The data decide "
-        "how many tiles remain. TFLOP/s count all tiles. KL divergence is that of two heads.",
+        "how many tiles remain. TFLOP/s count all tiles. The rows "
+        '"KL divergence" compare two heads.',
         shown,
         "`python benchmarks/linear_cross_entropy.py`",
         map(gpu_machine, environments),
@@ -1201,13 +1204,13 @@ def train_memory(document: dict[str, Any]) -> str:
         shown += ["**Repeatability:**", "\n".join(f"* {line}" for line in said)]
     return section(
         "Training with compressed weights",
-        "Full-parameter training in bf16 with activation checkpointing, of models with published shapes and "
-        "random weights. The optimizer is SGD unless a row says otherwise. `vanilla` is transformers with "
-        "`torch.optim.SGD`. `LOMO` is neuzip's own trainer with uncompressed weights: it updates each layer "
-        "during the backward pass, as LOMO does. `one buffer` does not overlap decoding with computation. "
-        "Brackets hold the target and the stretch goal. The last column counts the steps, out of 8 on the "
-        "same batches, before a loss differs in any bit: from LOMO's, for repeated vanilla runs from "
-        "vanilla's, and for deterministic runs from deterministic LOMO's.",
+        "All parameters are trained, in bf16 and with activation checkpointing. The models have published "
+        "shapes and random weights. The optimizer is SGD unless a row says otherwise. `vanilla` is "
+        "transformers with `torch.optim.SGD`. `LOMO` is neuzip's own trainer with uncompressed weights: it "
+        "updates each layer during the backward pass, as LOMO does. `one buffer` does not overlap decoding "
+        "with computation. Brackets hold the target and the stretch goal. The last column counts the steps, "
+        "out of 8 on the same batches, before a loss differs from LOMO's in any bit. Repeated vanilla runs "
+        "are compared with vanilla, and deterministic runs with deterministic LOMO.",
         shown,
         "`python benchmarks/train_memory.py`",
         machines_of(document),
@@ -1294,8 +1297,8 @@ def recovery(document: dict[str, Any]) -> str:
         f"`recover` trains {first['checkpoint']} with ternary linear weights to match its original, on "
         f"{' and '.join(first['train'])}. The quality is measured on {first['tokens_compared']:,} tokens of "
         f"{first['test']} that training never saw. The original's perplexity there is "
-        f"{first['after']['original']:.2f}. Ratios are ratios of perplexities; brackets hold the target and "
-        "the stretch goal.",
+        f"{first['after']['original']:.2f}. Ratios compare perplexities. A ratio below 1 means that the "
+        "ternary model has the lower perplexity on this text. Brackets hold the target and the stretch goal.",
         [
             table(heads, lines),
             *(f"![Training losses of {name}](benchmarks/results/recovery-{name}.svg)" for name in sections),
@@ -1328,14 +1331,14 @@ def mix_ln(document: dict[str, Any]) -> str:
     where = gpu_machine(environment) if "gpu" in environment else machine(document)
     seen = settings["steps"] * settings["batch"] * WINDOW / settings["tokens"]
     once = seen <= 1
-    often = "no window twice" if once else f"each window {seen:.0f} times"
+    often = "no window was used twice" if once else f"each window was used {seen:.0f} times"
     return section(
         f"Norm placement, {'each text seen once' if once else 'texts seen several times'}",
         f"Llama models of {document['parameters'] / 1e6:.1f} M parameters, trained with the "
         f"{settings['size']} recipe of the Mix-LN paper: {settings['steps']:,} steps of {settings['batch']} "
-        f"windows of {settings['text']}, {often}. There are {seeds} seeds; all placements share initial "
-        "weights and batches. The table holds held-out perplexity, mean ± standard deviation over seeds. "
-        "The change from Pre-LN is that of the same seed, with a 95 % interval. "
+        f"windows of {settings['text']}; {often}. There are {seeds} seeds, and all placements share initial "
+        "weights and batches. The table shows held-out perplexity as mean ± standard deviation over seeds. "
+        "Changes compare runs of the same seed and have a 95 % interval. "
         f"{verdict(results, texts[0])} {training_losses(document['runs'])}".rstrip(),
         [
             f"| placement | {heads} |\n|---{'|---' * 2 * len(texts)}|\n" + "\n".join(lines),
@@ -1492,11 +1495,11 @@ def delta(document: dict[str, Any]) -> str:
         f"wikilm-26m has {first['weight_bytes'] / 1e6:.1f} MB of bf16 weights, or "
         f"{first['container_bytes'] / 1e6:.1f} MB compressed without loss. It was trained for some steps on "
         f"batches of {document['batch']} x {document['tokens']} tokens and saved in bf16. The delta is taken "
-        "against the checkpoint before training; applying it restores the same files. Factors say how many "
-        'times smaller than the bf16 weights a result is; "vs. compressed" compares the delta with the '
-        "compressed checkpoint. Other tools got the weights in memory. Times are those of `neuzip compress "
-        "--base` without verification and of `neuzip apply`, with "
-        f"{document['threads']} threads, files read and written; medians of {document['rounds']}.",
+        "against the checkpoint before training; applying it restores the same files. A factor of 10x "
+        'means that the result is 10 times smaller than the bf16 weights. "vs. compressed" compares the '
+        "delta with the compressed checkpoint instead. Other tools read the weights from memory. Times are "
+        f"medians of {document['rounds']} runs of `neuzip compress --base` (without verification) and of "
+        f"`neuzip apply`, with {document['threads']} threads. They include reading and writing the files.",
         [
             "| training: optimizer, learning rate, weights | steps | weights changed | delta | smaller "
             f"| vs. compressed | {names} | compress | apply |\n"
@@ -1518,17 +1521,20 @@ def faults(document: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return section(
         "Push and pull under faults",
-        f"A fault hits `push` or `pull` of {document['checkpoint']} at a random moment. The server runs on "
-        "loopback and implements the Hub's API. The command recovers by itself, ends with an error, or is "
-        "killed. After an error or a kill, the benchmark repeats the command without the fault. A run counts "
-        "as *broken* if it leaves a partial checkpoint on the Hub or the disk, if the repeated command fails "
-        "or re-uploads a finished weight file, if the bytes differ after pull and decompress, or if the "
-        "access token appears in any output or file. *Re-sent* is the data that was moved again because its "
-        "transfer was in flight: mean and maximum, as a share of the weights. Data that a killed push had "
-        "already handed to the operating system still arrives.",
+        f"A fault hits `push` or `pull` at a random moment. The checkpoint is {document['checkpoint']}. The "
+        "server runs on loopback and implements the Hub's API. The command recovers by itself, ends with an "
+        "error, or is killed. After an error or a kill, the benchmark repeats the command without the fault.",
         [
+            "*Re-sent* is the data that was transferred a second time, because the fault interrupted the "
+            "first transfer. Its mean and maximum are shares of the weights. Data that a killed push had "
+            "already handed to the operating system still arrives. A run counts as *broken* in any of these "
+            "cases:",
+            "* A partial checkpoint is left on the Hub or on the disk.\n"
+            "* The repeated command fails, or uploads a finished weight file again.\n"
+            "* The bytes differ after pull and decompress.\n"
+            "* The access token appears in any output or file.",
             "| command | fault | runs | finished before it | recovered | error | killed | re-sent | broken |"
-            "\n|---|---|---:|---:|---:|---:|---:|---:|---:|\n" + "\n".join(lines)
+            "\n|---|---|---:|---:|---:|---:|---:|---:|---:|\n" + "\n".join(lines),
         ],
         "`python benchmarks/faults.py`",
         [machine(document)],
@@ -1573,13 +1579,14 @@ def short() -> dict[str, str]:
     ]  # fmt: skip
     late = [row for row in rows if any(label in cell for cell in row for label in LATE)]
     heads = ("what", "neuzip", "baseline", "target")
+    chosen = table(
+        ("mode", "size (bf16: 100%)", "loss", "decode speed", "prefill speed", "needs", "measured on"),
+        modes(),
+    )
     return {
-        "modes": table(
-            ("mode", "size, of bf16", "loss", "decode speed", "prefill speed", "needs", "measured on"),
-            modes(),
-        ),
+        "modes": "\n\n".join(filter(None, [chosen, cards()])),
         "results": table(heads, [row for row in rows if row not in late]),
-        "slower": f"{table(heads, late)}\n\n{cards()}{counts()}",
+        "slower": f"{table(heads, late)}\n\n{counts()}",
     }
 
 
@@ -1598,10 +1605,11 @@ def counts() -> str:
 
 
 def cards() -> str:
-    """The GPU of most of these results, none of which is of several at once, and those of the others."""
+    """Which results are of which GPU; none is of several at once."""
     whats = {
-        "gpu_codec": "decoding", "generate": "packed and ans models", "bitnet": "ternary models",
-        "attention": "attention", "linear_cross_entropy": "cross-entropy", "train_memory": "training",
+        "gpu_codec": "decompression", "generate": "packed and ans models", "bitnet": "ternary models",
+        "kv_attention": "the KV cache", "attention": "attention", "linear_cross_entropy": "cross-entropy",
+        "train_memory": "training",
     }  # fmt: skip
     found: dict[str, list[str]] = {}
     for name in filter(is_measured, whats):
@@ -1609,9 +1617,13 @@ def cards() -> str:
         parts = [document, *(s for n, s in document.get("sections", {}).items() if n != "two-gpus")]
         for card in sorted({part["environment"]["gpu"]["name"] for part in parts if "environment" in part}):
             found.setdefault(card, []).append(whats[name])
-    names = sorted(found, key=lambda card: -len(found[card]))
-    others = [f"; {' and '.join(found[card])} were measured on one {card}" for card in names[1:]]
-    return f"The GPU is one {names[0]}{''.join(others)}. " if names else ""
+    each = [f"one {card} ({listed(of)})" for card, of in sorted(found.items())]
+    return f"GPU results on this page are from {listed(each)}." if found else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def linked(what: str, part: str) -> str:
@@ -1757,7 +1769,7 @@ def ternary_results() -> Iterator[Row]:
         yield (
             linked(what, recovery(document)),
             told,
-            "1.000x",
+            "original: 1.000x",
             aimed(judged, must, f"{must:g}x{of}", most=True),
         )
 
@@ -1773,9 +1785,9 @@ def delta_results() -> Iterator[Row]:
 
 
 CODED = {
-    "decode 235 M synthetic weights, kernels alone": "bf16 decode, lossless, 235 M weights",
-    "decode 16 Mi synthetic weights, a kernel alone": "bf16 decode, lossless, 16 Mi weights",
-    "decode 291 synthetic tensors of Llama-3-8B's shapes, one call": (
+    "decompress 235 M synthetic weights, GPU kernels only": "bf16 decode, lossless, 235 M weights",
+    "decompress 16 Mi synthetic weights, GPU kernel only": "bf16 decode, lossless, 16 Mi weights",
+    "decompress 291 synthetic tensors of Llama-3-8B's shapes, one call": (
         "bf16 decode, lossless, 8B-shaped model of 291 tensors, a call"
     ),
     "load a synthetic 16 GB checkpoint from the page cache": (

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands, tracebacks
+from neuzip.distribution import missing_package
 from neuzip.errors import (
     FULL,
     DiskFull,
@@ -87,14 +88,17 @@ def run(argv: Sequence[str] | None = None) -> int:
             error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
             return 1
         shown = tracebacks.show()
+        if (missing := missing_package(failure, f"neuzip {_verb(argv)}")) is not None:
+            error(missing.message, missing.hint, kind="MissingPackage", exit_code=missing.exit_code)
+            return missing.exit_code
         if is_out_of_memory(failure):
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
             error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
-            "this is a bug in neuzip; please report it"
-            + (" with the traceback above" if shown else "; -v shows the traceback"),
+            "this is a bug in neuzip; please report it with the output of `neuzip env`"
+            + (" and the traceback above" if shown else "; -v shows the traceback"),
             kind=type(failure).__name__,
             exit_code=3,
         )

@@ -1,7 +1,8 @@
 """The Typer application: the options of `neuzip` itself, and every command in `neuzip.cli.commands`.
 
 A command with many options has GROUPS, by title the names of those that are together on its help page. One
-with options that depend on others has NEEDS, see `neuzip.cli.needs`.
+with options that depend on others has NEEDS, see `neuzip.cli.needs`. One that can do nothing without packages
+that may be missing has PACKAGES, their modules.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Environment variables:
 
 
 def build_app() -> typer.Typer:
-    """Make the application. `commands/<verb>.py` has `command`, EXAMPLES, and perhaps GROUPS and NEEDS."""
+    """Make the application. `commands/<verb>.py` has `command`, EXAMPLES, and perhaps the above."""
     app = typer.Typer(
         name="neuzip",
         rich_markup_mode=None,  # plain help, the same in a pipe and on a terminal
@@ -40,7 +41,8 @@ def build_app() -> typer.Typer:
     for verb in commands.VERBS:
         module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
         whole = str(module.command.__doc__).partition("\n")[0]  # typer's own short help is cut off
-        kind = page(verb, getattr(module, "GROUPS", {}), getattr(module, "NEEDS", {}))
+        groups, needs, packages = (getattr(module, name, ()) for name in ("GROUPS", "NEEDS", "PACKAGES"))
+        kind = page(verb, dict(groups), dict(needs), packages)
         app.command(verb, cls=kind, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
     return app
 

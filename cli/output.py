@@ -26,6 +26,7 @@ from os import PathLike
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from neuzip.cli.flags import in_options
 from neuzip.cli.schema import SCHEMA
 from neuzip.errors import UsageError
 
@@ -218,6 +219,7 @@ class Output:
         return self.progress(label, total, unit=unit)
 
     def _say(self, message: str) -> None:
+        message = in_options(message)
         if self._live is not None:  # above the bar, not through it
             self._live.print(folded(printable(message), sys.stderr), soft_wrap=True)
         else:
@@ -255,7 +257,7 @@ def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
     from neuzip.formats.hub_secrets import scrubbed
 
-    line = printable(scrubbed(text), one_line=True)
+    line = printable(scrubbed(in_options(text)), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 

@@ -12,10 +12,13 @@ from typer.core import TyperCommand
 from neuzip.cli import deprecated, options
 from neuzip.cli.needs import Needs, refuse_without_effect
 from neuzip.cli.output import Output
+from neuzip.distribution import require
 
 
-def page(verb: str, groups: Mapping[str, Sequence[str]], needs: Needs) -> type[TyperCommand]:
-    """A command with `needs`, whose help page has its options in groups; those of none come last."""
+def page(
+    verb: str, groups: Mapping[str, Sequence[str]], needs: Needs, packages: Sequence[str]
+) -> type[TyperCommand]:
+    """A command that requires `packages`. Its help page has options in groups; those of none come last."""
     titles = {name: title for title, names in groups.items() for name in names}
 
     class Page(TyperCommand):
@@ -32,6 +35,10 @@ def page(verb: str, groups: Mapping[str, Sequence[str]], needs: Needs) -> type[T
             if not ctx.resilient_parsing:
                 refuse_without_effect(needs, _given(ctx, known))
             return left
+
+        def invoke(self, ctx: Any) -> Any:
+            require(f"neuzip {verb}", *packages)
+            return super().invoke(ctx)
 
         def format_options(self, ctx: Any, formatter: Any) -> None:
             found: dict[str, list[tuple[str, str]]] = defaultdict(list)

@@ -6,51 +6,23 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.compress import Rule
     from neuzip.eval.estimates import Estimate
     from neuzip.eval.layer_drops import Drop
-    from neuzip.eval.target_values import Target
-    from neuzip.eval.targets import Delivered, DropLayers, Found, Request, Trial
-    from neuzip.eval.texts import Text
-    from neuzip.eval.yardstick import Yardstick
-
-Device = Literal["auto", "cpu", "cuda"]
-Sensitivity = Literal["auto", "measured", "fisher", "weights"]
+    from neuzip.eval.target_request import Asked, Sensitivity
+    from neuzip.eval.target_values import Goal, Target
+    from neuzip.eval.targets import Delivered, DropLayers, Found, Trial
 
 METHODS = {
     "measured": "one pass a tensor and scheme",
     "fisher": "gradients of one pass",
     "weights": "squared errors of the weights alone",
 }
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One of the three options, and what was given with it."""
-
-    option: str
-    text: str
-
-
-def one_target(max_kld: str | None, max_ppl_increase: str | None, target_size: str | None) -> Goal | None:
-    """The one that was given, if any. Raises UsageError for several."""
-    options = {
-        "--max-kld": max_kld,
-        "--max-ppl-increase": max_ppl_increase,
-        "--target-size": target_size,
-    }
-    given = [Goal(option, text) for option, text in options.items() if text is not None]
-    if len(given) > 1:
-        raise UsageError(f"{given[0].option} and {given[1].option} exclude each other", "give one target")
-    return given[0] if given else None
 
 
 def layers_to_drop(
@@ -60,30 +32,20 @@ def layers_to_drop(
 
     Raises UsageError, also where nothing would be measured.
     """
+    from neuzip.eval.target_request import MOST_LAYERS, require_droppable
+
     if text == "none":
         return 0
-    option = f"--drop-layers {text}"
-    if text != "auto" and not (text.isdecimal() and 0 < int(text) < 10_000):
-        raise UsageError(f"{option}: is no number of layers", "give a number from 1 on, auto, or none")
-    if excluded is not None:
-        raise UsageError(f"{option} excludes {excluded}", _HINTS[excluded])
-    if text == "auto" and sensitivity == "weights":
+    is_number = text.isdecimal() and 0 < int(text) < MOST_LAYERS
+    if text != "auto" and not is_number:
         raise UsageError(
-            f"{option} excludes --sensitivity weights: what a layer is worth is measured",
-            "leave one of them out",
+            f"--drop-layers {text}: is no number of layers", "give a number from 1 on, auto, or none"
         )
-    return "auto" if text == "auto" else int(text)
-
-
-def text_of(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, needed: bool) -> str | None:
-    """The text to measure on, the built-in one if none is given.
-
-    None for a size that is reached by the weights alone, unless a text is `needed` for something else.
-    """
-    by_weights = goal is not None and goal.option == "--target-size" and sensitivity == "weights"
-    if text is None and by_weights and not needed:
-        return None
-    return "demo" if text is None else text
+    layers: DropLayers = int(text) if is_number else "auto"
+    require_droppable(layers, goal, sensitivity)
+    if excluded is not None:
+        raise UsageError(f"--drop-layers {text} excludes {excluded}", _HINTS[excluded])
+    return layers
 
 
 _HINTS = {
@@ -116,82 +78,17 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         raise NeuzipError(full.message, full.hint) from full
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A target with everything that is needed to reach it."""
-
-    request: Request
-    text: Text | None
-    yardstick: Yardstick | None
-
-
-def ask(
-    out: Output,
-    goal: Goal,
-    src: Path,
-    dst: Path,
-    rules: Sequence[Rule],
-    *,
-    block_size: str,
-    text: str | None,
-    sensitivity: Sensitivity,
-    device: Device,
-    jobs: int | None,
-    overwrite: bool,
-    dry_run: bool,
-    drop_layers: DropLayers = 0,
-) -> Asked:
-    """Understand a target, and load the original if it is to be compared with. Raises NeuzipError."""
-    from neuzip.compress.device import choose
-    from neuzip.compress.pipeline import require_plain
-    from neuzip.compress.scheme import rules_of_options
-    from neuzip.compress.source import TensorSource, weight_bytes
-    from neuzip.eval.texts import read_text
-
-    target = _understood(goal, 0)  # a slip of the pen is told before anything is read
-    document = None if text is None else read_text(text)
-    from neuzip.eval.targets import MAX_TOKENS, Request, reach, refuse_strangers
-    from neuzip.eval.yardstick import Yardstick
-
-    with TensorSource(src) as source:
-        require_plain(source, dst)
-        if not dry_run:
-            refuse_strangers(dst, overwrite)
-        target = _understood(goal, sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
-    size = rules_of_options(0, block_size)[0].scheme.block_size
-    nothing_to_find = False
-    if goal.option == "--target-size" and drop_layers == 0:
-        within = reach(src, rules, size, jobs)
-        within.require(target)
-        nothing_to_find = within.is_lossless(target)
-        if nothing_to_find:
-            document = None
-            share = percent_text(within.lossless, within.original)
-            out.status(f"{target}: lossless takes about {bytes_text(within.lossless)} ({share}): nothing is "
-                       "rounded, and nothing measured")  # fmt: skip
-    yardstick = None
-    if document is not None:
-        yardstick = Yardstick(src, document, max_tokens=MAX_TOKENS, device=device)
-    if yardstick is None:
-        method: Any = "weights"
-    elif sensitivity == "auto":
-        method = "measured" if yardstick.device.type == "cuda" else "fisher"
-    else:
-        method = sensitivity
-    if not nothing_to_find:
-        out.status(f"sensitivity: {method}, {METHODS[method]}")
-    coder = choose(device, weight_bytes(src))
-    request = Request(src, dst, target, method, tuple(rules), size, coder, jobs, drop_layers)
-    return Asked(request, document, yardstick)
-
-
-def _understood(goal: Goal, nbytes: int) -> Target:
-    from neuzip.eval import target_values
-
-    if goal.option == "--target-size":
-        return target_values.target_size(goal.text, nbytes)
-    read = target_values.max_kld if goal.option == "--max-kld" else target_values.max_ppl_increase
-    return read(goal.text)
+def tell(out: Output, asked: Asked) -> None:
+    """Say how the target is going to be reached."""
+    request, within = asked.request, asked.lossless
+    if within is None:
+        out.status(f"sensitivity: {request.method}, {METHODS[request.method]}")
+        return
+    share = percent_text(within.lossless, within.original)
+    out.status(
+        f"{request.target}: lossless takes about {bytes_text(within.lossless)} ({share}): nothing is rounded,"
+        " and nothing measured"
+    )
 
 
 def find(out: Output, asked: Asked) -> Found:

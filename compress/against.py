@@ -75,7 +75,7 @@ def _plain(
     restored = dst.with_name(f"{dst.name}.neuzip-new{new.suffix if new.is_file() else ''}")
     with writing(dst):
         dst.parent.mkdir(parents=True, exist_ok=True)
-    with stage("restore SRC", weight_bytes(new)) as advance:
+    with stage("restore source", weight_bytes(new)) as advance:
         report = decompress(
             new, restored, jobs=jobs, overwrite=restored.is_file(), device=device, on_bytes=advance
         )

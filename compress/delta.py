@@ -532,7 +532,7 @@ def _restore_on(
     import torch
 
     from neuzip.kernels.delta import torch_ops
-    from neuzip.kernels.rans.triton_decode import PATTERNS
+    from neuzip.kernels.rans.coded import PATTERNS
 
     parts: list[npt.NDArray[Any]] = [base, *low.values(), *(c.words for b in blocks for c in b.coded)]
     ends = np.cumsum([padded(part.nbytes) for part in parts]).tolist()
@@ -566,6 +566,7 @@ def _decode_on(
     import torch
 
     from neuzip.kernels.rans import triton_decode
+    from neuzip.kernels.rans.coded import CodedTensor
 
     device = errors.device
     digits = torch.zeros(numel, dtype=torch.int32, device=device)
@@ -573,7 +574,7 @@ def _decode_on(
     sizes = [sum(b - a for a, b in own) for own in ranges]
     signs = torch.zeros(padded(plane_bytes(1, max(sizes, default=0))), dtype=torch.uint8, device=device)
     tensors = [
-        triton_decode.CodedTensor(
+        CodedTensor(
             AS_FLOAT, 0, size, coded.table,
             torch.from_numpy(coded.index.view(np.int16)).to(device), own.view(torch.int16), {1: signs},
         )

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+from neuzip.distribution import require
 from neuzip.errors import UsageError
+from neuzip.kernels.triton_release import unfit_triton
 
 from .lossless import PIECE
 
@@ -86,9 +88,11 @@ def named(device: AnyDevice) -> str:
 def choose(device: AnyDevice, nbytes: int) -> Device:
     """The device for `nbytes` of weights. Under torchrun every process of a machine gets a card of its own.
 
-    "auto" is a GPU if there is one, and enough to do for it. Raises UsageError for a GPU that cannot be had.
+    "auto" is a GPU if there is one, and enough to do for it. Raises NeuzipError for a GPU that cannot be had.
     """
     option = named(device)
+    if option.startswith("cuda"):
+        require(f"`device={option!r}`", "torch")
     if option == "cpu" or (option == "auto" and (nbytes < WORTH_STARTING or _missing() is not None)):
         return CPU
     problem = _missing()
@@ -124,9 +128,9 @@ def choose(device: AnyDevice, nbytes: int) -> Device:
 
 def _missing() -> str | None:
     """What there must be for a GPU and is not, as far as that shows without torch."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None if driver_devices() else "NVIDIA's driver finds no device"
+    if not driver_devices():
+        return "NVIDIA's driver finds no device"
+    return "torch is not installed" if find_spec("torch") is None else unfit_triton()
 
 
 def driver_devices() -> int:

@@ -347,7 +347,7 @@ class _Model:
             raise FormatError(path, "the file is damaged", tensor=tensor.name, field="checksum")
         found = self.ternary(tensor)
         if found is None and is_ternary(self.source.resolve(tensor)):
-            self.warnings.append(f"tensor {tensor.name!r}: is ternary in SRC, and written dense")
+            self.warnings.append(f"tensor {tensor.name!r}: is ternary in `source`, and written dense")
         self._on_bytes(tensor.info.nbytes - tensor.info.nbytes // 2)
         return found
 

@@ -26,8 +26,9 @@ import torch
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import Bits, FloatFormat
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.rans import triton_decode, triton_encode
-from neuzip.kernels.rans.triton_decode import ALIGNMENT, PATTERNS, CodedTensor
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -145,7 +146,7 @@ class Gpu:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_card)
         except RuntimeError as error:
             raise NeuzipError(
-                f"the host has no {nbytes} bytes that {self.device} could use", "give --device cpu"
+                f"the host has no {nbytes} bytes that {self.device} could use", "give `device='cpu'`"
             ) from error
 
     @contextmanager
@@ -169,7 +170,8 @@ class Gpu:
                 yield
         except torch.OutOfMemoryError as error:
             raise NeuzipError(
-                f"{self.device} has too little free memory", "give --device cpu, or end what else runs there"
+                f"{self.device} has too little free memory",
+                "give `device='cpu'`, or end what else runs there",
             ) from error
 
     @staticmethod
@@ -204,7 +206,7 @@ class Coder:
     def finish(self) -> Coded:
         """Code what was sent. To be called once."""
         with self._gpu._in(self._gpu._coding):
-            with triton_decode.LAUNCHING:
+            with LAUNCHING:
                 encoded = triton_encode.encode(self._bits, self._fmt)
             del self._bits
             index, words = self._fetch(encoded.index), self._fetch(encoded.words)

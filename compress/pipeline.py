@@ -112,7 +112,7 @@ GROWTH_BYTES = 1 << 16
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
 
-_SHARE = "SRC and DST must lie on a file system that all ranks share"
+_SHARE = "`source` and `destination` must lie on a file system that all ranks share"
 
 DEFAULT_RULES = (Rule("*", LOSSLESS),)
 
@@ -216,7 +216,7 @@ def compress(
     with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
         if activations is not None and "config.json" not in source.checkpoint.others:
-            raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out --activations")
+            raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out `activations`")
         asked = plan_file(source, rules, activations, base)
         ranks.on_first(lambda: _refuse_other(source, dst, overwrite, asked))
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
@@ -411,7 +411,7 @@ class Compression:
                     original = self._source.checkpoint.root / file
                     raise NeuzipError(
                         f"{work / file}: was made from another {original}",
-                        "if the source has changed, give --overwrite to begin anew",
+                        "if the source has changed, give `overwrite=True` to begin anew",
                     )
             finished = {file for file, state in states.items() if state == "whole"}
             self._resumed = len(finished)
@@ -493,7 +493,7 @@ class Compression:
             if not overwrite:
                 raise NeuzipError(
                     f"{work}: was begun with other options or from another source",
-                    "repeat the command that began it, or give --overwrite to begin anew",
+                    "repeat the command that began it, or give `overwrite=True` to begin anew",
                 )
             for entry in work.iterdir():
                 remove(entry)
@@ -562,9 +562,9 @@ class Compression:
                 edited = place in config_files(self._source.checkpoint) and _has_other_values(content, path)
             if edited:
                 raise WouldOverwrite(
-                    f"{path}: is not that of SRC: it is damaged, or was edited",
-                    "move it away and repeat the command, which makes it again; or give --overwrite to"
-                    " make all of DST again",
+                    f"{path}: is not that of `source`: it is damaged, or was edited",
+                    "move it away and repeat the command, which makes it again; or give `overwrite=True` to"
+                    " make all of `destination` again",
                 )
 
     def _is_made(self, dst: Path) -> bool:
@@ -1170,8 +1170,8 @@ def _larger(before: int, after: int, tensors: int) -> list[str]:
     if more <= max(GROWTH_BYTES, before // 100):
         return []
     return [
-        f"the result is {more:,} bytes larger than SRC: what is recorded of its {tensors:,} tensors takes"
-        " more than is saved"
+        f"the result is {more:,} bytes larger than `source`: what is recorded of its {tensors:,} tensors"
+        " takes more than is saved"
     ]
 
 

@@ -168,7 +168,7 @@ def require_matches(rules: Sequence[Rule], names: Sequence[str]) -> None:
         if rule.match != "*" and not any(fnmatchcase(name, rule.match) for name in names):
             hint = "neuzip inspect SRC lists the names; correct the glob or leave it out"
             if rule.match == LINEAR_WEIGHTS and rule.scheme.kind == "ternary":
-                hint = 'name the linear layers in a --plan, in rules with scheme = "ternary"'
+                hint = 'name the linear layers in a `plan`, in rules with scheme = "ternary"'
             raise NeuzipError(f"no tensor is called anything like {rule.match!r}", hint)
 
 
@@ -250,13 +250,13 @@ def refuse_destruction(source: TensorSource, planned: Iterable[PlannedTensor], w
             raise NeuzipError(
                 f"{source.checkpoint.path}: config.json says bitnet, online: it was trained for one scale a "
                 "tensor, the clamped absmean",
-                "give --ternary-quantizer absmean-clamped, and no group",
+                "give `ternary_quantizer='absmean-clamped'`, and no group",
             )
         raise NeuzipError(
             f"{source.checkpoint.path}: {len(names)} of {len(asked)} tensors that are to be ternary have "
             f"other values than -s, 0 and s, {names[0]!r} first; rounding them destroys a model that was not "
             "trained for it: in a third-party audit perplexity on WikiText went from 13.9 to 3.8e6",
-            "leave them lossless, or give --allow-destructive to do it all the same",
+            "leave them lossless, or give `allow_destructive=True` to do it all the same",
         )
 
 
@@ -284,7 +284,7 @@ def _refuse_packed(source: TensorSource, asked: Iterable[SourceTensor]) -> None:
             raise NeuzipError(
                 f"{source.checkpoint.path}: {tensor.name!r} holds ternary weights packed for transformers' "
                 f"bitnet (U8, beside {tensor.name}_scale) already, 2 bits each",
-                "leave out --ternary: then they stay as they are, and everything else is compressed",
+                "leave out `ternary`: then they stay as they are, and everything else is compressed",
             )
 
 

@@ -104,7 +104,8 @@ def _claim(work: Path, listing: Listing, overwrite: bool) -> None:
         if not overwrite:
             whose = "something else" if begun is None else f"a pull of {begun}"
             raise NeuzipError(
-                f"{work}: was begun by {whose}", "choose another DST, or give --overwrite to remove it"
+                f"{work}: was begun by {whose}",
+                "choose another `destination`, or give `overwrite=True` to remove it",
             )
         for entry in work.iterdir():
             remove(entry)
@@ -133,7 +134,7 @@ def _require_space(work: Path, listing: Listing) -> None:
     if missing > free:
         raise NeuzipError(
             f"{work}: the repository takes {missing:,} bytes more, the disk has {free:,} left",
-            "free some space, or choose a DST on another disk",
+            "free some space, or choose a `destination` on another disk",
         )
 
 

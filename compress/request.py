@@ -9,7 +9,13 @@ from neuzip.errors import UsageError
 
 from .scheme import RAW, Rule, Scheme, read_plan_file, rules_of_options
 
-TERNARY_DEFAULTS = {"ternary_quantizer": "absmean", "ternary_group": "tensor", "ternary_packing": "trits"}
+FOR_TERNARY = ("ternary_quantizer", "ternary_group", "ternary_packing")
+"""Parameters that say how weights are made ternary."""
+
+
+def given(**values: object) -> dict[str, object]:
+    """The parameters that were given: those that are neither None nor empty nor False; but 0 is a number."""
+    return {name: value for name, value in values.items() if value or (value == 0 and value is not False)}
 
 
 def refuse_contradictions(given: Mapping[str, object], target: str | None = None) -> None:
@@ -25,10 +31,10 @@ def refuse_contradictions(given: Mapping[str, object], target: str | None = None
     if target is not None:
         others = ("plan", "rules", "mantissa_bits", "bits_for", "ternary")
         _exclude(given, target, others, "it chooses the mantissa bits itself")
-    for name in TERNARY_DEFAULTS:
+    for name in FOR_TERNARY:
         if name in given and "ternary" not in given:
             raise UsageError(f"`{name}` is for `ternary=True`", "add `ternary=True`, or leave it out")
-    for name in ("text", "sensitivity", "drop_layers"):
+    for name in ("text", "sensitivity"):
         if name in given and target is None:
             raise UsageError(
                 f"`{name}` is for a target",

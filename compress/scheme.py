@@ -61,7 +61,7 @@ class Scheme:
                 "give 0 to 6 for bf16; 7 is lossless",
             )
         if self.block_size is not None and self.mantissa_bits is None:
-            raise UsageError("a block size needs mantissa bits to be dropped", "add --mantissa-bits K")
+            raise UsageError("a block size needs mantissa bits to be dropped", "add `mantissa_bits=K`")
         if self.block_size is not None and not is_block_size(self.block_size):
             raise UsageError(f"the block size {self.block_size} is not {BLOCK_SIZES}")
 
@@ -138,11 +138,9 @@ def rules_of_options(
     """
     if ternary is not None and include:
         raise UsageError(
-            "--ternary excludes --include", "for other tensors than " + LINEAR_WEIGHTS + " write a --plan"
+            "`ternary` excludes `include`", f"for other tensors than {LINEAR_WEIGHTS} write a `plan`"
         )
-    if block_size != "none" and not (block_size.isdecimal() and len(block_size) < 10):
-        raise UsageError(f"--block-size {block_size!r} is neither a number nor none")
-    size = None if block_size == "none" else int(block_size)
+    size = block_size_of(block_size)
     alone = mantissa_bits is None and bits_for  # then a block size is for those
     kind = "lossless" if mantissa_bits is None else "truncated"
     scheme = Scheme(kind, mantissa_bits, None if alone else size)
@@ -151,7 +149,7 @@ def rules_of_options(
         glob, _, bits = asked.rpartition("=")
         if not (glob and bits.isdecimal() and len(bits) < 10):
             raise UsageError(
-                f"--bits-for {asked!r}: is no GLOB=K", "give names and bits, as in '*embed_tokens.weight=4'"
+                f"`bits_for={asked!r}`: is no GLOB=K", "give names and bits, as in '*embed_tokens.weight=4'"
             )
         rules.append(Rule(glob, Scheme("truncated", int(bits), size), min_dimensions=2))
     if ternary is not None:
@@ -163,10 +161,20 @@ def rules_of_options(
     return [*rules, Rule("*", RAW)] if include else rules
 
 
+def block_size_of(text: str) -> int | None:
+    """The number of weights that share a per-block scale; None for "none". Raises UsageError."""
+    if text != "none" and not (text.isdecimal() and len(text) < 10):
+        raise UsageError(f"`block_size={text!r}` is neither a number nor none")
+    size = None if text == "none" else int(text)
+    if size is not None and not is_block_size(size):
+        raise UsageError(f"the block size {size} is not {BLOCK_SIZES}")
+    return size
+
+
 def ternary_of_options(quantizer: str, group: str, packing: str) -> Scheme:
-    """The scheme that the options --ternary-... stand for. `group` is a number, "row" or "tensor"."""
+    """The scheme that the parameters ternary_... stand for. `group` is a number, "row" or "tensor"."""
     if group not in ("row", "tensor") and not (group.isdecimal() and len(group) < 10):
-        raise UsageError(f"--ternary-group {group!r} is neither a number nor row nor tensor")
+        raise UsageError(f"`ternary_group={group!r}` is neither a number nor row nor tensor")
     size = int(group) if group.isdecimal() else None if group == "tensor" else group
     return Scheme("ternary", quantizer=quantizer, group=size, packing=packing)
 
@@ -194,7 +202,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
         numbers = ", ".join(map(str, dropped))
         raise NeuzipError(
             f"{path}: is a plan of the model without its layers {numbers}: what is left has other numbers",
-            "repeat the command in its first line with another DST",
+            "repeat the command in its first line with another `destination`",
         )
     return rules
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, shell
+from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
 from neuzip.formats.container import Container, checksum, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
@@ -240,11 +240,7 @@ class TensorSource:
     def base_hint(self) -> str:
         """Which base to give."""
         name = base_name(self.checkpoint)
-        return (
-            f"give {shell('--base', name)}"
-            if name is not None
-            else "give the --base that it was made against"
-        )
+        return f"give `base={name!r}`" if name is not None else "give the `base` that it was made against"
 
     def extents(self, tensor: SourceTensor) -> list[Extent]:
         """What is stored of a tensor that is no alias: its streams, or its bytes."""

@@ -248,7 +248,7 @@ def compress_stream(
         refuse_private(private_files(plan.source.checkpoint), str(draft.target), allow_private_files)
         note(going(plan.source.checkpoint, draft))
     if activations is not None and "config.json" not in remote.others:
-        raise NeuzipError(f"{remote.src}: has no config.json", "leave out --activations")
+        raise NeuzipError(f"{remote.src}: has no config.json", "leave out `activations`")
     wanted = _State(
         remote.repo_id, remote.commit, json.loads(json.dumps([r.to_json() for r in rules])), activations,
         None if draft is None else str(draft.target),
@@ -292,11 +292,11 @@ def _begin(work: Path, wanted: _State, overwrite: bool) -> _State:
         if found is not None and replace(found, commit=wanted.commit) == wanted:
             raise NeuzipError(
                 f"{work}: was begun with commit {found.commit} of {found.repo_id}, which has changed since",
-                f"{found.repo_id}@{found.commit} as SRC goes on with that, --overwrite begins anew",
+                f"{found.repo_id}@{found.commit} as `source` goes on with that, `overwrite=True` begins anew",
             )
         raise NeuzipError(
             f"{work}: was begun with other options or from another source",
-            "repeat the command that began it, or give --overwrite to begin anew",
+            "repeat the command that began it, or give `overwrite=True` to begin anew",
         )
     with writing(work):
         for entry in entries:

@@ -125,7 +125,7 @@ def verify(
         if not source.is_compressed:
             raise NeuzipError(f"{src}: is not compressed", "to compare two checkpoints: neuzip diff A B")
         if of_base is not None and not source.is_delta:
-            raise NeuzipError(f"{src}: is no delta, and needs no base", "leave out --base")
+            raise NeuzipError(f"{src}: is no delta, and needs no base", "leave out `base`")
         if of_base is None and against is not None and source.is_delta:
             raise NeuzipError(f"{src}: is a delta, and its base is not here", source.base_hint())
         if of_base is not None:
@@ -294,7 +294,7 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
         raise VerificationError(
             f"{src}: was made without some layers of {against}, and the others have new numbers:"
             " tensors cannot be compared",
-            f"without --original {src} itself is checked;"
+            f"without `original` {src} itself is checked;"
             f" {shell('neuzip', 'eval', src, '--original', against, '--text', 'TEXT')}"
             " measures what is missing",
         )

@@ -75,7 +75,7 @@ def workspace(dst: Path, like: Path | None = None) -> Iterator[Path]:
     if work.is_file():
         raise NeuzipError(
             f"{work}: is a file, and neuzip needs a folder of this name to work in",
-            "remove it if a run that was killed has left it, or choose another DST",
+            "remove it if a run that was killed has left it, or choose another `destination`",
         )
     with writing(work):
         if like is not None:
@@ -86,7 +86,7 @@ def workspace(dst: Path, like: Path | None = None) -> Iterator[Path]:
             lock = locked(work)
         except (BlockingIOError, FileNotFoundError) as error:
             raise NeuzipError(
-                f"{work}: another run is writing there", "wait for it, or choose another DST"
+                f"{work}: another run is writing there", "wait for it, or choose another `destination`"
             ) from error
     try:
         yield work
@@ -139,7 +139,8 @@ def clear(work: Path, overwrite: bool) -> None:
     """Empty the workspace of a run that was killed; not that of a compression, which can go on."""
     if (work / PLAN_PATH).exists() and not overwrite:
         raise NeuzipError(
-            f"{work}: was begun by neuzip compress", "choose another DST, or give --overwrite to remove it"
+            f"{work}: was begun by neuzip compress",
+            "choose another `destination`, or give `overwrite=True` to remove it",
         )
     for entry in work.iterdir():
         remove(entry)
@@ -259,26 +260,32 @@ def remove_scratch(path: Path) -> None:
 def require_name(dst: Path) -> None:
     """Raise NeuzipError for a DST that nothing new can be called."""
     if dst.name in ("", ".."):
-        raise NeuzipError(f"{dst}: has no name of its own", "end DST with the name of what is to be made")
+        raise NeuzipError(
+            f"{dst}: has no name of its own", "end `destination` with the name of what is to be made"
+        )
     try:
         os.lstat(partial_name(dst))
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
     _refuse_link(partial_name(dst))
 
 
 def _refuse_link(path: Path) -> None:
     """Raise NeuzipError for a link where neuzip works: what it leads to would be written over."""
     if path.is_symlink():
-        raise NeuzipError(f"{path}: is a link, which neuzip did not make", "remove it, or choose another DST")
+        raise NeuzipError(
+            f"{path}: is a link, which neuzip did not make", "remove it, or choose another `destination`"
+        )
 
 
 def refuse_folder(dst: Path) -> None:
     """Raise NeuzipError if a file is to be written where a folder is."""
     if dst.is_dir():
-        raise NeuzipError(f"{dst}: is a folder", "end DST with the name of the file that is to be made")
+        raise NeuzipError(
+            f"{dst}: is a folder", "end `destination` with the name of the file that is to be made"
+        )
 
 
 def refuse_strangers(work: Path, expected: set[str]) -> None:
@@ -303,17 +310,17 @@ def refuse_existing(dst: Path, overwrite: bool, *, file: bool = False, known: Co
     if not os.path.lexists(dst) or (is_folder and not any(dst.iterdir())):
         return
     if not overwrite:
-        other = "name" if file else "DST"
-        raise WouldOverwrite(f"{dst}: exists already", f"choose another {other}, or give --overwrite")
+        other = "name" if file else "`destination`"
+        raise WouldOverwrite(f"{dst}: exists already", f"choose another {other}, or give `overwrite=True`")
     if is_folder and (reason := why_not(dst, known)) is not None:
         raise WouldOverwrite(
             f"{dst}: {reason}: such a folder is not replaced",
-            "choose another DST, or remove what is there yourself",
+            "choose another `destination`, or remove what is there yourself",
         )
     if not is_folder and not dst.is_symlink() and not file:
         raise WouldOverwrite(
             f"{dst}: is a file, and a folder is to be written there",
-            "choose another DST, or remove the file yourself",
+            "choose another `destination`, or remove the file yourself",
         )
 
 
@@ -335,9 +342,9 @@ def refuse_nesting(src: Path, dst: Path) -> None:
         try:
             a, b = src.resolve(), path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name for a file
-            raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another DST") from error
+            raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
         if a == b or a in b.parents or b in a.parents:
-            raise NeuzipError(f"{path}: is, holds, or lies within {src}", "choose a DST beside it")
+            raise NeuzipError(f"{path}: is, holds, or lies within {src}", "choose a `destination` beside it")
 
 
 def require_space(dst: Path, nbytes: int) -> None:
@@ -347,7 +354,7 @@ def require_space(dst: Path, nbytes: int) -> None:
     if nbytes > free:
         raise NeuzipError(
             f"{dst}: the restored weights take {nbytes:,} bytes, the disk has {free:,} left",
-            "free some space, or choose a DST on another disk",
+            "free some space, or choose a `destination` on another disk",
         )
 
 

@@ -195,13 +195,13 @@ class Tokenised:
             window = WINDOW if limit is None else min(WINDOW, limit)
         elif limit is not None and window > limit:
             raise UsageError(
-                f"--window {window}: the model was made for {limit} tokens", "choose a smaller one"
+                f"`window={window}`: the model was made for {limit} tokens", "choose a smaller one"
             )
         if stride is None:
             return window, min(STRIDE, max(1, window // 2))
         if stride > window:
             raise UsageError(
-                f"--stride {stride} is larger than the window, {window}: tokens would be left out",
+                f"`stride={stride}` is larger than the window, {window}: tokens would be left out",
                 "choose a smaller stride or a larger window",
             )
         return window, stride
@@ -225,7 +225,8 @@ class Tokenised:
         bos = self.bos
         if bos is None:
             raise UsageError(
-                "--conventions bos: the tokenizer puts no BOS in front of a text", "choose token: it has none"
+                "`conventions='bos'`: the tokenizer puts no BOS in front of a text",
+                "choose token: it has none",
             )
         count = len(self.ids) if self.max_tokens is None else min(len(self.ids), self.max_tokens)
         if not count:

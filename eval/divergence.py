@@ -146,5 +146,5 @@ def require_finite(model: HeadedModel, values: torch.Tensor, what: str = "loss")
         raise NeuzipError(
             f"{model.name}: the {what} of {int(broken.sum())} of {values.numel()} tokens is "
             f"{float(values[broken][0])}",
-            "the weights may be broken, or --dtype may be too narrow for them: try float32",
+            "the weights may be broken, or `dtype` may be too narrow for them: try float32",
         )

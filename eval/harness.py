@@ -91,11 +91,12 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
         wrong = sorted(name for name in REFUSED if options.get(name))
         if wrong:
             raise UsageError(
-                f"--model neuzip: {', '.join(wrong)} cannot be given", "leave it out, or use --model hf"
+                f"the lm-eval model neuzip: {', '.join(wrong)} cannot be given",
+                "leave it out, or use the model hf",
             )
         if options.setdefault("backend", "causal") not in ("causal", "default"):
             raise UsageError(
-                f"--model neuzip: backend={options['backend']}: only causal models are supported"
+                f"the lm-eval model neuzip: backend={options['backend']}: only causal models are supported"
             )
         self._folder = resolve_source(f"{pretrained}@{revision}" if revision else pretrained)
         self._residency, self._on_requests = residency, on_requests
@@ -315,11 +316,11 @@ def _manager(tasks: Sequence[str]) -> Any:
     manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
     for task in tasks:
         if _is_file(task) and not Path(task).is_file():
-            raise UsageError(f"--tasks {task}: there is no such file")
+            raise UsageError(f"`tasks={task!r}`: there is no such file")
         if not _is_file(task) and not manager.match_tasks([task]):
             close = difflib.get_close_matches(task, manager.all_tasks, 3)
             raise UsageError(
-                f"--tasks {task}: lm-evaluation-harness has no such task",
+                f"`tasks={task!r}`: lm-evaluation-harness has no such task",
                 f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists them",
             )
     return manager
@@ -335,7 +336,7 @@ def _load(manager: Any, tasks: Sequence[str]) -> list[Any]:
             except Exception as error:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 raise NeuzipError(
-                    f"--tasks {task}: cannot be loaded: {lines[0].rstrip('.')}",
+                    f"`tasks={task!r}`: cannot be loaded: {lines[0].rstrip('.')}",
                     "the data of most tasks come from the Hugging Face Hub, once; then HF_HUB_OFFLINE=1 does",
                 ) from error
             inner = {child for children in found.get("group_map", {}).values() for child in children}

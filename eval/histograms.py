@@ -336,7 +336,7 @@ def select(source: TensorSource, globs: Sequence[str] = ()) -> list[SourceTensor
     if not chosen:
         raise NeuzipError(
             f"{source.checkpoint.path}: no tensor matches {' or '.join(globs)}",
-            "leave out --tensor to see all names",
+            "leave out `tensor` to see all names",
         )
     return chosen
 

@@ -102,7 +102,7 @@ def weigh(
         best = _cheapest(source, found, refused)
         if best is None and count is not None:
             reason = refused[0] if refused else "without more of its layers no prediction is finite"
-            raise NeuzipError(f"--drop-layers {count}: {reason}", "drop fewer layers")
+            raise NeuzipError(f"`drop_layers={count}`: {reason}", "drop fewer layers")
         if count is None and (best is None or math.inf > now.predicted <= best.predicted):
             rejected = best
             break
@@ -116,7 +116,7 @@ def weigh(
 def _require_some_left(count: int | None, total: int) -> None:
     if count is not None and not 0 < count < total:
         raise UsageError(
-            f"--drop-layers {count}: the model has {total} layer{'' if total == 1 else 's'}, one has to stay",
+            f"`drop_layers={count}`: the model has {total} layer{'' if total == 1 else 's'}, one has to stay",
             f"give 1 to {total - 1}, or auto" if total > 1 else "leave it out",
         )
 

@@ -444,7 +444,7 @@ def _require_the_same(
 
 def _not_without(path: Path, reason: str) -> NeuzipError:
     return NeuzipError(
-        f"{path}: cannot do without these layers: {reason}", "choose others, with another --choice or --drop"
+        f"{path}: cannot do without these layers: {reason}", "choose others, with another `choice` or `drop`"
     )
 
 

@@ -232,7 +232,7 @@ def require_some_left(layers: int, drop: int | None) -> None:
     """Raise UsageError for a number of layers that cannot be dropped."""
     if drop is not None and not 0 < drop < layers:
         raise UsageError(
-            f"--drop {drop}: the model has {layers} layer{'' if layers == 1 else 's'}, one has to stay",
+            f"`drop={drop}`: the model has {layers} layer{'' if layers == 1 else 's'}, one has to stay",
             f"drop {f'1 to {layers - 1}' if layers > 2 else '1'} of them" if layers > 1 else "leave it out",
         )
 
@@ -329,7 +329,7 @@ def _compared(states: Sequence[Tensor], name: str) -> tuple[_Angles, Values]:
         if not bool(cosines.isfinite().all()):
             raise NeuzipError(
                 f"{name}: what its layers hand on is not finite",
-                "the weights may be broken, or their dtype too narrow: try --dtype float32",
+                "the weights may be broken, or their dtype too narrow: try `dtype='float32'`",
             )
         angles = cosines.arccos() / math.pi
         total += angles.sum(0).cpu().numpy()
@@ -380,7 +380,7 @@ def gradient_norms(
     except torch.OutOfMemoryError as error:
         raise NeuzipError(
             f"{model.config.name_or_path}: gradients of a window of {w.stop - w.start} tokens do not fit",
-            "leave them out with --gradients 0, or make the --window smaller",
+            "leave them out with `gradients=0`, or make the `window` smaller",
         ) from error
     finally:
         for hook in hooks:
@@ -390,7 +390,7 @@ def gradient_norms(
     if not np.isfinite(norms).all():
         raise NeuzipError(
             f"{model.config.name_or_path}: gradients of its layers are not finite",
-            "leave them out with --gradients 0, or try --dtype float32",
+            "leave them out with `gradients=0`, or try `dtype='float32'`",
         )
     return [mean([of_window[n] for of_window in norms], [1] * len(norms)) for n in range(len(stack))]
 
@@ -506,7 +506,7 @@ def _least(
     if not finite:
         raise NeuzipError(
             f"{yardstick.base.name}: without {len(candidates[0])} of its layers no prediction is finite",
-            "drop fewer, or try --dtype float32",
+            "drop fewer, or try `dtype='float32'`",
         )
     return min(finite, key=lambda pair: pair[1].kld.mean.value)
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.compress.workspace import write_file
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 
 from .histograms import Counts, Histogram, Inspection, bias, visible
@@ -333,7 +334,8 @@ def check_target(path: Path, overwrite: bool, kinds: Sequence[str] = KINDS) -> N
     if path.is_dir():
         raise NeuzipError(f"{path}: is a folder", "give the name of a file in it")
     if path.exists() and not overwrite:
-        raise WouldOverwrite(f"{path}: exists already", "choose another name, or give --overwrite")
+        raise WouldOverwrite(f"{path}: exists already", "choose another name, or give `overwrite=True`")
+    require(f"{path}: a picture", "matplotlib", *(["jinja2"] if path.suffix == ".html" else []))
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from neuzip.compress.pipeline import describe
 from neuzip.compress.source import TensorSource
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
 from neuzip.formats.tensor_file import parse_json
@@ -499,7 +499,7 @@ def read_sweep(folder: Path) -> SweepResults:
             others = _differing(first[1], row.depends_on)
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                path, "is no result of neuzip sweep", hint="give what its --output wrote"
+                path, "is no result of neuzip sweep", hint="give the folder that it wrote"
             ) from error
         if others:
             raise NeuzipError(
@@ -510,7 +510,8 @@ def read_sweep(folder: Path) -> SweepResults:
         points.append(SweepPoint(row.scheme, row.bits_per_weight, row.bytes, kld, row.perplexity))
     if first is None:
         raise NeuzipError(
-            f"{folder}: holds no results of neuzip sweep", "run `neuzip sweep SRC --output` first"
+            f"{folder}: holds no results of neuzip sweep",
+            f"first: {shell('neuzip', 'sweep', 'SRC', '--output', folder)}",
         )
     return SweepResults(tuple(sorted(points, key=lambda p: (-p.bits_per_weight, p.scheme))), first[1])
 

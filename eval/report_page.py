@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.compress.workspace import refuse_existing, refuse_folder, write_file
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 
 from .estimates import Estimate, exponential
@@ -35,16 +36,20 @@ if TYPE_CHECKING:
 _SPECIAL = re.compile(r"[\\`*\[\]<>|~&$]|(?<![^\W_])_|_(?![^\W_])|^[#+-]")
 """What Markdown would take for more than itself; an underscore within a word it does not."""
 
-KINDS = (".html", ".md", ".json")
+NEEDS = {".html": ("jinja2", "matplotlib"), ".md": ("jinja2",), ".json": ()}
+"""The kinds of reports, and the modules that each takes."""
+
+KINDS = tuple(NEEDS)
 
 
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise NeuzipError unless a report can be written to `path`: asked before the long work begins."""
     if path.suffix not in KINDS:
         raise UsageError(
-            f"--report {path}: {path.suffix or 'a name without a suffix'} is no kind of report",
+            f"`report={str(path)!r}`: {path.suffix or 'a name without a suffix'} is no kind of report",
             f"choose a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}",
         )
+    require(f"{path}: a report", *NEEDS[path.suffix])
     refuse_folder(path)
     refuse_existing(path, overwrite, file=True)
     try:

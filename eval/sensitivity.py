@@ -139,7 +139,7 @@ def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -
     if not by_kind:
         raise NeuzipError(
             f"{source.checkpoint.path}: there is no matrix of floats that could be rounded",
-            "leave out --include and --exclude, or the target",
+            "leave out `include` and `exclude`, or the target",
         )
     names = [t.name for t in source.tensors()]
     return [
@@ -532,7 +532,7 @@ def _filled(
     if not known:
         raise NeuzipError(
             "the calibration text goes through none of the matrices that could be rounded",
-            "give --sensitivity weights",
+            "give `sensitivity='weights'`",
         )
     ends = [(d[-1], one.choices[-1].relative_error) for one, d in known if math.isfinite(d[-1])]
     weight = sum(d for d, _ in ends) / (sum(error for _, error in ends) or 1.0)
@@ -564,5 +564,5 @@ def _require_some(places: Places, source: TensorSource) -> None:
     if not places:
         raise NeuzipError(
             f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",
-            "give --sensitivity weights",
+            "give `sensitivity='weights'`",
         )

@@ -202,7 +202,7 @@ def sweep(
         if not made.rows:
             raise NeuzipError(
                 f"every scheme breaks the model: {made.failed[0].scheme}: {made.failed[0].reason}",
-                "try more mantissa bits, or --dtype float32",
+                "try more mantissa bits, or `dtype='float32'`",
             )
         if out is not None:
             _keep_pictures(out, made, setting.src.resolve().name)
@@ -269,7 +269,7 @@ def _known(
         elif others:
             raise WouldOverwrite(
                 f"{path}: was measured with another {' and another '.join(others)}",
-                "choose another --output, or give --overwrite",
+                "choose another `output`, or give `overwrite=True`",
             )
         found[result.scheme] = result
     if not found and not overwrite:
@@ -277,7 +277,7 @@ def _known(
             if os.path.lexists(out / name):
                 raise WouldOverwrite(
                     f"{out / name}: exists already, and no results of a sweep beside it",
-                    "choose another --output, or give --overwrite",
+                    "choose another `output`, or give `overwrite=True`",
                 )
     return {} if overwrite else {label: found[label] for label in labels if label in found}
 
@@ -290,8 +290,8 @@ def _read(path: Path) -> Row | Failure:
         if result.scheme == path.stem and isinstance(result.depends_on, dict):
             return result
     except (FormatError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise FormatError(path, "is no result of neuzip sweep", hint="choose another --output") from error
-    raise FormatError(path, f"is no result of neuzip sweep for {path.stem}", hint="choose another --output")
+        raise FormatError(path, "is no result of neuzip sweep", hint="choose another `output`") from error
+    raise FormatError(path, f"is no result of neuzip sweep for {path.stem}", hint="choose another `output`")
 
 
 def _keep(out: Path, result: Row | Failure) -> None:

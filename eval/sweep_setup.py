@@ -11,6 +11,7 @@ from pathlib import Path
 
 from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
 from neuzip.compress.workspace import locked, remove, writing
+from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.manifest import is_block_size
 
@@ -52,37 +53,37 @@ def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
     ['lossless', 'k3', 'k3b32', 'k3b512', 'k0b64']
     """
     sizes = [
-        _block_size("--blocks", size) for size in (BLOCKS if blocks is None else blocks).split(",") if size
+        _block_size("blocks", size) for size in (BLOCKS if blocks is None else blocks).split(",") if size
     ]
     found: list[SweepScheme] = []
     for name in filter(None, (part.strip() for part in schemes.split(","))):
         parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
         if parts is None:
             raise UsageError(
-                f"--schemes: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
+                f"`schemes`: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
             )
         if parts[1] is None:
             found.append(SweepScheme())
         elif parts[2] is not None:
-            found.append(SweepScheme(int(parts[1]), _block_size("--schemes", parts[2])))
+            found.append(SweepScheme(int(parts[1]), _block_size("schemes", parts[2])))
         else:
             found += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
     if blocks and not any(one.mantissa_bits is not None for one in found if one.block_size is None):
         raise UsageError(
-            f"--blocks {blocks} has no effect: no scheme of {schemes} has mantissa bits and no block size",
-            "add one such as k3, or leave out --blocks",
+            f"`blocks={blocks!r}` has no effect: no scheme of {schemes} has mantissa bits and no block size",
+            "add one such as k3, or leave out `blocks`",
         )
     if not found:
-        raise UsageError("--schemes: names none", f"for example --schemes {SCHEMES}")
+        raise UsageError("`schemes`: names none", f"for example `schemes={SCHEMES!r}`")
     for scheme in found:
         _ = scheme.rules  # which says of a number of bits that there is none
     return list(dict.fromkeys(found))
 
 
-def _block_size(option: str, text: str) -> int:
+def _block_size(parameter: str, text: str) -> int:
     size = int(text) if text.strip().isdecimal() and len(text) < 10 else 0
     if not is_block_size(size):
-        raise UsageError(f"{option}: the block size {text!r} is not {BLOCK_SIZES}")
+        raise UsageError(f"`{parameter}`: the block size {text!r} is not {BLOCK_SIZES}")
     return size
 
 
@@ -91,19 +92,20 @@ def work_folder(out: Path) -> Iterator[Path]:
     """A folder in `out` for what is measured, locked against other sweeps, and gone when this one ends.
 
     What a killed sweep left in it is removed. Raises UsageError and NeuzipError for what is no folder that
-    can be written to, or that another sweep writes to.
+    can be written to, or that another sweep writes to, and MissingPackage.
     """
+    require(f"{out}: the pictures of a sweep", "matplotlib")
     work = out / WORK
     with writing(out):
         if out.exists() and not out.is_dir():
-            raise UsageError(f"--output {out}: is a file", "name a folder, or something new")
+            raise UsageError(f"`output={str(out)!r}`: is a file", "name a folder, or something new")
         out.mkdir(parents=True, exist_ok=True)
         work.mkdir(exist_ok=True)
         try:
             lock = locked(work)
         except (BlockingIOError, FileNotFoundError) as error:
             raise NeuzipError(
-                f"--output {out}: another sweep is writing there", "wait for it, or choose another"
+                f"`output={str(out)!r}`: another sweep is writing there", "wait for it, or choose another"
             ) from error
     try:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from neuzip.compress.device import AnyDevice, choose
 from neuzip.compress.pipeline import require_plain
 from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.errors import UsageError
 
 from .target_values import Goal
 from .texts import read_text
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 Sensitivity = Literal["auto", "measured", "fisher", "weights"]
 
+MOST_LAYERS = 10_000
+"""More than any model has."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -37,6 +41,24 @@ class Asked:
     text: Text | None
     yardstick: Yardstick | None
     lossless: Reach | None
+
+
+def require_droppable(drop_layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
+    """Raise UsageError for a number of layers that cannot be dropped, or whose importance is not measured."""
+    if drop_layers == 0:
+        return
+    what = f"`drop_layers={drop_layers!r}`"
+    if drop_layers != "auto" and not (type(drop_layers) is int and 0 < drop_layers < MOST_LAYERS):
+        raise UsageError(f"{what}: is no number of layers", "give a number from 1 on, auto, or none")
+    if goal is None:
+        raise UsageError(
+            f"{what}: needs a target that says what may be lost",
+            "add `max_kld`, `max_ppl_increase` or `target_size`; neuzip layers --drop does without",
+        )
+    if drop_layers == "auto" and sensitivity == "weights":
+        raise UsageError(
+            f"{what} excludes `sensitivity='weights'`: layer importance is measured", "leave one of them out"
+        )
 
 
 def text_for(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, needed: bool) -> str | None:

@@ -24,7 +24,8 @@ class Target:
     limit: float
 
     def __str__(self) -> str:
-        return f"`{parameter_of(self.kind)}={self.text!r}`"
+        value = self.text if self.kind == "max-kld" else repr(self.text)
+        return f"`{parameter_of(self.kind)}={value}`"
 
 
 def parameter_of(kind: Kind) -> str:

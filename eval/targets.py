@@ -333,7 +333,7 @@ def _out_of_reach(target: Target, least: float, original: int) -> OutOfReach:
     megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
     return OutOfReach(
         f"{target}: the weight files take about {megabytes:,.2f} MB ({percent:.1f} %) at least",
-        "give a larger size; --exclude and --block-size cost some; --drop-layers auto saves some",
+        "give a larger size; `exclude` and `block_size` cost some; `drop_layers='auto'` saves some",
     )
 
 
@@ -770,7 +770,7 @@ def key_of(request: Request, text: Text | None, yardstick: Yardstick | None) -> 
         "tokens": None if yardstick is None else yardstick.tokens,
         "rule": None if yardstick is None else yardstick.reading.convention.rule,
         "device": None if yardstick is None else str(yardstick.device),
-        "target": str(request.target),
+        "target": [request.target.kind, request.target.text],
         "method": request.method,
         "rules": [rule.to_json() for rule in request.rules],
         "block_size": request.block_size,

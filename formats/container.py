@@ -127,7 +127,7 @@ class ContainerWriter:
         if self._room - 8 > MAX_HEADER:
             raise NeuzipError(
                 f"{self.path}: the names of its streams take more than safetensors' {MAX_HEADER} bytes",
-                "give --exclude for many of the smaller tensors, or split the file",
+                "give `exclude` for many of the smaller tensors, or split the file",
             )
         self._offset = 0
         self._file: BinaryIO = open(self.path, "wb", opener=opener(mode))
@@ -211,7 +211,7 @@ class ContainerWriter:
         if name in self._entries:
             raise FormatError(
                 self.path, "has the name that neuzip gives to a stream of another tensor", tensor=name,
-                hint="give --exclude with the shorter name: a raw tensor has no streams",
+                hint="give `exclude` with the shorter name: a raw tensor has no streams",
             )  # fmt: skip
         self._entries[name] = TensorInfo(name, dtype, shape, self._offset, self._offset + nbytes)
         self._offset += nbytes

@@ -29,6 +29,7 @@ from neuzip.errors import (
 )
 
 from .card_evaluation import read_evaluation
+from .card_text import ENDING
 from .checkpoint import (
     CHUNK,
     MANIFEST_PATH,
@@ -52,7 +53,7 @@ from .hub_connection import (
     transport_errors,
 )
 from .manifest import is_safe_path
-from .model_card import CARD, ENDING, model_card
+from .model_card import CARD, model_card
 from .private_files import private_files, refuse_private
 
 if TYPE_CHECKING:
@@ -389,12 +390,12 @@ def plan_push(
     match = HUB_ID.fullmatch(repo_id)
     if match is None or match["revision"] is not None:
         raise UsageError(
-            f"REPO_ID: {repo_id!r} has not the form owner/name",
-            "for another branch than main give --revision" if match is not None else did_you_mean(repo_id),
+            f"`repo_id`: {repo_id!r} has not the form owner/name",
+            "for another branch than main give `revision`" if match is not None else did_you_mean(repo_id),
         )
     if revision is not None and re.fullmatch(r"[\w./-]+", revision, re.ASCII) is None:
         raise UsageError(
-            f"--revision: {revision!r} cannot be named in an id, owner/name@revision",
+            f"`revision`: {revision!r} cannot be named in an id, owner/name@revision",
             "take letters, digits, '.', '_', '-' and '/'",
         )
     checkpoint = find_checkpoint(folder)
@@ -407,7 +408,7 @@ def plan_push(
     base = base_name(checkpoint)
     if base is not None and evaluation is not None:
         raise UsageError(
-            f"--evaluation: {folder} is a delta, and none was evaluated",
+            f"`evaluation`: {folder} is a delta, and none was evaluated",
             "leave it out; a report of what the delta restores to is of another folder",
         )
     stored = read_stored_files(root, delta=base is not None)
@@ -500,7 +501,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
     if private and not is_private:
         raise NeuzipError(
             f"{repo_id}: is there already, and is public",
-            "make it private in its settings, or leave out --private",
+            "make it private in its settings, or leave out `private`",
         )
     older = [file.path for file in files if is_of_a_checkpoint(file.path)]
     deleted = tuple(sorted(set(older) - {file.path for file in plan.files}))
@@ -510,7 +511,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
     if older and not overwrite and not (plan.revision is not None and head == main):
         raise WouldOverwrite(
             f"{repo_id}: holds a checkpoint already, with {older[0]}",
-            "give --overwrite to replace it (its history keeps the old one), or another --revision",
+            "give `overwrite=True` to replace it (its history keeps the old one), or another `revision`",
         )
     added = [CommitOperationAdd(file.path, file.content) for file in plan.files]
     if branch != plan.revision:
@@ -537,7 +538,7 @@ def _push(plan: PushPlan, private: bool, message: str, overwrite: bool, note: No
         raise VerificationError(
             f"{repo_id}: {len(lost)} of {len(plan.files)} files are not there as they were sent: "
             f"{', '.join(lost)}",
-            "push again with --overwrite",
+            "push again with `overwrite=True`",
         )
     return Pushed(plan.url, commit, deleted, plan.paths)
 

@@ -52,7 +52,7 @@ def parse_target(text: str) -> Target:
     match = HUB_ID.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"--push-to: {text!r} has not the form owner/name or owner/name@branch", did_you_mean(text)
+            f"`push_to`: {text!r} has not the form owner/name or owner/name@branch", did_you_mean(text)
         )
     return Target(match["repo"], match["revision"])
 
@@ -84,7 +84,7 @@ class Draft:
             if private and not is_private:
                 raise NeuzipError(
                     f"{target.repo_id}: is there already, and is public",
-                    "make it private in its settings, or leave out --private",
+                    "make it private in its settings, or leave out `private`",
                 )
             branches = self._branches(api)
             base = target.revision if self._is_there(branches) else None
@@ -174,7 +174,7 @@ class Draft:
         if older:
             raise WouldOverwrite(
                 f"{self.target}: holds a checkpoint already, with {older[0]}",
-                "give --overwrite to replace it (its history keeps the old one), or another branch",
+                "give `overwrite=True` to replace it (its history keeps the old one), or another branch",
             )
 
     def _is_there(self, branches: AbstractSet[str]) -> bool:

@@ -70,8 +70,8 @@ def find_remote(src: str, note: Note) -> RemoteCheckpoint:
     match = HUB_ID.fullmatch(src)
     if match is None or os.path.lexists(src):
         raise UsageError(
-            f"--stream takes a Hub id, and {src!r} is a path",
-            did_you_mean(src) or "leave out --stream for what is on this disk",
+            f"`stream` takes a Hub id, and {src!r} is a path",
+            did_you_mean(src) or "leave out `stream` for what is on this disk",
         )
     with explaining(src, match["repo"]):
         found = list_repository(src, match["repo"], match["revision"], note)
@@ -132,7 +132,7 @@ def read_range(remote: RemoteCheckpoint, file: str, start: int, stop: int) -> by
     if len(content) != stop - start:
         raise NeuzipError(
             f"{remote.src}: {file}: the Hub sent {len(content):,} bytes instead of {stop - start:,}",
-            "repeat the command; without --stream it asks for whole files",
+            "repeat the command; without `stream` it asks for whole files",
         )
     return content
 

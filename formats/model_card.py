@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from neuzip.errors import shell
 
 from .card_evaluation import Evaluation
+from .card_text import Facts, Metadata, Part, Rounded, card_text
 from .checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
 from .container import Container
 from .manifest import Loss, TensorRecord
 
 CARD = "README.md"
-ENDING = "<!-- neuzip wrote this page as far as this line -->"
 
 KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "base_model")
 """What of the original's metadata holds for the compressed checkpoint. Evaluation results need not."""
@@ -28,20 +24,6 @@ KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "
 _METADATA = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _BASE_ID = re.compile(rf"({_REPO_ID.pattern})(?:@[\w./-]+)?", re.ASCII)
-
-Metadata = dict[str, str | list[str]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tensors that are stored alike, or all weight files: sizes in bytes."""
-
-    dtype: str
-    scheme: str
-    tensors: int
-    weights: int
-    original_bytes: int
-    stored_bytes: int
 
 
 def model_card(
@@ -52,8 +34,6 @@ def model_card(
     evaluation: Evaluation | None = None,
 ) -> str:
     """The card of a compressed folder, restored from `source`. `original` is the original's, or empty."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     metadata, text = split_card(original)
     base = base_name(checkpoint)
     base_model = metadata.get("base_model") or _repository(base or "") or _base_model(checkpoint)
@@ -68,39 +48,23 @@ def model_card(
     for tensor in stored.values():
         holder = stored.get(tensor.holder) if tensor.holder is not None else tensor
         if holder is not None and holder.loss is not None:
-            rounded.append((tensor.name, tensor.scheme, holder.loss))
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        autoescape=False,  # it is Markdown; the filters quote what others wrote
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"yaml": _yaml, "size": _size, "ratio": _ratio, "bits": _bits, "code": _code}
-    environment.filters |= {"norm": _norm, "cell": _cell, "command": shown_command, "quoted": shell}
-    return environment.get_template("model_card.md.j2").render(
-        metadata=_new_metadata(metadata, base_model, lossless=not rounded, delta=base is not None),
-        base=base,
-        base_is_on_hub=is_on_hub(base),
-        base_models=_listed(base_model),
-        repo_id=repo_id,
-        source=source,
-        lossless=not rounded,
-        files=len(checkpoint.weights),
-        tensors=len(stored),
-        total=Part(
-            "", "", len(stored), sum(t.weights for t in stored.values()), original_bytes, stored_bytes
-        ),
-        parts=_parts(stored.values()),
-        rounded=rounded,
-        ternary=sum(loss.relative_l2 is not None for *_, loss in rounded),
-        max_relative=max((loss.max_relative for *_, loss in rounded), default=0.0),
-        rms_relative=max((loss.rms_relative for *_, loss in rounded), default=0.0),
-        evaluation=evaluation,
-        original=text.strip("\r\n"),
-        ending=ENDING,
+            rounded.append(Rounded(tensor.name, tensor.scheme, holder.loss))
+    weights = sum(tensor.weights for tensor in stored.values())
+    return card_text(
+        Facts(
+            metadata=_new_metadata(metadata, base_model, lossless=not rounded, delta=base is not None),
+            repo_id=repo_id,
+            source=source,
+            base=base,
+            base_is_on_hub=is_on_hub(base),
+            base_models=_listed(base_model),
+            files=len(checkpoint.weights),
+            total=Part("", "", len(stored), weights, original_bytes, stored_bytes),
+            parts=_parts(stored.values()),
+            rounded=rounded,
+            evaluation=evaluation,
+            original=text.strip("\r\n"),
+        )
     )
 
 
@@ -227,55 +191,3 @@ def _parts(stored: Iterable[_Stored]) -> list[Part]:
 
 def _listed(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else value or []
-
-
-def _yaml(value: object) -> str:
-    """JSON, which YAML includes."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{count} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
-
-
-def _ratio(part: Part) -> str:
-    return f"{100 * part.stored_bytes / part.original_bytes:.2f} %" if part.original_bytes else "-"
-
-
-def _bits(part: Part) -> str:
-    return f"{8 * part.stored_bytes / part.weights:.2f}" if part.weights else "-"
-
-
-def _norm(relative_l2: float | None) -> str:
-    """A cell with a tensor's relative error, empty where it has none."""
-    return f" {relative_l2:.6g} |" if relative_l2 is not None else " |"
-
-
-def _cell(text: str) -> str:
-    """Text of a report on one line, where a table, HTML or code would be read into it."""
-    return re.sub(r"([|<>`\\\[\]])", r"\\\1", _visible(re.sub(r"\s+", " ", text)))
-
-
-def shown_command(text: str) -> str:
-    """A command of a report as the one command that it is, whatever a shell would make of its words."""
-    try:
-        return _visible(shell(*shlex.split(text)))
-    except ValueError:  # a quote that is not closed
-        return _visible(shell(text))
-
-
-def _code(name: str) -> str:
-    """A tensor's name in a cell of a table: more backticks around it than in it."""
-    ticks = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
-    space = " " if not name or name.strip("`") != name else ""
-    return ticks + space + _visible(re.sub(r"\s", " ", name)).replace("|", "\\|") + space + ticks
-
-
-def _visible(text: str) -> str:
-    """Characters that cannot be seen, and halves of surrogate pairs, as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -118,7 +118,7 @@ def refuse_private(files: Mapping[str, str], target: str, allowed: bool) -> None
         raise NeuzipError(
             f"{target}: {len(files)} {'file looks' if len(files) == 1 else 'files look'} private and would be"
             f" uploaded: {'; '.join(listed(files))}",
-            "remove them from the folder, or give --allow-private-files if they may be seen",
+            "remove them from the folder, or give `allow_private_files=True` if they may be seen",
         )
 
 

@@ -104,13 +104,25 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("neuzip-toolkit")
     elif name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
+        value = getattr(_imported(_HOME[name], name), name)
     elif name in _ROOMS:
         value = import_module(f"neuzip.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _imported(module: str, name: str) -> ModuleType:
+    """The module of a public name. Raises MissingPackage, also a ModuleNotFoundError."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        from neuzip.distribution import missing_package
+
+        if (missing := missing_package(error, f"neuzip.{name}")) is None:
+            raise
+        raise missing from error
 
 
 def __dir__() -> list[str]:

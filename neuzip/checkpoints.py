@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
@@ -19,6 +19,7 @@ from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.request import (
+    given,
     refuse_beside_base,
     refuse_contradictions,
     refuse_without_ternary,
@@ -28,6 +29,7 @@ from neuzip.compress.restore import DecompressionReport
 from neuzip.compress.scheme import Rule, ternary_of_options
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.verify import VerifyReport, unseen
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 from neuzip.formats.hub import (
     Pushed,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
     from neuzip.eval.difference import CheckpointDifference
     from neuzip.eval.histograms import Inspection
+    from neuzip.eval.target_request import Sensitivity
     from neuzip.eval.target_values import Goal
     from neuzip.eval.targets import Delivered, DropLayers
 
@@ -133,27 +136,30 @@ def compress_checkpoint(
     >>> result.ratio < 0.5, result.target is None
     (True, True)
     """
-    given = _given(
+    said = given(
         mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size, include=include,
-        exclude=exclude, plan=plan, rules=rules, ternary=ternary,
+        exclude=exclude, plan=plan, rules=rules is not None, ternary=ternary,
         ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
         ternary_packing=ternary_packing != "trits", activations=activations,
         allow_destructive=allow_destructive, text=text, sensitivity=sensitivity != "auto",
-        drop_layers=drop_layers,
     )  # fmt: skip
     goal = _goal(max_kld, max_ppl_increase, target_size)
-    named = {} if goal is None else {goal.parameter: True}
-    refuse_contradictions(given | named, *named)
+    target = None if goal is None else goal.parameter
+    refuse_contradictions(said, target)
     if base is not None:
-        refuse_beside_base(given | named, *named)
+        refuse_beside_base(said, target)
+    if drop_layers:
+        _require_droppable(drop_layers, goal, sensitivity)
     if rules is None:
         weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
         rules = rules_of(
             mantissa_bits, "none" if goal is not None or block_size is None else str(block_size), include,
             exclude, weights if ternary else None, [f"{g}={n}" for g, n in (bits_for or {}).items()], plan,
         )  # fmt: skip
-    refuse_without_ternary(given, rules)
+    refuse_without_ternary(said, rules)
     _require_jobs(jobs)
+    if goal is not None:
+        require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
     if hub_id(source) is not None:
         refuse_unless_made(dst, overwrite)
@@ -289,6 +295,7 @@ def export_checkpoint(
     Raises UsageError for parameters that `to` does not have, WouldOverwrite, and NeuzipError for a model that
     has nothing ternary or that the engine cannot hold.
     """
+    require("export_checkpoint", "torch")
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
@@ -351,15 +358,16 @@ def verify_at(
     return verify(path, original, jobs=jobs, device=coder, base=base)
 
 
-def _given(**values: Any) -> dict[str, object]:
-    """The parameters that were given: those that are neither None nor empty nor False."""
-    return {name: value for name, value in values.items() if value not in (None, False, "", ())}
-
-
 def _goal(max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None) -> Goal | None:
     from neuzip.eval.target_values import one_goal
 
     return one_goal(max_kld, max_ppl_increase, target_size)
+
+
+def _require_droppable(layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
+    from neuzip.eval.target_request import require_droppable
+
+    require_droppable(layers, goal, sensitivity)
 
 
 def _reach(
@@ -369,7 +377,7 @@ def _reach(
     rules: Sequence[Rule],
     block_size: int | None,
     text: str | None,
-    sensitivity: Literal["auto", "measured", "fisher", "weights"],
+    sensitivity: Sensitivity,
     drop_layers: DropLayers,
     device: AnyDevice,
     jobs: int | None,

@@ -82,7 +82,7 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
     if any(words in str(error) for words in NO_GPU_MEMORY):
         return NeuzipError(
             f"{what}: the memory of the GPU ran out{amount}",
-            "free some of it; shorter windows, weights that stay compressed and --device cpu take less",
+            "free some of it; shorter windows, weights that stay compressed and `device='cpu'` take less",
         )
     if NO_THREAD in str(error):
         return NeuzipError(
@@ -91,7 +91,7 @@ def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
         )
     return NeuzipError(
         f"{what}: memory ran out{amount}",
-        "free some, or use a machine with more; where there is --jobs, fewer take less",
+        "free some, or use a machine with more; where there is `jobs`, fewer take less",
     )
 
 
@@ -126,7 +126,7 @@ class DiskFull(NeuzipError):
 
 
 class WouldOverwrite(NeuzipError):
-    """The destination exists already and `--overwrite` was not given."""
+    """The destination exists already, and `overwrite` was not given."""
 
 
 class FormatError(NeuzipError):

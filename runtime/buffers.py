@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from neuzip.kernels.rans.triton_decode import TOGETHER
+from neuzip.kernels.rans.coded import TOGETHER
 
 from .driver import capture_of as _graph_of
 

@@ -38,7 +38,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate, triton_step
+from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate
 from neuzip.kernels.ternary_linear import ternary_linears
 
 from .bitlinear import CLAMPED, BitLinear
@@ -81,6 +81,8 @@ class _NormSite:
         norm = None if x is None else self.chosen.get((x.shape, x.dtype))
         if x is None or norm is None or not x.is_contiguous():
             return type(self.module).forward(self.module, *given, **options)
+        from neuzip.kernels.step import triton_step
+
         return triton_step.rms_norm(x, self.weight, self.eps, norm)
 
 
@@ -100,6 +102,8 @@ class _RotarySite:
 
     def call(self, *given: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled() and _rotary_key(given, options) in self.chosen:
+            from neuzip.kernels.step import triton_step
+
             return triton_step.rotated(*given)
         return self.original(*given, **options)
 
@@ -146,6 +150,8 @@ class _Noted(Tensor):
         if func in _PRODUCTS and not kwargs and len(args) == 2:
             noted, other = args if type(args[0]) is cls else reversed(args)
             if type(other) is Tensor and can_gate(noted.gate, other):
+                from neuzip.kernels.step import triton_step
+
                 return triton_step.gated(noted.gate, other)
         args, kwargs = tree_map_only(cls, cls._computed, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -364,6 +370,8 @@ def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
 
 def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm | None:
     """The kind of norm that gives the bits of a module, with weights that tell the kinds apart."""
+    from neuzip.kernels.step import triton_step
+
     rows, columns = shape[:-1].numel(), shape[-1]
     if site.weight.shape != (columns,) or not can_norm(rows, columns):
         return None
@@ -409,6 +417,8 @@ def _same_rotation(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
+    from neuzip.kernels.step import triton_step
+
     generator = torch.Generator(device).manual_seed(0)
     for _ in range(PROBES):
         given = [_random(generator, shape, dtype) for shape in (of_q, of_k, of_cos, of_cos)]
@@ -421,6 +431,8 @@ def _same_rotation(
 
 def _is_silu(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a module makes of every number of 16 bits what the gated unit makes of it: NaNs any."""
+    from neuzip.kernels.step import triton_step
+
     gate = torch.arange(-EVERY // 2, EVERY // 2, device=device).to(torch.int16).view(dtype)
     opened = type(module).forward(module, gate)
     if not isinstance(opened, Tensor) or opened.dtype != dtype or opened.shape != gate.shape:

@@ -27,7 +27,7 @@ from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.tensor_file import parse_json
-from neuzip.kernels.step import can_find, triton_step
+from neuzip.kernels.step import can_find
 
 from . import buffers
 from .fused_step import FusedStep, same_bits
@@ -157,6 +157,9 @@ def choose_device(device: AnyDevice) -> torch.device:
         return torch.device("cpu")
     if not found:
         raise UsageError(f"`device={option!r}`: torch finds no CUDA device", "use `device='cpu'`")
+    from neuzip.kernels.triton_release import require_triton
+
+    require_triton()
     from neuzip.kernels.triton_cache import make_optional
 
     make_optional()
@@ -189,17 +192,17 @@ def prepare(
     something else than numbers where numbers belong.
     """
     if not text:
-        raise UsageError("--prompt: is empty", "give some text for the model to go on with")
+        raise UsageError("`prompt`: is empty", "give some text for the model to go on with")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"--prompt: is not Unicode at position {error.start}", "give it as UTF-8") from error
+        raise UsageError(f"`prompt`: is not Unicode at position {error.start}", "give it as UTF-8") from error
     chat = chat or system is not None
     config = load_config(path)  # first: it says what is wrong with a path
     tokenizer = load_tokenizer(path)
     _require_numbers(Path(path) / GENERATION_CONFIG)
     if chat and not tokenizer.chat_template:
-        raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out --chat and --system")
+        raise NeuzipError(f"{path}: its tokenizer has no chat template", "leave out `chat` and `system`")
     with quiet_transformers():
         if chat:
             encoded = _in_template(path, tokenizer, text, system)
@@ -209,7 +212,7 @@ def prepare(
     ids: torch.Tensor = encoded["input_ids"].to(torch.int64)
     if not ids.numel():
         raise UsageError(
-            "--prompt: the tokenizer makes no token of it", "give some text for the model to go on with"
+            "`prompt`: the tokenizer makes no token of it", "give some text for the model to go on with"
         )
     _require_known_tokens(path, config, int(ids.max()))
     _require_room(config, ids.numel(), max_new_tokens)
@@ -230,7 +233,7 @@ def _in_template(
     except Exception as error:  # a template is a program of the checkpoint's author, and may raise anything
         raise NeuzipError(
             f"{os.fspath(path)}: its chat template fails: {type(error).__name__}: {error}",
-            "leave out --chat" if system is None else "leave out --system: not every template takes one",
+            "leave out `chat`" if system is None else "leave out `system`: not every template takes one",
         ) from error
 
 
@@ -266,12 +269,12 @@ def _require_room(config: PreTrainedConfig, tokens: int, max_new_tokens: int) ->
         return
     if tokens >= limit:
         raise UsageError(
-            f"--prompt: has {tokens} tokens, and the model was made for {limit} with those it adds",
+            f"`prompt`: has {tokens} tokens, and the model was made for {limit} with those it adds",
             "give a shorter one",
         )
     raise UsageError(
-        f"--max-new-tokens {max_new_tokens}: behind {tokens} of prompt, and the model was made for {limit}",
-        f"give --max-new-tokens {limit - tokens} or fewer, or a shorter prompt",
+        f"`max_new_tokens={max_new_tokens}`: behind {tokens} of prompt, and the model was made for {limit}",
+        f"give `max_new_tokens={limit - tokens}` or fewer, or a shorter prompt",
     )
 
 
@@ -395,7 +398,7 @@ def _decoder(
     except torch.cuda.OutOfMemoryError as error:
         raise NeuzipError(
             f"{type(model).__name__}: no memory for keys and values of {room:,} tokens at once",
-            "give a smaller --max-new-tokens, or --no-graph, which takes memory as the text grows",
+            "give a smaller `max_new_tokens`, or `graph=False`, which takes memory as the text grows",
         ) from error
     if decoder.graphed:
         return decoder, None
@@ -431,6 +434,8 @@ def _decode(decoder: GreedyDecoder, prompt: Prompt, sampling: Sampling, stream: 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
     """The token of the largest logit of each row of [batch, words]: of equal ones the first."""
     if logits.is_cuda and can_find(logits):
+        from neuzip.kernels.step import triton_step
+
         return triton_step.largest(logits)  # torch has a row in one block, which takes 35 us
     return logits.argmax(dim=-1)
 
@@ -571,7 +576,7 @@ class NotGraphable(NeuzipError):
     def __init__(self, model: PreTrainedModel, reason: str) -> None:
         super().__init__(
             f"{type(model).__name__}: its steps cannot be captured in a CUDA graph: {reason}",
-            "decode without one (--no-graph)",
+            "decode without one (`graph=False`)",
         )
         self.reason = reason
 
@@ -599,8 +604,8 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
 def not_compiled_together() -> UsageError:
     """What is said where steps are to be compiled, and keys and values kept in few bits."""
     return UsageError(
-        "--compile: steps are not compiled with keys and values in few bits",
-        "leave out --compile or --kv-bits",
+        "`compile`: steps are not compiled with keys and values in few bits",
+        "leave out `compile` or `kv_bits`",
     )
 
 
@@ -803,7 +808,7 @@ class GreedyDecoder:
         except Exception as error:  # of dynamo, of inductor, of a C++ compiler: they share no class
             raise NeuzipError(
                 f"{type(self.model).__name__}: torch.compile does not compile its steps: {reason_of(error)}",
-                "decode without it (leave out --compile)",
+                "decode without it (leave out `compile`)",
             ) from error
 
     def _capture(self) -> None:

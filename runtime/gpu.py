@@ -31,7 +31,8 @@ from neuzip.compress.workers import default_jobs
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import plane_bytes
-from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor, decode
+from neuzip.kernels.rans.coded import PATTERNS, CodedTensor
+from neuzip.kernels.rans.triton_decode import decode
 
 from .tensors import shaped, torch_dtype
 

@@ -378,7 +378,7 @@ class KVCache(Cache):
             return layer
         raise NeuzipError(
             f"{config.model_type}: layer {index} keeps a {type(layer).__name__}, not keys and values alone",
-            "such a cache cannot be quantised: leave out --kv-bits",
+            "such a cache cannot be quantised: leave out `kv_bits`",
         )
 
     @property
@@ -395,7 +395,7 @@ class KVCache(Cache):
         """Raise NeuzipError if a model that was given this cache kept nothing in it."""
         if not any(layer.is_initialized for layer in self.layers if isinstance(layer, KVLayer)):
             raise NeuzipError(
-                f"{name}: keeps no keys and values in the cache that it is given", "leave out --kv-bits"
+                f"{name}: keeps no keys and values in the cache that it is given", "leave out `kv_bits`"
             )
 
     @contextmanager

@@ -109,17 +109,18 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
     if residency == "ans" and kinds - {"cuda"}:
         raise UsageError(
             f"the residency 'ans' needs CUDA devices for all weights, not {' or '.join(sorted(kinds))}",
-            "give --device cuda (device_map in transformers), or --residency packed, which runs on a CPU too",
+            "give `device='cuda'` (device_map in transformers), or `residency='packed'`, which runs on a CPU"
+            " too",
         )
     if kinds - {"cuda", "cpu"} or len(kinds) > 1:
         raise UsageError(
             f"the residency {residency!r} cannot spread weights over {' and '.join(sorted(kinds))}",
-            "give a device map without offloading, or --residency dense",
+            "give a device map without offloading, or `residency='dense'`",
         )
     if "cuda" in kinds and torch.cuda.is_available():
         reasons = {unfit(_number(place)) for place in places} - {None}
         if reasons:
-            raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give --residency dense")
+            raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give `residency='dense'`")
 
 
 def compress_parameters(model: nn.Module, residency: str) -> Memory:

@@ -38,21 +38,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise UsageError(f"--temperature {self.temperature}: is negative", "0 is greedy decoding")
+            raise UsageError(f"`temperature={self.temperature}`: is negative", "0 is greedy decoding")
         if self.top_k < 0:
-            raise UsageError(f"--top-k {self.top_k}: is negative", "0 keeps all tokens")
+            raise UsageError(f"`top_k={self.top_k}`: is negative", "0 keeps all tokens")
         if not 0 < self.top_p <= 1:
             raise UsageError(
-                f"--top-p {self.top_p}: is not above 0 and at most 1",
-                "for greedy decoding give --temperature 0",
+                f"`top_p={self.top_p}`: is not above 0 and at most 1",
+                "for greedy decoding give `temperature=0`",
             )
         if not 0 <= self.min_p < 1:
-            raise UsageError(f"--min-p {self.min_p}: is not from 0 to below 1", "0 keeps all tokens")
+            raise UsageError(f"`min_p={self.min_p}`: is not from 0 to below 1", "0 keeps all tokens")
         if self.is_greedy:
-            used = {"top-k": self.top_k > 0, "top-p": self.top_p < 1, "min-p": self.min_p > 0}
+            used = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
             for name in (name for name, is_used in used.items() if is_used):
                 raise UsageError(
-                    f"--{name}: has no effect at temperature 0, which is greedy", "give a --temperature"
+                    f"`{name}`: has no effect at temperature 0, which is greedy", "give a `temperature`"
                 )
 
     @property

@@ -163,10 +163,10 @@ def make_plan(
         require_places(residency, [device])
     limit = positions(load_config(path))
     if new_tokens < 2:
-        raise UsageError("--new-tokens: at least 2 are needed, as the first one is the prefill's")
+        raise UsageError("`new_tokens`: at least 2 are needed, as the first one is the prefill's")
     if limit is not None and (prompt_tokens or 1) + new_tokens > limit:
-        asked = f"--new-tokens {new_tokens}" + (
-            f" behind --prompt-tokens {prompt_tokens}" if prompt_tokens else ""
+        asked = f"`new_tokens={new_tokens}`" + (
+            f" behind `prompt_tokens={prompt_tokens}`" if prompt_tokens else ""
         )
         raise UsageError(f"{asked}: the model was made for {limit} tokens", "choose fewer")
     if prompt_tokens is None:
@@ -294,8 +294,8 @@ def _measure_batch(
             on_run(1)
     except torch.cuda.OutOfMemoryError as error:
         raise NeuzipError(
-            f"{plan.path}, {residency}: the memory of the GPU does not suffice for --batch {batch}",
-            "choose a smaller one, fewer --prompt-tokens, or --residency packed",
+            f"{plan.path}, {residency}: the memory of the GPU does not suffice for `batch={batch}`",
+            "choose a smaller one, fewer `prompt_tokens`, or `residency='packed'`",
         ) from error
     steps = [seconds for one in runs for seconds in one.step_seconds]
     medians = [statistics.median(one.step_seconds) for one in runs]

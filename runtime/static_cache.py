@@ -26,8 +26,6 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.kernels.step import triton_step
-
 from .overrides import overridden
 
 if TYPE_CHECKING:
@@ -84,6 +82,8 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         usual = (*self.keys.shape[:2], places.numel())
         fits = key_states.shape[:3] == value_states.shape[:3] == usual
         if self.keys.is_cuda and fits and not torch.compiler.is_compiling():
+            from neuzip.kernels.step import triton_step
+
             triton_step.store((self.keys, self.values), (key_states, value_states), places)
         else:
             self.keys[..., : key_states.shape[3]].index_copy_(2, places, key_states)

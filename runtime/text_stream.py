@@ -35,7 +35,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         if "" in strings:
-            raise UsageError("--stop: is empty", "give the text that ends the answer")
+            raise UsageError("`stop`: is empty", "give the text that ends the answer")
         self._strings = tuple(strings)
         self._held = ""
         self.found: str | None = None

@@ -43,9 +43,8 @@ from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.packed_linear import torch_ops as packed_ops
 from neuzip.kernels.packed_linear.form import TILE_ROWS
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
-from neuzip.kernels.rans import triton_encode
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
 from neuzip.kernels.rans.torch_ops import ResidentTensor, decode_together
-from neuzip.kernels.rans.triton_decode import ALIGNMENT, LAUNCHING, PATTERNS, CodedTensor, raise_if_corrupt
 
 from . import buffers
 from .buffers import Unit
@@ -542,6 +541,9 @@ def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
 
 def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
     """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
+    from neuzip.kernels.launching import LAUNCHING
+    from neuzip.kernels.rans import triton_encode
+
     columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
     bits = rows[bounds[0] : bounds[-1]].view(-1).view(PATTERNS[fmt.bits])
     with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
@@ -574,10 +576,14 @@ def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.
 def _decode_chunks(
     coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    if coded[0][0].memory.device.type == "cpu" and not triton_encode.INTERPRETED.value:
-        raise NeuzipError(
-            "an AnsWeight on the CPU cannot be decoded", "move the model to a CUDA device before it is used"
-        )
+    if coded[0][0].memory.device.type == "cpu":
+        from neuzip.kernels.rans import triton_encode
+
+        if not triton_encode.INTERPRETED.value:
+            raise NeuzipError(
+                "an AnsWeight on the CPU cannot be decoded",
+                "move the model to a CUDA device before it is used",
+            )
     chunks = [(resident, number) for resident, number, _, _ in coded]
     there = [memory for memory in memories if memory is not None]
     if there:

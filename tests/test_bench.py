@@ -149,7 +149,7 @@ def test_a_batch_too_large_for_the_card_is_named(small: Path, monkeypatch):
 
     monkeypatch.setattr(speed, "run", full)
     plan = make_plan(small, [], batches=[64], prompt_tokens=4, new_tokens=2, device=CPU)
-    with pytest.raises(NeuzipError, match="dense: the memory of the GPU does not suffice for --batch 64"):
+    with pytest.raises(NeuzipError, match="dense: the memory of the GPU does not suffice for `batch=64`"):
         measure(plan)
 
 

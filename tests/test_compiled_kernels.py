@@ -138,7 +138,8 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.triton_decode import Part, decode_parts
+from neuzip.kernels.rans.coded import Part
+from neuzip.kernels.rans.triton_decode import decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
 for kind in ((FORMATS["BF16"], 7, 2, 0), (FORMATS["F16"], 10, 1, 0), (FORMATS["F32"], 23, 1, 64)):

@@ -174,7 +174,7 @@ def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: 
     report = compress(save(tmp_path / "many.safetensors", many(tensors)), tmp_path / "small.safetensors")
     more = report.stored_weight_bytes - report.weight_bytes
     assert more < 200 * tensors
-    said = [w for w in report.warnings if f"{more:,} bytes larger than SRC" in w]
+    said = [w for w in report.warnings if f"{more:,} bytes larger than `source`" in w]
     assert len(said) == warned
 
 

@@ -437,7 +437,7 @@ def test_either_may_be_compressed(old_is_compressed: bool, family: tuple[Path, P
         yield stages[label].append
 
     compress_against(tmp_path / "tuned.nz", against, tmp_path / "delta", "b", stage=stage)
-    assert {label: sum(told) for label, told in stages.items()} == {"restore SRC": 0, "compress": 0}
+    assert {label: sum(told) for label, told in stages.items()} == {"restore source": 0, "compress": 0}
     assert contents(tmp_path / "delta") == contents(tmp_path / "plain")
     for number, with_base in enumerate((base, tmp_path / "base.nz")):
         decompress(tmp_path / "delta", tmp_path / f"restored{number}", base=with_base)
@@ -584,7 +584,7 @@ def test_another_base_is_refused_before_anything_is_written(
     (base / "a.safetensors").write_bytes(weights)
     with pytest.raises(NeuzipError, match=r"a\.safetensors: tensor 'model\.up\.weight' has the") as caught:
         decompress(packed, tmp_path / "out", base=base)
-    assert caught.value.hint == "give --base family/base"
+    assert caught.value.hint == "give `base='family/base'`"
     with pytest.raises(NeuzipError, match="has the checksum"):
         verify(packed, base=base)
     (base / "a.safetensors").unlink()

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,13 @@ from neuzip.compress.gpu import Gpu
 from neuzip.compress.lossless import PIECE
 from neuzip.compress.source import TensorSource
 from neuzip.compress.truncated import Error
+from neuzip.distribution import MissingPackage
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.eval.histograms import inspect
+from neuzip.kernels import triton_release
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans import BLOCK
+from neuzip.runtime.generate import choose_device
 
 Save = Callable[..., Path]
 Array = np.ndarray[Any, Any]
@@ -110,15 +114,42 @@ def test_few_weights_never_ask_for_a_gpu(monkeypatch):
 def test_auto_without_a_driver_is_the_cpu_and_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "driver_devices", lambda: 0)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(NeuzipError, match="--device cuda: NVIDIA's driver finds no device"):
+    with pytest.raises(NeuzipError, match="`device='cuda'`: NVIDIA's driver finds no device"):
         choose("cuda", 0)
 
 
-def test_without_triton_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+def test_without_torch_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "driver_devices", lambda: 1)
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(NeuzipError, match="triton is not installed"):
+    with pytest.raises(MissingPackage, match="`device='cuda'` needs the package torch"):
         choose("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("installed", "problem"),
+    [
+        (None, "Triton is not installed"),
+        ("3.4.0", r"Triton 3\.4\.0 is installed, and 3\.6 or newer is needed"),
+    ],
+)
+def test_without_a_triton_that_compiles_the_kernels_there_is_no_gpu(installed, problem, monkeypatch):
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(triton_release, "version", version)
+    monkeypatch.setattr(devices, "driver_devices", lambda: 1)
+    assert choose("auto", WORTH_STARTING) is CPU
+    with pytest.raises(NeuzipError, match=f"`device='cuda'`: {problem}"):
+        choose("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(NeuzipError, match=f"the kernels for a GPU cannot be compiled: {problem}"):
+        choose_device("auto")
+    monkeypatch.delitem(sys.modules, "neuzip.kernels.launching")
+    with pytest.raises(NeuzipError, match=problem):
+        import neuzip.kernels.launching  # noqa: F401  # which every module with kernels does first
 
 
 def test_a_gpu_that_torch_cannot_use_is_none(monkeypatch):

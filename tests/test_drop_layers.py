@@ -175,9 +175,9 @@ def test_of_two_plans_of_a_size_the_closer_is_taken(yardstick: Yardstick, idle: 
 def test_as_many_layers_as_are_asked_for_go(yardstick: Yardstick, idle: Path, tmp_path: Path):
     made = delivered(idle, tmp_path / "a", yardstick, target_values.max_kld("8"), drop_layers=2)
     assert made.holds and len(made.dropped) == 2 and IDLE in made.dropped
-    with pytest.raises(NeuzipError, match=r"--max-kld 0\.01: without layers \d, \d.* before anything"):
+    with pytest.raises(NeuzipError, match=r"`max_kld=0\.01`: without layers \d, \d.* before anything"):
         delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=2)
-    with pytest.raises(UsageError, match="--drop-layers 3: the model has 3 layers, one has to stay"):
+    with pytest.raises(UsageError, match="`drop_layers=3`: the model has 3 layers, one has to stay"):
         delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=LAYERS)
     assert not list(tmp_path.glob("b*"))
 
@@ -279,7 +279,7 @@ def test_layers_that_cannot_be_written_are_passed_over(yardstick: Yardstick, mon
     drops = chosen(yardstick, 1, lambda one, comparison: 1.0)
     assert drops.chosen.layers != (IDLE,) and drops.refused == (f"layer {IDLE} cannot be dropped",)
     monkeypatch.setattr(layer_drops, "require_removable", lambda source, one: refuse(source, [IDLE]))
-    with pytest.raises(NeuzipError, match=f"--drop-layers 1: layer {IDLE} cannot be dropped"):
+    with pytest.raises(NeuzipError, match=f"`drop_layers=1`: layer {IDLE} cannot be dropped"):
         chosen(yardstick, 1, lambda one, comparison: 1.0)
     assert chosen(yardstick, None, lambda one, comparison: 1.0).chosen.layers == ()
 

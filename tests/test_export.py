@@ -761,7 +761,7 @@ def test_embeddings_are_written_dense(container, tmp_path: Path) -> None:
 
     report = export(container, tmp_path / "out", TransformersBitnet())
     (warning,) = report.warnings
-    assert "embed_tokens.weight': is ternary in SRC, and written dense" in warning
+    assert "embed_tokens.weight': is ternary in `source`, and written dense" in warning
     decompress(container, tmp_path / "plain")
     name = "model.embed_tokens.weight"
     assert torch.equal(weights_of(tmp_path / "out")[name], weights_of(tmp_path / "plain")[name])

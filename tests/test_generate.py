@@ -313,7 +313,7 @@ def test_a_step_that_torch_cannot_compile(device: torch.device):
         NeuzipError, match=r"^MixtralForCausalLM: torch\.compile does not compile its steps: "
     ) as refusal:
         GreedyDecoder(single_experts().to(device), 1, 8, graph=False, compiled=True)
-    assert refusal.value.hint == "decode without it (leave out --compile)"
+    assert refusal.value.hint == "decode without it (leave out `compile`)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton brings its compiler")
@@ -327,7 +327,7 @@ def test_without_a_compiler_for_cpp(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_steps_are_not_compiled_with_a_cache_in_few_bits():
-    with pytest.raises(UsageError, match="--compile: steps are not compiled with keys and values in few"):
+    with pytest.raises(UsageError, match="`compile`: steps are not compiled with keys and values in few"):
         GreedyDecoder(MODELS["llama"](), 1, 8, compiled=True, kv_bits=4)
 
 
@@ -678,11 +678,11 @@ def test_prompt_of_as_many_tokens_as_there_is_room_for():
     tokens = prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=1).ids.numel()
     assert prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=256 - tokens).max_new_tokens == 256 - tokens
     with pytest.raises(
-        UsageError, match=f"--max-new-tokens {257 - tokens}: behind {tokens} of prompt"
+        UsageError, match=f"`max_new_tokens={257 - tokens}`: behind {tokens} of prompt"
     ) as short:
         prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=257 - tokens)
     assert f"give --max-new-tokens {256 - tokens} or fewer" in short.value.hint
-    with pytest.raises(UsageError, match=r"--prompt: has \d+ tokens, and the model was made for 256"):
+    with pytest.raises(UsageError, match=r"`prompt`: has \d+ tokens, and the model was made for 256"):
         prepare(CHECKPOINT, "x = 1\n" * 200, max_new_tokens=1)
 
 
@@ -815,13 +815,13 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path):
     tokenizer.save_pretrained(folder)
     with pytest.raises(NeuzipError, match=r"its chat template fails: .*no system role") as failure:
         prepare(folder, "x", system="be brief")
-    assert failure.value.hint == "leave out --system: not every template takes one"
+    assert failure.value.hint == "leave out `system`: not every template takes one"
 
 
 def test_device_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
-    with pytest.raises(UsageError, match="--device cuda: torch finds no CUDA device"):
+    with pytest.raises(UsageError, match="`device='cuda'`: torch finds no CUDA device"):
         choose_device("cuda")
 
 

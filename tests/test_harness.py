@@ -286,7 +286,7 @@ def test_tasks_whose_data_are_missing(harness: Any, tasks: dict[str, str], tmp_p
     task = json.loads(Path(tasks["choice"]).read_text())
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")
     (tmp_path / "broken.yaml").write_text(json.dumps(task))
-    with pytest.raises(NeuzipError, match=r"--tasks .*broken\.yaml: cannot be loaded"):
+    with pytest.raises(NeuzipError, match=r"`tasks='.*broken\.yaml'`: cannot be loaded"):
         harness.evaluate_tasks([CHECKPOINT], [str(tmp_path / "broken.yaml")], device="cpu")
 
 

@@ -24,9 +24,10 @@ from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.eval.estimates import Estimate
 from neuzip.eval.report import Report, Row, TensorRow
+from neuzip.formats.card_text import ENDING
 from neuzip.formats.container import Container
 from neuzip.formats.hub import plan_push, push, resolve_source
-from neuzip.formats.model_card import ENDING, split_card
+from neuzip.formats.model_card import split_card
 from neuzip.formats.private_files import PRIVATE_KINDS, PUBLIC, private_kind
 
 pytest_plugins = ["loopback_hub"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from neuzip.kernels import linear_cross_entropy as lce
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.linear_cross_entropy import (
     Divergence,
     Head,
@@ -31,7 +32,6 @@ from neuzip.kernels.linear_cross_entropy import (
     triton_forward,
 )
 from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 IGNORED = -100
 ROUNDING = 1e-5

@@ -233,7 +233,6 @@ def test_slices_over_several_pieces(tmp_path: Path, monkeypatch):
     [
         {"framework": "mxnet"},
         {"framework": "pt", "device": "abacus"},
-        {"framework": "pt", "device": torch.device("cpu")},
         {"framework": "pt", "backend": "stone"},
     ],
     ids=repr,

@@ -355,7 +355,7 @@ def test_what_cannot_be(options: dict[str, Any], message: str, checkpoint: Path)
 def test_a_device_map_is_for_one_process(checkpoint: Path, monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="--device-map would spread each process"):
+    with pytest.raises(UsageError, match="`device_map` would spread each process"):
         prepare([checkpoint], TEXT, device_map="auto")
 
 

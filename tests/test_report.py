@@ -434,7 +434,7 @@ def test_one_model_alone(tmp_path: Path, one_thread: None) -> None:
 
 
 def test_target_is_checked_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--report .*\.pdf: \.pdf is no kind of report"):
+    with pytest.raises(UsageError, match=r"`report='.*\.pdf'`: \.pdf is no kind of report"):
         pages.check_target(tmp_path / "x.pdf", False)
     with pytest.raises(NeuzipError, match="cannot be written"):
         pages.check_target(tmp_path / "no" / "x.html", False)

@@ -24,10 +24,11 @@ from neuzip.compress.export import Gguf, export
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval import histograms, pictures
+from neuzip.formats.card_text import shown_command
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.hub import plan_push
-from neuzip.formats.model_card import model_card, shown_command, split_card
+from neuzip.formats.model_card import model_card, split_card
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = (ROOT / "docs" / "SECURITY.md").read_text(encoding="utf-8")
@@ -373,7 +374,7 @@ def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Spea
     src = model.rename(tmp_path / "a; rm -rf b")
     hint = neuzip("push", src, "me/x").stderr.splitlines()[-1]
     assert shlex.split(hint)[-4:] == ["neuzip", "compress", str(src), "DST"]
-    with pytest.raises(UsageError, match="--revision: 'v1; id' cannot be named in an id"):
+    with pytest.raises(UsageError, match="`revision`: 'v1; id' cannot be named in an id"):
         plan_push(tmp_path / "same", "me/x", revision="v1; id")
 
 

@@ -637,7 +637,7 @@ def test_what_is_sent_and_does_not_arrive_is_kept_here(here: Hub, files: Files, 
 
 def test_only_hub_ids_are_streamed(original: Path, tmp_path: Path):
     for src in (str(original), "./a", "model", str(original / shard(1))):
-        with pytest.raises(UsageError, match="--stream takes a Hub id"):
+        with pytest.raises(UsageError, match="`stream` takes a Hub id"):
             plan_stream(src, tmp_path / "nz")
 
 

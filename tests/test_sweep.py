@@ -76,7 +76,7 @@ def test_schemes(schemes, blocks, labels):
     [("", ""), ("k", ""), ("raw", ""), ("k-1", ""), ("k3b100", ""), ("k3", "100"), ("k3", "x"), ("k333", "")],
 )
 def test_what_is_no_scheme_is_refused(schemes, blocks):
-    with pytest.raises(UsageError, match=r"--schemes|--blocks"):
+    with pytest.raises(UsageError, match=r"`schemes`|`blocks`"):
         parse_schemes(schemes, blocks)
 
 

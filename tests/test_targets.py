@@ -221,13 +221,13 @@ def test_what_is_no_size_is_refused(text):
 
 @pytest.mark.parametrize("text", ["", "x", "-0.1", "inf", "nan"])
 def test_what_is_no_divergence_is_refused(text):
-    with pytest.raises(UsageError, match="--max-kld"):
+    with pytest.raises(UsageError, match="`max_kld="):
         target_values.max_kld(text)
 
 
 @pytest.mark.parametrize("text", ["0.5", "", "-1%", "half%"])
 def test_what_is_no_increase_is_refused(text):
-    with pytest.raises(UsageError, match="--max-ppl-increase"):
+    with pytest.raises(UsageError, match="`max_ppl_increase="):
         target_values.max_ppl_increase(text)
 
 
@@ -462,7 +462,7 @@ def test_weights_alone_need_no_text(tmp_path: Path):
 def test_a_size_that_cannot_be_reached_is_told(tmp_path: Path):
     request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("20%", 2_630_760), "weights")
     with pytest.raises(
-        NeuzipError, match=r"--target-size 20%: the weight files take about 0\.66 MB \(24\.9 %\)"
+        NeuzipError, match=r"`target_size='20%'`: the weight files take about 0\.66 MB \(24\.9 %\)"
     ):
         targets.find_plan(request, None, stage)
 
@@ -744,7 +744,7 @@ FROM_WEIGHTS = ("--target-size", "50%", "--sensitivity", "weights")
 def test_the_time_is_that_of_planning_too(
     neuzip: Speak, in_all_modes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from neuzip.cli import targets as command
+    from neuzip.eval import target_request as command
 
     ask, waited = command.ask, 0.4
 

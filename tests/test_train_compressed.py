@@ -27,7 +27,7 @@ from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers import states as quantized
 from neuzip.kernels.quantizers.states import BLOCK, Chance
 from neuzip.kernels.rans import triton_encode
-from neuzip.kernels.rans.triton_decode import PATTERNS
+from neuzip.kernels.rans.coded import PATTERNS
 from neuzip.train import compressed
 from neuzip.train import held as holding
 from neuzip.train import states as kept

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from neuzip.compress import lossless, truncated
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, plane_bytes, plane_widths, split
-from neuzip.kernels.rans import torch_ops, triton_decode, triton_stream
+from neuzip.kernels.rans import coded, torch_ops, triton_decode, triton_stream
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, TOGETHER, CodedTensor
 from neuzip.kernels.rans.numbers import BLOCK, LANES, RUN, RUNS
 from neuzip.kernels.rans.torch_ops import ResidentTensor
-from neuzip.kernels.rans.triton_decode import PATTERNS, CodedTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GUARD = 64
@@ -58,7 +58,7 @@ def code(bits: Bits, fmt: FloatFormat, kept: int | None = None) -> CodedTensor:
     )  # fmt: skip
 
 
-ALIGNED = triton_decode.ALIGNMENT
+ALIGNED = ALIGNMENT
 
 
 def on_device(array: np.ndarray[Any, Any], multiple: int = 1) -> torch.Tensor:
@@ -262,7 +262,7 @@ def test_corrupt_words_are_reported() -> None:
     errors = triton_decode.decode(tensors, outs)
     assert [e != 0 for e in errors.tolist()] == [False, True, False]
     with pytest.raises(rans.CorruptStream, match="'b'"):
-        triton_decode.raise_if_corrupt(errors, ["a", "b", "c"])
+        coded.raise_if_corrupt(errors, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("change", [1, -1, 20, 0x4000])
@@ -462,7 +462,7 @@ def test_chunks_are_decoded_together(warps: int) -> None:
     tensors.append(ResidentTensor.of(code(weights(fmt, BLOCK + 5), fmt)))
     expected = [[tensor.decode(number)[0] for number in range(tensor.chunks)] for tensor in tensors]
     chunks = [(tensor, number) for tensor in tensors for number in range(tensor.chunks)]
-    assert len(chunks) > triton_decode.TOGETHER
+    assert len(chunks) > TOGETHER
     outs = [
         torch.full((tensor.room(number) + GUARD,), 0xFF, dtype=torch.uint8, device=DEVICE)
         for tensor, number in chunks

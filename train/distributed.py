@@ -82,7 +82,7 @@ def team(ranks: Ranks, device: torch.device, batch: int) -> Iterator[Team]:
         if not _is_of_another(error):
             raise
         raise NeuzipError(
-            "another process has gone while all were training", "--resume goes on from the last checkpoint"
+            "another process has gone while all were training", "`resume` goes on from the last checkpoint"
         ) from error
     dist.destroy_process_group()  # not after a failure: it would wait for processes that are gone
 

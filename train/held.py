@@ -12,7 +12,7 @@ coded, bit for bit: NaNs and both zeros as well.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, empty_planes, split, unpack_fields
 from neuzip.kernels.float_fields import Planes as CpuPlanes
-from neuzip.kernels.rans import triton_decode, triton_encode
-from neuzip.kernels.rans.triton_decode import ALIGNMENT, LAUNCHING, PATTERNS, CodedTensor
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
 from neuzip.runtime.weights import ANS_FORMATS
+
+if TYPE_CHECKING:
+    from neuzip.kernels.rans import triton_decode, triton_encode
 
 SCRATCH = 96 << 20
 """Bytes that the GPU's encoder may take beside what it writes: what is left is coded in the next turn."""
@@ -190,6 +192,8 @@ class CodedByTriton:
     def _plan_for(self, out: Tensor) -> triton_decode.Plan:
         if self._plan is not None:
             return self._plan.into(out)
+        from neuzip.kernels.rans import triton_decode
+
         assert self._coded is not None  # as `open` has seen
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
             plan = triton_decode.prepare([self._coded], [out], errors=self._errors)
@@ -210,6 +214,9 @@ class CodedByTriton:
                 self._from_scratch(bits)
 
     def _from_scratch(self, bits: Tensor) -> None:
+        from neuzip.kernels.launching import LAUNCHING
+        from neuzip.kernels.rans import triton_encode
+
         self._recoder = self._plan = self._open = None  # their memory may be used again
         fmt = self._fmt
         encoded = triton_encode.encode_launched(bits, fmt, scratch=SCRATCH, lock=LAUNCHING, spare=SPARE)

@@ -83,7 +83,7 @@ def make_latent(
         if name not in originals or originals[name].weight.shape != linear.weight.shape:
             raise NeuzipError(
                 f"{name}: is not in {base.config.name_or_path}, or has another shape there",
-                "--original is the model that SRC was made of",
+                "`original` is the model that `source` was made of",
             )
         if starts and name not in starts:
             continue

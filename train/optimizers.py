@@ -31,7 +31,6 @@ from torch import Tensor
 
 from neuzip.errors import UsageError
 from neuzip.kernels.quantizers import states as quantized
-from neuzip.kernels.quantizers import triton_states
 from neuzip.kernels.quantizers.states import BLOCK, Chance
 
 States = dict[str, Tensor]
@@ -174,6 +173,8 @@ class AdamW:
         _write(part, weight, self.stochastic)
 
     def _update_by_triton(self, part: Part, states: States) -> None:
+        from neuzip.kernels.quantizers import triton_states
+
         decay = self.weight_decay if part.decays else 0.0
         rates = triton_states.Rates(
             self.beta1, self.beta2, self.epsilon, part.lr / (1 - self.beta1**part.step),

@@ -158,7 +158,7 @@ class Recovery:
         source: str,
     ) -> None:
         self.student, self.base = student, base.requires_grad_(False)
-        self._begun_with = {"base": fingerprint(base), "SRC": source}
+        self._begun_with = {"original": fingerprint(base), "source": source}
         for model in (student, base):
             nn.Module.train(model, False)  # no dropout: teacher and student see the same
             require_plain_head(model)
@@ -246,7 +246,7 @@ class Recovery:
             if not math.isfinite(value):
                 raise NeuzipError(
                     f"step {number + 1}: {words} is {value}, and no weight was changed",
-                    "begin anew (--overwrite) with a lower learning rate (--lr)",
+                    "begin anew (`overwrite=True`) with a lower learning rate (`lr`)",
                 )
         self.optimizer.step()
         return {**figures, "norm": norm, "strength": strength}
@@ -381,7 +381,7 @@ class Recovery:
             if changed:
                 raise UsageError(
                     f"{path}: was begun with another {' and another '.join(changed)}",
-                    "give the same model, text and options, or --overwrite to begin anew",
+                    "give the same model, text and options, or `overwrite=True` to begin anew",
                 )
         self._set_parameters(path, tensors)
         self._set_moments(tensors)
@@ -469,7 +469,7 @@ def recover(
             if steps is not None and steps != course.steps:
                 raise UsageError(
                     f"{work}: was begun for {course.steps} steps",
-                    "give as many, or --overwrite to begin anew",
+                    "give as many, or `overwrite=True` to begin anew",
                 )
         else:
             clear(work, overwrite)
@@ -529,7 +529,7 @@ def _no_state(path: Path) -> FormatError:
     return FormatError(
         path.parent,
         f"holds no state of a recovery, {path.name}",
-        hint="give the folder that --keep-state named",
+        hint="give the folder that `keep_state` named",
     )
 
 

@@ -134,7 +134,7 @@ def _require_weights(folder: Path, facts: dict[str, Any]) -> None:
         if found.get(name) != written.get(name):
             raise FormatError(
                 folder / name, f"is not what training wrote with {STATE_FILE}: it is damaged",
-                hint="go on from another checkpoint, or begin anew with --overwrite",
+                hint="go on from another checkpoint, or begin anew with `overwrite=True`",
             )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def quantize_tokens(x: Tensor, activation: str) -> QuantizedTokens:
     """
     if not x.is_cuda or not x.numel():
         return quantize(x, activation, clamped=CLAMPED)
-    from neuzip.kernels.rans.triton_decode import LAUNCHING
+    from neuzip.kernels.launching import LAUNCHING
     from neuzip.kernels.ternary_linear import triton_quantize
 
     with torch.cuda.device_of(x), LAUNCHING:  # type: ignore[no-untyped-call]

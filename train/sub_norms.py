@@ -44,12 +44,12 @@ def with_sub_norms(model: PreTrainedModel, windows: Tensor) -> PreTrainedModel:
     if config.model_type != "llama":
         raise NeuzipError(
             f"{config.name_or_path}: a {config.model_type} model has no form with SubLN",
-            "only Llamas can be stored with more norms; leave --sub-norms out",
+            "only Llamas can be stored with more norms; leave `sub_norms` out",
         )
     if config.mlp_bias or config.head_dim * config.num_attention_heads != config.hidden_size:
         raise NeuzipError(
             f"{config.name_or_path}: has biases in its MLPs, or heads that are not as wide as the model",
-            "BitNet has neither; leave --sub-norms out",
+            "BitNet has neither; leave `sub_norms` out",
         )
     gains = _gains(model, windows[:FEW])
     with torch.device(model.device):

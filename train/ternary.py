@@ -78,7 +78,7 @@ def convert(
     Raises UsageError without them, NeuzipError for a model whose layers are not found, or are of no use.
     """
     if recipe.quantizer == "error-feedback" and (windows is None or not windows.numel()):
-        raise UsageError("error feedback needs a text that the layers see", "give --text TEXT")
+        raise UsageError("error feedback needs a text that the layers see", "give `text`")
     layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
     feed = _Feed(model, layers, windows) if recipe.quantizer == "error-feedback" else None
@@ -91,7 +91,7 @@ def convert(
                 ternary = _rounded(recipe.apply(linear.weight, grams.get(linear)), linear.weight.dtype)
             except ValueError as error:  # NaN or infinity
                 raise NeuzipError(
-                    f"{names[linear]}: {error}", "its dtype may overflow: --device cpu computes in fp32"
+                    f"{names[linear]}: {error}", "its dtype may overflow: `device='cpu'` computes in fp32"
                 ) from error
             linear.weight.copy_(ternary.dequantize(linear.weight.dtype))
             found[f"{names[linear]}.weight"] = ternary

@@ -18,6 +18,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.speed import Plan, Speed, Speeds
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip bench my-model.nz",
     "neuzip bench my-model.nz --residency packed,ans --batch 1,8",

@@ -20,6 +20,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seco
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
@@ -267,67 +268,51 @@ def command(
 ) -> None:
     """Compress a checkpoint, lossless by default"""
     out = Output(json=json, quiet=quiet)
-    goal = targets.one_target(max_kld, max_ppl_increase, target_size)
+    from neuzip.eval.target_values import one_goal
+
+    goal = one_goal(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
+        require(f"`{goal.parameter}`" if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
-    from neuzip.compress import compress, scheme
+    from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
+    from neuzip.eval.target_request import ask, text_for
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
-        if plan is not None and (
-            mantissa_bits is not None or bits_for or block_size != "none" or include or ternary
-        ):
-            raise UsageError(
-                "--plan excludes --mantissa-bits, --bits-for, --block-size, --include and --ternary",
-                "write them into the plan",
-            )
-        if goal is not None and (plan is not None or mantissa_bits is not None or bits_for or ternary):
-            raise UsageError(
-                f"{goal.option} excludes --plan, --mantissa-bits, --bits-for and --ternary",
-                "it chooses the mantissa bits itself",
-            )
+        given = request.given(
+            mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size != "none", include=include,
+            plan=plan, ternary=ternary, activations=activations, allow_destructive=allow_destructive,
+            ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
+            ternary_packing=ternary_packing != "trits", sensitivity=sensitivity != "auto",
+            text=text if attention is None else None,
+        )  # fmt: skip
+        target = None if goal is None else goal.parameter
+        request.refuse_contradictions(given, target)
         fewer = targets.layers_to_drop(
             drop_layers, goal, sensitivity=sensitivity,
             excluded="--dry-run" if dry_run else "--attention" if attention is not None else None,
         )  # fmt: skip
         if goal is not None and ranks.world > 1:
             raise UsageError(
-                f"{goal.option} needs one process", "run it without torchrun; --plan takes the plan it writes"
+                f"`{target}` needs one process", "run it without torchrun; --plan takes the plan it writes"
             )
         if attention is not None and ranks.world > 1:
             raise UsageError(
                 f"--attention {attention} needs one process", "run neuzip patch-attention on the result"
             )
-        measured_on = targets.text_of(goal, sensitivity, text, needed=attention is not None or fewer != 0)
-        rounding = "none" if goal is not None else block_size
+        measured_on = text_for(goal, sensitivity, text, needed=attention is not None or fewer != 0)
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
-        rules = scheme.rules_of_options(
-            mantissa_bits,
-            rounding,
-            include or [],
-            exclude or [],
-            weights if ternary else None,
-            bits_for or [],
-        )
-        if plan is not None:
-            raw = [scheme.Rule(glob, scheme.RAW) for glob in exclude or []]
-            rules = [*raw, *scheme.read_plan_file(plan)]
-        if all(rule.scheme.kind != "ternary" for rule in rules):
-            for option, given in (
-                ("--activations", activations is not None),
-                ("--allow-destructive", allow_destructive),
-            ):
-                if given:
-                    raise UsageError(
-                        f"{option} has no effect: {plan} has no ternary rule",
-                        'add a rule with scheme = "ternary", or leave it out',
-                    )
+        rules = request.rules_of(
+            mantissa_bits, "none" if goal is not None else block_size, include or [], exclude or [],
+            weights if ternary else None, bits_for or [], plan,
+        )  # fmt: skip
+        request.refuse_without_ternary(given, rules)
         asked_stream = streaming.understand(
             stream, push_to, private, allow_private_files,
             {
-                goal.option if goal is not None else "a target": goal is not None,
+                f"--{goal.kind}" if goal is not None else "a target": goal is not None,
                 "--attention": attention is not None, "--no-verify": not verify, "torchrun": ranks.world > 1,
             },
         )  # fmt: skip
@@ -336,7 +321,8 @@ def command(
                 {
                     "--mantissa-bits": mantissa_bits is not None, "--bits-for": bool(bits_for),
                     "--plan": plan is not None,
-                    "--ternary": ternary, goal.option if goal is not None else "a target": goal is not None,
+                    "--ternary": ternary,
+                    f"--{goal.kind}" if goal is not None else "a target": goal is not None,
                     "--attention": attention is not None, "--stream": stream, "--dry-run": dry_run,
                     "--push-to": push_to is not None, "torchrun": ranks.world > 1,
                 }
@@ -367,11 +353,12 @@ def command(
             more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
-                asked = targets.ask(
-                    out, goal, path, dst, rules, block_size=block_size, text=measured_on,
+                asked = ask(
+                    goal, path, dst, rules, block_size=scheme.block_size_of(block_size), text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
                 )  # fmt: skip
+                targets.tell(out, asked)
             if dry_run:
                 with targets.nothing_kept():
                     found = targets.find(out, asked)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
     from neuzip.eval.perplexity import Difference, Evaluation
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip demo",
     "neuzip demo --output /tmp/demo --overwrite",

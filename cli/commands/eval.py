@@ -42,6 +42,8 @@ EVALUATED = (
 )  # fmt: skip
 """The keys of `--json` that say what was measured on the text; null without one."""
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip eval my-model.nz --text demo",
     "neuzip eval small --original my-model --text wiki.test.raw",

@@ -16,6 +16,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.compress.export import Target
 
+PACKAGES = ("torch",)
+
 EXAMPLES = [
     "neuzip export my-model.nz my-model-bitnet --to transformers-bitnet",
     "neuzip export my-model.nz my-model-vllm --to compressed-tensors",

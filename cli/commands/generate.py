@@ -21,6 +21,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.runtime.generate import Generation
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     'neuzip generate my-model.nz "The history of"',
     "neuzip generate my-model.nz --residency packed < question.txt",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from neuzip.eval.layer_removal import Pruned
     from neuzip.eval.layers import Analysis, Layer, Removal
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip layers my-model --text wiki.test.raw --plot layers.svg",
     "neuzip layers my-model.nz --text demo --json",

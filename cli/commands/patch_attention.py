@@ -17,6 +17,8 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.attention import Calibration, Form, Layer
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip patch-attention my-model fast --text held-out.txt",
     "neuzip patch-attention my-model.nz fast.nz --text demo --mode 8bit",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from neuzip.eval.divergence import Comparison
     from neuzip.train.recovery import Recovered
 
+PACKAGES = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
     "neuzip recover my-model --text my.txt --budget 30m -o tern",
     "neuzip recover my-model --text a.txt --text b.jsonl --steps 999 -o t",

@@ -17,6 +17,8 @@ from neuzip.cli.threads import let_threads_sleep
 if TYPE_CHECKING:
     from neuzip.eval.sweep import Row, Sweep
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip sweep my-model --text wiki.test.raw -o sweep",
     "neuzip sweep my-model --text demo --schemes lossless,k3,k1,k0b64 --blocks ''",

@@ -13,6 +13,8 @@ from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
+PACKAGES = ("torch", "transformers")
+
 EXAMPLES = [
     "neuzip ternarize my-model tern --text my.txt --allow-destructive",
     "neuzip ternarize my-model t --ternary-quantizer absmean --allow-destructive",

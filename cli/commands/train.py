@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from neuzip.train.loop import Figures
     from neuzip.train.text import Windows
 
+PACKAGES = ("torch", "transformers", "matplotlib")
+
 EXAMPLES = [
     "neuzip train run.toml",
     "neuzip train run.toml --resume",

@@ -55,6 +55,6 @@ def single_scale(name: str, scale: Tensor, engine: str) -> Tensor:
         raise NeuzipError(
             f"tensor {name!r}: has {scale.numel()} scales, {engine} holds one a tensor",
             "export to compressed-tensors or gguf, or make one scale a tensor:"
-            " `--ternary-group tensor` of ternarize",
+            " `neuzip ternarize --ternary-group tensor`",
         )
     return used[0]

@@ -97,7 +97,7 @@ def stored_scale(kind: BlockType, name: str, codes: Tensor, scale: Tensor, group
             if whole
             else f"tensor {name!r}: rows of {width} weights are no whole blocks of {kind.weights}, "
             f"as {kind.name} wants them",
-            "add --gguf-mixed to let such tensors be Q2_0 or Q4_0"
+            "add `gguf_mixed=True` to let such tensors be Q2_0 or Q4_0"
             if fits(fitting(kind, width, group), width, group)
             else "export to compressed-tensors",
         )

@@ -78,7 +78,7 @@ class GgufModel:
         if architecture is None:
             raise NeuzipError(
                 f"config.json: GGUF export does not know the architecture {name}",
-                f"it knows {', '.join(ARCHITECTURES)}; other engines: --to transformers-bitnet",
+                f"it knows {', '.join(ARCHITECTURES)}; other engines: `to='transformers-bitnet'`",
             )
         if config.get("hidden_act", "silu") != "silu":
             raise NeuzipError(

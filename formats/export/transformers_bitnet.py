@@ -43,8 +43,8 @@ class TransformersBitnet:
             raise UsageError(f"no linear class {self.linear_class!r} with the mode {self.mode!r}")
         if self.mode == "online" and self.linear_class != "autobitlinear":
             raise UsageError(
-                "--mode online needs autobitlinear: bitlinear holds packed weights only",
-                "add --linear-class autobitlinear",
+                "`mode='online'` needs autobitlinear: bitlinear holds packed weights only",
+                "add `linear_class='autobitlinear'`",
             )
 
     def stored_scale(self, name: str, dtype: str, codes: Tensor, scale: Tensor, group: int | None) -> Tensor:
@@ -56,7 +56,7 @@ class TransformersBitnet:
             if codes.shape[0] % CODES_A_BYTE:
                 raise NeuzipError(
                     f"tensor {name!r}: has {codes.shape[0]} rows, {ENGINE} packs {CODES_A_BYTE} into a byte",
-                    "export with --linear-class autobitlinear --mode online",
+                    "export with `linear_class='autobitlinear'` and `mode='online'`",
                 )
             written = self._scale(alpha)
             if not self._holds(written, dtype):
@@ -71,7 +71,7 @@ class TransformersBitnet:
             raise NeuzipError(
                 f"tensor {name!r}: its scale {float(alpha):.3g} does not survive an absmean in {dtype}, "
                 f"which is at least {SMALLEST_ABSMEAN}",
-                "export with --mode offline",
+                "export with `mode='offline'`",
             )
         return found
 

@@ -135,7 +135,8 @@ def sageattn(
     tensor_layout  "HND": [B, H, N, D], or "NHD": [B, N, H, D], of q, k, v and the output
 
     Other than theirs it is causal from the last key back when there are more keys than queries, and refuses
-    arguments that it does not know. The log-sum-exp is fp32 [B, Hq, Nq] in either layout.
+    arguments that it does not know. The log-sum-exp is fp32 [B, Hq, Nq] in either layout. Raises ValueError
+    and TypeError for operands and options that do not fit.
     """
     if tensor_layout not in ("HND", "NHD"):
         raise ValueError(f"tensor_layout is {tensor_layout!r}; it is 'HND' or 'NHD'")

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from neuzip.kernels.kv_cache.triton_store import as_stored
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 
 from .options import Options
 from .quantized import BLOCK, Quantized

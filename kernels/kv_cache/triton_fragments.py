@@ -24,8 +24,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.quantizers import plane_widths, words
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_fragments import float_of, less, multiply, side_by_side
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.quantizers import plane_widths, words
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .torch_ops import Heads
 from .triton_attend import codes_of

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.quantizers import plane_widths, words
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from .torch_ops import Heads
 

@@ -35,9 +35,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.packed_linear import torch_ops as packed_linear
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded
 
 from .triton_forward import aligned, has_accelerator, multiprocessors

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.packed_linear.torch_ops import PackedTensor
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 
 from . import sums
 from .head import Divergence, Head, TokenStatistics

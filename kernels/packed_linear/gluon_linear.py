@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from neuzip.kernels.gluon_barriers import barriers
 from neuzip.kernels.gpu import multiprocessors
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 
 from .form import TILE_ROWS, TURN, Layout
 from .torch_ops import PackedTensor, format_of

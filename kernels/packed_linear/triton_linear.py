@@ -32,7 +32,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.triton_fragments import float_of, multiply, side_by_side
 from neuzip.kernels.triton_sums import sum_rows
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from neuzip.kernels.float_fields import FloatFormat
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.triton_fragments import side_by_side
 
 from .form import (

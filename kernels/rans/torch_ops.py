@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 
-from .numbers import BLOCK, SCALE
-from .triton_decode import (
-    _OUT,
-    _TENSOR,
+from .coded import (
     ALIGNMENT,
     COUNTS,
     FIRST,
     LAST,
+    OUT,
     PATTERNS,
     ROW,
     STARTS,
     TABLES,
+    TENSOR,
     CodedTensor,
-    Launch,
     Part,
-    decode_parts,
-    make_launches,
     raise_if_corrupt,
 )
+from .numbers import BLOCK, SCALE
+
+if TYPE_CHECKING:
+    from .triton_decode import Launch
 
 APART = 256
 """Arrays, and descriptors of chunks, begin at multiples of so many bytes: Triton compiles a kernel once more
@@ -129,6 +130,8 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 
     The arguments are those of a `ResidentTensor`, which is the way to call it.
     """
+    from .triton_decode import decode_parts
+
     layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
     decode_parts([_part(memory, layout, chunk)], [out.view(torch.uint8)])
@@ -147,6 +150,8 @@ def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 )
 def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
+    from .triton_decode import decode_parts
+
     layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     decode_parts([_part(memory, layout, chunk)], [out])
 
@@ -183,6 +188,8 @@ class ResidentTensor:
     @classmethod
     def of(cls, coded: CodedTensor, bounds: Sequence[int] | None = None) -> ResidentTensor:
         """Copy the streams of a tensor of at least one weight together. Raises CorruptStream."""
+        from .triton_decode import make_launches
+
         bounds = (0, coded.numel) if bounds is None else tuple(bounds)
         if not coded.numel or bounds[0] != 0 or bounds[-1] != coded.numel or sorted(set(bounds)) != [*bounds]:
             raise ValueError(f"{coded.numel} weights have no chunks with the bounds {bounds}")
@@ -224,11 +231,11 @@ class ResidentTensor:
         size = BLOCK * self.layout.format.bits // 8
         for number, row in enumerate(host):
             blocks = self.chunk(number).blocks(self.layout)
-            row[_OUT], row[FIRST], row[LAST] = -blocks.start * size, blocks.start, blocks.stop - 1
-            row[_TENSOR], row[ROW] = places["errors"] // 4, self.layout.descriptors + APART * number
+            row[OUT], row[FIRST], row[LAST] = -blocks.start * size, blocks.start, blocks.stop - 1
+            row[TENSOR], row[ROW] = places["errors"] // 4, self.layout.descriptors + APART * number
             row[STARTS], row[COUNTS] = places["starts"], places["counts"]
             row[TABLES] = places["tables"]
-        own = [_OUT, _TENSOR, *range(ROW, LAST + 1)]
+        own = [OUT, TENSOR, *range(ROW, LAST + 1)]
         descriptors[:, own] = host[:, own].to(self.memory.device)
 
     @property
@@ -307,6 +314,8 @@ def decode_together(
     chunks: Sequence[tuple[ResidentTensor, int]], outs: Sequence[torch.Tensor], warps: int | None = None
 ) -> list[torch.Tensor]:
     """What `decode_into` does, of several chunks on one device, which share launches."""
+    from .triton_decode import decode_parts
+
     if len(outs) > 1 and len({out.device for out in outs}) > 1:
         raise ValueError("chunks on several devices share no launch")
     for (tensor, number), out in zip(chunks, outs, strict=True):

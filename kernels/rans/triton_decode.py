@@ -19,7 +19,6 @@ tensor, planes by the number of weights. A block whose words do not add up is re
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,21 +29,33 @@ import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
+from neuzip.kernels.float_fields import FloatFormat, plane_widths
+from neuzip.kernels.launching import LAUNCHING
 
-from . import CorruptStream, triton_stream
-from .model import Table
+from . import triton_stream
+from .coded import (
+    ALIGNMENT,
+    COLUMNS,
+    COUNTS,
+    FIRST,
+    LAST,
+    NORMALISER,
+    NUMEL,
+    OUT,
+    PLANES,
+    ROW,
+    STARTS,
+    TABLES,
+    TENSOR,
+    TOGETHER,
+    WIDTHS,
+    WORDS_END,
+    CodedTensor,
+    Kind,
+    Part,
+)
 from .numbers import BLOCK, HEADER_WORDS, LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
 from .triton_stream import joined, refilled
-
-ALIGNMENT = 16
-"""Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
-
-PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""For as many bits, torch's type of a bit pattern."""
-
-TOGETHER = 8
-"""Parts that a launch takes at most."""
 
 TILE = 2048
 """Entries of an index that are summed up at a time."""
@@ -54,86 +65,22 @@ FEW_BLOCKS = 4096
 streamed has other programs: see `triton_stream`."""
 
 
-@dataclass(frozen=True)
-class CodedTensor:
-    """What the decoder needs of one tensor. All its torch tensors are one-dimensional and on one device.
-
-    `index` and `words` are int16 with the bits of uint16; `words` is filled up to a multiple of 16 bytes at
-    most. `planes` are uint8, by width, aligned to 16 bytes and filled up to a multiple of 16. `normaliser` is
-    uint8, one a block of `block_size` weights.
-    """
-
-    fmt: FloatFormat
-    kept: int
-    numel: int
-    table: Table
-    index: torch.Tensor
-    words: torch.Tensor
-    planes: dict[int, torch.Tensor]
-    normaliser: torch.Tensor | None = None
-    block_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.index.numel() != -(-self.numel // BLOCK):
-            raise CorruptStream(f"the index has {self.index.numel()} entries for {self.numel} weights")
-        if not 0 <= self.kept <= self.fmt.mantissa_bits:
-            raise CorruptStream(f"{self.fmt.name} has no {self.kept} mantissa bits")
-        if self.index.dtype != torch.int16 or self.words.dtype != torch.int16:
-            raise CorruptStream("index and words are int16")
-        for width in plane_widths(1 + self.kept):
-            needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
-            plane = self.planes.get(width)
-            if plane is None or plane.numel() < needed or plane.data_ptr() % ALIGNMENT:
-                raise CorruptStream(f"the plane of {width} bits is too short or not aligned")
-        if self.block_size is not None:
-            if self.block_size < RUN or self.block_size & (self.block_size - 1):
-                raise CorruptStream(f"a block size of {self.block_size}")
-            if self.normaliser is None or self.normaliser.numel() < -(-self.numel // self.block_size):
-                raise CorruptStream("the normaliser is too short")
-
-    @property
-    def kind(self) -> Kind:
-        """What a launch is compiled for."""
-        return self.fmt, self.kept, self.table.group, self.block_size or 0
-
-
 def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Decode all `tensors` into `outs`, in one launch or two for each kind of them.
 
     `outs[i]` is contiguous, with elements of as many bits as the format has, as many as there are weights.
     Returns int32 `[len(tensors)]` on the device: not 0 for a tensor whose words are corrupt, of which any
-    weight may be wrong then. Whoever waits for the device should call `raise_if_corrupt`.
+    weight may be wrong then. Whoever waits for the device should call `coded.raise_if_corrupt`.
     """
     plan = prepare(tensors, outs)
     plan.launch()
     return plan.errors
 
 
-def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
-    """Wait for the device; raise CorruptStream with the name of the first tensor that `errors` marks."""
-    corrupt = torch.nonzero(errors).flatten().tolist()
-    if corrupt:
-        raise CorruptStream(f"the words of {names[corrupt[0]]!r} are corrupt")
-
-
-Kind = tuple[FloatFormat, int, int, int]
-"""What a launch is compiled for: format, mantissa bits, group, block size or 0."""
-
-
 def streams(kind: Kind) -> bool:
     """Whether full blocks are decoded as `triton_stream` does: bf16, nothing dropped, coded in pairs."""
     fmt, kept, group, block_size = kind
     return (fmt.bits, fmt.mantissa_bits, kept, group, block_size) == (16, 7, 7, 2, 0)
-
-
-# Columns of the descriptors, a row for every tensor. Positions are bytes after two base addresses.
-_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES = range(6)
-_WIDTHS = (32, 16, 8, 4, 2, 1)
-_COLUMNS = tl.constexpr(_PLANES + len(_WIDTHS))
-
-# More columns of a part's row, by which positions are after the memory that it is in: bytes before the row
-# itself, where the arrays of its tensor are, its first and last full block.
-ROW, STARTS, COUNTS, TABLES, FIRST, LAST = range(_COLUMNS.value, _COLUMNS.value + 6)
 
 
 @dataclass(frozen=True)
@@ -182,19 +129,6 @@ def _warps(kind: Kind, blocks: int, aligned: bool = True) -> int:
     if streams(kind) and aligned:
         return triton_stream.WARPS
     return 1 if blocks <= FEW_BLOCKS else 4
-
-
-@dataclass(frozen=True)
-class Part:
-    """Blocks of a tensor that lie somewhere with all that is known of them: full ones, and the ragged last.
-
-    `row` is its descriptor there, int64, and all that a launch is given.
-    """
-
-    kind: Kind
-    row: torch.Tensor
-    full: int
-    ragged: bool
 
 
 def decode_parts(parts: Sequence[Part], outs: Sequence[torch.Tensor], warps: int | None = None) -> None:
@@ -344,16 +278,16 @@ def make_launches(
     for row, t in enumerate(tensors):
         words = t.words.data_ptr() - base
         normaliser = 0 if t.normaliser is None else t.normaliser.data_ptr() - base
-        descriptors[row, :_PLANES] = (
+        descriptors[row, :PLANES] = (
             out_offsets[row], words + 2 * t.words.numel(), t.numel, normaliser, numbers[row]
         )  # fmt: skip
         for width in widths:
-            descriptors[row, _PLANES + _WIDTHS.index(width)] = t.planes[width].data_ptr() - base
+            descriptors[row, PLANES + WIDTHS.index(width)] = t.planes[width].data_ptr() - base
         words_at[row], n_words[row], blocks[row] = words, t.words.numel(), t.index.numel()
         frequencies[row, : t.table.frequencies.size] = t.table.frequencies
         palettes[row, : t.table.palette.size] = t.table.palette
     first_block[:] = np.cumsum(blocks) - blocks
-    full, n_blocks = descriptors[:, _NUMEL] // BLOCK, int(blocks.sum())
+    full, n_blocks = descriptors[:, NUMEL] // BLOCK, int(blocks.sum())
     is_ragged = blocks > full
     aligned = all(t.words.data_ptr() % ALIGNMENT == 0 for t in tensors)
     warps = warps or _warps(kind, int(full.sum()), aligned)
@@ -372,7 +306,7 @@ def make_launches(
     owner = _repeat(blocks, n_blocks)
     starts = 2 * (ends - counts - words_before[owner]) + words_at[owner]
     unused = n_words - (ends[first_block + blocks - 1] - words_before)
-    errors[descriptors[:, _TENSOR]] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
+    errors[descriptors[:, TENSOR]] |= ((unused < 0) | (unused >= ALIGNMENT // 2)).int()
     own = (
         descriptors.contiguous(),
         starts,
@@ -383,7 +317,7 @@ def make_launches(
     launches = []
     for (_, width, ragged), size in zip(shares, sizes, strict=True):
         if size:
-            numel = descriptors[:, _NUMEL]
+            numel = descriptors[:, NUMEL]
             per_row = (numel % BLOCK != 0).long() if ragged else (numel // BLOCK + width - 1) // width
             owner = _repeat(per_row, size)
             before = torch.arange(size, device=inp.device) - (torch.cumsum(per_row, 0) - per_row)[owner]
@@ -393,12 +327,12 @@ def make_launches(
     return launches
 
 
-_FACTS = _PLANES + len(_WIDTHS) + 4 + 256 + 256
+_FACTS = PLANES + len(WIDTHS) + 4 + 256 + 256
 
 
 def _columns(facts: Any) -> tuple[Any, ...]:
     """What is known of every tensor: its descriptor, four numbers, frequencies and palette."""
-    n = _PLANES + len(_WIDTHS)
+    n = PLANES + len(WIDTHS)
     return (
         facts[:, :n],
         *(facts[:, n + i] for i in range(4)),
@@ -446,9 +380,6 @@ def _as_int32(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
 
 
-LAUNCHING = threading.Lock()
-"""Triton compiles a kernel when it is first launched: not for two threads at once."""
-
 _ELEMENTS = {8: tl.uint8, 16: tl.uint16, 32: tl.uint32, 64: tl.uint64}
 
 # Kernels. L: threads of a program. All states are uint32; GROUP, E, M, KEPT as in SPEC.md; W = 1 + KEPT.
@@ -457,8 +388,9 @@ _LANES, _RUN, _RUNS, _BLOCK = (tl.constexpr(v) for v in (LANES, RUN, RUNS, BLOCK
 _HEADER, _SLOTS, _SCALE_BITS = (tl.constexpr(v) for v in (HEADER_WORDS, SCALE - 1, SCALE_BITS))
 _LOWER = tl.constexpr(LOWER)
 _C_OUT, _C_WORDS_END, _C_NUMEL, _C_NORMALISER, _C_TENSOR, _C_PLANES = (
-    tl.constexpr(v) for v in (_OUT, _WORDS_END, _NUMEL, _NORMALISER, _TENSOR, _PLANES)
+    tl.constexpr(v) for v in (OUT, WORDS_END, NUMEL, NORMALISER, TENSOR, PLANES)
 )
+_COLUMNS = tl.constexpr(COLUMNS)
 _C_ROW, _C_STARTS, _C_COUNTS, _C_TABLES, _C_FIRST, _C_LAST = (
     tl.constexpr(v) for v in (ROW, STARTS, COUNTS, TABLES, FIRST, LAST)
 )

@@ -104,7 +104,7 @@ def encode(bits: torch.Tensor, fmt: FloatFormat) -> Encoded:
     """Code bit patterns: a contiguous one-dimensional tensor of integers of fmt.bits bits, at least one.
 
     Whether that pays is the caller's business: incompressible weights take more than they did. Where there
-    are other threads, the caller holds `triton_decode.LAUNCHING`.
+    are other threads, the caller holds `LAUNCHING`.
     """
     return encode_launched(bits, fmt)
 

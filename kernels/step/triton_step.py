@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra import cuda, libdevice
 
 from neuzip.kernels.gpu import early_launches
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 
 from .reference import NORMS, VECTOR, Norm, threads

@@ -35,7 +35,7 @@ from triton.language.extra import cuda
 
 from neuzip.kernels.gluon_barriers import barriers
 from neuzip.kernels.gpu import multiprocessors
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 
 from .triton_quantize import quantize
 from .weight import TILE, TernaryWeight

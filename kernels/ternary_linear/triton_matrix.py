@@ -19,7 +19,7 @@ from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from neuzip.kernels.gpu import early_launches, multiprocessors
-from neuzip.kernels.rans.triton_decode import LAUNCHING
+from neuzip.kernels.launching import LAUNCHING
 
 from .triton_quantize import quantize
 from .weight import STEP, TILE, TernaryWeight

@@ -32,9 +32,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from neuzip.kernels.gpu import counts_bits, early_launches, multiprocessors
+from neuzip.kernels.launching import LAUNCHING
 from neuzip.kernels.quantizers.activations import EPSILON
 from neuzip.kernels.quantizers.magnitudes import first_unit
-from neuzip.kernels.rans.triton_decode import LAUNCHING
 from neuzip.kernels.triton_floats import rounded, widened
 from neuzip.kernels.triton_sums import each_of, first_of, share_sums, sum_rows
 

@@ -1,0 +1,76 @@
+"""What is installed of what neuzip needs, and the lines that install the rest.
+
+Not all that pyproject.toml lists has to be there: what works on files alone needs no torch, for example.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata, requires
+from importlib.util import find_spec
+
+from neuzip.errors import NeuzipError
+
+NAME = "neuzip-toolkit"
+"""As an index knows it. The package that PyPI calls `neuzip` is somebody else's."""
+
+_DISTRIBUTIONS = {"yaml": "pyyaml"}
+"""Modules whose distribution has another name, where it is not that with - for _."""
+
+
+class MissingPackage(NeuzipError, ModuleNotFoundError):
+    """Something needs a package that is not installed. The hint is the line that installs it."""
+
+
+def require(what: str, *modules: str) -> None:
+    """Raise MissingPackage if one of the modules, which `what` needs, is not installed. Imports none."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise _missing(what, missing)
+
+
+def missing_package(error: Exception, what: str) -> MissingPackage | None:
+    """What to raise instead if a package is not installed that `what` needs; None for every other error."""
+    module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if _distribution(module) not in _requirements() or find_spec(module) is not None:
+        return None
+    return _missing(what, [module])
+
+
+def repository() -> str | None:
+    """The address of neuzip's repository, if this release was built with one."""
+    try:
+        urls = metadata(NAME).get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return None
+    return dict(line.split(", ", 1) for line in urls).get("Repository")
+
+
+def install_sentence() -> str:
+    """How to install all of neuzip: from its repository if this release names it, else in a clone."""
+    address = repository()
+    where = f"`pip install git+{address}`" if address else "`pip install .` in a clone of its repository"
+    return f"Run {where}."
+
+
+def _missing(what: str, modules: list[str]) -> MissingPackage:
+    names = [_distribution(module) for module in modules]
+    wanted = _requirements()
+    packages = "the package" if len(names) == 1 else "the packages"
+    absent = "which is not installed" if len(names) == 1 else "which are not installed"
+    line = "pip install " + " ".join(f'"{wanted.get(name, name)}"' for name in names)
+    error = MissingPackage(f"{what} needs {packages} {' and '.join(names)}, {absent}", line)
+    error.name = modules[0]
+    return error
+
+
+def _distribution(module: str) -> str:
+    return _DISTRIBUTIONS.get(module, module.lower().replace("_", "-"))
+
+
+@cache
+def _requirements() -> dict[str, str]:
+    """By its name each requirement that neuzip has or may have, with its versions, as pip takes it."""
+    lines = [line.partition(";")[0].strip() for line in requires(NAME) or []]
+    return {_distribution(re.split(r"[^\w.-]", line)[0]): line for line in lines}
