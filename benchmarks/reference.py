@@ -46,7 +46,7 @@ GROUPS = {
     "Hub": ("push", "pull"),
     "Run and measure": ("generate", "eval", "bench", "sweep", "layers"),
     "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
-    "Help": ("demo",),
+    "Help": ("demo", "env"),
 }
 """The groups of the README, in its order."""
 
@@ -55,7 +55,7 @@ HOW_TO = {
     "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
     "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
-    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub",
+    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
