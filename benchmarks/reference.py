@@ -199,15 +199,28 @@ def commands() -> str:
 
 
 def command(verb: str) -> str:
-    """One command's help page, and where it is shown at work."""
+    """One command's help page, what it needs, and where it is shown at work."""
     page = (HELP / f"{verb}.txt").read_text(encoding="utf-8").rstrip("\n")
     page = re.sub(r"^[ \t]+$", "", page, flags=re.MULTILINE)
-    more = (
-        f"\n\nExamples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)"
-        if HOW_TO[verb]
-        else ""
-    )
-    return f"### {verb}\n\n```text\n{page}\n```{more}"
+    parts = [f"### {verb}", f"```text\n{page}\n```"]
+    module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+    if needs := getattr(module, "NEEDS", {}):
+        parts.append(
+            table(
+                "option | has no effect without",
+                ((f"`{option}`", either(others)) for option, others in needs.items()),
+            )
+        )
+    if packages := getattr(module, "PACKAGES", ()):
+        parts.append(f"`{verb}` needs these packages: {', '.join(packages)}.")
+    if HOW_TO[verb]:
+        parts.append(f"Examples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)")
+    return "\n\n".join(parts)
+
+
+def either(options: Iterable[str]) -> str:
+    """Options of which one is needed."""
+    return " or ".join(f"`{option}`" for option in options)
 
 
 def overview() -> str:
