@@ -1,4 +1,4 @@
-"""The commands that pages of docs/ name in running text and in tables exist; tests/test_docs.py has their blocks."""
+"""The commands that pages of docs/ name in text and in tables exist; tests/test_docs.py has their blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from neuzip.cli.commands import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,9 @@ def named_in(text: str) -> list[tuple[str, set[str]]]:
 
 
 def test_commands_in_running_text_are_found():
-    text = "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    text = (
+        "Run `neuzip compress\na b --max-kld 0.01`, or `neuzip env`.\n```console\n$ neuzip no --such\n```\n"
+    )
     assert named_in(text) == [("compress", {"--max-kld"}), ("env", set())]
 
 
