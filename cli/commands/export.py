@@ -88,8 +88,8 @@ def command(
     if len(packings) > 1:
         out.text("packed as " + ", ".join(f"{kind} ({n})" for kind, n in packings.most_common()))
     out.text(
-        "codes as in the source; "
-        + (f"scales rounded by {report.scale_error:.2g} at most" if report.scale_error else "scales exact")
+        "codes unchanged; "
+        + (f"scales rounded by at most {report.scale_error:.2g}" if report.scale_error else "scales exact")
     )
     out.text(f"{report.dst} in {seconds_text(report.seconds)}")
     out.result(

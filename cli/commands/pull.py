@@ -60,7 +60,7 @@ def command(
                 progress=out.watched,
             )  # fmt: skip
         if report.was_there:
-            out.status("all files were there already and match the checksums of the Hub")
+            out.status("all files are here already and match the checksums of the Hub")
         if report.without_base:
             apart = count_text(report.without_base, "tensor")
             out.status(f"a delta: {apart} checked as far as that goes without its base")
