@@ -2,7 +2,8 @@
 
 The address of the repository is written nowhere in it. Here it becomes `[project.urls]`, by which model cards
 and errors tell how to install neuzip. The relative links of README.md become links to the tag of the version,
-because an index shows that page far from the files. dist/ gets both files. `make release REPOSITORY=...` runs it.
+because an index shows that page far from the files. dist/ gets sdist and wheel. `make release REPOSITORY=...`
+runs this script.
 """
 
 from __future__ import annotations
