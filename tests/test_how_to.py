@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from neuzip.cli.commands import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
