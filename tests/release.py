@@ -1,7 +1,7 @@
 """Build sdist and wheel for an index, from a clean tree: python tests/release.py https://HOST/OWNER/NAME
 
-The repository does not hold its own address. Here the address becomes `[project.urls]`, and so model cards tell
-how to install neuzip. The relative links of README.md become links to the tag of the version, because an index
+The repository does not hold its own address. Here it becomes `[project.urls]`, by which model cards tell how
+to install neuzip. The relative links of README.md become links to the tag of the version, because an index
 shows that page far from the files. Both files go to dist/. `make release REPOSITORY=...` runs it.
 """
 
