@@ -400,3 +400,25 @@ def test_ci_runs_strictly():
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
 def test_no_page_tells_to_install_the_other_package(path: Path):
     assert not re.search(r"pip install neuzip\b(?!-toolkit)", path.read_text(encoding="utf-8"))
+
+
+def test_the_image_is_built_from_what_pip_needs():
+    """No container is built here: what can go wrong is looked at line by line."""
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    files = {HOOK, "LICENSE", "README.md", "pyproject.toml", "requirements-dev.txt"}
+    assert let_in == {*ROOMS, *files}
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line]
+    assert {word for word, _ in words} == {
+        "FROM", "ARG", "COPY", "RUN", "ENV", "USER", "WORKDIR", "ENTRYPOINT", "CMD"
+    }  # fmt: skip
+    for word, rest in words:
+        if word == "RUN":
+            subprocess.run(["sh", "-n", "-c", rest], check=True)
+    (base,) = {rest.partition(" AS ")[0] for word, rest in words if word == "FROM"}
+    version = base.removeprefix("python:").removesuffix("-slim")
+    assert f"Programming Language :: Python :: {version}" in PROJECT["project"]["classifiers"]
+    assert len([pin for pin in PINS if pin.name == "torch"]) == 1
+    assert [rest for word, rest in words if word == "USER"] == ["neuzip"]
+    assert [rest for word, rest in words if word == "ENTRYPOINT"] == ['["neuzip"]']
