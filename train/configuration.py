@@ -1,6 +1,6 @@
 """What `neuzip train` is told: a TOML file of flat keys, checked before anything is loaded.
 
-docs/explanation/training.md has a table of the keys, their defaults and what they mean.
+docs/reference/config.md has a table of the keys, their defaults and what they mean.
 """
 
 from __future__ import annotations

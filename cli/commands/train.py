@@ -313,10 +313,10 @@ def _begin(
     )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
-        model, asked.method(), compressed=asked.compressed, clip=asked.max_grad_norm or None,
+        model, asked.method(), compressed=asked.compressed, max_grad_norm=asked.max_grad_norm or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
-        micro_batch=asked.micro_batch_size,
-        states=asked.optimizer_state,  # type: ignore[arg-type]  # so was this
+        micro_batch_size=asked.micro_batch_size,
+        optimizer_state=asked.optimizer_state,  # type: ignore[arg-type]  # so was this
         seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
