@@ -1,8 +1,9 @@
 """Build what an index takes, sdist and wheel, from a clean tree: python .ci/release.py https://HOST/OWNER/NAME
 
-The address of the repository is written nowhere in it. Here it becomes `[project.urls]`, by which model cards and
-errors tell how to install neuzip, and the relative links of README.md become links to the tag of the version: an
-index shows that page far from the files. dist/ gets both files. `make release REPOSITORY=...` runs it.
+The address of the repository is written nowhere in it. Here it becomes `[project.urls]`, by which model cards
+and errors tell how to install neuzip. The relative links of README.md become links to the tag of the version,
+because an index shows that page far from the files. dist/ gets sdist and wheel. `make release REPOSITORY=...`
+runs this script.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def absolute_links(page: str, tree: Path, base: str) -> str:
 
 
 def build(tree: Path, target: Path) -> tuple[Path, Path]:
-    """Sdist and wheel of a tree, the wheel from the sdist. setuptools has to be installed; no index is asked."""
+    """Sdist and wheel of a tree, the wheel from the sdist. Needs setuptools, and asks no index."""
     program = f"from setuptools import build_meta as b; print(b.build_sdist({str(target)!r}))"
     name = said(sys.executable, "-c", program, folder=tree).splitlines()[-1]
     with tempfile.TemporaryDirectory() as folder:

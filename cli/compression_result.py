@@ -1,7 +1,8 @@
-"""What `neuzip compress --json` says: one function, so that a dry run and a run have the same keys."""
+"""What `neuzip compress` says of a plan or a result: a dry run and a run have the same keys under --json."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,3 +76,26 @@ def planned(tensors: Sequence[PlannedTensor]) -> list[dict[str, object]]:
         }
         for t in tensors
     ]
+
+
+def alike(tensors: Sequence[PlannedTensor]) -> dict[tuple[str, ...], list[PlannedTensor]]:
+    """Tensors by name without its numbers, shape, dtype and scheme, in the order of their first."""
+    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
+    for t in tensors:
+        info = t.tensor.info
+        scheme = str(t.scheme) if t.alias_of is None else f"same as {pattern(t.alias_of.name)}"
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        groups.setdefault((pattern(info.name), shape, info.dtype, scheme), []).append(t)
+    return {
+        (group[0].tensor.info.name if len(group) == 1 else key[0], *key[1:]): group
+        for key, group in groups.items()
+    }
+
+
+def pattern(name: str) -> str:
+    """A name with its numbers left out.
+
+    >>> pattern("model.layers.12.mlp.experts.3.w1.weight")
+    'model.layers.*.mlp.experts.*.w1.weight'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from neuzip.cli.compression_result import planned, result_of
-from neuzip.cli.output import Output, bytes_text
-from neuzip.cli.schemes import legend
+from neuzip.cli.compression_result import alike, planned, result_of
+from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError
 
@@ -183,13 +184,14 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
     from neuzip.formats.private_files import listed, private_files
 
     rows = [
-        [t.tensor.info.name, "x".join(map(str, t.tensor.info.shape)) or "scalar", t.tensor.info.dtype,
-         f"{t.scheme} ({t.note})" if t.note else str(t.scheme), bytes_text(t.tensor.info.nbytes)]
-        for t in plan.tensors
-    ]  # fmt: skip
-    out.table(["tensor", "shape", "dtype", "scheme", "bytes"], rows, right=["bytes"])
+        [name, f"{len(group):,}", shape, dtype, scheme, bytes_text(sum(t.tensor.info.nbytes for t in group))]
+        for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
+    ]
+    out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes"], rows, right=["tensors", "bytes"])
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
+    for (scheme, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
+        out.text(f"{scheme_text(scheme)}: {count_text(count, 'tensor')}, {note}")
     private = private_files(plan.source.checkpoint)
     for line in listed(private):
         out.warning(f"looks private: {line}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,9 +105,6 @@ if TYPE_CHECKING:
 SCRATCH = f"{OWN_FOLDER}/scratch"
 SMALL = PIECE
 """Weights up to which a tensor is one job; larger ones are split among the workers."""
-
-GROWTH_BYTES = 1 << 16
-"""Bytes, and 1 %, by which weight files may grow before there is a warning."""
 
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
@@ -1079,6 +1076,7 @@ class Compression:
                 *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
                 *(f"looks private, and is carried along: {line}" for line in listed(private)),
                 *_unrounded(tensors),
+                *_unknown(tensors),
                 *_larger(sum(map(source.file_bytes, checkpoint.weights)), stored_weights, len(tensors)),
             ),
             tuple(private),
@@ -1167,11 +1165,20 @@ def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
 def _larger(before: int, after: int, tensors: int) -> list[str]:
     """A warning if weight files take more than before: names and records of small tensors outweigh them."""
     more = after - before
-    if more <= max(GROWTH_BYTES, before // 100):
+    if more <= before // 100:
         return []
     return [
-        f"the result is {more:,} bytes larger than `source`: what is recorded of its {tensors:,} tensors"
-        " takes more than is saved"
+        f"the result is {more:,} bytes larger than `source`: names and records of its {tensors:,} tensors"
+        " take more than is saved"
+    ]
+
+
+def _unknown(tensors: Sequence[TensorReport]) -> list[str]:
+    """A warning if tensors have dtypes that are none of safetensors: they are stored as they are."""
+    counts = Counter(t.dtype for t in tensors if t.dtype not in DTYPE_BITS)
+    return [
+        f"neuzip does not know dtype {dtype}: {count:,} tensor{'' if count == 1 else 's'} stored unchanged"
+        for dtype, count in counts.items()
     ]
 
 

@@ -344,7 +344,8 @@ def refuse_nesting(src: Path, dst: Path) -> None:
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name for a file
             raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
         if a == b or a in b.parents or b in a.parents:
-            raise NeuzipError(f"{path}: is, holds, or lies within {src}", "choose a `destination` beside it")
+            how = "is the same place as" if a == b else "lies within" if a in b.parents else "holds"
+            raise NeuzipError(f"{path}: {how} {src}", "choose a `destination` outside of it")
 
 
 def require_space(dst: Path, nbytes: int) -> None:

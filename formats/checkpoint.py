@@ -39,6 +39,20 @@ NOT_A_FILE = (
 """What a compressed config.json has there: transformers' error ends with it where neuzip is not installed."""
 
 SKIPPED_FOLDERS = (".git", ".cache/huggingface")
+FOREIGN = {
+    ".gguf": "GGUF, which neuzip writes but does not read",
+    ".ggml": "GGML, which neuzip does not read",
+    ".onnx": "ONNX, which neuzip does not read",
+    ".h5": "HDF5, which neuzip does not read",
+    ".keras": "a Keras archive, which neuzip does not read",
+    ".msgpack": "a msgpack of Flax, which neuzip does not read",
+    ".npz": "an archive of NumPy, which neuzip does not read",
+    ".npy": "an array of NumPy, which neuzip does not read",
+    ".tflite": "TFLite, which neuzip does not read",
+    ".mlpackage": "Core ML, which neuzip does not read",
+}
+"""Formats of weights that people give by mistake, by suffix."""
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CHUNK = 1 << 24
 MAX_DEPTH = 32
@@ -90,10 +104,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if is_file:
         if path.suffix in PICKLES:
             raise FormatError(path, "is a pickle, which can run code when it is loaded", hint=_CONVERT)
-        if path.suffix == ".gguf":
-            raise _refusal_of_gguf(path)
+        if path.suffix in FOREIGN:
+            raise _refusal_of(path)
         if path.suffix != ".safetensors":
-            raise FormatError(path, "is not a .safetensors file")
+            raise FormatError(path, "is not a .safetensors file", hint=_FILES)
         return Checkpoint(path, path.parent, (path.name,), ())
     if not path.is_dir():
         raise FormatError(path, "is neither a file nor a folder")
@@ -111,8 +125,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             )
         if any(_INDEX.search(f) for f in files):
             raise NeuzipError(f"{path}: there are no .safetensors files, but an index of some", _INCOMPLETE)
-        if ggufs := [f for f in files if f.endswith(".gguf")]:
-            raise _refusal_of_gguf(path / ggufs[0])
+        if foreign := [f for f in files if f.endswith(tuple(FOREIGN))]:
+            raise _refusal_of(path / foreign[0])
         raise NeuzipError(f"{path}: there are no .safetensors files", "is this the right folder?")
     others = tuple(f for f in files if not f.endswith(".safetensors"))
     return with_indices(Checkpoint(path, path, weights, others))
@@ -159,11 +173,12 @@ def _is_beside_weights(checkpoint: Checkpoint, index: str, shards: frozenset[str
     return any((match[1] or match[3] or "") != dotted for match in found)
 
 
-def _refusal_of_gguf(path: Path) -> FormatError:
-    return FormatError(path, "is GGUF, which neuzip writes but does not read", hint=_ORIGINAL)
+def _refusal_of(path: Path) -> FormatError:
+    return FormatError(path, f"is {FOREIGN[path.suffix]}", hint=_ORIGINAL)
 
 
 _INCOMPLETE = "if it is a download, it is incomplete: neuzip pull REPO_ID brings all of it"
+_FILES = "neuzip reads .safetensors files, and folders and Hub repositories that hold some"
 _ORIGINAL = "give the original checkpoint, or convert it to safetensors"
 _CONVERT = "load the model with transformers where you trust it: save_pretrained writes safetensors"
 

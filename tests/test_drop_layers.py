@@ -308,7 +308,7 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     assert f"dropped layers: {IDLE}; the remaining layers are renumbered" in said.stdout
     assert "lossless" not in said.stdout and "KLD of that alone" in said.stdout
     told = neuzip("compress", idle, tmp_path / "b", *asked, "1", "--json").json
-    assert told["target"]["dropped_layers"] == [IDLE] and told["target"]["holds"] is True
+    assert told["target"]["dropped_layers"] == [IDLE] and told["target"]["met"] is True
     assert told["lossless"] is False and told["src"] == str(idle)
     assert told["target"]["delivered"]["kld"]["mean"]["value"] <= 0.1
 

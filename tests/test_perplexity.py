@@ -467,10 +467,10 @@ def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_al
     assert f"\nlm-eval   documents in windows of up to 32, BOS in front; 40 words, {size} bytes; " in human
     assert "\nin      float32 on cpu; python 3." in human
     assert f"\nafter compared with before, {size - 1} tokens (token), ± over 7 windows:\n" in human
-    for figure in ("NLL, nats a token", "KL divergence, nats: mean", "same likeliest token"):
+    for figure in ("NLL, nats per token", "KL divergence, nats: mean", "top-1 agreement"):
         assert f"\n  {figure}" in human
     assert "of resident memory, both models in it; " in human
-    assert max(map(len, human.splitlines()[4:])) <= 100
+    assert max(map(len, human.splitlines()[4:])) <= 111
     assert {one.stderr for one in said.values()} == {""}
 
     answer = said["json"].json
@@ -495,7 +495,7 @@ def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_al
 def test_command_says_that_lossless_is_identical(checkpoint, lossless, text_file, neuzip):
     arguments = ["eval", lossless, "--original", checkpoint, "--text", text_file, "--device", "cpu"]
     said = neuzip(*arguments)
-    assert "\n  the same to the last bit: every loss; every KL divergence is 0\n" in said.stdout
+    assert "\n  identical: every loss has the same bits, and every KL divergence is 0\n" in said.stdout
     assert said.stdout.count("0, to the last bit\n") == 4
     answer = neuzip(*arguments, "--json").json
     assert answer["comparison"]["identical"] is True

@@ -588,7 +588,7 @@ def test_command_measures_on_a_gpu_if_there_is_one(neuzip: Speak, tmp_path: Path
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--max-kld", "0.02", "--json")
     assert said.exit_code == 0, said.stderr
     target = said.json["target"]
-    assert target["method"] == "measured" and target["holds"] is True
+    assert target["sensitivity"] == "measured" and target["met"] is True
     assert 0 < target["delivered"]["kld"]["mean"]["value"] <= 0.02
 
 
@@ -601,8 +601,8 @@ def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, t
     )
     assert said.exit_code == 0, said.stderr
     target = said.json["target"]
-    assert (target["option"], target["asked"], target["method"]) == ("--target-size", "38%", "weights")
-    assert target["holds"] is True and target["delivered"] is None
+    assert (target["option"], target["asked"], target["sensitivity"]) == ("--target-size", "38%", "weights")
+    assert target["met"] is True and target["delivered"] is None
     assert said.json["ratio"] <= 0.38
     assert sum(target["schemes"].values()) == 43
     plan = Path(target["plan"])
@@ -701,7 +701,7 @@ def test_dry_run_writes_nothing(neuzip: Speak, tmp_path: Path):
     schemes = {t["scheme"] for t in said.json["tensors"]}
     assert any(scheme.startswith("k=") for scheme in schemes)
     assert said.json["ratio"] == pytest.approx(0.5, abs=0.02)
-    assert said.json["target"]["asked"] == "50%" and said.json["target"]["holds"] is None
+    assert said.json["target"]["asked"] == "50%" and said.json["target"]["met"] is None
     assert list(tmp_path.iterdir()) == []
 
 

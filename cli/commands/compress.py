@@ -15,7 +15,7 @@ import typer
 from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
-from neuzip.cli.compression_result import planned, result_of
+from neuzip.cli.compression_result import alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
@@ -545,19 +545,17 @@ def _show_plan(
     for line in listed(private):
         out.warning(f"looks private, and would be copied: {line}")
     predicted = plan.predicted_bytes or 0
-    rows = []
-    for t in plan.tensors:
-        info = t.tensor.info
-        scheme = f"same as {t.alias_of.name}" if t.alias_of is not None else str(t.scheme)
-        rows.append(
-            [info.name, "x".join(map(str, info.shape)) or "scalar", info.dtype, scheme,
-             bytes_text(info.nbytes), percent_text(t.predicted or 0, info.nbytes)]
-        )  # fmt: skip
-    out.table(
-        ["tensor", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=["bytes", "predicted"]
-    )
+    rows = [
+        [name, f"{len(group):,}", shape, dtype, scheme, bytes_text(sum(t.tensor.info.nbytes for t in group)),
+         percent_text(sum(t.predicted or 0 for t in group), sum(t.tensor.info.nbytes for t in group))]
+        for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
+    ]  # fmt: skip
+    right = ["tensors", "bytes", "predicted"]
+    out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=right)
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
+    if len(rows) < len(plan.tensors):
+        out.text("* is any number: tensors of one kind share a row, and --json lists every tensor")
     for (stored, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
         out.text(f"{scheme_text(stored)}: {count_text(count, 'tensor')}, {note}")
     predicted_weights = plan.predicted_weight_bytes or 0

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.commands.verify import without_base_text
 from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 
 EXAMPLES = [
@@ -62,8 +63,7 @@ def command(
         if report.was_there:
             out.status("all files are here already and match the checksums of the Hub")
         if report.without_base:
-            apart = count_text(report.without_base, "tensor")
-            out.status(f"a delta: {apart} checked as far as that goes without its base")
+            out.status(f"a delta: {without_base_text(report.without_base)}")
         checked = "checked"
         if report.tensors is not None:
             checked += f", {count_text(report.tensors, 'tensor')} verified"

@@ -58,14 +58,16 @@ def command(
         )
         for line in legend(t.scheme for t in report.different):
             out.text(line)
-    out.text(
-        f"intact: {count_text(len(report.tensors), 'tensor')} ({bytes_text(report.nbytes)}) in "
-        f"{count_text(report.files, 'file')}, "
-        "every checksum right, everything decoded"
-    )
-    if apart := sum(t.base_missing for t in report.tensors):
-        out.text(f"a delta: {count_text(apart, 'tensor')} checked as far as that goes without its base")
-        out.hint("--base BASE checks what they restore to")
+    held = f"{count_text(len(report.tensors), 'tensor')} ({bytes_text(report.nbytes)})"
+    files = count_text(report.files, "file")
+    apart = sum(t.base_missing for t in report.tensors)
+    if apart:
+        out.text(f"intact without the base: {held} in {files}, every checksum right")
+        out.text(without_base_text(apart))
+        out.hint("--base BASE decodes them too")
+    else:
+        of_delta = "" if base is None else f" with the base {base}"
+        out.text(f"intact: {held} in {files}, every checksum right, every tensor decoded{of_delta}")
     if original is not None:
         same = len(report.tensors) - len(report.different)
         rounded = f"{len(report.different)} rounded as recorded"
@@ -82,6 +84,18 @@ def command(
             "tensors": [_told(t) for t in report.tensors],
         },
         quiet=[t.name for t in report.different],
+    )
+
+
+def without_base_text(count: int) -> str:
+    """What was not checked of a delta whose base was not given.
+
+    >>> without_base_text(1)
+    '1 tensor not restored: it needs the base; only its stored data was checked'
+    """
+    need, their = ("it needs", "its") if count == 1 else ("they need", "their")
+    return (
+        f"{count_text(count, 'tensor')} not restored: {need} the base; only {their} stored data was checked"
     )
 
 
