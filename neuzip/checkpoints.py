@@ -15,7 +15,7 @@ from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
 from neuzip.compress.device import AnyDevice, choose, named
-from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
+from neuzip.compress.pipeline import CompressionReport, refuse_before_download
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.request import (
@@ -34,7 +34,6 @@ from neuzip.errors import UsageError
 from neuzip.formats.hub import (
     Pushed,
     find_repository,
-    hub_id,
     log,
     plan_push,
     repository_name,
@@ -165,8 +164,7 @@ def compress_checkpoint(
     if goal is not None:
         require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
-    if hub_id(source) is not None:
-        refuse_unless_made(dst, overwrite)
+    refuse_before_download(source, dst, overwrite)
     path = resolve_source(source, note=log)
     if goal is not None:
         delivered = _reach(
