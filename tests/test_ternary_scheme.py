@@ -341,7 +341,7 @@ def test_other_weights_are_refused_before_anything_is_written(tmp_path: Path) ->
     assert "1 of 2 tensors" in refused.value.message
     assert "'b' first" in refused.value.message
     assert "13.9 to 3.8e6" in refused.value.message
-    assert "--allow-destructive" in refused.value.hint
+    assert "`allow_destructive=True`" in refused.value.hint
     assert [p.name for p in tmp_path.iterdir()] == ["s.safetensors"]
 
 
