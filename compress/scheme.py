@@ -118,7 +118,7 @@ class Rule:
     min_dimensions: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The rule as a plan file has it."""
+        """The keys and values of the rule in a plan file."""
         entry: dict[str, Any] = {"match": self.match, "scheme": self.scheme.kind}
         if self.scheme.mantissa_bits is not None:
             entry["mantissa_bits"] = self.scheme.mantissa_bits

@@ -15,7 +15,7 @@ from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
 from neuzip.compress.device import AnyDevice, choose, named
-from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
+from neuzip.compress.pipeline import CompressionReport, refuse_before_download
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.request import (
@@ -34,7 +34,6 @@ from neuzip.errors import UsageError
 from neuzip.formats.hub import (
     Pushed,
     find_repository,
-    hub_id,
     log,
     plan_push,
     repository_name,
@@ -104,23 +103,27 @@ def compress_checkpoint(
     `source` is a folder, a .safetensors file, or a Hub id, which is downloaded. `destination` is a folder, or
     a file for a file. An interrupted call continues when it is repeated.
 
-    The weights. `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
+    `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
     `bits_for` maps globs of tensor names to other numbers of bits. `block_size` is how many weights share a
     per-block scale, a power of two from 8 to 16384. `include` and `exclude` are globs of tensor names to
-    compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as objects: the
-    first that matches a tensor decides.
+    compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as `Rule` objects.
+    The first rule that matches a tensor applies.
 
-    Ternary weights. `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1
-    times a scale. `ternary_group` is how many weights of a row share that scale. `activations` is recorded in
-    config.json. `allow_destructive` allows rounding weights that are not ternary.
+    `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1 times a scale.
+    `ternary_group` is how many weights of a row share a scale, `ternary_packing` how they are stored, and
+    `ternary_quantizer` how weights are rounded that are not ternary yet, which `allow_destructive` has to
+    permit. `activations` is recorded in config.json.
 
-    A target. `max_kld` is a mean KL divergence in nats per token, `max_ppl_increase` an increase of
-    perplexity such as "0.5%", `target_size` the size of the weight files in bytes or as "60%" or "6GiB". A
-    target needs torch and transformers. `text` is what to measure on: a UTF-8 file, a folder of them, a
-    dataset of the Hub, or "demo", the default. `sensitivity` says how the loss of each tensor is estimated.
-    `drop_layers` is how many whole layers to drop; "auto" drops those that pay.
+    `max_kld`, `max_ppl_increase` and `target_size` are targets; give one at most. neuzip then chooses the
+    precision of each tensor, and needs torch and transformers. `max_kld` is a mean KL divergence in nats per
+    token, `max_ppl_increase` an increase of perplexity such as "0.5%", and `target_size` the size of the
+    weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of
+    them, a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
+    estimated: "measured", "fisher" or "weights". `drop_layers` is how many whole layers to drop; "auto" drops
+    as many as make the result smaller or closer.
 
-    A delta. `base` is the checkpoint that `source` was made from: only the difference is stored, exactly.
+    `base` is the checkpoint that `source` was made from: the result is a delta, which stores the difference
+    without loss. `decompress_checkpoint` restores `source` from the delta and the base.
 
     `device` is where weights are coded: "auto", "cpu", "cuda", the number of a GPU, or a torch.device. `jobs`
     is the number of threads, None for one per core. `verify` decodes and compares every tensor before its
@@ -161,8 +164,7 @@ def compress_checkpoint(
     if goal is not None:
         require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
-    if hub_id(source) is not None:
-        refuse_unless_made(dst, overwrite)
+    refuse_before_download(source, dst, overwrite)
     path = resolve_source(source, note=log)
     if goal is not None:
         delivered = _reach(
@@ -327,6 +329,8 @@ def push(
     plan = plan_push(folder, repo_id, revision=revision, evaluation=report)
     refuse_private(plan.private, repo_id, allow_private_files)
     require_token()
+    for warning in plan.warnings:
+        log(warning)
     verify(folder)
     return push_plan(
         plan, private=private, message=message, overwrite=overwrite,
@@ -347,6 +351,7 @@ def pull(
     for files that did not arrive as they are on the Hub, and NeuzipError.
     """
     listing = find_repository(repo_id, note=log)
+    listing.tell_left_out(log)
     folder = Path(repository_name(repo_id)) if destination is None else Path(destination)
     return pull_listing(listing, folder, stage=unseen, note=log, overwrite=overwrite)
 

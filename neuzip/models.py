@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.compress.device import named
+from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.perplexity import Evaluation, prepare
 from neuzip.eval.perplexity import evaluate as evaluate_task
@@ -23,7 +23,6 @@ from neuzip.runtime.sampling import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from neuzip.compress.device import AnyDevice
     from neuzip.eval.convention_names import Name
 
 Residency = Literal["dense", "packed", "ans"]

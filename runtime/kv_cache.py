@@ -384,16 +384,16 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """What keys and values take, with the room for more."""
+        """Bytes of the cache, including memory that is allocated for later tokens."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, KVLayer))
 
     @property
     def how(self) -> str:
-        """How attention reads what is kept, in words."""
+        """How attention reads the cache, in words."""
         return self.form.how
 
     def require_use(self, name: str) -> None:
-        """Raise NeuzipError if a model that was given this cache kept nothing in it."""
+        """Raise NeuzipError if a model that was given this cache stored nothing in it."""
         if not any(layer.is_initialized for layer in self.layers if isinstance(layer, KVLayer)):
             raise NeuzipError(
                 f"{name}: keeps no keys and values in the cache that it is given", "leave out `kv_bits`"
@@ -401,7 +401,7 @@ class KVCache(Cache):
 
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let a model attend to packed keys and values where a kernel can; `how` says what came of it."""
+        """Let a model attend to packed keys and values if a kernel can; `how` says whether it did."""
         if self._asked is None or self._asked[0]() is not model:
             self._asked = weakref.ref(model), not_readable(model)
             refused = self._asked[1]

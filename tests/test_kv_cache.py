@@ -605,7 +605,7 @@ def test_models_without_such_a_cache_are_refused(ids: Tensor):
     if transformers_version >= "5":  # 4.57 does not tell what such layers keep
         with pytest.raises(NeuzipError, match="falcon_h1: layer 0 keeps a LinearAttentionAndF") as refusal:
             KVCache(FalconH1Config(num_hidden_layers=1), 3)
-        assert refusal.value.hint is not None and "--kv-bits" in refusal.value.hint
+        assert refusal.value.hint is not None and "`kv_bits`" in refusal.value.hint
     mamba = MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(NeuzipError):
         HeadedModel(mamba.eval(), kv_bits=3)
