@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 METHODS = {
     "measured": "one pass a tensor and scheme",
     "fisher": "gradients of one pass",
-    "weights": "squared errors of the weights alone",
+    "weights": "squared errors of the weights alone, about 12 CPU seconds per GB",
 }
 
 

@@ -70,6 +70,7 @@ def command(
     if to == "gguf" and dst.suffix != ".gguf":
         raise UsageError(f"{dst}: --to gguf writes one file", "end DST in .gguf")
     let_threads_sleep()
+    out.loading()
     target = _target(to, gguf_type, gguf_mixed, linear_class, mode, activations)
     from neuzip.compress.export import export
     from neuzip.compress.source import weight_bytes

@@ -76,6 +76,7 @@ def command(
             f"--text {text}: --ternary-quantizer {ternary_quantizer} takes no text", "leave it out"
         )
     let_threads_sleep()
+    out.loading()
     import time
 
     from neuzip.compress.source import TensorSource
