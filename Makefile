@@ -16,10 +16,10 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick mutate fuzz lowest lint format install links clean
+.PHONY: help demo test quick mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoint
 	@$(BIN)/neuzip demo --overwrite
@@ -40,6 +40,12 @@ fuzz: $(VENV)/.fuzzing ## Fuzz all readers with atheris, for ten minutes (MINUTE
 
 lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10 for all)
 	@folder=$$(mktemp -d) && $(PYTHON) tests/lowest_versions.py $$folder/lowest && rm -rf $$folder
+
+file-tool: ## Try the installation without torch, as the README shows it
+	@folder=$$(mktemp -d) && $(PYTHON) tests/file_tool.py $$folder/file-tool && rm -rf $$folder
+
+release: $(VENV)/.developed ## Build sdist and wheel into dist (REPOSITORY=https://HOST/OWNER/NAME)
+	@$(BIN)/python .ci/release.py "$(REPOSITORY)"
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .

@@ -46,7 +46,7 @@ GROUPS = {
     "Hub": ("push", "pull"),
     "Run and measure": ("generate", "eval", "bench", "sweep", "layers"),
     "Change and train": ("ternarize", "recover", "export", "patch-attention", "train"),
-    "Help": ("demo",),
+    "Help": ("demo", "env"),
 }
 """The groups of the README, in its order."""
 
@@ -55,7 +55,7 @@ HOW_TO = {
     "diff": "measure", "inspect": "choose-a-mode", "eval": "measure", "sweep": "measure",
     "bench": "run", "layers": "layers", "generate": "run", "patch-attention": "cache-and-attention",
     "export": "ternary", "ternarize": "ternary",
-    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub",
+    "recover": "ternary", "train": "train", "push": "hub", "pull": "hub", "env": "troubleshoot",
     "demo": None,
 }  # fmt: skip
 """The page of docs/how-to that shows each command at work."""
@@ -121,6 +121,7 @@ READ = words("""
 ALL_PROXY = proxy; neuzip removes its password from messages
 HTTP_PROXY = proxy; neuzip removes its password from messages
 HTTPS_PROXY = proxy; neuzip removes its password from messages
+COLUMNS = width of the output in characters; without it neuzip asks the terminal
 FTP_PROXY = proxy; neuzip removes its password from messages
 HF_ENDPOINT = address of the Hub, for a mirror; neuzip removes its password from messages
 HF_INFERENCE_ENDPOINT = neuzip removes its password from messages
@@ -198,15 +199,28 @@ def commands() -> str:
 
 
 def command(verb: str) -> str:
-    """One command's help page, and where it is shown at work."""
+    """One command's help page, what it needs, and where it is shown at work."""
     page = (HELP / f"{verb}.txt").read_text(encoding="utf-8").rstrip("\n")
     page = re.sub(r"^[ \t]+$", "", page, flags=re.MULTILINE)
-    more = (
-        f"\n\nExamples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)"
-        if HOW_TO[verb]
-        else ""
-    )
-    return f"### {verb}\n\n```text\n{page}\n```{more}"
+    parts = [f"### {verb}", f"```text\n{page}\n```"]
+    module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+    if needs := getattr(module, "NEEDS", {}):
+        parts.append(
+            table(
+                "option | has no effect without",
+                ((f"`{option}`", either(others)) for option, others in needs.items()),
+            )
+        )
+    if packages := getattr(module, "PACKAGES", ()):
+        parts.append(f"`{verb}` needs these packages: {', '.join(packages)}.")
+    if HOW_TO[verb]:
+        parts.append(f"Examples with explanations: [{HOW_TO[verb]}](../how-to/{HOW_TO[verb]}.md)")
+    return "\n\n".join(parts)
+
+
+def either(options: Iterable[str]) -> str:
+    """Options of which one is needed."""
+    return " or ".join(f"`{option}`" for option in options)
 
 
 def overview() -> str:

@@ -1,9 +1,9 @@
 """The command line. `run` is its one entry point and the one place that turns exceptions into exit codes.
 
     0    done
-    1    it ran and the answer is no, or a failure that can happen to anyone (`NeuzipError`, full disk)
-    2    the command was used wrongly
-    3    a bug of ours
+    1    expected failure: a check failed, or what can happen to anyone (`NeuzipError`, full disk)
+    2    usage error
+    3    internal error, a bug in neuzip
     130  interrupted
 
 Errors go to stderr as `error:` and `hint:` lines in every mode. stdout holds a result or nothing. Under
@@ -46,7 +46,7 @@ _WHAT_TO_DO = {
     **dict.fromkeys(FULL, "free some space and repeat the command"),
 }
 
-GO_ON = "what is finished is kept: the same command goes on where it stopped"
+GO_ON = "finished work is kept; repeat the command to resume"
 
 
 def run(argv: Sequence[str] | None = None) -> int:

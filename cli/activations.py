@@ -28,8 +28,8 @@ def warn_of_plain_inputs(
     told = f"{path / 'config.json'} records {says.mode}" if asked is None else f"--activations {asked}"
     if not is_stored_so:
         out.warning(
-            f"{told}, and weights that are not stored ternary do not quantise inputs",
-            "`neuzip compress --ternary` stores them so, and --residency packed runs them so",
+            f"{told}, but no weights are stored as ternary, so activations are not quantised",
+            "store them with `neuzip compress --ternary`, and run with --residency packed",
         )
     elif set(residencies) == {"dense"}:
-        out.warning(f"{told}, and dense weights do not quantise inputs", "--residency packed does")
+        out.warning(f"{told}, but --residency dense does not quantise activations", "use --residency packed")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.schemes import legend
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError, shell
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 def refuse_others(others: Mapping[str, bool]) -> None:
     """Raise UsageError for options that were given and exclude --base."""
     why = {
-        "--push-to": "push the delta when it is made: neuzip push DST REPO_ID",
-        "--stream": "leave out --stream: a delta needs both checkpoints here",
-        "--dry-run": "leave out --dry-run: how small a delta is shows only when it is made",
+        "--push-to": "compress first, then: neuzip push DST REPO_ID",
+        "--stream": "leave out --stream: a delta needs both checkpoints on disk",
+        "--dry-run": "leave out --dry-run: the size of a delta is known only when it is made",
         "torchrun": "run it without torchrun",
     }
     for option, given in others.items():
@@ -61,8 +62,8 @@ def run(
         out.warning(warning)
     count = Counter(_kind(t.scheme) for t in report.tensors)
     out.text(
-        f"against {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
-        f"{count['alone']} alone"
+        f"base {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
+        f"{count['alone']} in full"
     )
     report_of(out, report, {"base": of_base, "base_name": name}, where=None)
     out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
@@ -81,7 +82,7 @@ def is_delta(path: str | Path) -> bool:
 
 
 def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
-    """Show how the tensors of a delta are stored; what they are made of shows only beside the base."""
+    """Show how the tensors of a delta are stored; what they are made of shows only with the base."""
     from neuzip.compress.pipeline import describe
     from neuzip.compress.source import TensorSource
     from neuzip.eval.histograms import select, visible
@@ -121,8 +122,10 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
                percent_text(stored, nbytes)],
     )  # fmt: skip
     out.text()
-    out.text(f"A delta against {visible(name) if name is not None else 'another file'}.")
-    out.hint("to see what the weights are made of, restore them: neuzip apply DELTA --base BASE DST")
+    for line in legend(row[3] for row in rows):
+        out.text(line)
+    out.text(f"A delta; its base is {visible(name) if name is not None else 'another file'}.")
+    out.hint("to see entropies and histograms, restore the checkpoint: neuzip apply DELTA DST --base BASE")
     weights = sum(t.info.numel for t in chosen)
     out.result(
         {

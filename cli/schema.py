@@ -285,6 +285,11 @@ OBJECTS: Mapping[str, Keys] = {
         | computes with
         packing     : string or null - the engine's word for its type
     """),
+    "Gpu": _keys("""
+        name               : string - its name
+        compute_capability : string - such as 9.0
+        memory_bytes       : integer [bytes] - its memory
+    """),
     "HubFile": _keys("""
         path  : string - path in the repository
         bytes : integer [bytes] - size
@@ -628,6 +633,23 @@ COMMANDS: Mapping[str, Keys] = {
         target         : object - the options of that engine
         ternary        : integer - tensors that are ternary
         scale_error    : number - largest relative error of a scale
+    """),
+    "env": _keys("""
+        installed    : string - how: as editable, or from a folder, an archive, git or an index
+        commit       : string or null - commit of the repository it was installed from, if pip recorded one
+        python       : string - implementation and version of Python
+        system       : string - operating system, kernel and libc
+        distribution : string or null - the Linux distribution
+        packages     : map of (string or null) - version of each package that matters; null if not installed
+        torch_cuda   : string or null - the CUDA version that torch was built for
+        cpu          : string - name of the CPU
+        cores        : integer - cores that the process may use
+        vector_codec : boolean or null - whether the CPU codec runs in vector registers; null without numba
+        memory_bytes : integer [bytes] - memory of the machine
+        driver       : string or null - version of NVIDIA's driver
+        driver_cuda  : string or null - the newest CUDA version that the driver runs
+        gpus         : list of Gpu - each GPU
+        variables    : map of boolean - environment variables that matter, and whether each is set
     """),
     "push": _keys("""
         dry_run       : boolean - whether nothing was uploaded

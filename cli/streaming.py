@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from neuzip.cli.compression_result import alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.errors import UsageError
 
@@ -52,9 +53,9 @@ def understand(
         if given:
             raise UsageError(
                 f"{option} and {other} exclude each other",
-                "compress first, and then: neuzip push DST REPO_ID"
+                "compress first, then: neuzip push DST REPO_ID"
                 if push_to is not None and not stream
-                else "leave out --stream: then the whole checkpoint is downloaded before",
+                else "leave out --stream; the whole checkpoint is then downloaded first",
             )
     return Asked(stream, push_to, private, allow_private_files)
 
@@ -167,7 +168,7 @@ def _finish(
     if pushed is not None:
         more["pushed"] = pushed
         if pushed.deleted:
-            out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
+            out.status(f"removed files of the earlier checkpoint there: {', '.join(pushed.deleted)}")
     if kept:
         if pushed is not None:
             out.text(f"pushed: {pushed.url}")
@@ -187,16 +188,18 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
         for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
     ]
     out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes"], rows, right=["tensors", "bytes"])
+    for line in legend(str(t.scheme) for t in plan.tensors):
+        out.text(line)
     for (scheme, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
-        out.text(f"{scheme}: {count_text(count, 'tensor')}, {note}")
+        out.text(f"{scheme_text(scheme)}: {count_text(count, 'tensor')}, {note}")
     private = private_files(plan.source.checkpoint)
     for line in listed(private):
         out.warning(f"looks private: {line}")
     most = plan.most_of_source
-    result = dst if asked.push_to is None else f"one container, which goes to {asked.push_to}"
+    result = dst if asked.push_to is None else f"one compressed file, uploaded to {asked.push_to}"
     out.text(
         f"all files: {bytes_text(plan.original_bytes)} at commit {plan.remote.commit}\n"
-        f"on the disk at a time: two weight files, at most {bytes_text(most)}, and {result}"
+        f"on disk at a time: two weight files, at most {bytes_text(most)}, and {result}"
     )
     out.result(
         result_of(

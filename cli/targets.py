@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.schemes import scheme_text
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from neuzip.eval.targets import Delivered, DropLayers, Found, Trial
 
 METHODS = {
-    "measured": "one pass a tensor and scheme",
-    "fisher": "gradients of one pass",
-    "weights": "squared errors of the weights alone, about 12 CPU seconds per GB",
+    "measured": "one run per tensor and precision",
+    "fisher": "Fisher information from one backward pass",
+    "weights": "squared rounding errors of the weights, about 12 CPU seconds per GB",
 }
 
 
@@ -39,7 +40,7 @@ def layers_to_drop(
     is_number = text.isdecimal() and 0 < int(text) < MOST_LAYERS
     if text != "auto" and not is_number:
         raise UsageError(
-            f"--drop-layers {text}: is no number of layers", "give a number from 1 on, auto, or none"
+            f"--drop-layers {text}: not a number of layers", "give a number of at least 1, auto or none"
         )
     layers: DropLayers = int(text) if is_number else "auto"
     require_droppable(layers, goal, sensitivity)
@@ -50,7 +51,7 @@ def layers_to_drop(
 
 _HINTS = {
     "--attention": "run neuzip patch-attention on the result",
-    "--dry-run": "neuzip layers shows what each layer is worth; how much is dropped is found by trials",
+    "--dry-run": "neuzip layers shows the importance of each layer; trials find how many to drop",
 }
 
 
@@ -82,12 +83,12 @@ def tell(out: Output, asked: Asked) -> None:
     """Say how the target is going to be reached."""
     request, within = asked.request, asked.lossless
     if within is None:
-        out.status(f"sensitivity: {request.method}, {METHODS[request.method]}")
+        out.status(f"sensitivity: {request.method} ({METHODS[request.method]})")
         return
     share = percent_text(within.lossless, within.original)
     out.status(
-        f"{request.target}: lossless takes about {bytes_text(within.lossless)} ({share}): nothing is rounded,"
-        " and nothing measured"
+        f"{request.target}: lossless compression fits, about {bytes_text(within.lossless)} ({share}): nothing"
+        " is rounded"
     )
 
 
@@ -97,16 +98,14 @@ def find(out: Output, asked: Asked) -> Found:
 
     found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
-        out.status(
-            f"the plan's mean KL divergence is predicted to be {found.predicted_kld:.3g} nats per token"
-        )
+        out.status(f"predicted mean KL divergence of the plan: {found.predicted_kld:.3g} nats per token")
     if any(scheme != "lossless" for scheme, _ in found.schemes):
-        out.status("a real run tries plans and corrects them")
+        out.status("without --dry-run, compress measures plans and corrects them")
     return found
 
 
 def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Delivered:
-    """Find the plan, compress, measure; say what was asked for beside what was delivered."""
+    """Find the plan, compress, measure; say what was asked for next to what was delivered."""
     from neuzip.eval.targets import compress_to_target, is_search_of, key_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
@@ -139,24 +138,27 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         ]
     rows.append(["target-size", "weight files", size])
     out.table(
-        ["", "asked for", "delivered"],
+        ["", "target", "result"],
         [[name, target.text if kind == target.kind else "", value] for kind, name, value in rows],
-        right=["asked for", "delivered"],
+        right=["target", "result"],
     )
     if delivered.run is not None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
         rule = asked.yardstick.reading.convention.rule if asked.yardstick else ""
-        out.text(f"measured on {c.tokens:,} tokens of the calibration text {name}, in {rule}; another text "
-                 f"may give more; {errors}")  # fmt: skip
+        out.text(f"measured on {c.tokens:,} tokens of {name}, in {rule}; another text may give more; "
+                 f"{errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
-            out.text("an increase is taken to be within the target if it is with its standard error added")
+            out.text("the target is met if the increase plus its standard error is within it")
             _warn_of_errors(out, target, delivered)
     if found is None:
-        out.text(f"plan {delivered.plan}: that of an earlier run")
+        out.text(f"plan {delivered.plan}: from an earlier run")
     else:
-        counts = ", ".join(f"{count} {scheme}" for scheme, count in _in_order(found.schemes))
+        counts = ", ".join(
+            f"{count_text(count, 'tensor')} {'at ' if scheme.startswith('k=') else ''}{scheme_text(scheme)}"
+            for scheme, count in _in_order(found.schemes)
+        )
         out.text(f"plan {delivered.plan}: {counts}")
         if found.estimated:
             groups = count_text(found.estimated, "group")
@@ -165,10 +167,10 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         _show_layers(out, asked, delivered)
     if not delivered.holds:
         out.warning(
-            f"{target}: what was delivered is beyond it",
-            f"{delivered.plan} was an earlier run's and may have been edited since: --overwrite searches anew"
+            f"{target}: the result misses it",
+            f"{delivered.plan} is from an earlier run and may have been edited; --overwrite searches again"
             if found is None
-            else "the model may not give the same figures twice; a smaller target leaves room",
+            else "measurements of this model may not repeat exactly; a stricter target leaves room",
         )
     out.text()
 
@@ -178,14 +180,14 @@ def _show_layers(out: Output, asked: Asked, delivered: Delivered) -> None:
     found, target = delivered.found, asked.request.target
     dropped = _numbers(delivered.dropped)
     if found is None or found.drops is None:
-        out.text(f"dropped layers: {dropped}, as in that run")
+        out.text(f"dropped layers: {dropped}, as in the earlier run")
         return
     by_size = target.kind == "target-size"
     tried = {found.dropped: found.trials[-1]}
     if found.passed_over is not None:
         tried[() if found.dropped else found.drops.chosen.layers] = found.passed_over
     drops = [*found.drops.steps, *([] if found.drops.rejected is None else [found.drops.rejected])]
-    columns = ["without layers", "KLD by that alone", *(f"{'KLD' if by_size else 'size'} {w}" for w in WORDS)]
+    columns = ["without layers", "KLD of that alone", *(f"{'KLD' if by_size else 'size'} {w}" for w in WORDS)]
     out.text()
     out.table(
         columns,
@@ -197,16 +199,16 @@ def _show_layers(out: Output, asked: Asked, delivered: Delivered) -> None:
         right=columns[1:],
     )  # fmt: skip
     if delivered.dropped:
-        out.text(f"dropped layers: {dropped}; what is left has new numbers, and config.json says so")
+        out.text(f"dropped layers: {dropped}; the remaining layers are renumbered")
     elif found.pays_from is not None:
         out.text(
-            "dropped layers: none, since that does not pay here; one would, as predicted, "
-            f"from about --{target.kind} {_limit_text(target, found.pays_from)} on"
+            "dropped layers: none, as that does not pay off here; predicted to pay off from about "
+            f"--{target.kind} {_limit_text(target, found.pays_from)}"
         )
     else:
-        out.text("dropped layers: none, since that does not pay here")
+        out.text("dropped layers: none, as that does not pay off here")
     for reason in found.drops.refused:
-        out.status(f"passed over: {reason}")
+        out.status(f"not considered: {reason}")
 
 
 WORDS = ("predicted", "tried")
@@ -248,10 +250,10 @@ def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
         return
     longer = delivered.run.comparison.tokens < MAX_TOKENS
     out.warning(
-        f"{target}: the standard error is up to {100 * math.expm1(error):.3f} %, more than half of it",
+        f"{target}: the standard error is up to {100 * math.expm1(error):.3f} %, over half of the target",
         f"give a longer --text, of up to {MAX_TOKENS:,} tokens"
         if longer
-        else "no more tokens than these are used: ask for a larger increase, or for --max-kld",
+        else "longer texts are not used; allow a larger increase, or use --max-kld",
     )
 
 

@@ -102,18 +102,15 @@ def target_of(
     ):
         if given and to != engine:
             raise UsageError(
-                f"`{name}` is for `to={engine!r}`", f"leave it out, or export with `to={engine!r}`"
+                f"`{name}` has no effect without `to={engine!r}`",
+                f"leave it out, or export with `to={engine!r}`",
             )
     if to == "gguf":
         if Path(dst).suffix != ".gguf":
             raise UsageError(f"{dst}: `to='gguf'` writes one file", "end `destination` in .gguf")
         return Gguf(gguf_type or "tq2_0", gguf_mixed)
     if to == "compressed-tensors":
-        if activations not in (None, "b1.58", "none"):
-            raise UsageError(
-                f"`activations={activations!r}`: compressed-tensors has no such mode", "give b1.58 or none"
-            )
-        return PackQuantized("none" if activations == "none" else "int8")
+        return PackQuantized(activations or "b1.58")
     if to != "transformers-bitnet":
         raise UsageError(
             f"`to={to!r}`: neuzip does not export to that",

@@ -33,11 +33,13 @@ def refuse_contradictions(given: Mapping[str, object], target: str | None = None
         _exclude(given, target, others, "it chooses the mantissa bits itself")
     for name in FOR_TERNARY:
         if name in given and "ternary" not in given:
-            raise UsageError(f"`{name}` is for `ternary=True`", "add `ternary=True`, or leave it out")
+            raise UsageError(
+                f"`{name}` has no effect without `ternary=True`", "add `ternary=True`, or leave it out"
+            )
     for name in ("text", "sensitivity"):
         if name in given and target is None:
             raise UsageError(
-                f"`{name}` is for a target",
+                f"`{name}` has no effect without a target",
                 "add `max_kld`, `max_ppl_increase` or `target_size`, or leave it out",
             )
 
@@ -55,7 +57,7 @@ def refuse_without_ternary(given: Mapping[str, object], rules: Iterable[Rule]) -
     for name in ("activations", "allow_destructive"):
         if name in given:
             raise UsageError(
-                f"`{name}` is for `ternary=True`, or a `plan` with ternary rules",
+                f"`{name}` has no effect without `ternary=True`, or a `plan` with ternary rules",
                 'plans need a rule with scheme = "ternary" for it',
             )
 

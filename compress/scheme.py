@@ -32,11 +32,17 @@ BLOCK_SIZES = "a power of two from 8 to 16384"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a tensor is to be stored: `raw`, `lossless`, `truncated` to `mantissa_bits`, or `ternary`.
+    """How a tensor is stored: `kind` is "raw", "lossless", "truncated" to `mantissa_bits`, or "ternary".
 
-    `block_size` is the number of weights that share a normaliser, or None. For `ternary`: `quantizer` is one
-    of QUANTIZERS, `group` the number of weights of a row that share a scale ("row": all; None: all of the
-    tensor), `packing` and `scale_dtype` say how codes and scales are stored. Raises UsageError.
+    `block_size` is the number of weights that share a per-block scale, or None. The other fields are for
+    "ternary". `quantizer` is "absmean", "absmean-clamped" or "least-squares". `group` is the number of
+    weights of a row that share a scale: "row" for the whole row, None for the whole tensor. `packing` is
+    "trits" or "2bit", `scale_dtype` "F32" or "F16".
+
+    Raises UsageError for values that do not exist or do not fit the kind.
+
+    >>> str(Scheme("truncated", mantissa_bits=3, block_size=512))
+    'k=3 block=512'
     """
 
     kind: str = "lossless"
@@ -99,9 +105,12 @@ LOSSLESS = Scheme("lossless")
 
 @dataclass(frozen=True)
 class Rule:
-    """A scheme for the tensors whose names match a glob and that have at least `min_dimensions` dimensions.
+    """A scheme for the tensors whose names match the glob `match`, of at least `min_dimensions`.
 
-    The first rule that matches decides.
+    In a list of rules the first that matches a tensor applies. Matrices have 2 dimensions, norms 1.
+
+    >>> Rule("*", Scheme("truncated", mantissa_bits=3), min_dimensions=2).to_json()["mantissa_bits"]
+    3
     """
 
     match: str

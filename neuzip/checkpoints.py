@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
-from neuzip.compress.device import AnyDevice, Device, choose
+from neuzip.compress.device import AnyDevice, choose, named
 from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
@@ -157,7 +157,7 @@ def compress_checkpoint(
             exclude, weights if ternary else None, [f"{g}={n}" for g, n in (bits_for or {}).items()], plan,
         )  # fmt: skip
     refuse_without_ternary(said, rules)
-    _require_jobs(jobs)
+    _at_the_door(device, jobs)
     if goal is not None:
         require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
@@ -202,7 +202,7 @@ def decompress_checkpoint(
 
     Raises FormatError for a damaged source, WouldOverwrite for a destination that exists, and NeuzipError.
     """
-    _require_jobs(jobs)
+    _at_the_door(device, jobs)
     path = resolve_source(source, note=log)
     of_base = None if base is None else resolve_source(base, note=log)
     coder = choose(device, weight_bytes(path, allow_delta=base is not None))
@@ -226,12 +226,12 @@ def verify_checkpoint(
     Raises FormatError for a damaged checkpoint, VerificationError for one that was not made from `original`,
     and NeuzipError for what is not compressed.
     """
-    _require_jobs(jobs)
+    _at_the_door(device, jobs)
     path = resolve_source(source, note=log)
     of_original = None if original is None else resolve_source(original, note=log)
     of_base = None if base is None else resolve_source(base, note=log)
     coder = choose(device, weight_bytes(path, allow_delta=True))
-    return verify_at(path, of_original, coder, jobs, of_base)
+    return verify(path, of_original, jobs=jobs, device=coder, base=of_base)
 
 
 def inspect_checkpoint(
@@ -252,7 +252,7 @@ def inspect_checkpoint(
     """
     from neuzip.eval import histograms
 
-    _require_jobs(jobs)
+    _at_the_door(device, jobs)
     path = resolve_source(source, note=log)
     globs = [tensor] if isinstance(tensor, str) else list(tensor)
     with TensorSource(path, choose(device, weight_bytes(path))) as opened:
@@ -269,7 +269,7 @@ def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> Checkp
     """
     from neuzip.eval.difference import compare_checkpoints
 
-    _require_jobs(jobs)
+    _at_the_door(None, jobs)
     return compare_checkpoints(resolve_source(a, note=log), resolve_source(b, note=log), jobs=jobs)
 
 
@@ -351,13 +351,6 @@ def pull(
     return pull_listing(listing, folder, stage=unseen, note=log, overwrite=overwrite)
 
 
-def verify_at(
-    path: Path, original: Path | None, coder: Device, jobs: int | None, base: Path | None
-) -> VerifyReport:
-    """`verify`, whose name a parameter of `compress_checkpoint` has."""
-    return verify(path, original, jobs=jobs, device=coder, base=base)
-
-
 def _goal(max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None) -> Goal | None:
     from neuzip.eval.target_values import one_goal
 
@@ -399,7 +392,8 @@ def _reach(
     )  # fmt: skip
 
 
-def _require_jobs(jobs: object) -> None:
-    """Raise UsageError for what is no number of threads."""
+def _at_the_door(device: AnyDevice, jobs: object) -> None:
+    """Raise UsageError for what is no device, or no number of threads, before anything is downloaded."""
+    named(device)
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise UsageError(f"`jobs={jobs!r}`: is no number of threads", "give 1 or more, or None for all cores")

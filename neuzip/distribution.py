@@ -5,9 +5,10 @@ Not all that pyproject.toml lists has to be there: what works on files alone nee
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, metadata, requires
+from importlib.metadata import PackageNotFoundError, distribution, metadata, requires
 from importlib.util import find_spec
 
 from neuzip.errors import NeuzipError
@@ -47,6 +48,17 @@ def repository() -> str | None:
     return dict(line.split(", ", 1) for line in urls).get("Repository")
 
 
+def installed() -> tuple[str, str | None]:
+    """How neuzip was installed, in words, and the commit, both as far as pip has recorded it (PEP 610)."""
+    text = distribution(NAME).read_text("direct_url.json")
+    record = json.loads(text) if text else {}
+    if "vcs_info" in record:
+        return "from git", record["vcs_info"].get("commit_id")
+    if "dir_info" in record:
+        return ("as editable" if record["dir_info"].get("editable") else "from a folder"), None
+    return ("from an archive" if record else "from an index"), None
+
+
 def install_sentence() -> str:
     """How to install all of neuzip: from its repository if this release names it, else in a clone."""
     address = repository()
@@ -55,12 +67,10 @@ def install_sentence() -> str:
 
 
 def _missing(what: str, modules: list[str]) -> MissingPackage:
-    names = [_distribution(module) for module in modules]
-    wanted = _requirements()
-    packages = "the package" if len(names) == 1 else "the packages"
-    absent = "which is not installed" if len(names) == 1 else "which are not installed"
-    line = "pip install " + " ".join(f'"{wanted.get(name, name)}"' for name in names)
-    error = MissingPackage(f"{what} needs {packages} {' and '.join(names)}, {absent}", line)
+    *others, last = names = [_distribution(module) for module in modules]
+    listed = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
+    line = "pip install " + " ".join(f'"{_requirements().get(name, name)}"' for name in names)
+    error = MissingPackage(f"{what} needs {listed} not installed", line)
     error.name = modules[0]
     return error
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from neuzip.compress.device import named
 from neuzip.errors import UsageError
 from neuzip.eval.perplexity import Evaluation, prepare
 from neuzip.eval.perplexity import evaluate as evaluate_task
@@ -68,10 +69,9 @@ def generate(
     for parameters that are wrong, and NeuzipError for what is no model that generates text.
     """
     if isinstance(model, str | os.PathLike):
+        place, mode = choose_device(device), require_quantisable(activations, residency)
         path = resolve_source(model, note=log)
-        place = choose_device(device)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
-        mode = require_quantisable(activations, residency)
         live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
         choose(live, attention)
     else:
@@ -121,6 +121,7 @@ def evaluate(
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
     what is no model that predicts text.
     """
+    named(device)
     mode = require_quantisable(activations, residency)
     sources = [source] if original is None else [original, source]
     paths = [resolve_source(one, note=log) for one in sources]

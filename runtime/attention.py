@@ -354,16 +354,16 @@ def patch_attention(
     policy: Policy = "auto",
     warn: bool = True,
 ) -> None:
-    """Quantise the attention of a live causal language model, and have its config say so.
+    """Quantise the attention of a loaded causal language model, and record the bits in its config.
 
-    layers  8 or 4 bits for all layers; a number or None, for full precision, a layer; None: what the config
-            records
-    policy  "auto" leaves to SDPA what it does faster, "always" quantises wherever the kernel can
+    layers  8 or 4 bits for all layers; or a list with one entry per layer, None for full precision; or None
+            for what the config records
+    policy  "auto" uses SDPA for calls that SDPA computes faster, "always" quantises wherever the kernel can
     warn    warn once of each reason why a call is not quantised
 
-    Counts of `uses` begin anew. Deep copies and pickles of the model are patched as it is. Raises UsageError
-    for other bits, for a list that is not one for each layer, for a config that records nothing, and for a
-    model whose attention cannot be replaced.
+    The counts of `uses` start again at 0. Deep copies and pickles of the model are patched too. Raises
+    UsageError for other bits, a list of another length, a config that records nothing, and a model whose
+    attention cannot be replaced.
     """
     if policy not in ("auto", "always"):
         raise UsageError(f"there is no policy {policy!r} of attention", "give 'auto' or 'always'")
@@ -395,9 +395,9 @@ def patch_attention(
 
 
 def unpatch_attention(model: PreTrainedModel) -> None:
-    """Give a model back the attention, and its config the record, that `patch_attention` found there.
+    """Undo `patch_attention`: restore the attention of a model and what its config recorded before.
 
-    What was loaded with one of our names gets what transformers takes by itself.
+    A model that was loaded with an attention of neuzip gets the default attention of transformers.
     """
     text = model.config.get_text_config(decoder=True)
     state = _state(text)

@@ -329,19 +329,20 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
 
 
 class KVCache(Cache):
-    """A cache of `bits` 1 to 8 for a model's config; `max_length` makes it one of a fixed room.
+    """A quantised KV cache for transformers, given as `past_key_values` to a model or its `generate`.
 
-    What comes after a fixed room is full is dropped on a GPU, where nobody waits for the length to be known;
-    on a CPU it is an IndexError.
-
-    span            of the codes of a head: "absmax" is a4.8's; "minmax" keeps a second number a token and
-                    head and comes closer, see quantizers.kv
+    config          the model's
+    bits            per key or value, 1 to 8
+    max_length      tokens to allocate memory for at once; None grows with the text. Tokens beyond it are
+                    dropped on a GPU, which does not wait to learn the length, and an IndexError on a CPU
+    span            of the codes of a head: "absmax" as in a4.8; "minmax" stores a second number per token and
+                    head and has a lower error, see quantizers.kv
     scale_dtype     of the scales
-    places          where the tokens of a call are in their texts, for a fixed room; without, they are counted
     attention_mask  [B, T] of the prompts, nonzero from the first token of each on; None: nothing is padded.
-                    A multiple of B texts may come, as beam search makes them
+                    The batch may be a multiple of B, as in beam search
+    places          positions of the tokens of a call in their sequences, with `max_length`; None counts them
 
-    Raises NeuzipError for a model with layers that keep something else than keys and values.
+    Raises NeuzipError for a model with layers that cache something else than keys and values.
     """
 
     def __init__(

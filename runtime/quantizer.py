@@ -83,11 +83,14 @@ def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
 
 
 class NeuzipConfig(QuantizationConfigMixin):
-    """How `from_pretrained` keeps weights in memory: its `quantization_config`, for any folder.
+    """The `quantization_config` for `from_pretrained`: weights stay compressed in memory.
 
-    `residency` is "dense", "packed" or "ans". It is not part of a checkpoint: nothing writes it.
-    `activations` are those of ternary layers, see `load_model`. Raises UsageError for others, and NeuzipError
-    where this transformers cannot do it.
+    It works for any folder, plain or compressed by neuzip, and is not written to a checkpoint. `residency` is
+    the in-memory weight format, "dense", "packed" or "ans", and `activations` how the inputs of ternary
+    layers are quantised: both as in `load_model`.
+
+    Raises UsageError for values that do not exist, and NeuzipError for a version of transformers that cannot
+    do it.
     """
 
     def __init__(self, residency: str = "dense", activations: str | Mapping[str, Any] | None = None) -> None:

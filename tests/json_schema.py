@@ -46,12 +46,12 @@ def _object(value: Any, keys: Keys, name: str, place: str) -> Iterator[str]:
 
 
 def _value(value: Any, kind: str, place: str) -> Iterator[str]:
+    if bracket := re.fullmatch(r"\((.*)\)", kind):
+        kind = bracket[1]
     bare, nullable = kind.removesuffix(" or null"), kind.endswith(" or null")
     if value is None:
         if not nullable:
             yield f"{place}: is null, and {kind}"
-    elif bracket := re.fullmatch(r"\((.*)\)", bare):
-        yield from _value(value, bracket[1], place)
     elif bare.startswith("list of "):
         if not isinstance(value, list):
             yield f"{place}: {value!r} is no list"

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,19 @@ def lowest_versions() -> list[str]:
 def install(folder: Path) -> Path:
     """The folder of programs of a new virtual environment with neuzip and the lowest versions."""
     (folder / "lowest.txt").write_text("\n".join(lowest_versions()) + "\n", encoding="utf-8")
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "results", "*.nz")
-    shutil.copytree(ROOT, folder / "source", ignore=hidden)  # setuptools writes beside the sources
+    source = copy_sources(folder)
     run([sys.executable, "-m", "venv", folder / "venv"], folder)
     programs = folder / "venv" / "bin"
     pip = [programs / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
-    run([*pip, "install", "--constraint", folder / "lowest.txt", folder / "source"], folder)
+    run([*pip, "install", "--constraint", folder / "lowest.txt", source], folder)
     run([*pip, "check"], folder)
     return programs
+
+
+def copy_sources(folder: Path) -> Path:
+    """A copy of the repository in the folder: setuptools writes beside the sources."""
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "results", "*.nz")
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=hidden))
 
 
 def use(programs: Path, folder: Path) -> None:
@@ -71,13 +77,15 @@ def use(programs: Path, folder: Path) -> None:
             sys.exit(f"error: {path.name} was not restored byte by byte")
 
 
-def run(command: list[Any], folder: Path) -> None:
-    """Run a command in the folder, and end with its output where it fails."""
+def run(command: Sequence[Any], folder: Path, *, fails: bool = False) -> None:
+    """Run a command in the folder, and end with its output unless it succeeds, or `fails` with an error."""
     words = [str(word) for word in command]
-    print("lowest:", *words, flush=True)
+    print("$", *words, flush=True)
     own = {"NUMBA_CACHE_DIR": str(folder / "numba"), "PYTHONPATH": ""}
     ran = subprocess.run(words, cwd=folder, env=os.environ | own, capture_output=True, text=True)
-    if ran.returncode:
+    if fails:
+        print(ran.stderr, end="")
+    if ran.returncode not in ((1, 2) if fails else (0,)):
         sys.exit(f"{ran.stdout}{ran.stderr}\nerror: exit code {ran.returncode}")
 
 

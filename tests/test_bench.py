@@ -197,7 +197,7 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     human = said["human"].stdout
     assert f"path     {small}\n" in human
     assert "model    bfloat16 on cpu; python " in human
-    assert "run      8 tokens of prompt, 4 new ones, greedy\n" in human
+    assert "run          8 prompt tokens, 4 new tokens, greedy\n" in human
     assert re.search(r"^weights  dense 2\.62 MB, packed [12]\.\d\d MB \(0\.[789]\d\)$", human, re.MULTILINE)
     table = human.splitlines()[6:]
     assert table[0].split("  ")[0] == "residency"
@@ -231,7 +231,9 @@ def test_how_far_runs_are_apart_is_told(small: Path, neuzip, monkeypatch: pytest
     monkeypatch.setattr(speed, "run", run)
     command = ("bench", small, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "4", "--rounds", "2")
     human = neuzip(*command).stdout
-    assert "medians  of 2 runs, up to 18.2 % apart at decode; in brackets the ratio to dense\n" in human
+    assert (
+        "medians      of 2 runs, decode times up to 18.2 % apart; in brackets the ratio to dense\n" in human
+    )
     rows = neuzip(*command, "--json").json["rows"]
     assert [row["decode_spread"] for row in rows] == pytest.approx([2 / 11] * 2)
 
@@ -240,7 +242,7 @@ def test_how_far_runs_are_apart_is_told(small: Path, neuzip, monkeypatch: pytest
 def test_compiled_steps_are_told(small: Path, neuzip):
     said = neuzip("bench", small, "--compile", "--batch", "1", *SHORT)
     assert said.exit_code == 0, said.stderr
-    assert "run      8 tokens of prompt, 4 new ones, greedy; steps compiled\n" in said.stdout
+    assert "run          8 prompt tokens, 4 new tokens, greedy; steps compiled\n" in said.stdout
     answer = neuzip("bench", small, "--compile", "--batch", "1", *SHORT, "--json").json
     assert answer["compiled"] is True
     assert [row["compiled"] for row in answer["rows"]] == [True]
@@ -268,15 +270,15 @@ def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
     monkeypatch.setattr(speed, "measure", differing)
     lines = neuzip("bench", small, *SHORT).stdout.splitlines()
     assert lines[-4].split()[0] == "packed" and lines[-4].endswith("75.00 %")
-    assert lines[-2].endswith("of tokens that are nearly tied")
+    assert lines[-2].endswith("Where two tokens are nearly tied,")
     assert max(map(len, lines[-4:])) <= 80
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "1,x"], "--batch 1,x: is no list of numbers from 1 on"),
-        (["--batch", "0"], "--batch 0: is no list of numbers from 1 on"),
+        (["--batch", "1,x"], "--batch 1,x: not a list of numbers of at least 1"),
+        (["--batch", "0"], "--batch 0: not a list of numbers of at least 1"),
         (["--residency", "packed,tiny"], "--residency packed,tiny: there is no 'tiny'"),
         (["--new-tokens", "300"], "--new-tokens 300: the model was made for 256 tokens"),
         (["--compile", "--kv-bits", "4"], "--compile: steps are not compiled with keys and values in few"),
@@ -299,7 +301,7 @@ def test_on_a_cpu_the_dense_model_is_measured_alone(small: Path, neuzip):
     said = neuzip("bench", small, "--batch", "1", *SHORT)
     assert said.exit_code == 0, said.stderr
     assert [line.split()[0] for line in said.stdout.splitlines()[8:]] == ["dense"]
-    assert said.stderr.startswith("on a CPU: dense alone; --residency packed runs through its reference")
+    assert said.stderr.startswith("on a CPU bench measures dense only")
 
 
 def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatch):
@@ -310,7 +312,7 @@ def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatc
 
     monkeypatch.setattr(speed, "measure", differing)
     said = neuzip("bench", small, *SHORT).stdout
-    assert "\nQuantised inputs are other numbers: other tokens are no fault.\n" in said
+    assert "\nQuantised activations change the numbers, so different tokens are expected.\n" in said
     assert "nearly tied" not in said
 
 

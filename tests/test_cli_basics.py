@@ -322,16 +322,14 @@ def test_interrupt_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
     probe(fail_with(KeyboardInterrupt()))
     monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
     said = neuzip("probe", "x")
-    assert said.stderr.splitlines()[1] == (
-        "hint: what is finished is kept: the same command goes on where it stopped"
-    )
+    assert said.stderr.splitlines()[1] == ("hint: finished work is kept; repeat the command to resume")
 
 
 def test_a_full_disk_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
     probe(fail_with(DiskFull("/out")))
     monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
     assert neuzip("probe", "x").stderr.splitlines()[1] == (
-        "hint: free some space; what is finished is kept: the same command goes on where it stopped"
+        "hint: free some space; finished work is kept; repeat the command to resume"
     )
 
 
@@ -392,9 +390,7 @@ def test_ctrl_c_that_does_not_wake_the_main_thread_ends_a_transfer():
     """)
     said = subprocess.run(program, check=False, capture_output=True, text=True, timeout=600)
     assert (said.returncode, said.stdout) == (130, "")
-    assert said.stderr == (
-        "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n"
-    )
+    assert said.stderr == ("error: interrupted\nhint: finished work is kept; repeat the command to resume\n")
 
 
 def test_a_transfer_hears_of_other_signals_and_leaves_nothing_behind():

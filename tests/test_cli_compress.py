@@ -142,7 +142,7 @@ def test_a_tied_embedding_is_hinted_at(
     said = neuzip("compress", root / "eval/demo/checkpoint", tmp_path / "small", *options)
     assert said.exit_code == 0
     assert (
-        f"--bits-for model.embed_tokens.weight=4 gives it one bit more, which made {TIED_WORTH}"
+        f"--bits-for model.embed_tokens.weight=4 keeps one more bit of it. That made {TIED_WORTH}"
         in (said.stderr)
     ) == hinted
 

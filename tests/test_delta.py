@@ -704,7 +704,7 @@ def test_the_commands(
     assert contents(restored) == contents(tuned)
     said = in_all_modes("inspect", packed)
     assert {t["name"]: t["scheme"] for t in said["json"].json["tensors"]}["ids"] == "base"
-    assert "A delta against family/base." in said["human"].stdout
+    assert "A delta; its base is family/base." in said["human"].stdout
     assert "--base BASE" in in_all_modes("verify", packed)["human"].stderr
     assert neuzip("verify", packed, "--base", base, "--original", tuned).exit_code == 0
 

@@ -122,7 +122,7 @@ def test_without_torch_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(devices, "driver_devices", lambda: 1)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert choose("auto", WORTH_STARTING) is CPU
-    with pytest.raises(MissingPackage, match="`device='cuda'` needs the package torch"):
+    with pytest.raises(MissingPackage, match="`device='cuda'` needs torch"):
         choose("cuda", 0)
 
 

@@ -305,8 +305,8 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     asked = ("--max-kld", "0.1", "--text", text, "--drop-layers")
     said = neuzip("compress", idle, tmp_path / "a", *asked, "auto")
     assert said.exit_code == 0, said.stderr
-    assert f"dropped layers: {IDLE}; what is left has new numbers" in said.stdout
-    assert "lossless" not in said.stdout and "KLD by that alone" in said.stdout
+    assert f"dropped layers: {IDLE}; the remaining layers are renumbered" in said.stdout
+    assert "lossless" not in said.stdout and "KLD of that alone" in said.stdout
     told = neuzip("compress", idle, tmp_path / "b", *asked, "1", "--json").json
     assert told["target"]["dropped_layers"] == [IDLE] and told["target"]["met"] is True
     assert told["lossless"] is False and told["src"] == str(idle)
@@ -316,8 +316,8 @@ def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (["--max-kld", "0.1", "--drop-layers", "0"], "is no number of layers"),
-        (["--max-kld", "0.1", "--drop-layers", "all"], "is no number of layers"),
+        (["--max-kld", "0.1", "--drop-layers", "0"], "not a number of layers"),
+        (["--max-kld", "0.1", "--drop-layers", "all"], "not a number of layers"),
         (["--max-kld", "0.1", "--drop-layers", "1", "--dry-run"], "excludes --dry-run"),
         (["--max-kld", "0.1", "--drop-layers", "1", "--attention", "auto"], "excludes --attention"),
         (["--max-kld", "0.1", "--drop-layers", "auto", "--sensitivity", "weights"], "excludes --sensitivity"),

@@ -607,7 +607,7 @@ def test_rows_that_fill_no_blocks(models, tmp_path: Path) -> None:
         NeuzipError, match=r"down_proj.*rows of 544 weights are no whole blocks of 256"
     ) as refused:
         export(source, tmp_path / "m.gguf", Gguf("tq2_0"))
-    assert "--gguf-mixed" in refused.value.hint
+    assert "gguf_mixed" in refused.value.hint
     assert not list(tmp_path.iterdir())
     report = export(source, tmp_path / "m.gguf", Gguf("tq2_0", mixed=True))
     packings = {t.name.split(".")[-2]: t.packing for t in report.tensors if t.kind == "ternary"}
@@ -637,7 +637,7 @@ def test_groups_smaller_than_a_block(models, tmp_path: Path) -> None:
     source = grouped(models(), tmp_path / "source", 64)
     with pytest.raises(NeuzipError, match="64 weights share a scale, TQ2_0 has one for 256") as refused:
         export(source, tmp_path / "m.gguf", Gguf("tq2_0"))
-    assert "--gguf-mixed" in refused.value.hint
+    assert "gguf_mixed" in refused.value.hint
     assert export(source, tmp_path / "m.gguf", Gguf("q2_0")).ternary == 14
 
 

@@ -431,7 +431,7 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
         said = said.partition("\n")[2]
     assert (code, said) == (
         130,
-        "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n",
+        "error: interrupted\nhint: finished work is kept; repeat the command to resume\n",
     )
 
 

@@ -650,7 +650,7 @@ def test_command_says_which_loop_ran(small: Path, neuzip):
     said = neuzip(*asked)
     assert said.stderr.splitlines()[1] == "steps as a CUDA graph"
     said = neuzip(*asked, "--no-graph")
-    assert said.stderr.splitlines()[1] == "steps launched one by one: transformers' loop was asked for"
+    assert said.stderr.splitlines()[1] == "steps without a CUDA graph: transformers' loop was asked for"
     assert neuzip(*asked, "--json").json["graphed"] is True
     assert neuzip(*asked, "--no-graph", "--json").json["graphed"] is False
 
@@ -681,14 +681,14 @@ def test_prompt_of_as_many_tokens_as_there_is_room_for():
         UsageError, match=f"`max_new_tokens={257 - tokens}`: behind {tokens} of prompt"
     ) as short:
         prepare(CHECKPOINT, "x = 1\n" * 40, max_new_tokens=257 - tokens)
-    assert f"give --max-new-tokens {256 - tokens} or fewer" in short.value.hint
+    assert f"give `max_new_tokens={256 - tokens}` or fewer" in short.value.hint
     with pytest.raises(UsageError, match=r"`prompt`: has \d+ tokens, and the model was made for 256"):
         prepare(CHECKPOINT, "x = 1\n" * 200, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "--prompt: is empty"), ("x\udcff", "--prompt: is not Unicode at position 1")],
+    [("", "`prompt`: is empty"), ("x\udcff", "`prompt`: is not Unicode at position 1")],
     ids=["empty", "surrogate"],
 )
 def test_prompt_that_is_no_text(text: str, message: str):
@@ -724,15 +724,15 @@ def test_source_that_is_no_folder(command: list[str], folder: Path, neuzip):
 
 
 def test_device_that_is_not_there_for_a_model(small: Path, monkeypatch):
-    for name in ("nonsense", "cuda:x", None):
+    for name in ("nonsense", "cuda:x", ""):
         with pytest.raises(UsageError, match="torch knows no such device"):
             load_model(small, device=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="device='cuda': torch finds no CUDA device"):
+    with pytest.raises(UsageError, match="device='cuda'`: torch finds no CUDA device"):
         load_model(small, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="device='cuda:1': torch finds 1 CUDA device"):
+    with pytest.raises(UsageError, match="device='cuda:1'`: torch finds 1 CUDA device"):
         load_model(small, device="cuda:1")
 
 

@@ -1,4 +1,7 @@
-"""The commands that pages of docs/ name in text and in tables exist; tests/test_docs.py has their blocks."""
+"""Running text and tables of README.md and docs/: their commands exist, their words are those of the field.
+
+tests/test_docs.py looks at the blocks of code.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from words import private_words
 
 from neuzip.cli.commands import VERBS
 
@@ -34,3 +38,12 @@ def test_commands_in_running_text_exist(page: Path):
         known = (ROOT / "tests" / "golden" / "help" / f"{verb}.txt").read_text(encoding="utf-8")
         unknown = options - set(re.findall(r"--[a-z][\w-]*", known))
         assert not unknown, f"{page.name}: {verb} has no {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name in ("how-to", "explanation")],
+    ids=lambda page: page.stem,
+)  # fmt: skip
+def test_pages_use_the_words_of_the_field(page: Path):
+    found = private_words(FENCED.sub("", page.read_text(encoding="utf-8")))
+    assert found == [], f"{page.name}: {found}"

@@ -193,7 +193,7 @@ def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, small: Path, neuzi
     first = neuzip("push", small, "me/model", "--json").json
     here.requests.clear()
     again = neuzip("push", small, "me/model")
-    assert again.stderr.endswith("\nall files were there already, as they are here\n")
+    assert again.stderr.endswith("\nall files are on the Hub already\n")
     assert not [r for r in here.requests if r.startswith("PUT") or "/commit/" in r]
     second = neuzip("push", small, "me/model", "--json").json
     assert (first["was_there"], second["was_there"]) == (False, True)

@@ -13,7 +13,7 @@ import pytest
 
 from neuzip.cli.commands import VERBS
 from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS, Key, _keys
-from neuzip.compress import compress, pipeline
+from neuzip.compress import compress, machine, pipeline
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
 from neuzip.eval import (
@@ -43,7 +43,8 @@ MADE_OF = {
     "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
-    "EvaluatedModel": perplexity.Model, "ExportedTensor": ExportedTensor, "LayerImportance": layers.Layer,
+    "EvaluatedModel": perplexity.Model, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
+    "LayerImportance": layers.Layer,
     "Loss": Loss, "LossDifference": perplexity.Difference, "PeakMemory": perplexity.PeakMemory,
     "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.Recipe,
     "Removal": layers.Removal, "ReportRow": report.Row, "ReportTensor": report.TensorRow,

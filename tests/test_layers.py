@@ -495,7 +495,7 @@ def test_what_a_person_is_told_of_a_drop(neuzip, llama: Path, tmp_path: Path):
         assert words in said.stdout
     assert "neuzip eval" in said.stderr
     said = neuzip("layers", llama, *ASKED, "--drop", 1, "--gradients", 0)
-    assert "--output DST would write that model" in said.stderr
+    assert "--output DST writes this model" in said.stderr
 
 
 def test_what_is_refused(neuzip, llama: Path, tmp_path: Path):

@@ -135,7 +135,7 @@ def test_losses_that_are_not_finite_are_an_error(model):
     broken.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(NeuzipError, match="the loss of 4 of 4 tokens is nan") as caught:
         token_losses(HeadedModel(broken), torch.arange(5), list(cut(5, 4)))
-    assert "--dtype" in caught.value.hint
+    assert "`dtype`" in caught.value.hint
 
 
 # A text
@@ -341,10 +341,10 @@ def test_dtype(checkpoint: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": POSITIONS + 1}, "--window 33: the model was made for 32 tokens"),
-        ({"window": 4, "stride": 5}, "--stride 5 is larger than the window, 4"),
-        ({"stride": 64}, "--stride 64 is larger than the window, 32"),
-        ({"device": "cpu", "device_map": "auto"}, "--device-map auto excludes --device cpu"),
+        ({"window": POSITIONS + 1}, "`window=33`: the model was made for 32 tokens"),
+        ({"window": 4, "stride": 5}, "`stride=5` is larger than the window, 4"),
+        ({"stride": 64}, "`stride=64` is larger than the window, 32"),
+        ({"device": "cpu", "device_map": "auto"}, "`device_map='auto'` excludes `device='cpu'`"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], message: str, checkpoint: Path):

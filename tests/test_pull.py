@@ -101,7 +101,7 @@ def test_all_modes_and_a_second_run_that_has_nothing_to_do(pushed: Hub, tmp_path
     gets = [r for r in pushed.requests if r.startswith("GET") and "/resolve/" in r]
     assert len(gets) == len(answer["files"]), "only the first run downloads"
     again = neuzip("pull", "me/model", "copy")
-    assert again.stderr == "all files were there already and match the checksums of the Hub\n"
+    assert again.stderr == "all files are here already and match the checksums of the Hub\n"
 
 
 def test_a_dry_run_lists_and_writes_nothing(pushed: Hub, tmp_path: Path, in_all_modes, neuzip):
@@ -219,7 +219,7 @@ def test_a_pull_killed_in_its_last_moment_goes_on(
         said = neuzip("pull", "me/model", "copy")
     assert (said.exit_code, said.stderr) == (
         130,
-        "error: interrupted\nhint: what is finished is kept: the same command goes on where it stopped\n",
+        "error: interrupted\nhint: finished work is kept; repeat the command to resume\n",
     )
     assert {p.name for p in tmp_path.iterdir()} == {PARTIAL}
     assert neuzip("pull", "me/model", "copy").exit_code == 0

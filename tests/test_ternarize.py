@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +27,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "--allow-destructive does it"),
+        ([], "--allow-destructive converts it anyway"),
         (["--allow-destructive"], "needs a text"),
-        (["--allow-destructive", "--text", "demo", "--ternary-group", "0"], "is no group"),
-        (["--allow-destructive", "--text", "demo", "--ternary-group", "column"], "is no group"),
-        (["--allow-destructive", "--text", "demo", "--ternary-quantizer", "absmean"], "takes no text"),
+        (["--allow-destructive", "--text", "demo", "--ternary-group", "0"], "not a group"),
+        (["--allow-destructive", "--text", "demo", "--ternary-group", "column"], "not a group"),
+        (
+            ["--allow-destructive", "--text", "demo", "--ternary-quantizer", "absmean"],
+            "has no effect with --ternary-quantizer absmean",
+        ),
     ],
 )
 def test_what_is_refused(options, said: str, neuzip, tmp_path: Path):
@@ -58,7 +63,7 @@ def test_ternarize_then_compress(neuzip, tmp_path: Path):
     divergences = {}
     for name in ("t", "blind"):
         small = tmp_path / f"{name}.nz"
-        said = neuzip("compress", tmp_path / name, small, "--ternary", "--ternary-group", "row", "--json")
+        said = neuzip("compress", tmp_path / name, small, "--ternary", "--json")
         assert said.exit_code == 0, said.stderr
         stored = json.loads(said.stdout)
         for tensor in stored["tensors"]:
@@ -70,6 +75,17 @@ def test_ternarize_then_compress(neuzip, tmp_path: Path):
         )  # fmt: skip
         divergences[name] = json.loads(said.stdout)["comparison"]["kld"]["mean"]["value"]
     assert divergences["t"] < 0.2 * divergences["blind"]
+
+
+@pytest.mark.parametrize("group", ["tensor", "64"])
+def test_the_command_that_it_names_compresses_without_loss(group: str, neuzip, tmp_path: Path):
+    dst = tmp_path / "t"
+    options = ("--ternary-quantizer", "absmean", "--ternary-group", group, "--allow-destructive")
+    said = neuzip("ternarize", DEMO, dst, *options)
+    (command,) = re.findall(r"^to compress it: neuzip (.*)$", said.stderr, re.MULTILINE)
+    stored = neuzip(*shlex.split(command), "--json").json
+    assert stored["lossless"] and stored["dst"] == f"{dst}.nz"
+    assert sum(tensor["scheme"].startswith("ternary exact") for tensor in stored["tensors"]) == 42
 
 
 def test_a_full_disk_is_told_as_everywhere(neuzip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -128,11 +144,11 @@ def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     assert len(set(losses)) == 3
     refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: --activations a4.8: dense weights do not quantise inputs\n")
+    assert refused.stderr.startswith("error: --activations a4.8 has no effect with --residency dense\n")
     assert "--residency packed" in refused.stderr
     asked = ["--residency", "packed", "--activations", "a4.8"]
     tasks = neuzip("eval", tmp_path / "t.nz", "--tasks", "x", *asked)
-    assert tasks.stderr.startswith("error: --activations a4.8: is for --text; tasks quantise inputs as")
+    assert tasks.stderr.startswith("error: --activations a4.8 does not apply to --tasks")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +163,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ON_DENSE = (
-    "config.json records b1.58, and dense weights do not quantise inputs\nhint: --residency packed does\n"
+    "config.json records b1.58, but --residency dense does not quantise activations\n"
+    "hint: use --residency packed\n"
 )
 COMMANDS = {
     "eval": ("--text", "demo", "--conventions", "token", "--max-tokens", 64, "--device", "cpu"),
@@ -169,11 +186,14 @@ def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded
     told = {
         "eval": "bfloat16 on cpu, residency packed, activations b1.58; python",
         "generate": "; residency packed, activations b1.58\n",
-        "bench": "\ninputs   dense as they are, packed b1.58\n",
+        "bench": "\nactivations  dense not quantised, packed b1.58\n",
     }
     assert told[verb] in packed.stdout + packed.stderr
     plain = neuzip(verb, recorded / "t", *COMMANDS[verb], "--residency", "packed")
-    assert "records b1.58, and weights that are not stored ternary do not quantise inputs\n" in plain.stderr
+    assert (
+        "records b1.58, but no weights are stored as ternary, so activations are not quantised\n"
+        in plain.stderr
+    )
     if verb != "bench":
         none = neuzip(verb, recorded / "t.nz", *COMMANDS[verb], "--activations", "none")
         assert none.exit_code == 0 and "warning" not in none.stderr
@@ -181,7 +201,7 @@ def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded
         asked = neuzip(
             verb, recorded / "t", *COMMANDS[verb], "--residency", "packed", "--activations", "a4.8"
         )
-        assert "warning: --activations a4.8, and weights that are not stored ternary" in asked.stderr
+        assert "warning: --activations a4.8, but no weights are stored as ternary" in asked.stderr
 
 
 def test_each_model_of_an_evaluation_has_its_activations(recorded: Path, neuzip, tmp_path: Path):
@@ -223,8 +243,11 @@ def test_sparsity_is_counted(neuzip, tmp_path: Path):
     assert zeros["parameters"] == 1_179_648
     assert zeros["active"] == pytest.approx((1 - zeros["overall"]) * zeros["parameters"], abs=1)
     dense = neuzip("eval", tmp_path / "t.nz", *asked)
-    assert "inputs that are 0" in dense.stdout
-    assert "--sparsity: inputs are counted as they are: dense weights do not quantise them\n" in dense.stderr
+    assert "activations that are 0" in dense.stdout
+    assert (
+        "--sparsity: counted on unquantised activations, as --residency dense does not quantise them\n"
+        in dense.stderr
+    )
 
 
 def test_a_group_is_never_longer_than_a_row(neuzip, tmp_path: Path):
@@ -260,7 +283,7 @@ def test_activations_that_would_say_nothing_are_refused(neuzip, tmp_path: Path):
     said = neuzip(
         "compress", tmp_path / "t", tmp_path / "z", "--plan", tmp_path / "p.toml", "--activations", "a4.8"
     )  # fmt: skip
-    assert 'need a rule with scheme = "ternary"' in said.stderr
+    assert "p.toml has no ternary rule" in said.stderr
     first = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "a4.8")
     assert first.exit_code == 0
     said = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "b1.58")
@@ -276,5 +299,5 @@ def test_what_is_not_converted_is_said(neuzip, tmp_path: Path):
     options = ["--allow-destructive", "--ternary-quantizer", "absmean"]
     said = neuzip("ternarize", tmp_path / "m", tmp_path / "t", *options)
     assert said.exit_code == 0
-    assert "of the layers' weights stay as they are" in said.stderr
-    assert "stay as they are" not in neuzip("ternarize", DEMO, tmp_path / "d", *options).stderr
+    assert "of the layers' weights are not converted" in said.stderr
+    assert "are not converted" not in neuzip("ternarize", DEMO, tmp_path / "d", *options).stderr

@@ -81,12 +81,12 @@ def test_a_stopped_run_goes_on_to_the_same_model(
     monkeypatch.setattr(Trainer, "step", interrupted)
     said = neuzip("train", write())
     assert said.exit_code == 130
-    assert said.stderr.endswith("error: interrupted\nhint: stopped after step 2; --resume goes on\n")
+    assert said.stderr.endswith("error: interrupted\nhint: stopped after step 2; resume with --resume\n")
     monkeypatch.undo()
     out, whole = tmp_path / "out", tmp_path / "whole"
     said = neuzip("train", write(), "--resume")
     assert said.exit_code == 0, said.stderr
-    assert "going on after step 2" in said.stderr
+    assert "resuming after step 2" in said.stderr
     name = "model/model.safetensors"
     assert (out / name).read_bytes() == (whole / name).read_bytes()
     logs = [
@@ -107,7 +107,7 @@ def test_a_run_goes_on_only_with_the_tokens_that_it_began_with(
     text.write_text("A text of other words. " * 200)
     said = neuzip("train", write(**given, steps=6), "--resume")
     assert said.exit_code == 2
-    assert f"was begun with other tokens than {text} has now" in said.stderr
+    assert f"was started with other tokens than {text} has now" in said.stderr
     text.write_text("A text of some words. " * 200)
     said = neuzip(
         "train", write(**{**given, "optimizer_state": "lossless", "steps": 6}), "--resume", "--json"
@@ -184,7 +184,7 @@ def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Pa
     assert said.exit_code == 1 and "is not from neuzip train" in said.stderr
     assert (out / "mine.txt").read_text() == "mine"
     said = neuzip("train", write(), "--resume")
-    assert said.exit_code == 1 and "holds no run to go on with\nhint: choose another output\n" in said.stderr
+    assert said.exit_code == 1 and "has no run to resume\nhint: choose another output\n" in said.stderr
 
 
 def test_a_run_without_a_checkpoint_begins_anew(
@@ -193,9 +193,7 @@ def test_a_run_without_a_checkpoint_begins_anew(
     """Killed in its first moment, or before its first checkpoint: each hint leads on."""
     out = tmp_path / "out"
     said = neuzip("train", write(), "--resume")
-    assert said.exit_code == 1 and said.stderr.endswith(
-        "holds no run to go on with\nhint: leave --resume out\n"
-    )
+    assert said.exit_code == 1 and said.stderr.endswith("has no run to resume\nhint: leave out --resume\n")
     out.mkdir()
     (out / "run.json.neuzip-partial").write_text("{")
 
@@ -211,12 +209,12 @@ def test_a_run_without_a_checkpoint_begins_anew(
     said = neuzip("train", write())
     assert said.exit_code == 1
     assert said.stderr.endswith(
-        "hint: --resume goes on there; --overwrite removes what was trained and begins anew\n"
+        "hint: --resume resumes the run there; --overwrite deletes it and starts again\n"
     )
     assert neuzip("train", write(lr=1e-4), "--resume").exit_code == 2  # another run
     said = neuzip("train", write(), "--resume")
     assert said.exit_code == 0, said.stderr
-    assert "no checkpoint was written before it stopped: the run begins with its first step" in said.stderr
+    assert "the run stopped before its first checkpoint, so it starts with step 1" in said.stderr
     assert len((out / "log.jsonl").read_text().splitlines()) == 4
 
     (out / "checkpoint").rename(tmp_path / "elsewhere")
@@ -251,7 +249,10 @@ def test_a_full_disk_is_told_with_what_goes_on(
             patch.setattr("transformers.modeling_utils.safe_save_file", full)
         said = neuzip("train", write())
     assert (said.exit_code, said.stdout) == (1, "")
-    assert "no space left on the disk\nhint: free some space and give --resume: it goes on" in said.stderr
+    assert (
+        "no space left on the disk\nhint: free some space, then resume from the last checkpoint with --resume"
+        in said.stderr
+    )
     assert neuzip("train", write(), "--resume").exit_code == 0
 
 
@@ -303,17 +304,17 @@ GIVEN: dict[str, Any] = {"model": "m", "text": ["a"], "output": "o", "steps": 1,
         ({"steps": None}, "lacks steps", "steps = 1000"),
         ({"steps": "3"}, "steps is '3'", "a whole number"),
         ({"steps": True}, "steps is True", "a whole number"),
-        ({"steps": 0}, "steps is 0", "1 and more"),
-        ({"seed": -1}, "seed is -1", "0 and more"),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1", "0 and more"),
+        ({"steps": 0}, "steps is 0", "at least 1"),
+        ({"seed": -1}, "seed is -1", "at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1", "at least 0"),
         ({"budget_minutes": 0}, "budget_minutes is 0", "more than 0"),
         ({"text": []}, "text is []", "a list of names"),
         ({"optimizer": "adam"}, "no optimizer 'adam'", "adamw8bit"),
         ({"optimizer_state": "zipped"}, "no optimizer_state 'zipped'", "plain, lossless"),
         ({"schedule": "cosin"}, "no schedule 'cosin'", "cosine"),
         ({"lr": -1}, "lr -1.0", "at least 0"),
-        ({"model": None}, "one of model and scratch", "begins anew"),
-        ({"scratch": "c"}, "one of model and scratch", "begins anew"),
+        ({"model": None}, "needs either model or scratch", "random weights"),
+        ({"scratch": "c"}, "needs either model or scratch", "random weights"),
         ({"tokenizer": "t"}, "tokenizer belongs to scratch", "both"),
         ({"dtype": "float32"}, "dtype has no effect with model", "leave out dtype"),
         ({"schedule": "constant", "min_lr_ratio": 0}, "min_lr_ratio has no effect", "leave out min_lr_ratio"),
@@ -368,11 +369,11 @@ def test_without_a_length_windows_are_what_the_model_can(
 ) -> None:
     said = neuzip("train", write(window=None, steps=1, batch_size=1))
     assert said.exit_code == 0, said.stderr
-    assert "256 a window" in said.stderr
+    assert "256 per window" in said.stderr
     assert json.loads((tmp_path / "out" / "run.json").read_text())["window"] == 256
     assert neuzip("train", write(window=None, steps=2, batch_size=1), "--resume").exit_code == 0
     said = neuzip("train", write(window=16, steps=2, batch_size=1), "--resume")
-    assert said.exit_code == 2 and "was begun with window = 256, now it is 16" in said.stderr
+    assert said.exit_code == 2 and "was started with window = 256, now it is 16" in said.stderr
     run = tmp_path / "out" / "run.json"
     begun = {key: value for key, value in json.loads(run.read_text()).items() if key != "filter_gradients"}
     run.write_text(json.dumps(begun))  # as a version without that key left it
@@ -381,7 +382,7 @@ def test_without_a_length_windows_are_what_the_model_can(
     assert neuzip("train", write(window=256, steps=2, batch_size=1), "--resume").exit_code == 0
     said = neuzip("train", write(window=256, steps=2, batch_size=1, filter_gradients=False), "--resume")
     assert said.exit_code == 2
-    assert "was begun with filter_gradients = True, now it is False" in said.stderr
+    assert "was started with filter_gradients = True, now it is False" in said.stderr
     given = configuration.checked(GIVEN, "run.toml")
     assert [given.window_for(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
 
@@ -404,8 +405,8 @@ def test_a_finished_run_that_is_resumed_says_so(
     before = model.read_bytes()
     said = neuzip("train", write(), "--resume")
     assert said.exit_code == 0
-    assert "finished before: 4 of 4 steps were taken, none is left" in said.stderr
-    assert "going on" not in said.stderr and model.read_bytes() == before
+    assert "finished already: 4 of 4 steps are done" in said.stderr
+    assert "resuming" not in said.stderr and model.read_bytes() == before
     (tmp_path / "out" / "log.jsonl").write_text("")
     said = neuzip("train", write(), "--resume")
     assert said.exit_code == 1 and "log.jsonl: has no steps" in said.stderr

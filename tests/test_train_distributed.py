@@ -144,11 +144,11 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
 ) -> None:
     what = "if os.environ['RANK'] == '1' and self.steps == 2: os.kill(os.getpid(), signal.SIGINT)"
     code, _, stderr = finished(torchrun(tmp_path, meddling(tmp_path, what), "train", write("two")))
-    assert code != 0 and "stopped after step 2; --resume goes on" in stderr
+    assert code != 0 and "stopped after step 2; resume with --resume" in stderr
     assert errors(stderr) == ["error: interrupted"]
     command = ("--no-python", "neuzip", "train", write("two"), "--resume")
     code, _, stderr = finished(torchrun(tmp_path, *command))
-    assert code == 0 and "going on after step 2" in stderr
+    assert code == 0 and "resuming after step 2" in stderr
     assert neuzip("train", write("one", micro_batch=2)).exit_code == 0
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert len(losses(tmp_path / "two")) == 4

@@ -42,7 +42,6 @@ PRIVATE: Mapping[str, str] = {
     r"\bwarm(s|ed)? (quantisation )?up in\b": "ramp up over",
     r"\bmissed (least|most|more)\b": "least important",
     r"\bharm(s|ed)?\b": "degrade",
-    r"\btells? nothing\b": "is not meaningful",
     r"\bformed\b(?= logits)|\blogits were formed\b": "materialised logits",
     r"\bgot over\b": "recovered",
     r"\bfront doors?\b": "public API",

@@ -93,29 +93,32 @@ def train_compressed(
     optimizer: str | Optimizer = "sgd",
     *,
     compressed: bool = True,
-    clip: float | None = None,
+    max_grad_norm: float | None = None,
     clipping: Clipping = "two-pass",
-    micro_batch: int | None = None,
-    states: HowKept = "plain",
+    micro_batch_size: int | None = None,
+    optimizer_state: HowKept = "plain",
     seed: int = 0,
     device: AnyDevice = None,
     ahead: bool | None = None,
     triton: bool | None = None,
     filter_gradients: bool = True,
 ) -> Trainer:
-    """Take a causal language model apart for training; see the module and `Trainer`.
+    """Train a causal language model while its weights are stored compressed; see the module and `Trainer`.
 
-    optimizer    a name of `optimizers`, or one of its classes with values of one's own
-    clip         largest global norm of the gradients
-    micro_batch  rows of a batch that go through a layer at once; all if not given
-    states       how the optimizer's are kept: "plain", or "lossless", in fewer bytes and with the same bits
-    device       where to train; layer after layer is brought there
-    ahead        decode the next layer and code the last one beside the work on the present one, which takes a
-                 second buffer; on a GPU it is the rule
-    triton       code with Triton's kernels, as on a GPU, wherever the weights are
-    filter_gradients
-                 on a GPU, leave out of the head's gradients the tiles of logits that `linear_cross_entropy`
-                 filters by default. False computes all of them. A CPU never filters
+    optimizer         "adamw8bit", "adamw", "sgd" or "sgd-stochastic", or a class of `optimizers` with its own
+                      values
+    compressed        False trains plain weights in the same way, as LOMO does
+    max_grad_norm     largest global norm of the gradients; None does not clip
+    clipping          "two-pass" clips by the exact norm, "running" by that of the step before
+    micro_batch_size  rows of a batch that pass through a layer at once; all if None
+    optimizer_state   "plain", or "lossless": compressed, with the same bits
+    seed              of dropout and stochastic rounding
+    device            where to train, as in `load_model`; None is where the model is
+    ahead             decode the next layer and encode the last one during the work on the present one, which
+                      takes a second buffer; None does so on a GPU
+    triton            encode with Triton's kernels, as on a GPU, wherever the weights are
+    filter_gradients  on a GPU, leave out of the head's gradients the tiles of logits that
+                      `linear_cross_entropy` filters by default. A CPU never filters
 
     On a CPU the result has the same bits whether weights are `compressed` or not. On a GPU that holds under
     `deterministic_algorithms`: without them torch's own backward passes differ from run to run.
@@ -125,7 +128,8 @@ def train_compressed(
     """
     return Trainer(
         model, optimizer_of(optimizer) if isinstance(optimizer, str) else optimizer, compressed=compressed,
-        clip=clip, clipping=clipping, micro_batch=micro_batch, states=states, seed=seed, device=device,
+        max_grad_norm=max_grad_norm, clipping=clipping, micro_batch_size=micro_batch_size,
+        optimizer_state=optimizer_state, seed=seed, device=device,
         ahead=ahead, triton=triton, filter_gradients=filter_gradients,
     )  # fmt: skip
 
@@ -143,10 +147,10 @@ class Trainer:
         optimizer: Optimizer,
         *,
         compressed: bool,
-        clip: float | None,
+        max_grad_norm: float | None,
         clipping: Clipping,
-        micro_batch: int | None,
-        states: HowKept,
+        micro_batch_size: int | None,
+        optimizer_state: HowKept,
         seed: int,
         device: AnyDevice,
         ahead: bool | None,
@@ -154,15 +158,25 @@ class Trainer:
         filter_gradients: bool,
     ) -> None:
         if clipping not in ("two-pass", "running"):
-            raise UsageError(f"there is no clipping {clipping!r}", "choose two-pass or running")
-        if clip is not None and not clip > 0:
-            raise UsageError(f"gradients cannot be clipped to {clip}", "give a number above 0")
-        if micro_batch is not None and micro_batch < 1:
-            raise UsageError(f"a micro-batch of {micro_batch} rows", "give 1 and more")
-        if states not in HOW_KEPT:
-            raise UsageError(f"states cannot be kept {states!r}", f"choose from {', '.join(HOW_KEPT)}")
+            raise UsageError(
+                f"`clipping={clipping!r}`: there is no such clipping", "choose two-pass or running"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UsageError(
+                f"`max_grad_norm={max_grad_norm}`: gradients cannot be clipped to that",
+                "give a number above 0",
+            )
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise UsageError(
+                f"`micro_batch_size={micro_batch_size}`: is no number of rows", "give 1 and more"
+            )
+        if optimizer_state not in HOW_KEPT:
+            raise UsageError(
+                f"`optimizer_state={optimizer_state!r}`: is no way to keep it",
+                f"choose from {', '.join(HOW_KEPT)}",
+            )
         self.model, self.optimizer, self.compressed, self.seed = model, optimizer, compressed, seed
-        self.clip, self.clipping, self.micro_batch = clip, clipping, micro_batch
+        self.clip, self.clipping, self.micro_batch = max_grad_norm, clipping, micro_batch_size
         self._filter_eps = "auto" if filter_gradients else None
         self.steps = 0
         self.norm: float | None = None
@@ -177,7 +191,7 @@ class Trainer:
                 "choose sgd or adamw, or train in bfloat16",
             )
 
-        self.keeper = Keeper(optimizer, self.device, coded=states == "lossless", triton=triton)
+        self.keeper = Keeper(optimizer, self.device, coded=optimizer_state == "lossless", triton=triton)
         ahead = compressed and (self.device.type == "cuda" if ahead is None else ahead)
         self._desk = Desk(self.device, ahead)
 

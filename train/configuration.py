@@ -1,6 +1,6 @@
 """What `neuzip train` is told: a TOML file of flat keys, checked before anything is loaded.
 
-docs/explanation/training.md has a table of the keys, their defaults and what they mean.
+docs/reference/config.md has a table of the keys, their defaults and what they mean.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Configuration:
             return min(LENGTH, positions or LENGTH)
         if positions is not None and self.window > positions:
             raise UsageError(
-                f"window is {self.window}, the model has {positions} positions", f"give up to {positions}"
+                f"window is {self.window}, the model has {positions} positions", f"give at most {positions}"
             )
         return self.window
 
@@ -115,8 +115,8 @@ class Configuration:
         """Raise UsageError where a run that goes on would read other tokens, from files of the same names."""
         if before.get(TOKENS) != windows.checksum():
             raise UsageError(
-                f"{self.output}: was begun with other tokens than {', '.join(self.text)} has now",
-                "put back the texts and the tokenizer, or give another output",
+                f"{self.output}: was started with other tokens than {', '.join(self.text)} has now",
+                "restore the texts and the tokenizer, or give another output",
             )
 
     def require_same(self, before: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Configuration:
             begun = before.get(name, defaults[name])  # a key that came later has its default
             if name not in FREE and begun != value:
                 raise UsageError(
-                    f"{self.output}: was begun with {name} = {begun!r}, now it is {value!r}",
+                    f"{self.output}: was started with {name} = {begun!r}, now it is {value!r}",
                     "give the same, or another output",
                 )
 
@@ -202,18 +202,21 @@ def _typed(file: str, key: str, annotation: Any, value: Any) -> Any:
 def _require_sense(file: str, found: Configuration) -> None:
     if (found.model is None) == (found.scratch is None):
         raise UsageError(
-            f"{file}: has to have one of model and scratch", "model trains on, scratch begins anew"
+            f"{file}: needs either model or scratch",
+            "model trains a checkpoint further, scratch starts from random weights",
         )
     if (found.scratch is None) != (found.tokenizer is None):
-        raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or model alone")
+        raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or only model")
     for name in ("steps", "window", "batch_size"):
         if (value := getattr(found, name)) is not None and value < 1:
-            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 1 and more")
+            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give at least 1")
     for name in ("seed", "weight_decay", "checkpoint_every"):
         if (getattr(found, name) or 0) < 0:
-            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give 0 and more")
+            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give at least 0")
     if found.budget_minutes is not None and not found.budget_minutes > 0:
-        raise UsageError(f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or none")
+        raise UsageError(
+            f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or leave it out"
+        )
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
         ("dtype", ("bfloat16", "float16", "float32")), ("optimizer_state", KEPT), ("optimizer", OPTIMIZERS),

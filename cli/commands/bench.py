@@ -1,4 +1,4 @@
-"""neuzip bench: speed and memory of a checkpoint in each residency, beside the dense model."""
+"""neuzip bench: speed and memory of a checkpoint in each residency, compared with the dense model."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def command(
         compiled=compiled,
     )
     if residencies is None and place.type == "cpu":
-        out.status("on a CPU: dense alone; --residency packed runs through its reference here, slowly")
+        out.status(
+            "on a CPU bench measures dense only; --residency packed runs here too, by slow reference code"
+        )
     warn_of_plain_inputs(out, path, plan.residencies)
     if compiled:
-        out.status(
-            "--compile: torch compiles the steps of each residency and batch first, a minute or so each"
-        )
+        out.status("--compile: compiling takes about a minute for each weight format and batch size")
     with out.progress("bench", plan.runs, unit="runs") as advance:
         speeds = measure(plan, on_run=advance)
     report(out, plan, speeds)
@@ -124,38 +124,40 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     """Say what was run, and show a row for each residency and batch."""
     packages = ", ".join(f"{name} {version}" for name, version in speeds.versions.items())
     graphed = {row.graphed for row in speeds.rows}
-    how = {True: "as a CUDA graph", False: "launched one by one"}
+    how = {True: "as a CUDA graph", False: "without a CUDA graph"}
     steps = ["compiled"] if plan.compiled else []
     steps += [" or ".join(how[one] for one in sorted(graphed))] if plan.device.type == "cuda" else []
     told = f"; steps {', '.join(steps)}" if steps else ""
-    out.text(f"path     {plan.path}")
-    out.text(f"model    {speeds.dtype} on {speeds.device}; {packages}")
-    out.text(f"run      {plan.prompt_tokens:,} tokens of prompt, {plan.new_tokens:,} new ones, greedy{told}")
-    out.text(f"weights  {_weights(speeds)}")
+    out.text(f"path         {plan.path}")
+    out.text(f"model        {speeds.dtype} on {speeds.device}; {packages}")
+    out.text(
+        f"run          {plan.prompt_tokens:,} prompt tokens, {plan.new_tokens:,} new tokens, greedy{told}"
+    )
+    out.text(f"weights      {_weights(speeds)}")
     if any(row.activations for row in speeds.rows):
-        modes = {r.residency: r.activations.text if r.activations else "as they are" for r in speeds.rows}
-        out.text(f"inputs   {', '.join(f'{name} {mode}' for name, mode in modes.items())}")
+        modes = {r.residency: r.activations.text if r.activations else "not quantised" for r in speeds.rows}
+        out.text(f"activations  {', '.join(f'{name} {mode}' for name, mode in modes.items())}")
     if plan.kv_bits is not None:
-        out.text(f"cache    {_caches(speeds)}")
-        out.text(f"read     {', '.join(sorted({row.attention for row in speeds.rows if row.attention}))}")
+        out.text(f"KV cache     {_caches(speeds)}")
+        out.text(f"KV reading   {', '.join(sorted({row.attention for row in speeds.rows if row.attention}))}")
     attending = [row for row in speeds.rows if row.attention_bits is not None]
     for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
-        out.text(f"attends  {text}")
+        out.text(f"attention    {text}")
     apart = max(row.decode_spread for row in speeds.rows)
-    spread = f", up to {100 * apart:.1f} % apart at decode" if plan.rounds > 1 else ""
-    out.text(f"medians  of {count_text(plan.rounds, 'run')}{spread}; in brackets the ratio to dense")
+    spread = f", decode times up to {100 * apart:.1f} % apart" if plan.rounds > 1 else ""
+    out.text(f"medians      of {count_text(plan.rounds, 'run')}{spread}; in brackets the ratio to dense")
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]
     out.table(columns, [_cells(row) for row in speeds.rows], right=columns[1:])
     if any(row.differing_tokens for row in attending):
         out.text()
-        out.text("Quantised attention gives other numbers: other tokens are no fault.")
+        out.text("Quantised attention changes the numbers, so different tokens are expected.")
     if any(row.differing_tokens for row in speeds.rows if row.activations):
         out.text()
-        out.text("Quantised inputs are other numbers: other tokens are no fault.")
+        out.text("Quantised activations change the numbers, so different tokens are expected.")
     if any(row.differing_tokens for row in speeds.rows if row.kv_bits is not None):
         out.text()
-        out.text(f"Keys and values in {plan.kv_bits} bits are other numbers: other tokens are no fault.")
+        out.text(f"A KV cache of {plan.kv_bits} bits changes the numbers, so different tokens are expected.")
     plain = [
         row
         for row in speeds.rows
@@ -163,8 +165,8 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     ]
     if any(row.differing_tokens for row in plain):
         out.text()
-        out.text("Sums in another order are rounded otherwise: of tokens that are nearly tied")
-        out.text("another may be taken, and all that follow in its text may differ.")
+        out.text("Another order of summation rounds differently. Where two tokens are nearly tied,")
+        out.text("the other one may be chosen, and the rest of that sequence may differ.")
 
 
 def _weights(speeds: Speeds) -> str:
@@ -182,7 +184,7 @@ def _caches(speeds: Speeds) -> str:
     plain = next(row.cache_bytes for row in rows if row.kv_bits is None)
     sizes = {row.kv_bits: row.cache_bytes for row in rows if row.kv_bits is not None}
     few = ", ".join(f"{bits} bits {bytes_text(n)} ({n / plain:.2f})" for bits, n in sizes.items())
-    return f"as they are {bytes_text(plain)}, {few}, of batch {rows[0].batch}"
+    return f"unquantised {bytes_text(plain)}, {few}, at batch {rows[0].batch}"
 
 
 def _cells(row: Speed) -> list[str]:
@@ -222,9 +224,7 @@ def _names(text: str) -> list[str]:
     names, known = [part.strip() for part in text.split(",")], get_args(options.Residency)
     for name in names:
         if name not in known:
-            raise UsageError(
-                f"--residency {text}: there is no {name!r}", f"what there is: {', '.join(known)}"
-            )
+            raise UsageError(f"--residency {text}: there is no {name!r}", f"choose from {', '.join(known)}")
     return names
 
 
@@ -232,5 +232,5 @@ def _numbers(text: str) -> list[int]:
     """The batches of `1,8,32`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--batch {text}: is no list of numbers from 1 on", "give them as 1,8,32")
+        raise UsageError(f"--batch {text}: not a list of numbers of at least 1", "give them as 1,8,32")
     return [int(part) for part in parts]

@@ -18,6 +18,7 @@ from neuzip.cli.commands.patch_attention import show
 from neuzip.cli.compression_result import alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
+from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.distribution import require
@@ -297,11 +298,12 @@ def command(
         )  # fmt: skip
         if goal is not None and ranks.world > 1:
             raise UsageError(
-                f"`{target}` needs one process", "run it without torchrun; --plan takes the plan it writes"
+                f"`{target}` does not run under torchrun", "run it alone, and pass its plan to --plan here"
             )
         if attention is not None and ranks.world > 1:
             raise UsageError(
-                f"--attention {attention} needs one process", "run neuzip patch-attention on the result"
+                f"--attention {attention} does not run under torchrun",
+                "run neuzip patch-attention on the result",
             )
         measured_on = text_for(goal, sensitivity, text, needed=attention is not None or fewer != 0)
         weights = scheme.ternary_of_options(ternary_quantizer, ternary_group, ternary_packing)
@@ -435,8 +437,8 @@ def _hint_of_tied(out: Output, path: Path, rules: Sequence[Rule], mantissa_bits:
         return
     asked = shlex.quote(f"{name}={mantissa_bits + 1}")
     out.hint(
-        f"{name} is embedding and output head in one: --bits-for {asked} gives it one bit more, which made "
-        f"{TIED_WORTH}; neuzip eval measures yours"
+        f"{name} is a tied embedding, used as output head too: --bits-for {asked} keeps one more bit of it. "
+        f"That made {TIED_WORTH}; measure yours with neuzip eval"
     )
 
 
@@ -447,7 +449,7 @@ def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
     from neuzip.runtime.attention import record
 
     record(dst, calibrated.bits)
-    out.status(f"{dst}: the bits of its layers' attention are recorded in config.json")
+    out.status(f"{dst}: config.json records the attention precision of the layers")
 
 
 def _report(
@@ -472,7 +474,9 @@ def _report(
     for (scheme, note), count in notes.items():
         if (scheme, note) not in large or any(note in warning for warning in report.warnings):
             continue
-        out.status(f"stored {scheme}: {count_text(count, 'tensor')}, {note}; --json names them")
+        out.status(
+            f"stored {scheme_text(scheme)}: {count_text(count, 'tensor')}, {note}; --json has their names"
+        )
     lossy = [t.loss for t in report.tensors if t.loss is not None]
     out.table(
         ["", "before", "after", "ratio", "bits/weight"],
@@ -488,12 +492,12 @@ def _report(
         out.text(
             f"{len(lossy)} of {count_text(len(report.tensors), 'tensor')} rounded: "
             f"largest relative error {max(x.max_relative for x in lossy):.3g}, "
-            f"largest RMS {max(x.rms_relative for x in lossy):.3g}"
+            f"largest RMS error {max(x.rms_relative for x in lossy):.3g}"
         )
         norms = [x.relative_l2 for x in lossy if x.relative_l2 is not None]
         if norms:
             out.text(
-                f"{len(norms)} of them to -1, 0 and 1 times a scale: they differ from the original by "
+                f"{len(norms)} of them rounded to ternary: they differ from the original by "
                 f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
             )
     elif not dropped:
@@ -540,7 +544,7 @@ def _show_plan(
         plan = make_plan(source, rules, workers, predict=True, allow_destructive=allow_destructive)
         private = private_files(source.checkpoint)
     for line in listed(private):
-        out.warning(f"looks private, and would be carried along: {line}")
+        out.warning(f"looks private, and would be copied: {line}")
     predicted = plan.predicted_bytes or 0
     rows = [
         [name, f"{len(group):,}", shape, dtype, scheme, bytes_text(sum(t.tensor.info.nbytes for t in group)),
@@ -549,10 +553,12 @@ def _show_plan(
     ]  # fmt: skip
     right = ["tensors", "bytes", "predicted"]
     out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=right)
+    for line in legend(str(t.scheme) for t in plan.tensors):
+        out.text(line)
     if len(rows) < len(plan.tensors):
         out.text("* is any number: tensors of one kind share a row, and --json lists every tensor")
     for (stored, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():
-        out.text(f"{stored}: {count_text(count, 'tensor')}, {note}")
+        out.text(f"{scheme_text(stored)}: {count_text(count, 'tensor')}, {note}")
     predicted_weights = plan.predicted_weight_bytes or 0
     for name, before, after in (
         ("weights", plan.weight_bytes, predicted_weights), ("all files", plan.original_bytes, predicted),

@@ -60,7 +60,7 @@ def command(
     out.text(f"\nWrote in {seconds_text(seconds)}:")
     for name, what in FOLDERS.items():
         out.text(f"  {output / name}: {what}")
-    out.hint("neuzip compress SRC DST does this with a checkpoint of yours")
+    out.hint("to compress your own checkpoint: neuzip compress SRC DST")
     out.result(
         {
             "paths": paths,
@@ -105,7 +105,7 @@ def _inspect(out: Output, checkpoint: Path) -> float:
         inspection = histograms.inspect(source, histograms.select(source))
     (counts,) = inspection.counts
     out.status(f"The built-in checkpoint: a Llama of {counts.numel:,} trained weights in {counts.fmt.name}")
-    out.status("1 inspect: how much the bits of its weights tell")
+    out.status("1 inspect: the entropy of the bit fields of its weights")
     e, fmt = counts.entropies, counts.fmt
     fields = {
         "sign bit": (e.sign, 1),
@@ -162,7 +162,7 @@ def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
 
     task = prepare(checkpoints, read_text("demo"), conventions=["token"], device="cpu")
     c = task.readings[0].convention
-    out.status(f"5 evaluate: predict {c.tokens:,} tokens of text that training never saw, with each")
+    out.status(f"5 evaluate: the perplexity of each, on {c.tokens:,} tokens of text unseen in training")
     with out.progress("evaluate", task.tokens, unit="tokens") as advance:
         return evaluate(task, on_tokens=advance)
 
@@ -200,6 +200,6 @@ def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluatio
 def _difference_text(difference: Difference) -> str:
     """How far two models are apart, in nats and in percent of perplexity."""
     if difference.identical:
-        return "the same to the last bit in every window"
+        return "bit-identical losses in every window"
     percent = 100 * math.expm1(difference.nll.value)
     return f"{signed_text(difference.nll)} nats per token, perplexity {percent:+.3f} % (paired)"

@@ -41,7 +41,7 @@ def command(
     tensors, different, compared = found.tensors, found.different, found.compared_bytes
     if different:
         out.table(["tensor", "what", *NUMBERS], [_row(t) for t in different], right=NUMBERS)
-        out.text(f"{len(different)} of {len(tensors)} tensors are not the same")
+        out.text(f"{len(different)} of {len(tensors)} tensors differ")
     else:
         out.text(f"identical: {count_text(len(tensors), 'tensor')}, {bytes_text(compared)}")
     out.result(

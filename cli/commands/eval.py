@@ -171,7 +171,7 @@ def command(
     mode = require_quantisable(activations, residency)
     if mode is not None and tasks is not None:
         raise UsageError(
-            f"--activations {mode}: is for --text; tasks quantise inputs as config.json says",
+            f"--activations {mode} does not apply to --tasks, which follow config.json",
             "leave out --activations or --tasks",
         )
     names = chosen_conventions(conventions)
@@ -208,7 +208,9 @@ def command(
         for path, asked in zip(reversed(paths), (activations, None), strict=False):
             warn_of_plain_inputs(out, path, (residency,), asked)
         if sparsity and residency == "dense":
-            out.status("--sparsity: inputs are counted as they are: dense weights do not quantise them")
+            out.status(
+                "--sparsity: counted on unquantised activations, as --residency dense does not quantise them"
+            )
         from neuzip.eval import report as reports
 
         swept = None if sweep is None else reports.read_sweep(sweep)
@@ -345,18 +347,18 @@ def refuse_contradictions(
         raise UsageError("neither --text nor --tasks is given", "give --text demo, or a file, or --tasks")
     if kv_bits is not None and tasks is not None:
         raise UsageError(
-            f"--kv-bits {kv_bits}: is for --text; tasks keep keys and values as they are",
+            f"--kv-bits {kv_bits} does not apply to --tasks, which do not quantise the KV cache",
             "leave out --kv-bits or --tasks",
         )
     if attention != "recorded" and tasks is not None:
         raise UsageError(
-            f"--attention {attention}: is for --text; tasks attend as config.json says",
+            f"--attention {attention} does not apply to --tasks, which follow config.json",
             "leave out --attention or --tasks",
         )
     if tasks is not None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(
             "--tasks cannot run under torchrun",
-            "leave it out; or `accelerate launch -m neuzip.eval.harness run --model neuzip ...`",
+            "leave it out, or run `accelerate launch -m neuzip.eval.harness run --model neuzip ...`",
         )
 
 
@@ -376,7 +378,7 @@ def chosen_conventions(option: str | None) -> list[Name] | None:
     if unknown := asked - set(names):
         raise UsageError(
             f"--conventions {option}: there is no convention {sorted(unknown)[0]!r}",
-            f"what there is: {', '.join(names)}",
+            f"choose from {', '.join(names)}",
         )
     return [name for name in names if name in asked]
 

@@ -11,10 +11,9 @@ from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuzip.compress.export import Target
+    pass
 
 PACKAGES = ("torch",)
 
@@ -67,14 +66,12 @@ def command(
 ) -> None:
     """Export a ternary model for another engine"""
     out = Output(json=json, quiet=quiet)
-    if to == "gguf" and dst.suffix != ".gguf":
-        raise UsageError(f"{dst}: --to gguf writes one file", "end DST in .gguf")
     let_threads_sleep()
     out.loading()
-    target = _target(to, gguf_type, gguf_mixed, linear_class, mode, activations)
-    from neuzip.compress.export import export
+    from neuzip.compress.export import export, target_of
     from neuzip.compress.source import weight_bytes
 
+    target = target_of(to, dst, gguf_type, gguf_mixed, linear_class, mode, activations)
     path = resolved(out, src)
     with out.progress("export", weight_bytes(path)) as advance:
         report = export(path, dst, target, overwrite=overwrite, on_bytes=advance)
@@ -89,8 +86,8 @@ def command(
     if len(packings) > 1:
         out.text("packed as " + ", ".join(f"{kind} ({n})" for kind, n in packings.most_common()))
     out.text(
-        "codes as in the source; "
-        + (f"scales rounded by {report.scale_error:.2g} at most" if report.scale_error else "scales exact")
+        "codes unchanged; "
+        + (f"scales rounded by at most {report.scale_error:.2g}" if report.scale_error else "scales exact")
     )
     out.text(f"{report.dst} in {seconds_text(report.seconds)}")
     out.result(
@@ -103,23 +100,3 @@ def command(
         },
         quiet=[report.dst],
     )
-
-
-def _target(
-    to: Engine,
-    gguf_type: str | None,
-    gguf_mixed: bool,
-    linear_class: str | None,
-    mode: str | None,
-    activations: str | None,
-) -> Target:
-    from neuzip.compress.export import Gguf
-    from neuzip.formats.export.compressed_tensors import PackQuantized
-    from neuzip.formats.export.transformers_bitnet import TransformersBitnet
-
-    if to == "gguf":
-        return Gguf(gguf_type or "tq2_0", gguf_mixed)
-    if to == "compressed-tensors":
-        return PackQuantized(activations or "b1.58")
-    only = "autobitlinear" if mode == "online" else "bitlinear"
-    return TransformersBitnet(linear_class or only, mode or "offline")

@@ -136,9 +136,7 @@ def command(
     if place.type == "cuda":
         out.status(f"steps {_steps(made)}")
     if made.cache_bytes is not None:
-        out.status(
-            f"keys and values in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}"
-        )
+        out.status(f"KV cache in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}")
     if attends is not None:
         out.status(f"attention: {attention_text(attends, uses(model))}")
     out.result(
@@ -199,7 +197,7 @@ def _unescaped(string: str) -> str:
 
 def _steps(made: Generation) -> str:
     """Which loop ran, and if it was not the faster one, why."""
-    return "as a CUDA graph" if made.graphed else f"launched one by one: {made.not_graphed}"
+    return "as a CUDA graph" if made.graphed else f"without a CUDA graph: {made.not_graphed}"
 
 
 def _summary(made: Generation, peak: int | None, residency: str, place: str) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from neuzip.cli import deltas, options
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.schemes import legend
 from neuzip.cli.source import resolved
 from neuzip.errors import UsageError
 
@@ -56,7 +57,7 @@ def command(
     path = resolved(out, src)
     if deltas.is_delta(path):
         if plot is not None:
-            raise UsageError(f"{src} is a delta, of which --plot has nothing to draw", "leave out --plot")
+            raise UsageError(f"{src} is a delta, which --plot cannot draw", "leave out --plot")
         deltas.inspect(out, path, tensor or [])
         return
     title = Path(src).resolve().name if Path(src).exists() else src
@@ -114,6 +115,8 @@ def _show_table(out: Output, inspection: Inspection) -> None:
     right = set(columns) - {"tensor", "dtype", "shape", "scheme"}
     left_out = out.table(columns, rows, right=right, total=total, spare=spare)
     out.text()
+    for note in legend(t.scheme for t in inspection.tensors):
+        out.text(note)
     out.text("Entropies in bits per weight; bound and ratio as shares of the original size.")
     out.text("Bound: entropy of the exponents, plus sign and used mantissa bits uncompressed.")
     if inspection.weight_bytes is not None:

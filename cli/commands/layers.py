@@ -1,4 +1,4 @@
-"""neuzip layers: what each layer of a model is worth, and the model without those that are worth least."""
+"""neuzip layers: the importance of each layer, and the model without the least important ones."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ NEEDS = {"--choice": ("--drop",), "--output": ("--drop",), "--overwrite": ("--ou
 
 METRICS = {
     "angular_distance": "angular distance",
-    "angular_distance_all_tokens": "the same, all tokens",
+    "angular_distance_all_tokens": "angular distance, all tokens",
     "block_influence": "block influence",
     "gradient_norm": "gradient norm",
-    "depth": "depth, later is less",
+    "depth": "depth (later layers first)",
 }
 
 
@@ -130,9 +130,9 @@ def command(
             )
         show_pruned(out, pruned)
         measure = shell("neuzip", "eval", output, "--original", src, "--text", "TEXT")
-        out.status(f"on another text: {measure}")
+        out.status(f"to measure it on another text: {measure}")
     elif found.removal is not None:
-        out.status("nothing was written: --output DST would write that model")
+        out.status("nothing was written; --output DST writes this model")
     out.result(
         {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "plot": plot},
         quiet=quiet_lines(found, output),
@@ -156,9 +156,10 @@ def show(out: Output, found: Analysis) -> None:
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
     rows = [_row(layer) for layer in found.layers]
     left_out = out.table(columns, rows, right=columns, spare=["angular", "gradient", "influence"])
-    out.text("PPL, KLD and NLL, in nats per token, are of the model without this layer alone; influence is")
-    out.text("1 - cos of what goes in and what comes out, angular their angle as a part of 180 degrees, at")
-    out.text("last tokens of windows; gradient is the norm of that of the layer's parameters.")
+    out.text("PPL, KLD and NLL (nats per token) are those of the model without this one layer.")
+    out.text("influence  1 - cosine similarity of the layer's input and output")
+    out.text("angular    their angle, as a fraction of 180 degrees, at the last token of each window")
+    out.text("gradient   norm of the gradient of the layer's parameters")
     out.text()
     predictions = [
         [METRICS[name], "-" if rho is None else f"{rho:+.2f}"]
@@ -166,17 +167,17 @@ def show(out: Output, found: Analysis) -> None:
         if name in found.rank_correlations
         for rho in [found.rank_correlations[name]]
     ]
-    out.table(["predicts the order of KLD", "Spearman"], predictions, right=["Spearman"])
+    out.table(["metric", "Spearman with KLD"], predictions, right=["Spearman with KLD"])
     whole = next((layer.without for layer in found.layers if layer.without is not None), None)
     if whole is not None:
         out.text(f"PPL     {estimate_text(exponential(whole.base_nll))} with all layers")
     windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
     out.text(f"text    {found.text}: {found.tokens:,} tokens in {windows}")
     error = None if whole is None else whole.base_nll.standard_error
-    out.text(f"errors  {errors_text(found.blocks, error)}; of angular and gradient, over windows;")
-    out.text("        differences and divergences are paired")
+    out.text(f"errors  {errors_text(found.blocks, error)}; over windows for angular and gradient;")
+    out.text("        NLL differences and KLD are paired")
     if found.gradient_windows:
-        out.text(f"        gradient is of {found.gradient_windows} of {count_text(found.windows, 'window')}")
+        out.text(f"        gradient on {found.gradient_windows} of {count_text(found.windows, 'window')}")
     out.text(f"in      {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
     out.wider(left_out)
 
@@ -193,13 +194,13 @@ def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) ->
     out.text(f"drop    {numbers}: {removal.parameters:,} parameters, {share} of all")
     if removal.choice == "greedy" and len(removal.order) > 1:
         steps = ", ".join(f"{n} ({kld:.3g})" for n, kld in zip(removal.order, removal.klds, strict=True))
-        out.text(f"order   {steps}: KLD with those before")
+        out.text(f"order   {steps}; in brackets the KLD so far")
     out.text(
-        f"KLD     {precise_text(c.kld.mean)} nats per token without them, on the text they were chosen on"
+        f"KLD     {precise_text(c.kld.mean)} nats per token without them, on the text used to choose them"
     )
     out.text(f"PPL     {before} before, {after} after")
     out.text()
-    out.text("the same for mergekit:")
+    out.text("as a mergekit configuration:")
     for line in recipe.splitlines():
         out.text(line)
 
@@ -209,7 +210,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
     for warning in pruned.warnings:
         out.warning(warning)
     out.text()
-    sizes = f"{bytes_text(pruned.source_bytes)} of weights became {bytes_text(pruned.bytes)}"
+    sizes = f"weights {bytes_text(pruned.source_bytes)} -> {bytes_text(pruned.bytes)}"
     out.text(f"{pruned.dst}: {count_text(len(pruned.kept), 'layer')}; {sizes}")
 
 

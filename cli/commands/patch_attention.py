@@ -1,4 +1,4 @@
-"""neuzip patch-attention: choose layer by layer in how many bits attention is computed, and record it."""
+"""neuzip patch-attention: choose the attention precision layer by layer, and record it."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def command(
     show(out, found)
     if found.tokens < found.window:
         out.warning(
-            f"--text {text}: {found.tokens:,} tokens are less than a window of {found.window:,}",
-            "choose on a longer text",
+            f"--text {text}: has {found.tokens:,} tokens, fewer than a window of {found.window:,}",
+            "use a longer text",
         )
     title = Path(src).resolve().name if Path(src).exists() else src
     drawn = None if plot is None else attention_pictures.drawn(found, title, plot)
@@ -142,9 +142,9 @@ def show(out: Output, found: Calibration) -> None:
     out.table(columns, rows, right=set(columns) - {""})
     out.text(
         f"Similarities are means of {count_text(found.similarity_windows, 'window')}; "
-        "score is cosine x (1 - rel. L1),"
+        "score is cosine x (1 - rel. L1), and"
     )
-    out.text("rank the order that it gives. KLD, in nats per token, is with this layer alone.")
+    out.text("rank orders by score. KLD, in nats per token, is with only this layer quantised.")
     for layer in found.layers:
         if layer.refused is not None:
             out.text(f"layer {layer.number} stays at full precision: {layer.refused}")
@@ -153,10 +153,10 @@ def show(out: Output, found: Calibration) -> None:
     out.text(f"choice    {choice_text(found)}")
     if found.limit is not None:
         out.text(
-            f"budget    {found.limit:g} nats per token; single layers add up to {found.sum_of_layers:.3g}"
+            f"budget    {found.limit:g} nats per token; single layers sum up to {found.sum_of_layers:.3g}"
         )
     if c.identical:
-        out.text("together  the same to the last bit: every loss; every KL divergence is 0")
+        out.text("together  identical: every loss has the same bits, and every KL divergence is 0")
     else:
         from neuzip.eval.estimates import exponential
 

@@ -61,7 +61,7 @@ def command(
                 progress=out.watched,
             )  # fmt: skip
         if report.was_there:
-            out.status("all files were there already and match the checksums of the Hub")
+            out.status("all files are here already and match the checksums of the Hub")
         if report.without_base:
             out.status(f"a delta: {without_base_text(report.without_base)}")
         checked = "checked"

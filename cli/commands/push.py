@@ -68,14 +68,16 @@ def command(
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if dry_run and plan.private and not allow_private_files:
         out.warning(
-            f"looks private, and a push would be refused: {'; '.join(listed(plan.private))}",
+            f"looks private, so push would refuse: {'; '.join(listed(plan.private))}",
             "remove them from the folder, or give --allow-private-files if they may be seen",
         )
     if not dry_run:
         refuse_private(plan.private, repo_id, allow_private_files)
         require_token()
     if plan.base is not None and not is_on_hub(plan.base):
-        out.warning(f"{folder}: its base is called {plan.base!r}, no Hub id: the card cannot say where it is")
+        out.warning(
+            f"{folder}: its base is called {plan.base!r}, not a Hub id, so the card cannot link to it"
+        )
     with out.progress("verify", weight_bytes(folder, allow_delta=True)) as advance:
         verify(folder, on_bytes=advance)
     pushed = None
@@ -84,16 +86,16 @@ def command(
         out.text(f"\nREADME.md:\n\n{plan.card}")
         out.text(f"{count_text(len(plan.files), 'file')}, {bytes_text(plan.nbytes)}, would go to {plan.url}")
     else:
-        out.status(f"these files go to {repo_id}: {', '.join(plan.paths)}")
+        out.status(f"uploading to {repo_id}: {', '.join(plan.paths)}")
         with leaving_at_once():
             pushed = push(
                 plan, private=private, message=message, overwrite=overwrite,
                 allow_private_files=allow_private_files, note=out.status, progress=out.watched,
             )  # fmt: skip
         if pushed.was_there:
-            out.status("all files were there already, as they are here")
+            out.status("all files are on the Hub already")
         if pushed.deleted:
-            out.status(f"removed from the older checkpoint there: {', '.join(pushed.deleted)}")
+            out.status(f"removed files of the earlier checkpoint there: {', '.join(pushed.deleted)}")
         out.text(f"{count_text(len(plan.files), 'file')}, {bytes_text(plan.nbytes)}: {plan.url}")
     out.result(
         {

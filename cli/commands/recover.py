@@ -1,4 +1,4 @@
-"""neuzip recover: train a ternary model until it predicts as the original does."""
+"""neuzip recover: train a ternary model to match the original."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     if (budget is None) == (steps is None):
-        raise UsageError("how long is it to be trained?", "give --budget TIME or --steps N")
+        raise UsageError("recover needs either --budget or --steps", "give --budget TIME or --steps N")
     if original is not None and ternary_group != "tensor":
         raise UsageError(
             f"--ternary-group {ternary_group} has no effect with --original: {src} is ternary already",
@@ -188,7 +188,7 @@ def command(
     recovery.require_room(path, output, overwrite, keep_state, from_state)
     most = positions(load_config(of_original))
     if window is not None and most is not None and window > most:
-        raise UsageError(f"--window {window}: {of_original} has {most} positions", f"give {most} or less")
+        raise UsageError(f"--window {window}: {of_original} has {most} positions", f"give at most {most}")
     length = window or min(WINDOW, most or WINDOW)
     settings = recovery.Settings(
         activations=activations, group=ternary_group, scales=scales, sub_norms=sub_norms, lr=lr,
@@ -216,7 +216,7 @@ def command(
             show(out, when, found[when])
 
     def start(course: recovery.Recovery, taken: int) -> None:
-        going_on = f", of which {taken} were taken before" if taken else ""
+        going_on = f", {taken} of them done already" if taken else ""
         out.status(f"{course.steps} steps of {windows.per_batch * windows.length} tokens{going_on}")
         for layer in course.latent.values():
             layer.strength = 1.0
@@ -249,7 +249,7 @@ def seconds_of(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if found is None or not float(found[1]):
-        raise UsageError(f"--budget {text}: is no time", "give a number and s, m or h, such as 30m")
+        raise UsageError(f"--budget {text}: not a time", "give a number and s, m or h, such as 30m")
     return float(found[1]) * UNITS[found[2]]
 
 
@@ -257,27 +257,29 @@ def show(out: Output, when: str, found: Comparison) -> None:
     """A line of how far a model is from the original."""
     ratio, kld = found.perplexity_ratio, found.kld.mean
     out.text(
-        f"{when:6}  perplexity {ratio.value:.4f} times the original's, divergence {kld.value:.4f} nats,"
-        f" the same first choice for {found.top_1.value:.1%}"
+        f"{when:6}  perplexity {ratio.value:.4f} times the original's, KLD {kld.value:.4f} nats per token,"
+        f" top-1 agreement {found.top_1.value:.1%}"
     )
 
 
 def warn_if_worse(out: Output, before: Comparison, after: Comparison) -> None:
     """Say so if training has moved a model away from the original."""
     if after.kld.mean.value > before.kld.mean.value:
-        out.warning("farther from the original than before", "train for more steps, or with a lower --lr")
+        out.warning(
+            "training moved the model away from the original", "train for more steps, or with a lower --lr"
+        )
 
 
 def losses_text(losses: list[float]) -> str:
     """What training began and ended with, each a mean of some steps: single ones differ by their windows.
 
     >>> losses_text([3.0, 2.0, 1.5, 1.0])
-    'training loss 2.5000 at first, 1.2500 at the end, means of 2 steps'
+    'training loss 2.5000 at the start, 1.2500 at the end (means of 2 steps)'
     """
     count = max(1, min(LAST, len(losses) // 2))
     first, last = fmean(losses[:count]), fmean(losses[-count:])
-    of = "" if count == 1 else f", means of {count} steps"
-    return f"training loss {first:.4f} at first, {last:.4f} at the end{of}"
+    of = "" if count == 1 else f" (means of {count} steps)"
+    return f"training loss {first:.4f} at the start, {last:.4f} at the end{of}"
 
 
 def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str, Any]:
@@ -294,12 +296,12 @@ def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str,
         out.warning(f"the budget ended after {len(figures)} of {result.steps} steps")
     out.text(
         f"{len(figures)} steps, {tokens:,} tokens ({tokens / windows.tokens:.1f} times the text) in"
-        f" {seconds_text(seconds)}, {tokens / seconds:,.0f} a second"
+        f" {seconds_text(seconds)}, {tokens / seconds:,.0f} tokens/s"
     )
     out.text(losses_text([one["loss"] for one in figures]))
     out.text(f"{dst}: {len(result.ternary)} tensors with {weights:,} weights are ternary")
-    out.text(f"its losses: {dst / PICTURE}, and a line a step in {dst / LOG}")
-    out.status(f"smaller: {shell('neuzip', 'compress', dst, f'{dst}.nz', '--ternary')}")
+    out.text(f"losses: {dst / PICTURE}, and by step in {dst / LOG}")
+    out.status(f"to compress it: {shell('neuzip', 'compress', dst, f'{dst}.nz', '--ternary')}")
     return {
         "steps": len(figures), "planned_steps": result.steps, "resumed_at": result.resumed_at,
         "tokens": tokens, "text_tokens": windows.tokens, "seconds": seconds,

@@ -109,7 +109,7 @@ def command(
     for one in found.failed:
         out.warning(f"{one.scheme} breaks the model: {one.reason}")
     if output is not None:
-        out.status(f"wrote {output}: a JSON file a scheme, sweep.svg, sweep.png")
+        out.status(f"wrote {output}: one JSON file per scheme, sweep.svg, sweep.png")
     out.result(
         {
             "src": path,
@@ -142,16 +142,17 @@ def _show(out: Output, found: Sweep) -> None:
     right = set(known) - {"scheme", ""}
     left_out = out.table(known, [[line[name] for name in known] for line in lines], right=right, spare=spare)
     out.text()
+    out.text("scheme   k3 keeps 3 mantissa bits; k3b512 adds a scale for each block of 512 weights")
     out.text(f"text     {found.text}: {c.tokens:,} tokens, {found.rule}")
     errors = errors_text(c.blocks, c.kld.mean.standard_error)
-    out.text(f"errors   {errors}; differences and divergences are paired")
+    out.text(f"errors   {errors}; NLL differences and KLD are paired")
     out.text(f"model    {first.dtype}, residency {first.depends_on['residency']}, on {found.device}")
-    out.text("size     that of the weight files; bits a weight; * no other is both smaller and closer")
+    out.text("size     weight files; bits are per weight; * no other scheme has less of both size and KLD")
     measured = [
         f"{name} ({what})" for name, what in {
-            "memory": "parameters", "peak": "of loading and running, beside the original",
-            "load": "files to live model", "decode": "plain bytes, tensor by tensor",
-            "tokens/s": "up to the head",
+            "memory": "parameters", "peak": "loading and running, next to the original",
+            "load": "files to loaded model", "decode": "uncompressed bytes, tensor by tensor",
+            "tokens/s": "without the output head",
         }.items() if name in known and name not in left_out
     ]  # fmt: skip
     if measured:

@@ -65,15 +65,16 @@ def command(
     require_device(device)
     if not allow_destructive:
         raise UsageError(
-            "a model that was not trained with ternary weights is harmed by them: blindly rounded, some lose"
-            " all they know (a third party measured a perplexity of 13.9 becoming 3.8 million)",
-            "--allow-destructive does it; then see with: neuzip eval DST --original SRC",
+            "ternary weights degrade a model that was not trained with them; plain rounding can destroy it (a"
+            " third party measured a perplexity rise from 13.9 to 3.8 million)",
+            "--allow-destructive converts it anyway; then run: neuzip eval DST --original SRC --text TEXT",
         )
     if ternary_quantizer == "error-feedback" and text is None:
         raise UsageError("--ternary-quantizer error-feedback needs a text", "give --text FILE, or demo")
     if ternary_quantizer != "error-feedback" and text is not None:
         raise UsageError(
-            f"--text {text}: --ternary-quantizer {ternary_quantizer} takes no text", "leave it out"
+            f"--text {text} has no effect with --ternary-quantizer {ternary_quantizer}",
+            "leave it out",
         )
     let_threads_sleep()
     out.loading()
@@ -100,10 +101,12 @@ def command(
     recipe = ternary.Recipe(ternary_quantizer, _group(ternary_group))
     with TensorSource(path) as source:
         if source.is_compressed:
-            raise NeuzipError(f"{path}: is compressed", "give what neuzip decompress makes of it")
+            raise NeuzipError(f"{path}: is compressed", "decompress it first with neuzip decompress")
         config = load_config(source.checkpoint)
         if getattr(config, "quantization_config", None) is not None:
-            raise NeuzipError(f"{path}: config.json says that it is quantised", "give a model of floats")
+            raise NeuzipError(
+                f"{path}: config.json says that it is quantised", "give a model with float weights"
+            )
     began = time.monotonic()
     windows, special_tokens = None, "none"
     if ternary_quantizer == "error-feedback":
@@ -116,7 +119,7 @@ def command(
         if not len(windows):
             raise UsageError(
                 f"--text {text}: has {len(reading.text)} tokens",
-                f"give a text of {window} and more",
+                f"give a text of at least {window}",
             )
     where = choose_device(device)
     model = load_model(path, None, where, attention=False)
@@ -132,15 +135,17 @@ def command(
     matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
     if (all_of_them := sum(p.numel() for p in matrices)) > weights:
         out.warning(
-            f"{1 - weights / all_of_them:.0%} of the layers' weights stay as they are: only linear modules"
-            " are made ternary, no merged experts"
+            f"{1 - weights / all_of_them:.0%} of the layers' weights are not converted: only linear modules"
+            " become ternary, not merged experts"
         )
     zeros = sum(int((one.codes == 0).sum()) for one in found.values()) / weights
     seconds = time.monotonic() - began
-    out.text(f"{len(found)} weights are ternary, {zeros:.0%} of their {weights:,} codes 0")
+    out.text(f"{len(found)} tensors are ternary; {zeros:.0%} of their {weights:,} weights are 0")
     out.text(f"{dst} in {seconds_text(seconds)} on {where}")
     measure = shell("neuzip", "eval", dst, "--original", path, "--text", "TEXT")
-    out.status(f"what it did: {measure}")
+    out.status(f"to measure the loss: {measure}")
+    group = ("--ternary-group", ternary_group) if ternary_group.isdecimal() else ()  # others are found
+    out.status(f"to compress it: {shell('neuzip', 'compress', dst, f'{dst}.nz', '--ternary', *group)}")
     out.result(
         {
             "src": path, "dst": dst, "recipe": recipe, "tensors": sorted(found), "weights": weights,
@@ -159,4 +164,4 @@ def _group(text: str) -> int | Literal["row"] | None:
         return "row"
     if text.isdecimal() and int(text):
         return int(text)
-    raise UsageError(f"--ternary-group {text}: is no group", "give a number of weights, row or tensor")
+    raise UsageError(f"--ternary-group {text}: not a group", "give a number of weights, row or tensor")

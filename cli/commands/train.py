@@ -1,4 +1,4 @@
-"""neuzip train: train all weights of a model, held compressed, as a TOML file says."""
+"""neuzip train: train all weights of a model, stored compressed, as a TOML file says."""
 
 from __future__ import annotations
 
@@ -117,20 +117,20 @@ def _going_on() -> Iterator[None]:
         yield
     except DiskFull as full:
         raise NeuzipError(
-            full.message, "free some space and give --resume: it goes on from the last checkpoint"
+            full.message, "free some space, then resume from the last checkpoint with --resume"
         ) from full
 
 
 def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
     """Say what is left of a run that goes on."""
     if not trainer.steps:
-        out.status("no checkpoint was written before it stopped: the run begins with its first step")
+        out.status("the run stopped before its first checkpoint, so it starts with step 1")
         return
     if trainer.steps < asked.steps:
-        out.status(f"going on after step {trainer.steps}")
+        out.status(f"resuming after step {trainer.steps}")
         return
-    out.status(f"finished before: {trainer.steps:,} of {asked.steps:,} steps were taken, none is left")
-    out.hint("to train on, give more steps in the TOML file")
+    out.status(f"finished already: {trainer.steps:,} of {asked.steps:,} steps are done")
+    out.hint("to continue training, raise steps in the TOML file")
 
 
 def _train(
@@ -143,7 +143,7 @@ def _train(
     start = trainer.steps
     front = special_text(windows.special_tokens)
     out.status(
-        f"{windows.tokens:,} tokens, {windows.length} a window{front}; weights take"
+        f"{windows.tokens:,} tokens, {windows.length} per window{front}; weights use"
         f" {bytes_text(trainer.stored_bytes)} of {bytes_text(trainer.dense_bytes)} on {trainer.device}"
     )
 
@@ -160,7 +160,7 @@ def _train(
         told = True
         if log:
             error(
-                "interrupted", f"stopped after step {taken}; --resume goes on",
+                "interrupted", f"stopped after step {taken}; resume with --resume",
                 kind="Interrupted", exit_code=130,
             )  # fmt: skip
 
@@ -210,7 +210,7 @@ def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
             is_run = (asked.output / RUN).is_file()
             raise WouldOverwrite(
                 f"{asked.output}: exists already",
-                "--resume goes on there; --overwrite removes what was trained and begins anew"
+                "--resume resumes the run there; --overwrite deletes it and starts again"
                 if is_run
                 else "choose another output",
             )
@@ -236,14 +236,14 @@ def _refuse_to_go_on(out: Path) -> None:
 
     if not (out / RUN).is_file():
         raise NeuzipError(
-            f"{out}: holds no run to go on with",
-            "leave --resume out" if _is_free(out) else "choose another output",
+            f"{out}: has no run to resume",
+            "leave out --resume" if _is_free(out) else "choose another output",
         )
     recover(out / CHECKPOINT)
     if (out / MODEL).exists() and not (out / CHECKPOINT).is_dir():
         raise NeuzipError(
-            f"{out}: has a trained model, and no checkpoint to go on from",
-            "to train the model on give it as `model`, with another output; --overwrite begins anew",
+            f"{out}: has a trained model but no checkpoint to resume from",
+            "to train this model further, give it as `model` with another output; --overwrite starts again",
         )
 
 
@@ -251,7 +251,7 @@ def _refuse_strangers(folder: Path) -> None:
     """Raise WouldOverwrite for a folder that is not of a run, or that holds more than a run leaves there."""
     if not (folder / RUN).is_file():
         raise WouldOverwrite(
-            f"{folder}: is not from neuzip train, and is not removed", "choose another output"
+            f"{folder}: is not from neuzip train, so it is not removed", "choose another output"
         )
     left = {CHECKPOINT, MODEL, f"{MODEL}-plain", LOG, PICTURE, RUN}
     names = {path.name.partition(".neuzip-")[0]: path.name for path in folder.iterdir()}
@@ -314,10 +314,10 @@ def _begin(
     )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
     trainer = train_compressed(
-        model, asked.method(), compressed=asked.compressed, clip=asked.max_grad_norm or None,
+        model, asked.method(), compressed=asked.compressed, max_grad_norm=asked.max_grad_norm or None,
         clipping=asked.clipping,  # type: ignore[arg-type]  # it was checked
-        micro_batch=asked.micro_batch_size,
-        states=asked.optimizer_state,  # type: ignore[arg-type]  # so was this
+        micro_batch_size=asked.micro_batch_size,
+        optimizer_state=asked.optimizer_state,  # type: ignore[arg-type]  # so was this
         seed=asked.seed, device=device, filter_gradients=asked.filter_gradients,
     )  # fmt: skip
     return trainer, windows
@@ -377,7 +377,9 @@ def _report(
     import statistics
 
     if not figures:
-        raise NeuzipError(f"{asked.output / LOG}: has no steps", "it was removed or emptied: begin anew")
+        raise NeuzipError(
+            f"{asked.output / LOG}: has no steps", "it was removed or emptied; start again with --overwrite"
+        )
     last = [one["loss"] for one in figures[-LAST:]]
     loss = statistics.fmean(last)
     speed = statistics.median(one["tokens_per_second"] for one in figures)
@@ -386,12 +388,12 @@ def _report(
     out.text(f"loss     {loss:.4f} nats per token, mean of the last {len(last)} of {steps:,} steps")
     out.text(f"speed    {speed:,.0f} tokens/s")
     kept = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
-    out.text(f"memory   {bytes_text(peak)} at most; {kept} between steps")
+    out.text(f"memory   peak {bytes_text(peak)}; between steps {kept}")
     out.text(f"time     {seconds_text(seconds)}")
     out.text(f"model    {asked.output / MODEL}")
-    out.text(f"picture  {asked.output / PICTURE}")
+    out.text(f"plot     {asked.output / PICTURE}")
     if steps < asked.steps:
-        out.hint(f"the budget ended it after {steps} of {asked.steps} steps; --resume goes on")
+        out.hint(f"the time limit ended the run after {steps} of {asked.steps} steps; resume with --resume")
     out.result(
         {
             "model": asked.output / MODEL, "checkpoint": asked.output / CHECKPOINT, "log": asked.output / LOG,

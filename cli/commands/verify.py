@@ -9,6 +9,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.schemes import legend
 from neuzip.cli.source import resolved
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def command(
             [[t.name, t.scheme, f"{t.max_relative:.4g}", f"{t.relative_l2:.4g}"] for t in report.different],
             right=["largest relative error", "relative L2 error"],
         )
+        for line in legend(t.scheme for t in report.different):
+            out.text(line)
     held = f"{count_text(len(report.tensors), 'tensor')} ({bytes_text(report.nbytes)})"
     files = count_text(report.files, "file")
     apart = sum(t.base_missing for t in report.tensors)

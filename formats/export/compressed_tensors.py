@@ -37,7 +37,9 @@ class PackQuantized:
 
     def __post_init__(self) -> None:
         if self.activations not in ("b1.58", "none"):
-            raise UsageError(f"no activations {self.activations!r}", "give b1.58 or none")
+            raise UsageError(
+                f"`activations={self.activations!r}`: there is no such mode", "give b1.58 or none"
+            )
 
     def stored_scale(self, name: str, dtype: str, codes: Tensor, scale: Tensor, group: int | None) -> Tensor:
         """The scale itself. Raises NeuzipError for groups that do not fill their rows."""

@@ -130,12 +130,12 @@ def sageattn(
     smooth_q: bool | None = None,
     smooth_v: bool = False,
 ) -> Output:
-    """`sage_attention` under the name and with the arguments of the authors' package.
+    """Attention with quantised queries and keys; the arguments are those of the package `sageattention`.
 
     tensor_layout  "HND": [B, H, N, D], or "NHD": [B, N, H, D], of q, k, v and the output
 
-    Other than theirs it is causal from the last key back when there are more keys than queries, and refuses
-    arguments that it does not know. The log-sum-exp is fp32 [B, Hq, Nq] in either layout. Raises ValueError
+    Unlike theirs, it aligns a causal mask to the last key if there are more keys than queries, and refuses
+    unknown arguments. The log-sum-exp is fp32 [B, Hq, Nq] in either layout. Raises ValueError
     and TypeError for operands and options that do not fit.
     """
     if tensor_layout not in ("HND", "NHD"):

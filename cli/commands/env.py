@@ -1,0 +1,138 @@
+"""neuzip env: what a report of a bug needs to say of neuzip, its libraries and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuzip.cli import options
+from neuzip.cli.output import Output, bytes_text
+from neuzip.distribution import NAME
+
+if TYPE_CHECKING:
+    from neuzip.compress.machine import Driver
+
+EXAMPLES = [
+    "neuzip env",
+    "neuzip env --json",
+]
+
+LIBRARIES = (
+    "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "numba", "llvmlite", "numpy",
+    "safetensors", "xxhash", "huggingface_hub", "hf-xet", "typer", "rich", "matplotlib", "jinja2", "lm-eval",
+    "datasets",
+)  # fmt: skip
+"""Distributions whose versions matter."""
+
+VARIABLES = (
+    "NEUZIP_AUTOLOAD", "NEUZIP_DEBUG", "NEUZIP_NO_PROGRESS",
+    "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_INFERENCE_ENDPOINT", "HF_TOKEN",
+    "HF_XET_CHUNK_CACHE_SIZE_BYTES", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "COLUMNS", "TERM",
+    "TQDM_DISABLE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT", "TORCH_CPP_LOG_LEVEL",
+)  # fmt: skip
+"""Variables that neuzip or a library reads. Only whether they are set is told: some hold passwords."""
+
+
+def command(json: options.JsonOption = False, quiet: options.QuietOption = False) -> None:
+    """Print versions, hardware and settings, for a bug report
+
+    No path, no name of a user or a machine and no value of an environment variable is printed.
+    """
+    out = Output(json=json, quiet=quiet)
+    from neuzip.compress import machine
+    from neuzip.distribution import installed
+
+    how, commit = installed()
+    there = {name.upper() for name in os.environ}  # proxies are named in small letters too
+    packages = {name: _version(name) for name in LIBRARIES}
+    driver = machine.nvidia_driver()
+    found: dict[str, object] = {
+        "installed": how,
+        "commit": commit,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": platform.platform(),
+        "distribution": _distribution(),
+        "packages": packages,
+        "torch_cuda": _torch_cuda(),
+        "cpu": machine.processor(),
+        "cores": machine.cores(),
+        "vector_codec": machine.codes_in_vectors() if packages["numba"] else None,
+        "memory_bytes": machine.memory_bytes(),
+        "driver": driver.version,
+        "driver_cuda": driver.cuda,
+        "gpus": driver.gpus,
+        "variables": {name: name in there for name in VARIABLES},
+    }
+    lines = _lines(found, packages, driver)
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        out.text(f"{name:<{width}}  {value}")
+    out.result(found, quiet=[f"{name} {value}" for name, value in lines])
+
+
+def _lines(
+    found: Mapping[str, object], packages: Mapping[str, str | None], driver: Driver
+) -> list[tuple[str, str]]:
+    """What a person reads: a name and a value a line."""
+    commit = f", commit {found['commit']}" if found["commit"] else ""
+    forms = {True: "in vector registers (AVX-512)", False: "scalar", None: "not known without numba"}
+    lines = [
+        ("neuzip", f"{version(NAME)}, installed {found['installed']}{commit}"),
+        ("Python", str(found["python"])),
+        ("system", ", ".join(filter(None, (str(found["distribution"] or ""), str(found["system"]))))),
+        ("CPU", f"{found['cpu']}, {found['cores']} cores"),
+        ("CPU codec", forms[found["vector_codec"]]),  # type: ignore[index]
+        ("memory", bytes_text(int(str(found["memory_bytes"])))),
+    ]
+    if driver.version is None:
+        lines.append(("GPU", "no NVIDIA driver found"))
+    else:
+        lines.append(("driver", f"{driver.version}, for CUDA up to {driver.cuda}"))
+        lines += [
+            (
+                "GPU",
+                f"{gpu.name}, {bytes_text(gpu.memory_bytes)}, capability {gpu.compute_capability}",
+            )
+            for gpu in driver.gpus
+        ] or [("GPU", "the driver finds none")]
+    for name, there in packages.items():
+        cuda = f", built for CUDA {found['torch_cuda']}" if name == "torch" and found["torch_cuda"] else ""
+        lines.append((name, f"{there}{cuda}" if there else "not installed"))
+    variables = found["variables"]
+    assert isinstance(variables, dict)
+    lines.append(("variables set", ", ".join(name for name, is_set in variables.items() if is_set) or "none"))
+    return lines
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _distribution() -> str | None:
+    """The name of the Linux distribution."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    except OSError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA that torch was built for, without the seconds that torch takes to load."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
+    return None if match is None else match[1]
