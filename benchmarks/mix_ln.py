@@ -353,7 +353,7 @@ def picture(runs: list[dict[str, Any]], path: Path) -> Path:
             final.plot([place - 0.3, place + 0.3], [statistics.fmean(ends)] * 2, **look)
             layers = mean_of([one["gradient_norms"]["last"] for one in own])
             norms.plot(range(1, len(layers) + 1), layers, marker=".", **look)
-        loss.set(xlabel="step", ylabel="training loss (nats a token)")
+        loss.set(xlabel="step", ylabel="training loss (nats per token)")
         loss.set_ylim(top=max(tops))  # what comes before is steep
         loss.legend(frameon=False, fontsize=8)
         final.set(ylabel=f"perplexity, {text}")

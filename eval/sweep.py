@@ -408,7 +408,7 @@ def _draw(found: Sweep, title: str) -> Figure:
         axes.grid(color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_title(name, loc="left", size=10.5, color=INK, pad=10)
-        axes.set_xlabel("stored bits a weight", size=9, color=MUTED)
+        axes.set_xlabel("stored bits per weight", size=9, color=MUTED)
         panel(axes, found)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(
