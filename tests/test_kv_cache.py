@@ -767,7 +767,10 @@ def test_bench_measures_both_caches(neuzip):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eval", CHECKPOINT, "--tasks", "x", "--kv-bits", "3"), "--kv-bits 3: is for --text"),
+        (
+            ("eval", CHECKPOINT, "--text", "demo", "--tasks", "x", "--kv-bits", "3"),
+            "--kv-bits 3 does not apply to --tasks",
+        ),
         (("generate", CHECKPOINT, "--prompt", "x", "--kv-bits", "5"), "'5' is not one of"),
     ],
     ids=["tasks", "five"],
