@@ -35,7 +35,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.kernels.quantizers.kv import Range
@@ -342,7 +342,8 @@ class KVCache(Cache):
                     The batch may be a multiple of B, as in beam search
     places          positions of the tokens of a call in their sequences, with `max_length`; None counts them
 
-    Raises NeuzipError for a model with layers that cache something else than keys and values.
+    Raises UsageError for other bits, and NeuzipError for a model with layers that cache something else than
+    keys and values.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class KVCache(Cache):
         places: Places | None = None,
     ) -> None:
         if not 1 <= bits <= 8:
-            raise ValueError(f"keys and values are kept in 1 to 8 bits, not {bits}")
+            raise UsageError(f"`bits={bits!r}`: keys and values have 1 to 8 bits", "give 3, 4 or 8")
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         self.form = Form(bits, span, scale_dtype, first)  # a layer that knew its cache would keep it alive
         self._places = places

@@ -11,7 +11,7 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
         return activations
     if activations not in (None, "none"):
         raise UsageError(
-            f"`activations={activations!r}`: dense weights do not quantise activations",
+            f"`activations={activations!r}` has no effect with `residency='dense'`",
             "add `residency='packed'`, which keeps ternary weights in 2 bits",
         )
     return None

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.divergence import compare
 from neuzip.eval.head import HeadedModel
@@ -609,7 +609,7 @@ def test_models_without_such_a_cache_are_refused(ids: Tensor):
     mamba = MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(NeuzipError):
         HeadedModel(mamba.eval(), kv_bits=3)
-    with pytest.raises(ValueError, match="1 to 8 bits, not 9"):
+    with pytest.raises(UsageError, match="`bits=9`"):
         KVCache(LlamaConfig(), 9)
 
 

@@ -470,7 +470,7 @@ def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_al
     for figure in ("NLL, nats per token", "KL divergence, nats: mean", "top-1 agreement"):
         assert f"\n  {figure}" in human
     assert "of resident memory, both models in it; " in human
-    assert max(map(len, human.splitlines()[4:])) <= 111
+    assert max(map(len, human.splitlines()[4:])) <= 100
     assert {one.stderr for one in said.values()} == {""}
 
     answer = said["json"].json
