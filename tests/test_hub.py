@@ -723,7 +723,7 @@ def test_private_files_are_pushed_only_when_allowed(
 
     sent = neuzip("push", nz, "me/one", "--allow-private-files")
     assert sent.exit_code == 0
-    assert "these files go to me/one: README.md, deploy/.env, model" in sent.stderr
+    assert "uploading to me/one: README.md, deploy/.env, model" in sent.stderr
     assert here.repositories["me/one"].tree()["deploy/.env"] == b"HF_TOKEN=x"
     sent = neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/two", "--allow-private-files")
     assert sent.exit_code == 0
