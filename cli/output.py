@@ -596,10 +596,11 @@ def _progress_columns(unit: str, total: int | None) -> list[ProgressColumn | str
             return Text(left_text(task.completed, task.total or 0, task.elapsed or 0.0, task.speed))
 
     if total is None:
+        counted: list[ProgressColumn | str] = [progress.TextColumn("{task.completed:,.0f}"), unit]
         return [
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=30),
-            *([] if unit == "bytes" else [progress.TextColumn("{task.completed:,.0f}"), unit]),
+            *([] if unit == "bytes" else counted),
             progress.TimeElapsedColumn(),
         ]
     head: list[ProgressColumn | str] = [
