@@ -9,7 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
-FRONT := .typing/neuzip/__init__.py .typing/neuzip/checkpoints.py .typing/neuzip/distribution.py \
+FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
+         .typing/neuzip/distribution.py \
          .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
@@ -45,7 +46,7 @@ file-tool: ## Try the installation without torch, as the README shows it
 	@folder=$$(mktemp -d) && $(PYTHON) tests/file_tool.py $$folder/file-tool && rm -rf $$folder
 
 release: $(VENV)/.developed ## Build sdist and wheel into dist (REPOSITORY=https://HOST/OWNER/NAME)
-	@$(BIN)/python .ci/release.py "$(REPOSITORY)"
+	@$(BIN)/python tests/release.py "$(REPOSITORY)"
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .

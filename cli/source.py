@@ -20,12 +20,7 @@ def resolved(out: Output, src: str) -> Path:
 
 
 def refuse_before_download(src: str, dst: Path, overwrite: bool) -> None:
-    """Raise WouldOverwrite where compressing a Hub id to `dst` will be refused: it takes no weights to know.
+    """The same of `compress.pipeline`, which is not needed to print a help page."""
+    from neuzip.compress import pipeline
 
-    For a path nothing is done: its own mistakes are told first.
-    """
-    from neuzip.compress.pipeline import refuse_unless_made
-    from neuzip.formats.hub import hub_id
-
-    if hub_id(src) is not None:
-        refuse_unless_made(dst, overwrite)
+    pipeline.refuse_before_download(src, dst, overwrite)

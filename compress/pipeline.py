@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
+from neuzip.errors import BUG_OR_MEMORY, FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
@@ -46,7 +46,7 @@ from neuzip.formats.checkpoint import (
     to_json,
 )
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
-from neuzip.formats.hub import HUB_FILES
+from neuzip.formats.hub import HUB_FILES, hub_id
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
 from neuzip.formats.own_section import SECTION, own_section
 from neuzip.formats.private_files import listed, private_files
@@ -247,6 +247,15 @@ def refuse_unless_made(dst: Path, overwrite: bool) -> None:
     require_name(dst)
     if not (dst / PLAN_PATH).is_file():
         refuse_existing(dst, overwrite)
+
+
+def refuse_before_download(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
+    """Raise WouldOverwrite where compressing a Hub id to `dst` will be refused: it takes no weights to know.
+
+    For a path nothing is done: its own mistakes are told first.
+    """
+    if hub_id(src) is not None:
+        refuse_unless_made(dst, overwrite)
 
 
 def _refuse_other(source: TensorSource, dst: Path, overwrite: bool, asked: bytes) -> None:
@@ -780,7 +789,7 @@ class Compression:
                 if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
-                        "this is a bug in neuzip, or faulty memory; please report it",
+                        BUG_OR_MEMORY,
                     )
 
     def _alias(self, tensor: SourceTensor, target: SourceTensor) -> TensorRecord:

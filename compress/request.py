@@ -51,14 +51,16 @@ def refuse_beside_base(given: Mapping[str, object], target: str | None = None) -
 
 
 def refuse_without_ternary(given: Mapping[str, object], rules: Iterable[Rule]) -> None:
-    """Raise UsageError for parameters of ternary weights where no rule makes any."""
+    """Raise UsageError for parameters of ternary weights where no rule makes any, such as those of a plan."""
     if any(rule.scheme.kind == "ternary" for rule in rules):
         return
+    why = "without `ternary=True`, or a plan with ternary rules"
+    if "plan" in given:
+        why = f"because {given['plan']} has no ternary rule"
     for name in ("activations", "allow_destructive"):
         if name in given:
             raise UsageError(
-                f"`{name}` has no effect without `ternary=True`, or a `plan` with ternary rules",
-                'plans need a rule with scheme = "ternary" for it',
+                f"`{name}` has no effect {why}", 'add a rule with scheme = "ternary", or leave it out'
             )
 
 

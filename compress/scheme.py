@@ -61,6 +61,9 @@ class Scheme:
         self._check_ternary()
         if (self.kind == "truncated") != (self.mantissa_bits is not None):
             raise UsageError(f"the scheme {self.kind!r} with mantissa bits {self.mantissa_bits}")
+        for name in ("mantissa_bits", "block_size"):
+            if type(getattr(self, name)) not in (int, type(None)):
+                raise UsageError(f"`{name}={getattr(self, name)!r}` is no whole number")
         if self.mantissa_bits is not None and not 0 <= self.mantissa_bits <= 51:
             raise UsageError(
                 f"{self.mantissa_bits} mantissa bits are not 0 to 51, which formats can be rounded to",
@@ -118,7 +121,7 @@ class Rule:
     min_dimensions: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The rule as a plan file has it."""
+        """The keys and values of the rule in a plan file."""
         entry: dict[str, Any] = {"match": self.match, "scheme": self.scheme.kind}
         if self.scheme.mantissa_bits is not None:
             entry["mantissa_bits"] = self.scheme.mantissa_bits

@@ -53,7 +53,7 @@ from .hub_connection import (
     transport_errors,
 )
 from .manifest import is_safe_path
-from .model_card import CARD, model_card
+from .model_card import CARD, is_on_hub, model_card
 from .private_files import private_files, refuse_private
 
 if TYPE_CHECKING:
@@ -357,6 +357,14 @@ class PushPlan:
     def nbytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the model card cannot say."""
+        if self.base is None or is_on_hub(self.base):
+            return ()
+        named = f"{self.folder}: its base is called {self.base!r}, not a Hub id"
+        return (f"{named}, so the card cannot link to it",)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -9,13 +9,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
+from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
 from neuzip.compress.device import AnyDevice, choose, named
-from neuzip.compress.pipeline import CompressionReport, refuse_unless_made
+from neuzip.compress.pipeline import CompressionReport, refuse_before_download
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.request import (
@@ -34,11 +35,9 @@ from neuzip.errors import UsageError
 from neuzip.formats.hub import (
     Pushed,
     find_repository,
-    hub_id,
     log,
     plan_push,
     repository_name,
-    resolve_source,
 )
 from neuzip.formats.hub import push as push_plan
 from neuzip.formats.hub_connection import require_token
@@ -52,8 +51,9 @@ if TYPE_CHECKING:
     from neuzip.eval.target_values import Goal
     from neuzip.eval.targets import Delivered, DropLayers
 
-Source: TypeAlias = "str | os.PathLike[str]"
-"""A checkpoint: a folder, a .safetensors file, or a Hub id, `owner/name` or `owner/name@revision`."""
+
+MODES = ("b1.58", "a4.8", "a4.8-fp4", "none")
+SENSITIVITIES = ("auto", "measured", "fisher", "weights")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def compress_checkpoint(
     mantissa_bits: int | None = None,
     bits_for: Mapping[str, int] | None = None,
     block_size: int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     plan: str | os.PathLike[str] | None = None,
     rules: Sequence[Rule] | None = None,
     ternary: bool = False,
@@ -104,23 +104,27 @@ def compress_checkpoint(
     `source` is a folder, a .safetensors file, or a Hub id, which is downloaded. `destination` is a folder, or
     a file for a file. An interrupted call continues when it is repeated.
 
-    The weights. `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
+    `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
     `bits_for` maps globs of tensor names to other numbers of bits. `block_size` is how many weights share a
     per-block scale, a power of two from 8 to 16384. `include` and `exclude` are globs of tensor names to
-    compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as objects: the
-    first that matches a tensor decides.
+    compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as `Rule` objects.
+    The first rule that matches a tensor applies.
 
-    Ternary weights. `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1
-    times a scale. `ternary_group` is how many weights of a row share that scale. `activations` is recorded in
-    config.json. `allow_destructive` allows rounding weights that are not ternary.
+    `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1 times a scale.
+    `ternary_group` is how many weights of a row share a scale, `ternary_packing` how they are stored, and
+    `ternary_quantizer` how weights are rounded that are not ternary yet, which `allow_destructive` has to
+    permit. `activations` is recorded in config.json.
 
-    A target. `max_kld` is a mean KL divergence in nats per token, `max_ppl_increase` an increase of
-    perplexity such as "0.5%", `target_size` the size of the weight files in bytes or as "60%" or "6GiB". A
-    target needs torch and transformers. `text` is what to measure on: a UTF-8 file, a folder of them, a
-    dataset of the Hub, or "demo", the default. `sensitivity` says how the loss of each tensor is estimated.
-    `drop_layers` is how many whole layers to drop; "auto" drops those that pay.
+    `max_kld`, `max_ppl_increase` and `target_size` are targets; give one at most. neuzip then chooses the
+    precision of each tensor, and needs torch and transformers. `max_kld` is a mean KL divergence in nats per
+    token, `max_ppl_increase` an increase of perplexity such as "0.5%", and `target_size` the size of the
+    weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of
+    them, a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
+    estimated: "measured", "fisher" or "weights". `drop_layers` is how many whole layers to drop; "auto" drops
+    as many as make the result smaller or closer.
 
-    A delta. `base` is the checkpoint that `source` was made from: only the difference is stored, exactly.
+    `base` is the checkpoint that `source` was made from: the result is a delta, which stores the difference
+    without loss. `decompress_checkpoint` restores `source` from the delta and the base.
 
     `device` is where weights are coded: "auto", "cpu", "cuda", the number of a GPU, or a torch.device. `jobs`
     is the number of threads, None for one per core. `verify` decodes and compares every tensor before its
@@ -136,6 +140,8 @@ def compress_checkpoint(
     >>> result.ratio < 0.5, result.target is None
     (True, True)
     """
+    require_one_of(MODES, activations=activations)
+    require_one_of(SENSITIVITIES, sensitivity=sensitivity)
     said = given(
         mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size, include=include,
         exclude=exclude, plan=plan, rules=rules is not None, ternary=ternary,
@@ -153,17 +159,17 @@ def compress_checkpoint(
     if rules is None:
         weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
         rules = rules_of(
-            mantissa_bits, "none" if goal is not None or block_size is None else str(block_size), include,
-            exclude, weights if ternary else None, [f"{g}={n}" for g, n in (bits_for or {}).items()], plan,
+            mantissa_bits, "none" if goal is not None or block_size is None else str(block_size),
+            as_list(include), as_list(exclude), weights if ternary else None, _bits_for(bits_for), plan,
         )  # fmt: skip
     refuse_without_ternary(said, rules)
-    _at_the_door(device, jobs)
+    named(device)
+    require_counts(jobs=jobs)
     if goal is not None:
         require(f"`{goal.parameter}`", "torch", "transformers")
     dst = Path(destination)
-    if hub_id(source) is not None:
-        refuse_unless_made(dst, overwrite)
-    path = resolve_source(source, note=log)
+    refuse_before_download(source, dst, overwrite)
+    path = local("source", source)
     if goal is not None:
         delivered = _reach(
             goal, path, dst, rules, block_size, None if text is None else os.fspath(text), sensitivity,
@@ -172,7 +178,7 @@ def compress_checkpoint(
         return CompressionResult(**vars(delivered.report), target=delivered)
     coder = choose(device, weight_bytes(path))
     if base is not None:
-        old = resolve_source(base, note=log)
+        old = local("base", base)
         report = compress_against(
             path, old, dst, name_of(old, os.fspath(base)), rules,
             verify=verify, jobs=jobs, overwrite=overwrite, device=coder,
@@ -202,9 +208,10 @@ def decompress_checkpoint(
 
     Raises FormatError for a damaged source, WouldOverwrite for a destination that exists, and NeuzipError.
     """
-    _at_the_door(device, jobs)
-    path = resolve_source(source, note=log)
-    of_base = None if base is None else resolve_source(base, note=log)
+    named(device)
+    require_counts(jobs=jobs)
+    path = local("source", source)
+    of_base = None if base is None else local("base", base)
     coder = choose(device, weight_bytes(path, allow_delta=base is not None))
     return decompress(path, destination, jobs=jobs, overwrite=overwrite, device=coder, base=of_base)
 
@@ -226,10 +233,11 @@ def verify_checkpoint(
     Raises FormatError for a damaged checkpoint, VerificationError for one that was not made from `original`,
     and NeuzipError for what is not compressed.
     """
-    _at_the_door(device, jobs)
-    path = resolve_source(source, note=log)
-    of_original = None if original is None else resolve_source(original, note=log)
-    of_base = None if base is None else resolve_source(base, note=log)
+    named(device)
+    require_counts(jobs=jobs)
+    path = local("source", source)
+    of_original = None if original is None else local("original", original)
+    of_base = None if base is None else local("base", base)
     coder = choose(device, weight_bytes(path, allow_delta=True))
     return verify(path, of_original, jobs=jobs, device=coder, base=of_base)
 
@@ -252,11 +260,11 @@ def inspect_checkpoint(
     """
     from neuzip.eval import histograms
 
-    _at_the_door(device, jobs)
-    path = resolve_source(source, note=log)
-    globs = [tensor] if isinstance(tensor, str) else list(tensor)
+    named(device)
+    require_counts(jobs=jobs)
+    path = local("source", source)
     with TensorSource(path, choose(device, weight_bytes(path))) as opened:
-        return histograms.inspect(opened, histograms.select(opened, globs), jobs=jobs)
+        return histograms.inspect(opened, histograms.select(opened, as_list(tensor)), jobs=jobs)
 
 
 def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> CheckpointDifference:
@@ -269,8 +277,8 @@ def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> Checkp
     """
     from neuzip.eval.difference import compare_checkpoints
 
-    _at_the_door(None, jobs)
-    return compare_checkpoints(resolve_source(a, note=log), resolve_source(b, note=log), jobs=jobs)
+    require_counts(jobs=jobs)
+    return compare_checkpoints(local("a", a), local("b", b), jobs=jobs)
 
 
 def export_checkpoint(
@@ -296,10 +304,12 @@ def export_checkpoint(
     has nothing ternary or that the engine cannot hold.
     """
     require("export_checkpoint", "torch")
+    require_one_of(("tq1_0", "tq2_0", "q2_0"), gguf_type=gguf_type)
+    require_one_of(("b1.58", "none"), activations=activations)
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
-    return export(resolve_source(source, note=log), destination, target, overwrite=overwrite)
+    return export(local("source", source), destination, target, overwrite=overwrite)
 
 
 def push(
@@ -327,6 +337,8 @@ def push(
     plan = plan_push(folder, repo_id, revision=revision, evaluation=report)
     refuse_private(plan.private, repo_id, allow_private_files)
     require_token()
+    for warning in plan.warnings:
+        log(warning)
     verify(folder)
     return push_plan(
         plan, private=private, message=message, overwrite=overwrite,
@@ -347,6 +359,7 @@ def pull(
     for files that did not arrive as they are on the Hub, and NeuzipError.
     """
     listing = find_repository(repo_id, note=log)
+    listing.tell_left_out(log)
     folder = Path(repository_name(repo_id)) if destination is None else Path(destination)
     return pull_listing(listing, folder, stage=unseen, note=log, overwrite=overwrite)
 
@@ -392,8 +405,10 @@ def _reach(
     )  # fmt: skip
 
 
-def _at_the_door(device: AnyDevice, jobs: object) -> None:
-    """Raise UsageError for what is no device, or no number of threads, before anything is downloaded."""
-    named(device)
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise UsageError(f"`jobs={jobs!r}`: is no number of threads", "give 1 or more, or None for all cores")
+def _bits_for(bits_for: object) -> list[str]:
+    """Mantissa bits by glob as the command line has them. Raises UsageError for what is no mapping."""
+    if not isinstance(bits_for, Mapping | None):
+        raise UsageError(
+            f"`bits_for={bits_for!r}`: is no mapping", "give a dict: {'*embed_tokens.weight': 4}"
+        )
+    return [f"{glob}={bits}" for glob, bits in (bits_for or {}).items()]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from neuzip.compress.device import named
+from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
+from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
-from neuzip.eval.perplexity import Evaluation, prepare
+from neuzip.eval.convention_names import BOS, NAMES
+from neuzip.eval.perplexity import DTYPES, Evaluation, prepare
 from neuzip.eval.perplexity import evaluate as evaluate_task
 from neuzip.eval.texts import read_text
-from neuzip.formats.hub import log, resolve_source
 from neuzip.runtime.attention_choice import choose
 from neuzip.runtime.generate import Generation, choose_device
 from neuzip.runtime.generate import generate as generate_from
@@ -19,20 +20,21 @@ from neuzip.runtime.generate import prepare as prepare_prompt
 from neuzip.runtime.load import load_model
 from neuzip.runtime.requirements import require_quantisable
 from neuzip.runtime.sampling import Sampling
+from neuzip.runtime.tensors import DEVICE_MAPS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from neuzip.compress.device import AnyDevice
     from neuzip.eval.convention_names import Name
 
 Residency = Literal["dense", "packed", "ans"]
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
+KV_BITS = (3, 4, 8)
 
 
 def generate(
-    model: PreTrainedModel | str | os.PathLike[str],
+    model: PreTrainedModel | Source,
     prompt: str,
     *,
     max_new_tokens: int = 128,
@@ -68,9 +70,12 @@ def generate(
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
     for parameters that are wrong, and NeuzipError for what is no model that generates text.
     """
+    require_counts(max_new_tokens=max_new_tokens)
+    require_one_of(KV_BITS, kv_bits=kv_bits)
     if isinstance(model, str | os.PathLike):
+        require_one_of(get_args(Attention), attention=attention)
         place, mode = choose_device(device), require_quantisable(activations, residency)
-        path = resolve_source(model, note=log)
+        path = local("model", model)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
         live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
         choose(live, attention)
@@ -80,21 +85,21 @@ def generate(
             attention=attention != "recorded", device=device not in ("auto", None),
         )  # fmt: skip
         live = model
-        path = resolve_source(_origin(live), note=log)
+        path = local("model", _origin(live))
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
         live, task, sampling=Sampling(temperature, top_k, top_p, min_p), seed=seed,
-        stop=[stop] if isinstance(stop, str) else stop, kv_bits=kv_bits,
+        stop=as_list(stop), kv_bits=kv_bits,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
 
 def evaluate(
-    source: str | os.PathLike[str],
+    source: Source,
     *,
     text: str | os.PathLike[str],
-    original: str | os.PathLike[str] | None = None,
-    conventions: Sequence[Name] | None = None,
+    original: Source | None = None,
+    conventions: Name | Sequence[Name] | None = None,
     window: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
@@ -122,11 +127,19 @@ def evaluate(
     what is no model that predicts text.
     """
     named(device)
+    require_counts(window=window, stride=stride, max_tokens=max_tokens)
+    require_one_of(KV_BITS, kv_bits=kv_bits)
+    require_one_of(get_args(Attention), attention=attention)
+    require_one_of(("auto", *DTYPES), dtype=dtype)
+    require_one_of(DEVICE_MAPS, device_map=device_map)
+    names = None if conventions is None else as_list(conventions)
+    for name in names or ():
+        require_one_of((BOS, *NAMES), conventions=name)
     mode = require_quantisable(activations, residency)
-    sources = [source] if original is None else [original, source]
-    paths = [resolve_source(one, note=log) for one in sources]
+    paths = [] if original is None else [local("original", original)]
+    paths.append(local("source", source))
     task = prepare(
-        paths, read_text(os.fspath(text)), conventions=conventions, window=window, stride=stride,
+        paths, read_text(os.fspath(text)), conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
         activations=mode, kv_bits=kv_bits, attention=attention,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import kv_cache as kernels
 from neuzip.kernels.kv_cache import Heads
 from neuzip.kernels.quantizers.kv import Range
@@ -342,7 +342,8 @@ class KVCache(Cache):
                     The batch may be a multiple of B, as in beam search
     places          positions of the tokens of a call in their sequences, with `max_length`; None counts them
 
-    Raises NeuzipError for a model with layers that cache something else than keys and values.
+    Raises UsageError for other bits, and NeuzipError for a model with layers that cache something else than
+    keys and values.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class KVCache(Cache):
         places: Places | None = None,
     ) -> None:
         if not 1 <= bits <= 8:
-            raise ValueError(f"keys and values are kept in 1 to 8 bits, not {bits}")
+            raise UsageError(f"`bits={bits!r}`: keys and values have 1 to 8 bits", "give 3, 4 or 8")
         first = None if attention_mask is None else (attention_mask != 0).int().argmax(-1).long()
         self.form = Form(bits, span, scale_dtype, first)  # a layer that knew its cache would keep it alive
         self._places = places
@@ -384,16 +385,16 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """What keys and values take, with the room for more."""
+        """Bytes of the cache, including memory that is allocated for later tokens."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, KVLayer))
 
     @property
     def how(self) -> str:
-        """How attention reads what is kept, in words."""
+        """How attention reads the cache, in words."""
         return self.form.how
 
     def require_use(self, name: str) -> None:
-        """Raise NeuzipError if a model that was given this cache kept nothing in it."""
+        """Raise NeuzipError if a model that was given this cache stored nothing in it."""
         if not any(layer.is_initialized for layer in self.layers if isinstance(layer, KVLayer)):
             raise NeuzipError(
                 f"{name}: keeps no keys and values in the cache that it is given", "leave out `kv_bits`"
@@ -401,7 +402,7 @@ class KVCache(Cache):
 
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let a model attend to packed keys and values where a kernel can; `how` says what came of it."""
+        """Let a model attend to packed keys and values if a kernel can; `how` says whether it did."""
         if self._asked is None or self._asked[0]() is not model:
             self._asked = weakref.ref(model), not_readable(model)
             refused = self._asked[1]

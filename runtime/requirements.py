@@ -11,7 +11,7 @@ def require_quantisable(activations: str | None, residency: str) -> str | None:
         return activations
     if activations not in (None, "none"):
         raise UsageError(
-            f"`activations={activations!r}`: dense weights do not quantise activations",
+            f"`activations={activations!r}` has no effect with `residency='dense'`",
             "add `residency='packed'`, which keeps ternary weights in 2 bits",
         )
     return None
@@ -28,7 +28,7 @@ def require_device(device: str, residency: str = "dense") -> None:
 
     missing = not driver_devices()
     if residency == "ans" and (missing or device == "cpu"):
-        found = "and `device` is 'cpu'" if device == "cpu" else "and NVIDIA's driver finds no device"
+        found = "not with `device='cpu'`" if device == "cpu" else "and NVIDIA's driver finds no device"
         raise UsageError(
             f"`residency='ans'`: is decoded on a GPU, {found}",
             "give `residency='packed'`, which runs on a CPU too",

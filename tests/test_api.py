@@ -70,7 +70,7 @@ def text(folder: Path) -> Path:
 
 def test_a_device_is_a_name(lossless: Path, folder: Path) -> None:
     assert neuzip.compress_checkpoint(CHECKPOINT, folder / "a", device="cpu").device == "cpu"
-    assert neuzip.verify_checkpoint(lossless, device="cpu", jobs=1).device == "cpu"
+    assert neuzip.verify_checkpoint(lossless, device=torch.device("cpu"), jobs=1).device == "cpu"
     assert neuzip.decompress_checkpoint(lossless, folder / "b", device="cpu").lossless
 
 
@@ -287,9 +287,35 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "dense": (
         lambda p: neuzip.evaluate(CHECKPOINT, text="demo", activations="a4.8"), "`activations='a4.8'`"
     ),
+    "window": (lambda p: neuzip.evaluate(CHECKPOINT, text="demo", window=0), "`window=0`"),
+    "stride": (lambda p: neuzip.evaluate(CHECKPOINT, text="demo", stride=0), "`stride=0`"),
+    "new tokens": (lambda p: neuzip.generate(CHECKPOINT, "a", max_new_tokens=0), "`max_new_tokens=0`"),
+    "no source": (lambda p: neuzip.verify_checkpoint(None), "`source=None`"),  # type: ignore[arg-type]
     "pull": (lambda p: neuzip.pull("no id", p), "`repo_id`"),
     "prompt": (lambda p: neuzip.generate(CHECKPOINT, "", device="cpu"), "`prompt`: is empty"),
 }  # fmt: skip
+
+
+UNKNOWN: dict[str, Callable[[Any], object]] = {
+    "conventions": lambda x: neuzip.evaluate(CHECKPOINT, text="demo", conventions=x),
+    "dtype": lambda x: neuzip.evaluate(CHECKPOINT, text="demo", dtype=x),
+    "attention": lambda x: neuzip.evaluate(CHECKPOINT, text="demo", attention=x),
+    "device_map": lambda x: neuzip.evaluate(CHECKPOINT, text="demo", device_map=x),
+    "kv_bits": lambda x: neuzip.generate(CHECKPOINT, "a", kv_bits=x),
+    "bits_for": lambda x: neuzip.compress_checkpoint(CHECKPOINT, "x", bits_for=x),
+    "mantissa_bits": lambda x: neuzip.compress_checkpoint(CHECKPOINT, "x", mantissa_bits=x),
+    "activations": lambda x: neuzip.compress_checkpoint(CHECKPOINT, "x", ternary=True, activations=x),
+    "sensitivity": lambda x: neuzip.compress_checkpoint(CHECKPOINT, "x", target_size=9, sensitivity=x),
+    "gguf_type": lambda x: neuzip.export_checkpoint(CHECKPOINT, "x.gguf", to="gguf", gguf_type=x),
+    "to": lambda x: neuzip.export_checkpoint(CHECKPOINT, "x", to=x),
+}
+
+
+@pytest.mark.parametrize("parameter", UNKNOWN)
+def test_a_value_that_there_is_not_is_named(parameter: str) -> None:
+    with pytest.raises(neuzip.NeuzipError, match=f"`{parameter}='nonsense'`") as told:
+        UNKNOWN[parameter]("nonsense")
+    assert told.value.exit_code == 2 and (told.value.hint or parameter == "mantissa_bits")
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -300,7 +300,7 @@ def test_any_other_exception_is_a_bug(bug, probe, neuzip):
     said = neuzip("probe", "x")
     assert (said.exit_code, said.stdout) == (3, "")
     assert f"error: unexpected {type(bug).__name__}: {bug}\n" in said.stderr
-    assert "this is a bug in neuzip" in said.stderr
+    assert "this is a bug in neuzip; please report it with the output of `neuzip env`" in said.stderr
     assert "Traceback" not in said.stderr
 
 

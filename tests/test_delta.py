@@ -749,7 +749,7 @@ def test_a_delta_goes_over_the_hub(
     dry = neuzip("push", packed, "me/tuned-delta", "--dry-run", "--json").json
     said = neuzip("push", packed, "me/tuned-delta")
     on_hub = "/" in name
-    assert said.exit_code == 0 and ("its base is called 'my base', no Hub id" in said.stderr) != on_hub
+    assert said.exit_code == 0 and ("its base is called 'my base', not a Hub id" in said.stderr) != on_hub
     tree = here.repositories["me/tuned-delta"].tree()
     card = tree["README.md"].decode()
     assert card == dry["card"]

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.divergence import compare
 from neuzip.eval.head import HeadedModel
@@ -605,11 +605,11 @@ def test_models_without_such_a_cache_are_refused(ids: Tensor):
     if transformers_version >= "5":  # 4.57 does not tell what such layers keep
         with pytest.raises(NeuzipError, match="falcon_h1: layer 0 keeps a LinearAttentionAndF") as refusal:
             KVCache(FalconH1Config(num_hidden_layers=1), 3)
-        assert refusal.value.hint is not None and "--kv-bits" in refusal.value.hint
+        assert refusal.value.hint is not None and "`kv_bits`" in refusal.value.hint
     mamba = MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(NeuzipError):
         HeadedModel(mamba.eval(), kv_bits=3)
-    with pytest.raises(ValueError, match="1 to 8 bits, not 9"):
+    with pytest.raises(UsageError, match="`bits=9`"):
         KVCache(LlamaConfig(), 9)
 
 

@@ -357,7 +357,7 @@ def test_residencies_that_cannot_be(larger):
     assert caught.value.hint == "what there is: 'dense', 'packed', 'ans'"
     with pytest.raises(UsageError, match="'ans' needs CUDA devices") as caught:
         load_model(folder, residency="ans")
-    assert "--device cuda" in caught.value.hint and "--residency packed" in caught.value.hint
+    assert "device='cuda'" in caught.value.hint and "residency='packed'" in caught.value.hint
     with pytest.raises(UsageError, match=r"is for bf16 and fp16 weights, not torch.float32"):
         load_model(folder, torch.float32, residency="packed")
 

@@ -572,7 +572,7 @@ def test_weights_may_stay_compressed(neuzip, text_file):
     assert "error: the residency 'packed' is for bf16 and fp16 weights, not torch.float32\n" in refused.stderr
     refused = neuzip(*arguments[:-4], "--residency", "ans", "--device", "cpu")
     assert (refused.exit_code, refused.stderr.splitlines()[0]) == (
-        2, "error: --residency ans: is decoded on a GPU, and --device is cpu"
+        2, "error: --residency ans: is decoded on a GPU, not with --device cpu"
     )  # fmt: skip
 
 

@@ -508,7 +508,7 @@ def test_another_commit_is_another_source(here: Hub, files: Files, tmp_path: Pat
         NeuzipError, match=rf"was started with commit {before} of some/model, which has"
     ) as error:
         stream(tmp_path / "nz")
-    assert f"some/model@{before} as SRC" in error.value.hint
+    assert f"some/model@{before} as `source`" in error.value.hint
     with pytest.raises(NeuzipError, match=r"was started with other options or from another source"):
         stream(tmp_path / "nz", f"some/model@{before}", rules=K3)
     assert stream(tmp_path / "nz", f"some/model@{before}").compression.resumed_files == 3

@@ -62,7 +62,6 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub import plan_push, push
     from neuzip.formats.hub_connection import require_token
-    from neuzip.formats.model_card import is_on_hub
     from neuzip.formats.private_files import listed, refuse_private
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
@@ -74,10 +73,8 @@ def command(
     if not dry_run:
         refuse_private(plan.private, repo_id, allow_private_files)
         require_token()
-    if plan.base is not None and not is_on_hub(plan.base):
-        out.warning(
-            f"{folder}: its base is called {plan.base!r}, not a Hub id, so the card cannot link to it"
-        )
+    for warning in plan.warnings:
+        out.warning(warning)
     with out.progress("verify", weight_bytes(folder, allow_delta=True)) as advance:
         verify(folder, on_bytes=advance)
     pushed = None

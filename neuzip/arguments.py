@@ -1,0 +1,58 @@
+"""What callers of the public functions give, checked at the door: every error names the parameter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from neuzip.errors import UsageError
+from neuzip.formats.hub import log, resolve_source
+
+Source: TypeAlias = "str | os.PathLike[str]"
+"""A checkpoint: a folder, a .safetensors file, or a Hub id, `owner/name` or `owner/name@revision`."""
+
+Name = TypeVar("Name", bound=str)
+
+
+def local(parameter: str, source: Source) -> Path:
+    """The path of a checkpoint, which is downloaded first if `source` is a Hub id. Raises NeuzipError."""
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(
+            f"`{parameter}={source!r}`: is neither a path nor a Hub id",
+            "give a folder, a .safetensors file or owner/name",
+        )
+    return resolve_source(source, note=log)
+
+
+def require_one_of(choices: Sequence[object], **values: object) -> None:
+    """Raise UsageError for a value, by its parameter, that is none of the choices. None is no value.
+
+    >>> require_one_of(("trits", "2bit"), ternary_packing="4bit")
+    Traceback (most recent call last):
+      ...
+    neuzip.errors.UsageError: `ternary_packing='4bit'`: there is no such choice
+    """
+    for parameter, value in values.items():
+        if value is not None and not any(value is one or value == one for one in choices):
+            named = ", ".join(map(repr, choices))
+            raise UsageError(f"`{parameter}={value!r}`: there is no such choice", f"give one of {named}")
+
+
+def require_counts(**values: object) -> None:
+    """Raise UsageError for a number, by its parameter, that is not whole and 1 or more. None is no number.
+
+    >>> require_counts(jobs=0)
+    Traceback (most recent call last):
+      ...
+    neuzip.errors.UsageError: `jobs=0`: is no number from 1 on
+    """
+    for parameter, value in values.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise UsageError(f"`{parameter}={value!r}`: is no number from 1 on", "give 1 or more")
+
+
+def as_list(names: Name | Sequence[Name]) -> list[Name]:
+    """One name, or several, as a list."""
+    return [names] if isinstance(names, str) else list(names)
