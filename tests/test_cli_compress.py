@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,14 @@ def test_a_dry_run_shows_tensors_of_one_kind_in_one_row(neuzip: Speak, tmp_path:
     assert "* is any number" in said.stdout
     listed = neuzip("compress", source, tmp_path / "b.safetensors", "--dry-run", "--json").json["tensors"]
     assert [t["name"] for t in listed] == list(tensors)
+
+
+def test_a_run_without_verification_claims_none(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    checked = neuzip("compress", model, tmp_path / "a").stdout
+    unchecked = neuzip("compress", model, tmp_path / "b", "--no-verify").stdout
+    assert re.search(r"^lossless: all \d+ tensors, bit for bit$", checked, re.M)
+    assert re.search(r"^lossless: all \d+ tensors, by their schemes; nothing was decoded", unchecked, re.M)
+    assert "bit for bit" not in unchecked
 
 
 def test_growth_and_unknown_dtypes_are_warned_of(neuzip: Speak, tmp_path: Path) -> None:
