@@ -86,12 +86,12 @@ def test_plan_puts_dense_first_and_names_nothing_twice(small: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"new_tokens": 256}, "--new-tokens 256: the model was made for 256 tokens"),
+        ({"new_tokens": 256}, "`new_tokens=256`: the model was made for 256 tokens"),
         (
             {"new_tokens": 100, "prompt_tokens": 157},
-            "--new-tokens 100 behind --prompt-tokens 157: the model was made for 256 tokens",
+            "`new_tokens=100` behind `prompt_tokens=157`: the model was made for 256 tokens",
         ),
-        ({"new_tokens": 1}, "--new-tokens: at least 2 are needed"),
+        ({"new_tokens": 1}, "`new_tokens`: at least 2 are needed"),
     ],
     ids=["new tokens", "both", "one"],
 )
@@ -108,7 +108,7 @@ def test_experts_are_refused_before_anything_is_measured(small: Path, model: Pre
     plan = replace(make_plan(small, ["packed"], device=CPU), device=cuda)
     with pytest.raises(NeuzipError, match="MixtralForCausalLM: its steps cannot be captured") as refusal:
         speed._require_graphs(plan, experts)
-    assert refusal.value.hint == "decode without one (--no-graph)"
+    assert refusal.value.hint == "decode without one (`graph=False`)"
     speed._require_graphs(plan, model)
     for other in ({"graph": False}, {"device": CPU}, {"residencies": ("dense",)}):
         speed._require_graphs(replace(plan, **other), experts)
