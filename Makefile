@@ -46,7 +46,7 @@ file-tool: ## Try the installation without torch, as the README shows it
 	@folder=$$(mktemp -d) && $(PYTHON) tests/file_tool.py $$folder/file-tool && rm -rf $$folder
 
 release: $(VENV)/.developed ## Build sdist and wheel into dist (REPOSITORY=https://HOST/OWNER/NAME)
-	@$(BIN)/python .ci/release.py "$(REPOSITORY)"
+	@$(BIN)/python tests/release.py "$(REPOSITORY)"
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .

@@ -23,6 +23,7 @@ from neuzip.cli import commands, tracebacks
 from neuzip.distribution import missing_package
 from neuzip.errors import (
     FULL,
+    REPORT_IT,
     DiskFull,
     NeuzipError,
     UsageError,
@@ -97,7 +98,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             return ran_out.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
-            "this is a bug in neuzip; please report it with the output of `neuzip env`"
+            f"this is a bug in neuzip; {REPORT_IT}"
             + (" and the traceback above" if shown else "; -v shows the traceback"),
             kind=type(failure).__name__,
             exit_code=3,

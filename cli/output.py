@@ -167,6 +167,11 @@ class Output:
         if self.mode == "human":
             self._say(message)
 
+    def loading(self) -> None:
+        """Say that libraries are loaded, which takes seconds in which nothing else is said (who watches)."""
+        if self.watched and "torch" not in sys.modules:
+            self._say("loading PyTorch ...")
+
     def hint(self, message: str) -> None:
         """Say what could be done next (stderr, human only)."""
         if self.mode == "human":
@@ -204,7 +209,7 @@ class Output:
 
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         with Progress(
-            *_progress_columns(unit), console=console, transient=True, speed_estimate_period=SMOOTHED
+            *_progress_columns(unit, total), console=console, transient=True, speed_estimate_period=SMOOTHED
         ) as bar:
             task = bar.add_task(printable(label), total=total)
             self._live = console
@@ -566,17 +571,41 @@ def _far(done: int, total: int | None, unit: str) -> str:
     return f"{done:,} {unit}" if total is None else f"{done:,} of {total:,} {unit}"
 
 
-def _progress_columns(unit: str) -> list[ProgressColumn | str]:
+def left_text(done: float, total: float, seconds: float, speed: float | None) -> str:
+    """How long the rest of some work takes, by the `speed` of late, or else by the whole course so far.
+
+    >>> [left_text(done, 4, 20.0, speed) for done, speed in ((0, 1.0), (1, None), (1, 0.01), (4, 1.0))]
+    ['', 'about 1 min left', 'about 5 min left', 'finishing']
+    """
+    if not done or done < BASIS * total or not seconds:
+        return ""
+    if done >= total:
+        return "finishing"
+    return f"about {rough_text((total - done) / (speed or done / seconds))} left"
+
+
+def _progress_columns(unit: str, total: int | None) -> list[ProgressColumn | str]:
+    """What a bar shows: how far, and how long the rest takes; without a total, the time so far."""
     from rich import progress
+    from rich.text import Text
+
+    class Left(progress.ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: progress.Task) -> Text:
+            return Text(left_text(task.completed, task.total or 0, task.elapsed or 0.0, task.speed))
 
     head: list[ProgressColumn | str] = [
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(bar_width=30),
-        progress.TaskProgressColumn(),
     ]
+    if total is None:
+        if unit != "bytes":
+            head += [progress.TextColumn("{task.completed:,.0f}"), unit]
+        return [*head, progress.TimeElapsedColumn()]
     middle: list[ProgressColumn | str] = (
         [progress.DownloadColumn(), progress.TransferSpeedColumn()]
         if unit == "bytes"
         else [progress.MofNCompleteColumn(), unit]
     )
-    return [*head, *middle, progress.TimeRemainingColumn()]
+    return [*head, progress.TaskProgressColumn(), *middle, Left()]

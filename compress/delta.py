@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import BUG_OR_MEMORY, NeuzipError
 from neuzip.formats.container import Stream, padded_stream
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract, sums
@@ -395,7 +395,7 @@ class Decoder:
         on_cpu.read_differences(begin, end)
         raise NeuzipError(
             f"the words from block {first} on are corrupt on the GPU and not on the CPU",
-            "this is a bug in neuzip, or faulty memory; please report it",
+            BUG_OR_MEMORY,
         )
 
     def read_differences(self, start: int, stop: int) -> Bits:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.errors import NeuzipError
+from neuzip.errors import BUG_OR_MEMORY, NeuzipError
 from neuzip.formats.container import ALIGNMENT, Stream, padded_stream
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import (
@@ -307,7 +307,7 @@ class Decoder:
             on_cpu.read(start, min(start + PIECE, end))
         raise NeuzipError(
             f"the words from block {first} on are corrupt on the GPU and not on the CPU",
-            "this is a bug in neuzip, or faulty memory; please report it",
+            BUG_OR_MEMORY,
         )
 
     def _read_plane(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:

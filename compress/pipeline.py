@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xxhash
 
-from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
+from neuzip.errors import BUG_OR_MEMORY, FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
@@ -789,7 +789,7 @@ class Compression:
                 if not verdict.identical and verdict.lossless:
                     raise VerificationError(
                         f"{path}: tensor {verdict.name!r} does not decode to the original",
-                        "this is a bug in neuzip, or faulty memory; please report it",
+                        BUG_OR_MEMORY,
                     )
 
     def _alias(self, tensor: SourceTensor, target: SourceTensor) -> TensorRecord:

@@ -121,6 +121,9 @@ def _divergences(axes: Axes, found: Calibration) -> None:
     if found.limit:
         axes.axhline(found.limit, color=INK, linewidth=0.9, dashes=(4, 3), zorder=1)
     axes.set_ylim(foot / 1.5, 3 * top)
+    if any(form.kld and form.kld.value <= 0 for layer in found.layers for form in layer.forms):
+        ticks = [tick for tick in axes.get_yticks() if 2 * foot < tick <= 2 * top]
+        axes.set_yticks([foot, *ticks], ["0", *(f"{tick:g}" for tick in ticks)])
 
 
 def _points(found: Calibration, bits: int) -> list[tuple[float, Layer, Form]]:

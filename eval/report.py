@@ -352,7 +352,7 @@ def _perplexities(measured: Measured, both: bool) -> Iterator[Row]:
             unit = "nats" if field_name == "nll" else ""
             told = note
             if "perplexity" in field_name and any(without_meaning(x) for x in (figure, was) if x is not None):
-                told = f"tells nothing here, its error is more than half of it: take a longer text; {note}"
+                told = f"tells nothing: its error is more than half of it; use a longer text; {note}"
             yield Row(name, figure, was, told, unit, _change(field_name, was, after.difference))
 
 

@@ -52,6 +52,11 @@ def unknown_key(place: object, key: str, known: Iterable[str]) -> UsageError:
     return UsageError(f"{place}: there is no key {key!r}", hint)
 
 
+REPORT_IT = "please report it with the output of `neuzip env`"
+
+BUG_OR_MEMORY = f"this is a bug in neuzip, or faulty memory; {REPORT_IT}"
+"""The hint where weights are not what they were a moment ago."""
+
 NO_MEMORY = ("an't allocate memory", "annot allocate memory", "not enough memory", "bad_alloc")
 """Words with which torch, C++ and safetensors say that the machine has no memory left."""
 

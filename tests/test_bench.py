@@ -195,10 +195,12 @@ SHORT = ("--prompt-tokens", 8, "--new-tokens", 4, "--rounds", 1, "--device", "cp
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("bench", small, "--residency", "packed", "--batch", "1,2", *SHORT)
     human = said["human"].stdout
-    assert f"path     {small}\n" in human
-    assert "model    bfloat16 on cpu; python " in human
+    assert f"path         {small}\n" in human
+    assert "model        bfloat16 on cpu; python " in human
     assert "run          8 prompt tokens, 4 new tokens, greedy\n" in human
-    assert re.search(r"^weights  dense 2\.62 MB, packed [12]\.\d\d MB \(0\.[789]\d\)$", human, re.MULTILINE)
+    assert re.search(
+        r"^weights      dense 2\.62 MB, packed [12]\.\d\d MB \(0\.[789]\d\)$", human, re.MULTILINE
+    )
     table = human.splitlines()[6:]
     assert table[0].split("  ")[0] == "residency"
     assert [line.split()[:2] for line in table[2:]] == [
@@ -294,7 +296,7 @@ def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
 def test_ans_is_for_gpus(small: Path, neuzip):
     said = neuzip("bench", small, "--residency", "ans", "--batch", "1", *SHORT)
     assert (said.exit_code, said.stdout) == (2, "")
-    assert said.stderr.startswith("error: --residency ans: is decoded on a GPU, and --device is cpu\n")
+    assert said.stderr.startswith("error: --residency ans: is decoded on a GPU, not with --device cpu\n")
 
 
 def test_on_a_cpu_the_dense_model_is_measured_alone(small: Path, neuzip):

@@ -300,7 +300,7 @@ def test_any_other_exception_is_a_bug(bug, probe, neuzip):
     said = neuzip("probe", "x")
     assert (said.exit_code, said.stdout) == (3, "")
     assert f"error: unexpected {type(bug).__name__}: {bug}\n" in said.stderr
-    assert "this is a bug in neuzip" in said.stderr
+    assert "this is a bug in neuzip; please report it with the output of `neuzip env`" in said.stderr
     assert "Traceback" not in said.stderr
 
 
@@ -615,8 +615,44 @@ def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
     assert "4.0/4.0 MB" in seen
     assert "MB/s" in seen
     assert not re.search(r"-[\d.,]+ (bytes|kB|MB)/s", seen)
-    assert "0:00:0" in seen
+    assert "about 10 s left" in seen, "estimated from the first step on"
+    assert "-:--" not in seen and "finishing" in seen
     assert "warning: odd" in seen
+
+
+WAIT = """
+    with out.progress("load", None):
+        time.sleep(0.3)
+    with out.progress("tasks", None, unit="requests") as advance:
+        advance(7)
+        time.sleep(0.3)
+"""
+
+
+def test_work_without_a_total_has_no_question_mark():
+    seen = stderr_on_a_terminal(WAIT)
+    assert "load" in seen and "?" not in seen.replace("\x1b[?", "") and "bytes" not in seen
+    assert "0:00:0" in seen and "7 requests" in re.sub(r"\x1b\[[\d;]*m", "", seen)
+
+
+def test_who_watches_is_told_that_libraries_are_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delitem(sys.modules, "torch")
+    Output().loading()
+    assert capsys.readouterr().err == "loading PyTorch ...\n"
+    for out in (Output(json=True), Output(quiet=True)):
+        out.loading()
+    monkeypatch.setenv("NEUZIP_NO_PROGRESS", "1")
+    Output().loading()
+    assert capsys.readouterr().err == ""
+
+
+def test_every_command_that_loads_torch_says_so_before(root):
+    for path in sorted((root / "cli" / "commands").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "let_threads_sleep()\n" in text:
+            assert re.search(r"let_threads_sleep\(\)\n +(out|Output\(.*\))\.loading\(\)", text), path
 
 
 def test_no_color_is_respected():

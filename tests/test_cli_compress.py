@@ -263,7 +263,7 @@ def test_a_dry_run_says_below_the_table_why_tensors_stay_raw(
     source = save(tmp_path / "a.safetensors", tensors)
     said = neuzip("compress", source, tmp_path / "b.safetensors", "--dry-run")
     assert "\nraw: 2 tensors, too small to shrink\n" in said.stdout
-    assert [line.split()[3] for line in said.stdout.splitlines()[2:5]] == ["lossless", "raw", "raw"]
+    assert [line.split()[4] for line in said.stdout.splitlines()[2:5]] == ["lossless", "raw", "raw"]
     notes = [
         t["note"] for t in neuzip("compress", source, tmp_path / "b", "--dry-run", "--json").json["tensors"]
     ]

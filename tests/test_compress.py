@@ -1056,7 +1056,7 @@ class TestSingleFiles:
             place.parent.mkdir()
             place.write_bytes(before)
             for src, dst in ((place, "dst"), (place.parent, "dst")):
-                with pytest.raises(NeuzipError, match=rf"dst\.neuzip-{end}: is, holds, or lies within"):
+                with pytest.raises(NeuzipError, match=rf"dst\.neuzip-{end}: (is the same place as|holds) "):
                     compress(src, tmp_path / dst, overwrite=True)
             assert place.read_bytes() == before
 

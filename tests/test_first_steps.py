@@ -54,7 +54,7 @@ WRONG = {
     "generate: a text": (["generate", "t.txt", "--prompt", "x"], "t.txt: is not a .safetensors file"),
     "bench: no model": (["bench", "none"], "none: no such file or folder"),
     "layers: no text": (["layers", "m", "--text", "none.txt"], "none.txt: cannot be read"),
-    "layers: DST": (["layers", "m", "--text", "t.txt", "--drop", 1, "-o", "m"], "m: is, holds, or lies"),
+    "layers: DST": (["layers", "m", "--text", "t.txt", "--drop", 1, "-o", "m"], "m: is the same place as m"),
     "ternarize: no text": (
         ["ternarize", "m", "t", "--text", "none.txt", "--allow-destructive"], "none.txt: cannot be",
     ),

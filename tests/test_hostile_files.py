@@ -71,7 +71,7 @@ def test_a_bad_file_is_refused(
         decompress(path, tmp_path / "out.safetensors")
     assert list(tmp_path.iterdir()) == []
     said = neuzip("verify", path, "--json")
-    assert (said.exit_code, said.stdout) == (1, "")
+    assert (said.exit_code, said.json["error"]["exit_code"]) == (1, 1)
     assert said.stderr.startswith("error: ")
     assert said.stderr.count("error:") == 1
 

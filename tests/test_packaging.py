@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import email
 import importlib.metadata
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import neuzip_autoload
 import pytest
+import release
 from lowest_versions import lowest_versions
+from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -29,6 +35,7 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 ROOMS = {folder: name for name, folder in SETUPTOOLS["package-dir"].items() if (ROOT / folder).is_dir()}
 FLOORS = ("cli", "eval", "train", "runtime", "compress", "formats", "kernels")
 NOT_PACKAGED = ("tests", "benchmarks")
+ADDRESS = "https://code.example/neuzip/neuzip"
 HOOK = "neuzip_autoload.py"
 """What `import torch` calls: outside the package, as it must not fail where that does."""
 
@@ -67,22 +74,28 @@ def test_installed_version_is_the_written_one():
 # The wheel
 
 
+@dataclass(frozen=True)
+class Built:
+    """What `make release` leaves in dist, built from a copy of the tree, without the network."""
+
+    sdist: Path
+    wheel: Path
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the tree, without the network."""
-    tree = tmp_path_factory.mktemp("tree")
-    for folder in [*ROOMS, *NOT_PACKAGED]:
-        if (ROOT / folder).is_dir():
-            shutil.copytree(
-                ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "results")
-            )
-    for file in ("pyproject.toml", "README.md", "LICENSE", HOOK):
-        if (ROOT / file).is_file():
-            shutil.copy(ROOT / file, tree)
-    target = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", target, tree)
-    (built,) = target.glob("*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    hidden = shutil.ignore_patterns(
+        ".venv", ".typing", ".carry", ".fuzz", ".git", ".*_cache", ".hypothesis", "__pycache__", "build",
+        "dist", "*.egg-info", "*.nb[ic]", "neuzip-demo",
+    )  # fmt: skip
+    tree = shutil.copytree(ROOT, tmp_path_factory.mktemp("built") / "tree", ignore=hidden)
+    release.prepare(tree, ADDRESS)
+    return Built(*release.build(tree, tmp_path_factory.mktemp("dist")))
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Built) -> Path:
+    return built.wheel
 
 
 @pytest.fixture(scope="session")
@@ -157,20 +170,75 @@ def test_wheel_runs_where_it_is_installed(wheel: Path, tmp_path: Path):
     assert "another package called neuzip (1.2) is mixed with this one" in second.stderr
 
 
+# The sdist, and what an index shows
+
+
+@pytest.fixture(scope="session")
+def about(built: Built) -> Message:
+    """The wheel's metadata, which is what an index shows."""
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def targets(page: str) -> list[tuple[str, str]]:
+    """Where the links and images of a page lead, as a renderer of Markdown sees them."""
+    found = []
+    for block in MarkdownIt("commonmark").enable("table").parse(page):
+        for token in block.children or []:
+            if token.type in ("link_open", "image"):
+                found.append((token.type, str(token.attrs.get("href") or token.attrs.get("src"))))
+    return found
+
+
+def test_the_page_of_an_index_links_to_the_tag(about: Message) -> None:
+    page = str(about.get_payload(decode=True), "utf-8")  # type: ignore[arg-type]
+    there = targets(page)
+    assert len(there) == len(targets((ROOT / "README.md").read_text(encoding="utf-8"))) > 20
+    assert not [target for _, target in there if not target.startswith(("https://", "#"))]
+    version = about["Version"]
+    for kind, target in there:
+        if target.startswith(ADDRESS):
+            folder, path = ("raw" if kind == "image" else "blob"), target.partition("#")[0]
+            assert path.startswith(f"{ADDRESS}/{folder}/v{version}/")
+            assert (ROOT / path.removeprefix(f"{ADDRESS}/{folder}/v{version}/")).exists()
+
+
+def test_the_metadata_name_the_repository(about: Message) -> None:
+    urls = dict(line.split(", ", 1) for line in about.get_all("Project-URL", []))
+    assert urls.keys() == {"Repository", "Documentation", "Issues", "Changelog"}
+    assert urls["Repository"] == ADDRESS
+    assert all(url.startswith(ADDRESS) for url in urls.values())
+    assert about["Author"] == about["Maintainer"] == "The neuzip authors"
+    assert "@" not in "".join(about.values()).replace("neuzip-toolkit@", "")
+
+
+def test_the_sdist_holds_the_repository(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("no git repository, as in an unpacked sdist")
+    assert {name for name in tracked.stdout.splitlines() if (ROOT / name).is_file()} <= inside
+    assert not [name for name in inside if "__pycache__" in name or name.startswith((".venv", ".git/"))]
+
+
 # Who imports whom
 
 
-@pytest.mark.parametrize("path", sources(*ROOMS, *NOT_PACKAGED), ids=lambda path: str(path.relative_to(ROOT)))
-def test_rooms_are_imported_by_their_full_names(path: Path):
-    bare = set(ROOMS) - {"neuzip"}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module or ""]
-        wrong = [name for name in names if name.split(".")[0] in bare]
-        assert not wrong, f"{path}:{getattr(node, 'lineno', 0)}: say neuzip.{wrong[0]}"
+def test_rooms_are_imported_by_their_full_names():
+    bare = "|".join(set(ROOMS) - {"neuzip"})
+    suspicious = re.compile(rf"^\s*(?:from|import)\s+(?:{bare})\b", re.MULTILINE)
+    assert suspicious.search("    from compress.pipeline import x")
+    wrong = []
+    for path in sources(*ROOMS, *NOT_PACKAGED):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if suspicious.search(text) else ():  # or a sentence begins so
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            wrong += [f"{path}: say neuzip.{name}" for name in names if re.match(rf"({bare})\b", name)]
+    assert not wrong
 
 
 def lint_imports(rooms: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -178,7 +246,8 @@ def lint_imports(rooms: dict[str, str], tmp_path: Path) -> subprocess.CompletedP
     tree = tmp_path / "typing" / "neuzip"
     tree.mkdir(parents=True)
     (tree / "__init__.py").write_text("")
-    (tree / "errors.py").write_text("")
+    for front in (ROOT / "neuzip").glob("[a-z]*.py"):
+        (tree / front.name).write_text("")
     for name, source in rooms.items():
         if source.startswith("/"):
             (tree / name).symlink_to(source)
@@ -306,7 +375,7 @@ def test_pins_are_complete():
 
 def test_pins_are_needed():
     pins = pins_for(f"{sys.version_info.major}.{sys.version_info.minor}")
-    tools = {"hypothesis", "import-linter", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools"}
+    tools = {"hypothesis", "import-linter", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools", "triton"}
     companions = {"accelerate", "peft"}
     readers = {"compressed-tensors", "gguf", "xllamacpp"}  # of what `neuzip export` writes
     needed = tools | companions | readers | {canonicalize_name(wanted.name) for wanted in RANGES}
@@ -331,3 +400,25 @@ def test_ci_runs_strictly():
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
 def test_no_page_tells_to_install_the_other_package(path: Path):
     assert not re.search(r"pip install neuzip\b(?!-toolkit)", path.read_text(encoding="utf-8"))
+
+
+def test_the_image_is_built_from_what_pip_needs():
+    """No container is built here: what can go wrong is looked at line by line."""
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    files = {HOOK, "LICENSE", "README.md", "pyproject.toml", "requirements-dev.txt"}
+    assert let_in == {*ROOMS, *files}
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line]
+    assert {word for word, _ in words} == {
+        "FROM", "ARG", "COPY", "RUN", "ENV", "USER", "WORKDIR", "ENTRYPOINT", "CMD"
+    }  # fmt: skip
+    for word, rest in words:
+        if word == "RUN":
+            subprocess.run(["sh", "-n", "-c", rest], check=True)
+    (base,) = {rest.partition(" AS ")[0] for word, rest in words if word == "FROM"}
+    version = base.removeprefix("python:").removesuffix("-slim")
+    assert f"Programming Language :: Python :: {version}" in PROJECT["project"]["classifiers"]
+    assert len([pin for pin in PINS if pin.name == "torch"]) == 1
+    assert [rest for word, rest in words if word == "USER"] == ["neuzip"]
+    assert [rest for word, rest in words if word == "ENTRYPOINT"] == ['["neuzip"]']

@@ -374,7 +374,7 @@ def test_what_is_refused(neuzip, model, tmp_path: Path):
     there.mkdir()
     (there / "mine").touch()
     for arguments, code, said in (
-        ((model, model), 1, "is, holds, or lies within"),
+        ((model, model), 1, "is the same place as"),
         ((model, there), 1, "exists already"),
         ((model, tmp_path / "x", "--plot", tmp_path / "x.html"), 2, "is no kind of picture"),
         ((model, tmp_path / "x", "--max-kld", "inf"), 2, "is no divergence"),

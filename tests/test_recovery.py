@@ -425,7 +425,7 @@ def test_a_state_that_cannot_be_kept_is_told_before_anything_is_trained(original
     for keep, said in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "file" / "below", "is a file"),
-        (tmp_path / "r" / "state", "is, holds, or lies within"),
+        (tmp_path / "r" / "state", "lies within"),
     ):
         with pytest.raises(NeuzipError, match=said):
             recover(begin(original), original, tmp_path / "r", steps=1, keep_state=keep)

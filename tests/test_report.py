@@ -688,3 +688,17 @@ def test_the_page_has_no_more_digits_than_the_terminal() -> None:
     for value, error in ((0.0018257, 0.0000578), (0.0090914, 0.00045452), (0.20184, 0.0013)):
         estimate = Estimate(value, error)
         assert texts.figure_text(estimate) == precise_text(estimate)
+
+
+def test_tables_and_figures_scroll_on_a_narrow_screen_and_show_it(page: Report) -> None:
+    from neuzip.eval import pictures
+
+    assert page.inspection is not None
+    for html in (pages.render(page, ".html").decode(), pictures.page(page.inspection, "x").decode()):
+        assert (
+            html.count("<table") == len(re.findall(r'<div class="scroll" tabindex="0">\s*<table', html)) > 0
+        )
+        assert "<svg" not in re.sub(r"<figure.*?</figure>", "", html, flags=re.S)
+        rule = html[html.index(".scroll, figure {") :]
+        rule = rule[: rule.index("\n}")]
+        assert "overflow-x: auto" in rule and rule.count("var(--shade)") == 2 and " local" in rule

@@ -602,8 +602,8 @@ def test_a_ternary_model_needs_no_permission(neuzip: Speak, model: Path, tmp_pat
     [
         (["--ternary", "--include", "*q_proj*"], "--ternary excludes --include"),
         (["--ternary", "--plan", "plan.toml"], "--plan excludes"),
-        (["--ternary", "--max-kld", "0.1"], "excludes --plan, --mantissa-bits, --bits-for and --ternary"),
-        (["--ternary", "--ternary-group", "none"], "'none' is neither a number nor row nor tensor"),
+        (["--ternary", "--max-kld", "0.1"], "--max-kld excludes --ternary"),
+        (["--ternary", "--ternary-group", "none"], "--ternary-group none is neither a number"),
         (["--ternary", "--ternary-group", "0"], "the group 0 is no number"),
     ],
 )

@@ -282,7 +282,7 @@ def test_what_cannot_begin_removes_nothing(
     said = neuzip("train", write(text="no-such-text.txt"), "--overwrite")
     assert said.exit_code == 1 and sorted(p.name for p in out.rglob("*")) == there
     said = neuzip("train", write(model=str(out / "model")), "--overwrite")
-    assert said.exit_code == 1 and "is, holds, or lies within" in said.stderr
+    assert said.exit_code == 1 and "holds" in said.stderr
     assert sorted(p.name for p in out.rglob("*")) == there
     said = neuzip("train", write(model="no-such-model", output=str(tmp_path / "other")))
     assert said.exit_code != 0 and not (tmp_path / "other").exists()

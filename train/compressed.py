@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from neuzip.compress.device import AnyDevice
-from neuzip.errors import NeuzipError, UsageError
+from neuzip.errors import BUG_OR_MEMORY, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers.states import Chance
 from neuzip.runtime.tensors import place_of
@@ -661,9 +661,7 @@ class Trainer:
         errors = [held.errors for held in arrays if isinstance(held, CodedByTriton)]
         met = [error for error in errors if error is not None]
         if met and bool(torch.cat(met).any()):
-            raise NeuzipError(
-                "a weight in memory cannot be decoded", "this is a bug in neuzip, or faulty memory; report it"
-            )
+            raise NeuzipError("a weight in memory cannot be decoded", BUG_OR_MEMORY)
 
     def _require_equal_weights(self) -> None:
         """Raise unless all processes begin with the same weights."""

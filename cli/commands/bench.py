@@ -76,6 +76,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     residencies, batches = None if residency is None else _names(residency), _numbers(batch)
     let_threads_sleep()
+    out.loading()
     for name in residencies or ("dense",):
         require_device(device, name)
     path = resolved_model(out, src)

@@ -275,6 +275,7 @@ def command(
     if goal is not None or attention is not None:
         require(f"`{goal.parameter}`" if goal is not None else "--attention", "torch", "transformers")
         let_threads_sleep()
+        out.loading()
     from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes

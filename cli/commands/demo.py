@@ -47,6 +47,7 @@ def command(
     lossless, rounded, restored = paths = [output / name for name in FOLDERS]
     _make_room(output, paths, overwrite)
     let_threads_sleep()
+    out.loading()
     from neuzip.eval.demo import CHECKPOINT
 
     bound = _inspect(out, CHECKPOINT)

@@ -181,6 +181,7 @@ def command(
             "add strided to --conventions, or leave out --stride",
         )
     let_threads_sleep()
+    out.loading()
     if device_map is None:
         require_device(device, residency)
     if tasks is not None:
@@ -219,7 +220,13 @@ def command(
                 device=device, device_map=device_map, dtype=dtype, residency=residency,
                 activations=mode, kv_bits=options.bits(kv_bits), attention=attention,
             )  # fmt: skip
-            with out.progress("eval", task.tokens, unit="tokens") as advance:
+            if names is None and place_is_slow(task):
+                first = 100 * task.measured[0].convention.tokens * len(task.paths) / task.tokens
+                name = task.measured[0].convention.name
+                out.hint(
+                    f"--conventions {name} takes about {first:.0f} % of the time, and measures that one alone"
+                )
+            with out.progress(work_text(task), task.tokens, unit="tokens") as advance:
                 evaluation = evaluate(
                     task, divergence=original is not None, ranks=ranks, on_tokens=ranks.counting(advance)
                 )
@@ -252,6 +259,25 @@ def command(
                 out.status(f"wrote {page}")
         finally:  # what took hours is told, whatever becomes of the rest
             give_result(out, evaluation, scores, written, zeros, told)
+
+
+LONG = 20_000
+"""Tokens, of all conventions and models, that take a CPU so long that a shorter way is worth a word."""
+
+
+def place_is_slow(task: Task) -> bool:
+    """Whether all conventions take long, on a CPU."""
+    return str(task.device) == "cpu" and len(task.measured) > 1 and task.tokens >= LONG
+
+
+def work_text(task: Task) -> str:
+    """What the tokens of the bar are of."""
+    models, conventions = len(task.paths), len(task.measured)
+    return (
+        "eval"
+        if models * conventions == 1
+        else (f"eval, {count_text(models, 'model')} x {count_text(conventions, 'convention')}")
+    )
 
 
 def count_zeros(out: Output, task: Task) -> Sparsity:
@@ -490,8 +516,7 @@ def _show_perplexities(out: Output, e: Evaluation) -> None:
     for m in e.measured:
         if any(without_meaning(figure) for figure in _figures(m)):
             out.text(
-                f"{m.convention.name:9} tells nothing here: the standard error is more than half of the "
-                "perplexity; measure on a longer text"
+                f"{m.convention.name:9} tells nothing: its error is more than half of it; use a longer text"
             )
     for name, reason in e.skipped.items():
         out.text(f"{name:9} left out: {reason}")

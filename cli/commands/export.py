@@ -67,6 +67,7 @@ def command(
     """Export a ternary model for another engine"""
     out = Output(json=json, quiet=quiet)
     let_threads_sleep()
+    out.loading()
     from neuzip.compress.export import export, target_of
     from neuzip.compress.source import weight_bytes
 

@@ -102,6 +102,7 @@ def command(
         raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
     mode = require_quantisable(activations, residency)
     let_threads_sleep()
+    out.loading()
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)

@@ -97,6 +97,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()
+    out.loading()
     from neuzip.compress.workspace import require_free
     from neuzip.eval import pictures
     from neuzip.eval.texts import read_text

@@ -82,6 +82,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()
+    out.loading()
     from neuzip.compress.workspace import require_free, write_file, writing
     from neuzip.eval import pictures, target_values
     from neuzip.eval.texts import read_text

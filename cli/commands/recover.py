@@ -160,6 +160,7 @@ def command(
         raise UsageError(f"--temperature {temperature:g} has no effect with --kld 0", "leave one of them out")
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
+    out.loading()
     from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
     from neuzip.eval.texts import read_text
 

@@ -86,6 +86,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     require_device(device)
     let_threads_sleep()
+    out.loading()
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.eval.sweep_setup import parse_schemes, work_folder

@@ -77,6 +77,7 @@ def command(
             "leave it out",
         )
     let_threads_sleep()
+    out.loading()
     import time
 
     from neuzip.compress.source import TensorSource

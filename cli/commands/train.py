@@ -71,6 +71,7 @@ def command(
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
     let_threads_sleep()
+    Output(json=json, quiet=quiet).loading()
     import time
 
     from neuzip.train import configuration

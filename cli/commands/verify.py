@@ -67,7 +67,7 @@ def command(
         out.hint("--base BASE decodes them too")
     else:
         of_delta = "" if base is None else f" with the base {base}"
-        out.text(f"intact: {held} in {files}, every checksum right, every tensor decoded{of_delta}")
+        out.text(f"intact: {held} in {files}, every checksum right, everything decoded{of_delta}")
     if original is not None:
         same = len(report.tensors) - len(report.different)
         rounded = f"{len(report.different)} rounded as recorded"

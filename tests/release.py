@@ -1,9 +1,8 @@
-"""Build what an index takes, sdist and wheel, from a clean tree: python .ci/release.py https://HOST/OWNER/NAME
+"""Build sdist and wheel for an index, from a clean tree: python tests/release.py https://HOST/OWNER/NAME
 
-The address of the repository is written nowhere in it. Here it becomes `[project.urls]`, by which model cards
-and errors tell how to install neuzip. The relative links of README.md become links to the tag of the version,
-because an index shows that page far from the files. dist/ gets sdist and wheel. `make release REPOSITORY=...`
-runs this script.
+The repository does not hold its own address. Here it becomes `[project.urls]`, by which model cards tell how
+to install neuzip. The relative links of README.md become links to the tag of the version, because an index
+shows that page far from the files. Both files go to dist/. `make release REPOSITORY=...` runs it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(r"https://[\w.-]+(:\d+)?(/[\w.-]+){2,}", re.ASCII)
-LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^][]*)\]\((?P<target>[^()\s]+)\)")
-CODE = re.compile(r"```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+LINK = r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^][`])*)\]\((?P<target>[^()\s]+)\)"
+LINK_OR_CODE = re.compile(rf"^```.*?^```|{LINK}|`[^`]*`", re.DOTALL | re.MULTILINE)
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def absolute_links(page: str, tree: Path, base: str) -> str:
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]
-        if re.match(r"https?://|mailto:|#", target):
+        if target is None or re.match(r"https?://|mailto:|#", target):
             return match[0]
         path = target.partition("#")[0]
         if not (tree / path).exists():
@@ -78,13 +77,11 @@ def absolute_links(page: str, tree: Path, base: str) -> str:
         kind = "raw" if match["image"] else "blob"
         return f"{match['image']}[{match['text']}]({base.format(kind)}/{target})"
 
-    codes = CODE.findall(page)
-    texts = [LINK.sub(absolute, text) for text in re.split(r"\0", CODE.sub("\0", page))]
-    return "".join(text + code for text, code in zip(texts, [*codes, ""], strict=True))
+    return LINK_OR_CODE.sub(absolute, page)
 
 
 def build(tree: Path, target: Path) -> tuple[Path, Path]:
-    """Sdist and wheel of a tree, the wheel from the sdist. Needs setuptools, and asks no index."""
+    """Sdist and wheel of a tree, the wheel from the sdist, by the setuptools that is installed."""
     program = f"from setuptools import build_meta as b; print(b.build_sdist({str(target)!r}))"
     name = said(sys.executable, "-c", program, folder=tree).splitlines()[-1]
     with tempfile.TemporaryDirectory() as folder:
