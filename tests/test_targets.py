@@ -500,7 +500,7 @@ def test_sizes_out_of_question_load_no_model(
     assert words in said.stderr
     assert "sensitivity" not in said.stderr and "tries plans" not in said.stderr
     if code == 0 and not dry_run:
-        assert "plan.toml: 43 lossless" in said.stdout
+        assert "plan.toml: 43 tensors lossless" in said.stdout
         assert neuzip("verify", tmp_path / "a", "--original", CHECKPOINT).exit_code == 0
 
 
