@@ -379,7 +379,7 @@ def test_a_sentence_is_found_however_it_is_broken_into_lines():
 
 
 def test_no_page_has_words_of_our_own():
-    """Help and docstrings are in the reference, and so looked at too. The specification has words of its own."""
+    """Help and docstrings are looked at too, in the reference. The specification has words of its own."""
     found = {
         page.relative_to(ROOT).as_posix(): words
         for page in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *PAGES)
