@@ -595,21 +595,17 @@ def _progress_columns(unit: str, total: int | None) -> list[ProgressColumn | str
         def render(self, task: progress.Task) -> Text:
             return Text(left_text(task.completed, task.total or 0, task.elapsed or 0.0, task.speed))
 
-    if total is None:
-        return [
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=30),
-            *([] if unit == "bytes" else [progress.TextColumn("{task.completed:,.0f}"), unit]),
-            progress.TimeElapsedColumn(),
-        ]
     head: list[ProgressColumn | str] = [
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(bar_width=30),
-        progress.TaskProgressColumn(),
     ]
+    if total is None:
+        if unit != "bytes":
+            head += [progress.TextColumn("{task.completed:,.0f}"), unit]
+        return [*head, progress.TimeElapsedColumn()]
     middle: list[ProgressColumn | str] = (
         [progress.DownloadColumn(), progress.TransferSpeedColumn()]
         if unit == "bytes"
         else [progress.MofNCompleteColumn(), unit]
     )
-    return [*head, *middle, Left()]
+    return [*head, progress.TaskProgressColumn(), *middle, Left()]

@@ -28,7 +28,7 @@ def require_device(device: str, residency: str = "dense") -> None:
 
     missing = not driver_devices()
     if residency == "ans" and (missing or device == "cpu"):
-        found = "and `device` is cpu" if device == "cpu" else "and NVIDIA's driver finds no device"
+        found = "not with `device='cpu'`" if device == "cpu" else "and NVIDIA's driver finds no device"
         raise UsageError(
             f"`residency='ans'`: is decoded on a GPU, {found}",
             "give `residency='packed'`, which runs on a CPU too",

@@ -198,7 +198,9 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert f"path         {small}\n" in human
     assert "model        bfloat16 on cpu; python " in human
     assert "run          8 prompt tokens, 4 new tokens, greedy\n" in human
-    assert re.search(r"^weights      dense 2\.62 MB, packed [12]\.\d\d MB \(0\.[789]\d\)$", human, re.MULTILINE)
+    assert re.search(
+        r"^weights      dense 2\.62 MB, packed [12]\.\d\d MB \(0\.[789]\d\)$", human, re.MULTILINE
+    )
     table = human.splitlines()[6:]
     assert table[0].split("  ")[0] == "residency"
     assert [line.split()[:2] for line in table[2:]] == [
