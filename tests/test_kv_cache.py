@@ -732,9 +732,7 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 
 def test_eval_says_what_it_compared(neuzip):
     said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
-    assert (
-        "cache   after with keys and values in 3 bits, those of a window's first token in 4\n" in said.stdout
-    )
+    assert "cache   after with a KV cache in 3 bits, those of a window's first token in 4\n" in said.stdout
     assert "KL divergence, nats: mean" in said.stdout
     answer = neuzip("eval", CHECKPOINT, "--kv-bits", 8, *TEXT, "--json").json
     assert (answer["after"]["kv_bits"], answer["before"]) == (8, None)
@@ -744,7 +742,7 @@ def test_generate_says_what_its_cache_took(neuzip):
     said = neuzip(
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu"
     )
-    assert "keys and values in 4 bits, " in said.stderr
+    assert "KV cache in 4 bits, " in said.stderr
     assert "attention: dequantised, then the model's own attention: the kernel is for GPUs\n" in said.stderr
     answer = neuzip(
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
@@ -767,7 +765,10 @@ def test_bench_measures_both_caches(neuzip):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eval", CHECKPOINT, "--tasks", "x", "--kv-bits", "3"), "--kv-bits 3: is for --text"),
+        (
+            ("eval", CHECKPOINT, "--text", "demo", "--tasks", "x", "--kv-bits", "3"),
+            "--kv-bits 3 does not apply to --tasks",
+        ),
         (("generate", CHECKPOINT, "--prompt", "x", "--kv-bits", "5"), "'5' is not one of"),
     ],
     ids=["tasks", "five"],

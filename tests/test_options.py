@@ -236,3 +236,25 @@ def test_verbose_adds_the_traceback_before_and_after_the_verb(
         assert said.exit_code == 1 and said.stderr.endswith("error: no\n")
         assert said.stderr.startswith("Traceback (most recent call last)")
     assert neuzip(verb).stderr == "error: no\n", "the next command is not asked for it"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compress a b --text demo", "compress a b --sensitivity weights", "compress a b --block-size 64",
+        "compress a b --drop-layers 2", "compress a b --ternary-group row", "compress a b --private",
+        "compress a b --allow-destructive", "eval a --tasks x --stride 8", "eval a --text demo --limit 8",
+        "eval a --text demo --overwrite", "eval a --text demo --sweep s", "eval a --tasks x --kv-bits 3",
+        "sweep a --text demo --overwrite", "layers a --text demo --choice block", "inspect a --overwrite",
+        "layers a --text demo -o b", "layers a --text demo --overwrite", "ternarize a b --max-tokens 999",
+        "recover a --text t -o b --steps 1 --max-tokens 99", "export a b.gguf --to gguf --mode online",
+        "export a b --to compressed-tensors --gguf-type q2_0", "train run.toml --resume --overwrite",
+        "generate a hello --seed 1",
+    ],
+)  # fmt: skip
+def test_no_option_is_ignored(line: str, neuzip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    said = neuzip(*line.split())
+    assert (said.exit_code, said.stdout) == (2, ""), said.stderr
+    assert "no effect" in said.stderr or "exclude each other" in said.stderr
+    assert "\nhint: " in said.stderr and list(tmp_path.iterdir()) == []
