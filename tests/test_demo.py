@@ -46,7 +46,7 @@ def test_demo_in_all_modes(here: Path, in_all_modes):
     assert [row.split("  ")[0] for row in rows] == ["original", "lossless", "3 mantissa bits"]
     assert rows[0].split()[-3:] == rows[1].split()[-3:]  # perplexity, ±, its standard error
     assert f"text: demo (Python {platform.python_version()})\n" in human.stdout
-    assert "lossless: the same to the last bit in every window\n" in human.stdout
+    assert "lossless: bit-identical losses in every window\n" in human.stdout
     assert "3 mantissa bits: +" in human.stdout
     assert all(f"  {folder}: " in human.stdout for folder in folders)
     assert max(map(len, (human.stdout + human.stderr).splitlines())) <= 80

@@ -211,7 +211,7 @@ def test_rounded_is_as_far_apart_as_the_manifest_says(model, tmp_path, in_all_mo
     compress(model, tmp_path / "k3", [Rule("w", Scheme("truncated", 3))])
     said = in_all_modes("diff", model, tmp_path / "k3")
     assert said["human"].exit_code == 1
-    assert said["human"].stdout.endswith("\n1 of 4 tensors are not the same\n")
+    assert said["human"].stdout.endswith("\n1 of 4 tensors differ\n")
     assert said["quiet"].stdout == "w\n"
     data = said["json"].json
     assert (data["identical"], data["totals"]) == (False, {"tensors": 4, "identical": 3, "different": 1})
@@ -239,7 +239,7 @@ def test_every_kind_of_difference_in_all_modes(tmp_path, save, in_all_modes):
         ["form", "shape 2 / 1", *"----"],
         ["gone", "only in A", *"----"],
         ["new", "only in B", *"----"],
-        ["5 of 6 tensors are not the same"],
+        ["5 of 6 tensors differ"],
     ]
     assert said["quiet"].stdout.splitlines() == [escaped, "kind", "form", "gone", "new"]
     data = said["json"].json

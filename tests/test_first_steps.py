@@ -159,7 +159,7 @@ def test_recover_tells_its_losses(model: Path, root: Path, neuzip: Speak) -> Non
     said = neuzip("recover", model, "--text", root / "LICENSE", "-o", "tern", *ask)
     assert said.exit_code == 0, said.stderr
     losses = [json.loads(line)["loss"] for line in Path("tern/recovery.jsonl").read_text().splitlines()]
-    assert f"training loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end\n" in said.stdout
+    assert f"training loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end\n" in said.stdout
     assert "tern/recovery.svg" in said.stdout and Path("tern/recovery.svg").is_file()
 
 

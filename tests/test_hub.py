@@ -708,7 +708,7 @@ def test_private_files_are_pushed_only_when_allowed(
     assert (nz / "deploy" / ".env").read_text() == "HF_TOKEN=x"
 
     shown = neuzip("push", nz, "me/one", "--dry-run")
-    assert (shown.exit_code, "a push would be refused: passwords" in shown.stderr) == (0, True)
+    assert (shown.exit_code, "so push would refuse: passwords" in shown.stderr) == (0, True)
     for refused in (
         neuzip("push", nz, "me/one"),
         neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/one"),
@@ -723,7 +723,7 @@ def test_private_files_are_pushed_only_when_allowed(
 
     sent = neuzip("push", nz, "me/one", "--allow-private-files")
     assert sent.exit_code == 0
-    assert "these files go to me/one: README.md, deploy/.env, model" in sent.stderr
+    assert "uploading to me/one: README.md, deploy/.env, model" in sent.stderr
     assert here.repositories["me/one"].tree()["deploy/.env"] == b"HF_TOKEN=x"
     sent = neuzip("compress", one, tmp_path / "two.nz", "--push-to", "me/two", "--allow-private-files")
     assert sent.exit_code == 0

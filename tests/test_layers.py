@@ -491,7 +491,7 @@ def test_drop_then_eval(neuzip, llama: Path, found: Analysis, tmp_path: Path):
 def test_what_a_person_is_told_of_a_drop(neuzip, llama: Path, tmp_path: Path):
     said = neuzip("layers", llama, *ASKED, "--drop", 2, "--output", tmp_path / "p", "--gradients", 0)
     assert said.exit_code == 0, said.stderr
-    for words in ("drop ", "order ", "on the text they were chosen on", "merge_method: passthrough"):
+    for words in ("drop ", "order ", "on the text used to choose them", "merge_method: passthrough"):
         assert words in said.stdout
     assert "neuzip eval" in said.stderr
     said = neuzip("layers", llama, *ASKED, "--drop", 1, "--gradients", 0)

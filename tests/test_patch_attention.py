@@ -395,7 +395,7 @@ def test_a_text_of_less_than_a_window_is_warned_of(neuzip, model, tmp_path: Path
     (tmp_path / "short.txt").write_text("a few words")
     said = neuzip("patch-attention", model, tmp_path / "p", "--text", tmp_path / "short.txt")
     assert said.exit_code == 0
-    assert re.search(r"warning: --text .*short.txt: \d tokens are less than a window of 256", said.stderr)
+    assert re.search(r"warning: --text .*short.txt: has \d tokens, fewer than a window of 256", said.stderr)
 
 
 def test_a_dry_run_writes_nothing_but_the_picture(neuzip, model, tmp_path: Path):

@@ -723,7 +723,7 @@ def test_a_dry_run_downloads_headers_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     assert set(here.repositories) == {"some/model"}
     assert sum(here.sent.values()) < 3 * 3000
-    assert "on the disk at a time: two weight files, at most " in said["human"].stdout
+    assert "on disk at a time: two weight files, at most " in said["human"].stdout
     answer = said["json"].json
     assert answer["dry_run"] is True
     assert len(answer["tensors"]) == 5

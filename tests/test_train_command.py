@@ -220,7 +220,7 @@ def test_a_run_without_a_checkpoint_begins_anew(
     (out / "checkpoint").rename(tmp_path / "elsewhere")
     model = (out / "model/model.safetensors").read_bytes()
     said = neuzip("train", write(), "--resume")
-    assert said.exit_code == 1 and "has a trained model, and no checkpoint to go on from" in said.stderr
+    assert said.exit_code == 1 and "has a trained model but no checkpoint to resume from" in said.stderr
     assert (out / "model/model.safetensors").read_bytes() == model
 
 
