@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 MINUTES ?= 10
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# An earlier `pip install .` leaves the loops that numba compiled, and their folder hides an editable neuzip.
+TIDY := for left in $(VENV)/lib/python3*/site-packages/neuzip; do [ -e $$left/__init__.py ] || rm -rf $$left; done
 
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
@@ -89,6 +91,7 @@ $(VENV)/.made:
 $(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt
 	@echo "setup: installing neuzip and what it needs (some minutes on a slow line)"
 	@$(PIP) install --constraint requirements-dev.txt --editable .
+	@$(TIDY)
 	@touch $@
 
 $(VENV)/.fuzzing: $(VENV)/.developed
@@ -102,4 +105,5 @@ $(VENV)/.developed: $(VENV)/.made pyproject.toml requirements-dev.txt
 	@echo "setup: installing the pinned development requirements"
 	@$(PIP) install --requirement requirements-dev.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(TIDY)
 	@touch $@ $(VENV)/.installed
