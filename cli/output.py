@@ -57,7 +57,7 @@ SMOOTHED = 300.0
 _LABEL = re.compile(r" *(?:\S+ {2,})?")
 """What stands in front of the words of a line."""
 
-_COMMAND = re.compile(r"(.*:) (neuzip \S.*)")
+_COMMAND = re.compile(r"(?!\w+: neuzip )(.*:) (neuzip \S.*)")
 """A line that ends in a command."""
 
 Mode = Literal["human", "json", "quiet", "silent"]
@@ -326,6 +326,8 @@ def fold(line: str, width: int) -> list[str]:
     ['peak    12.3 MB of', '        memory']
     >>> fold("hint: try it: neuzip verify my-model", 20)
     ['hint: try it:', '  neuzip verify my-model']
+    >>> fold("hint: neuzip reads folders", 20)
+    ['hint: neuzip reads', 'folders']
     """
     if len(line) <= width:
         return [line]
