@@ -14,6 +14,7 @@ ROOMS := cli compress eval formats kernels runtime train
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/distribution.py \
          .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
+SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
@@ -87,11 +88,13 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The pins hold for the demo too, as constraints: the same versions, without the development tools.
-$(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt
-	@echo "setup: installing neuzip and what it needs (some minutes on a slow line)"
-	@$(PIP) install --constraint requirements-dev.txt --editable .
-	@$(TIDY)
+# The pins hold for the demo too, as constraints: the same versions, without the development tools. Not editable,
+# as a script next to a clone called neuzip would find the clone's folder in the place of the package.
+$(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt $(SOURCES)
+	@if [ ! -e $(VENV)/.developed ]; then \
+	  echo "setup: installing neuzip and what it needs (some minutes on a slow line)"; \
+	  $(PIP) install --constraint requirements-dev.txt .; \
+	fi
 	@touch $@
 
 $(VENV)/.fuzzing: $(VENV)/.developed

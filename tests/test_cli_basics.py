@@ -820,16 +820,21 @@ def test_make_removes_the_remains_that_hide_an_editable_neuzip(tmp_path: Path, r
     (site / "neuzip" / "kernels" / "__pycache__").mkdir(parents=True)
     (tmp_path / ".made").touch()
 
-    def install(stamp: str) -> None:
-        made = ["make", f"VENV={tmp_path}", "PIP=true", str(tmp_path / stamp)]
-        subprocess.run(made, cwd=root, check=True, capture_output=True)
+    def install(stamp: str) -> list[str]:
+        made = ["make", f"VENV={tmp_path}", "PIP=echo pip", str(tmp_path / stamp)]
+        said = subprocess.run(made, cwd=root, check=True, capture_output=True, text=True).stdout
+        return [line for line in said.splitlines() if line.startswith("pip")]
 
-    install(".installed")
+    assert install(".installed") == ["pip install --constraint requirements-dev.txt ."]
+    assert install(".developed")[-1].endswith(" --editable .")
     assert list(site.iterdir()) == []
+    (tmp_path / ".developed").unlink()
     (site / "neuzip").mkdir()
     (site / "neuzip" / "__init__.py").touch()
     install(".developed")
     assert (site / "neuzip" / "__init__.py").exists()
+    (tmp_path / ".installed").unlink()
+    assert install(".installed") == [], "an editable installation stays"
 
 
 def test_the_other_neuzip_elsewhere_does_not_matter(tmp_path: Path, neuzip, monkeypatch):
