@@ -67,14 +67,15 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except NeuzipError as failure:
+        if failure.exit_code == 130:
+            _end_line()
         tracebacks.show()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
         hint = f"free some space; {GO_ON}" if goes_on else failure.hint
         error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # the terminal has written ^C
+        _end_line()
         tracebacks.show()
         hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
         error("interrupted", hint, kind="Interrupted", exit_code=130)
@@ -163,6 +164,12 @@ def _verb(argv: Sequence[str]) -> str:
     return next((argument for argument in argv if not argument.startswith("-")), "")
 
 
+def _end_line() -> None:
+    """End the line on which a terminal has written ^C."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
 def _asks_for_json(argv: Sequence[str]) -> bool:
     """Whether `--json` is among the options, so that an error is told as JSON wherever it occurs."""
     options = argv[: list(argv).index("--")] if "--" in argv else argv
@@ -173,15 +180,20 @@ def refuse_the_other_neuzip() -> None:
     """Stop when the unrelated PyPI package `neuzip` sits in the folder that `import neuzip` reads.
 
     The two overwrite each other's files there, and what then runs is a mixture. Stop too when `import neuzip`
-    finds only the compiled loops that an installation left when it was replaced by an editable one.
+    finds only the compiled loops that an installation left when it was replaced by an editable one, or a
+    clone called neuzip.
     """
     from importlib.metadata import distributions
 
     import neuzip
 
-    if neuzip.__file__ is None:
-        remains = next(iter(neuzip.__path__))
-        raise NeuzipError(f"{remains}: what is left of an earlier neuzip hides this one", f"rm -r {remains}")
+    if getattr(neuzip, "__file__", None) is None:  # a folder without __init__.py
+        folder = Path(next(iter(neuzip.__path__)))
+        if folder.parent.name in ("site-packages", "dist-packages"):
+            raise NeuzipError(
+                f"{folder}: what is left of an earlier neuzip hides this one", f"rm -r {folder}"
+            )
+        raise NeuzipError(f"{folder}: this folder hides the package neuzip", "start Python in another folder")
     ours = Path(neuzip.__file__).resolve().parent
     for other in distributions(name="neuzip"):
         if Path(str(other.locate_file("neuzip"))).resolve() == ours:

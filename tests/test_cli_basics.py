@@ -807,12 +807,23 @@ def test_start_names_the_remains_that_hide_an_editable_neuzip(tmp_path, neuzip, 
     import neuzip as package
 
     monkeypatch.setattr(package, "__file__", None)  # as in a folder without __init__.py
-    monkeypatch.setattr(package, "__path__", [str(tmp_path), *package.__path__])
+    remains = tmp_path / "site-packages" / "neuzip"
+    monkeypatch.setattr(package, "__path__", [str(remains), *package.__path__])
     said = neuzip("--version")
     assert (said.exit_code, said.stdout) == (1, "")
     assert said.stderr == (
-        f"error: {tmp_path}: what is left of an earlier neuzip hides this one\nhint: rm -r {tmp_path}\n"
+        f"error: {remains}: what is left of an earlier neuzip hides this one\nhint: rm -r {remains}\n"
     )
+
+
+def test_start_does_not_tell_to_remove_a_clone_that_hides_neuzip(tmp_path, neuzip, monkeypatch):
+    import neuzip as package
+
+    monkeypatch.setattr(package, "__file__", None)
+    monkeypatch.setattr(package, "__path__", [str(tmp_path), *package.__path__])
+    said = neuzip("--version")
+    assert said.stderr.startswith(f"error: {tmp_path}: this folder hides the package neuzip\nhint: start ")
+    assert "rm " not in said.stderr
 
 
 def test_make_removes_the_remains_that_hide_an_editable_neuzip(tmp_path: Path, root: Path):
