@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -48,8 +48,9 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
+def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Output], None]], None]]:
     """Make `neuzip probe SRC` do what a test says."""
+    from neuzip.cli.flags import options
 
     def install(act: Callable[[Output], None]) -> None:
         def command(src: SourceArgument, json: JsonOption = False, quiet: QuietOption = False) -> None:
@@ -62,7 +63,8 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(commands, "VERBS", ("probe",))
 
-    return install
+    yield install
+    options.cache_clear()  # an error message may have asked for the options of this command alone
 
 
 def fail_with(exception: BaseException) -> Callable[[Output], None]:
