@@ -44,7 +44,8 @@ def prepare(tree: Path, address: str) -> str:
     project, readme = tree / "pyproject.toml", tree / "README.md"
     settings = project.read_text(encoding="utf-8")
     match = re.search(r'^version = "(.+)"$', settings, re.MULTILINE)
-    if match is None or settings.count("\n[project.scripts]\n") != 1 or "[project.urls]" in settings:
+    settings = re.sub(r"^\[project\.urls\]\n(.+\n)*\n", "", settings, flags=re.MULTILINE)  # an sdist has them
+    if match is None or settings.count("\n[project.scripts]\n") != 1:
         stop("pyproject.toml: has not the form that this script expects")
     version = match[1]
     changes = (tree / "CHANGELOG.md").read_text(encoding="utf-8")

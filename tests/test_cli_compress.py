@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,3 +294,54 @@ def test_a_single_file(neuzip: Speak, model: Path, tmp_path: Path) -> None:
     assert neuzip("verify", tmp_path / "small.safetensors", "--original", original).exit_code == 0
     assert neuzip("decompress", tmp_path / "small.safetensors", tmp_path / "back.safetensors").exit_code == 0
     assert (tmp_path / "back.safetensors").read_bytes() == original.read_bytes()
+
+
+def test_a_dry_run_shows_tensors_of_one_kind_in_one_row(neuzip: Speak, tmp_path: Path, save: Any) -> None:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0x3C00, 0x4000, 4096).astype(np.uint16)
+    names = [f"model.layers.{n}.mlp.experts.{m}.w.weight" for n in range(12) for m in range(8)]
+    tensors = {name: ("BF16", (64, 64), np.roll(data, at)) for at, name in enumerate(names)}
+    tensors |= {"embed.weight": ("BF16", (64, 64), data[::-1].copy()), "layers.0.b": ("BF16", (4,), data[:4])}
+    source = save(tmp_path / "a.safetensors", tensors)
+    said = neuzip("compress", source, tmp_path / "b.safetensors", "--dry-run")
+    rows = [line.split() for line in said.stdout.splitlines() if ".weight" in line.split(" ")[0]]
+    assert [row[:5] for row in rows] == [
+        ["model.layers.*.mlp.experts.*.w.weight", "96", "64x64", "BF16", "lossless"],
+        ["embed.weight", "1", "64x64", "BF16", "lossless"],
+    ]
+    assert "layers.0.b " in said.stdout, "one alone keeps its name"
+    assert "* is any number" in said.stdout
+    listed = neuzip("compress", source, tmp_path / "b.safetensors", "--dry-run", "--json").json["tensors"]
+    assert [t["name"] for t in listed] == list(tensors)
+
+
+def test_a_run_without_verification_claims_none(neuzip: Speak, model: Path, tmp_path: Path) -> None:
+    checked = neuzip("compress", model, tmp_path / "a").stdout
+    unchecked = neuzip("compress", model, tmp_path / "b", "--no-verify").stdout
+    assert re.search(r"^lossless: all \d+ tensors, bit for bit$", checked, re.M)
+    assert re.search(r"^lossless: all \d+ tensors, by their schemes; nothing was decoded", unchecked, re.M)
+    assert "bit for bit" not in unchecked
+
+
+def test_growth_and_unknown_dtypes_are_warned_of(neuzip: Speak, tmp_path: Path) -> None:
+    header = b'{"w":{"dtype":"Q4_K","shape":[32],"data_offsets":[0,18]},"v":{"dtype":"Q4_K","shape":[32],'
+    header += b'"data_offsets":[18,36]}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(range(36))
+    (tmp_path / "a.safetensors").write_bytes(data)
+    said = neuzip("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert said.exit_code == 0
+    assert "warning: neuzip does not know dtype Q4_K: 2 tensors stored unchanged\n" in said.stderr
+    grown = (tmp_path / "b.safetensors").stat().st_size - len(data)
+    assert grown > 0 and f"warning: the result is {grown:,} bytes larger than SRC: " in said.stderr
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.onnx", "m.h5", "m.npz", "m.msgpack", "folder/m.gguf", "m.dat"])
+def test_weights_in_another_format_are_named_with_a_hint(name: str, neuzip: Speak, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"GGUF" + bytes(60))
+    given = path.parent if "/" in name else path
+    said = neuzip("compress", given, tmp_path / "out")
+    assert said.exit_code == 1 and said.stdout == ""
+    assert said.stderr.startswith(f"error: {path}: is ") and "\nhint: " in said.stderr
+    assert ".safetensors" in said.stderr or "safetensors" in said.stderr.partition("hint: ")[2]

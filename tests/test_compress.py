@@ -621,7 +621,7 @@ class TestRefusals:
     @pytest.mark.parametrize("where", [".", "inside", ".."])
     def test_a_destination_that_would_swallow_the_source(self, checkpoint: Path, where: str) -> None:
         before = folder_bytes(checkpoint)
-        with pytest.raises(NeuzipError, match="within"):
+        with pytest.raises(NeuzipError, match=r"within|is the same place as|holds"):
             compress(checkpoint, checkpoint / where, overwrite=True)
         assert folder_bytes(checkpoint) == before
 
@@ -788,7 +788,7 @@ class TestResume:
             else:
                 path.write_bytes(before[name] + b" " if damage == "append" else b"{}")
             if damage != "delete" and stored.get(name) == "carried":
-                with pytest.raises(WouldOverwrite, match=f"{re.escape(str(path))}: is not that of SRC"):
+                with pytest.raises(WouldOverwrite, match=f"{re.escape(str(path))}: is not that of `source`"):
                     compress(checkpoint, target)
                 path.unlink()
             report = compress(checkpoint, target)
@@ -853,7 +853,7 @@ class TestResume:
         path.write_text(json.dumps(right | {key: "edited"}))
         (target / "vae" / "diffusion.safetensors").write_bytes(b"damaged")
         before = folder_bytes(target)
-        with pytest.raises(WouldOverwrite, match=r"config\.json: is not that of SRC"):
+        with pytest.raises(WouldOverwrite, match=r"config\.json: is not that of `source`"):
             compress(checkpoint, target)
         assert folder_bytes(target) == before
 

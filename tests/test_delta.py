@@ -844,3 +844,15 @@ def test_restoring_on_a_gpu(made: tuple[Path, Path, Path], tmp_path: Path, card:
     report = decompress(packed, tmp_path / "restored", base=base, device=Device("card", card))
     assert report.device == "card"
     assert contents(tmp_path / "restored") == contents(tuned)
+
+
+def test_verify_says_of_a_delta_what_it_checked(made: tuple[Path, Path, Path], neuzip: Speak) -> None:
+    packed, base, _ = made
+    alone, whole = neuzip("verify", packed), neuzip("verify", packed, "--base", base)
+    (first, second) = alone.stdout.splitlines()
+    assert first.startswith("intact without the base: ") and first.endswith("every checksum right")
+    assert "everything decoded" not in alone.stdout
+    count = sum(t["base_missing"] for t in neuzip("verify", packed, "--json").json["tensors"])
+    need = "it needs" if count == 1 else "they need"
+    assert second.startswith(f"{count} tensor") and f"not restored: {need} the base" in second
+    assert whole.stdout.endswith(f"everything decoded with the base {base}\n")

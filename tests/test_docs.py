@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from words import private_words
 
 from neuzip.cli import run
 from neuzip.cli.commands import VERBS
@@ -375,6 +376,16 @@ def test_a_sentence_is_found_however_it_is_broken_into_lines():
     }
     page = "| a [b](c.md) |\n```text\n| d |\n```\n<!-- figures: x -->\n| e |\n<!-- end of figures -->\n"
     assert said_on(page) == ["| a [b] |"]
+
+
+def test_no_page_has_words_of_our_own():
+    """Help and docstrings are looked at too, in the reference. The specification has words of its own."""
+    found = {
+        page.relative_to(ROOT).as_posix(): words
+        for page in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *PAGES)
+        if (words := private_words(FENCE.sub("", page.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
 
 
 @pytest.mark.parametrize("script", ["docs_figures", "pictures"])

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
 import pytest
 from file_tool import FILE_TOOL, WITHOUT, packages
 from packaging.requirements import Requirement
-from test_packaging import PROJECT, RANGES
+from test_packaging import RANGES
 
 from neuzip import distribution
 from neuzip.cli import commands
@@ -213,9 +214,9 @@ def test_the_repository_is_that_of_the_release(monkeypatch: pytest.MonkeyPatch) 
         def get_all(self, name: str) -> list[str]:
             return ["Issues, https://code.example/n/issues", "Repository, https://code.example/n"]
 
-    assert distribution.repository() is None, "this tree has no address"
+    monkeypatch.setattr(distribution, "metadata", lambda name: EmailMessage())
+    assert distribution.repository() is None
     assert distribution.install_sentence() == "Run `pip install .` in a clone of its repository."
     monkeypatch.setattr(distribution, "metadata", lambda name: Release())
     assert distribution.repository() == "https://code.example/n"
     assert distribution.install_sentence() == "Run `pip install git+https://code.example/n`."
-    assert PROJECT["project"].get("urls") is None

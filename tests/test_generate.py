@@ -614,7 +614,7 @@ def test_text_from_a_graph(options: dict[str, Any], residency: str, small: Path,
     everything = prompt.tokenizer.decode(
         [*prompt.ids[0].tolist(), *made.tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    assert made.text and everything.endswith(made.text)
+    assert made.text and made.text in everything  # a stop string may follow
     if "sampling" not in options:
         decoder = GreedyDecoder(model, 1, prompt.ids.numel() + 40, kv_bits=options.get("kv_bits"))
         assert decoder.generate(prompt.ids, 40)[0].tolist()[: len(made.tokens)] == list(made.tokens)

@@ -732,7 +732,7 @@ TEXT = ("--text", "demo", "--max-tokens", 300, "--conventions", "token", "--devi
 
 def test_eval_says_what_it_compared(neuzip):
     said = neuzip("eval", CHECKPOINT, "--original", CHECKPOINT, "--kv-bits", 3, *TEXT)
-    assert "cache   after with a KV cache in 3 bits, those of a window's first token in 4\n" in said.stdout
+    assert "cache   after with a KV cache in 3 bits; the first token of a window keeps 4\n" in said.stdout
     assert "KL divergence, nats: mean" in said.stdout
     answer = neuzip("eval", CHECKPOINT, "--kv-bits", 8, *TEXT, "--json").json
     assert (answer["after"]["kv_bits"], answer["before"]) == (8, None)

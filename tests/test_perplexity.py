@@ -574,3 +574,34 @@ def test_weights_may_stay_compressed(neuzip, text_file):
     assert (refused.exit_code, refused.stderr.splitlines()[0]) == (
         2, "error: --residency ans: is decoded on a GPU, not with --device cpu"
     )  # fmt: skip
+
+
+def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from types import SimpleNamespace as Some
+
+    from neuzip.cli.commands import eval as command
+    from neuzip.cli.output import Output
+    from neuzip.eval.perplexity import Score
+
+    def shown(word: Estimate) -> str:
+        nll = Estimate(3.0, 0.1)
+        score = Score(nll, Estimate(20.0, 2.0), word, Estimate(3.0, 0.1), Estimate(1.6, 0.1), None)
+        convention = Some(name="lm-eval", rule="documents", special_tokens="none", tokens=9, words=3, bytes=9)
+        measured = Some(convention=convention, blocks="9 windows", scores=(score,))
+        model = Some(formed=None, path="m")
+        command._show_perplexities(Output(), Some(models=(model,), measured=(measured,), skipped={}))
+        return capsys.readouterr().out
+
+    said = "lm-eval   tells nothing: its error is more than half of it; use a longer text\n"
+    assert said in shown(Estimate(717_693.0, 925_156.0))
+    assert said not in shown(Estimate(1_435.0, 514.0))
+
+
+def test_the_bar_of_eval_says_what_its_tokens_are_of(checkpoint: Path) -> None:
+    from neuzip.cli.commands.eval import work_text
+
+    text = read_text("demo")
+    options = {"max_tokens": 64, "device": "cpu"}
+    assert work_text(prepare([checkpoint], text, conventions=["token"], **options)) == "eval"
+    both = prepare([checkpoint, checkpoint], text, conventions=["token", "strided"], **options)
+    assert work_text(both) == "eval, 2 models x 2 conventions"

@@ -79,6 +79,7 @@ def test_too_many_marks_and_missing_pages_are_told(reading: ModuleType, tmp_path
     assert list(reading.problems(read(["a sentence"] * 5, *names), tmp_path)) == [
         "README: 5 of 100 sentences had to be read twice, 5.0%"
     ]
+    assert list(reading.problems(read([], *names, "neuzip --help"), tmp_path)) == []
     assert list(reading.problems(read([], *names[1:], "docs/gone.md"), tmp_path)) == [
         "docs/gone.md: was read, and does not exist",
         "README.md: was not read",

@@ -373,8 +373,8 @@ def test_a_course_goes_on_only_with_the_models_that_it_began_with(original: Path
     save(nn.Module.to(model, dtype=torch.bfloat16), original, tmp_path / "converted")
     settings = Settings(lr=2e-3)
     for src, teacher, changed in (
-        (original, load_model(tmp_path / "other", torch.float32), "base"),
-        (tmp_path / "converted", base, "SRC"),
+        (original, load_model(tmp_path / "other", torch.float32), "original"),
+        (tmp_path / "converted", base, "source"),
     ):
         teacher.config.name_or_path = str(original)
         again = Recovery.begin(src, teacher, windows(), settings)

@@ -59,7 +59,7 @@ def test_a_changed_tree_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None
     ("file", "old", "new", "problem"),
     [
         ("CHANGELOG.md", "] - 20", "] - soon 20", "has no heading with version .* and a date"),
-        ("pyproject.toml", "[project.scripts]", "[project.urls]\n[project.scripts]", "has not the form"),
+        ("pyproject.toml", "[project.scripts]", "[project.gui-scripts]", "has not the form"),
     ],
 )
 def test_what_is_not_ready_is_not_released(

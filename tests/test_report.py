@@ -234,7 +234,7 @@ def test_equal_tensors_are_not_all_there_is_to_a_model() -> None:
     for kind in (".md", ".html"):
         assert b"byte by byte" not in pages.render(report, kind)
         for other in (alone, same):
-            assert b"byte by byte" in pages.render(other, kind)
+            assert b"byte for byte" in pages.render(other, kind)
 
 
 def test_nothing_is_claimed_where_nothing_was_measured() -> None:

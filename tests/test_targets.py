@@ -481,7 +481,7 @@ def test_samples_predict_what_sizes_there_can_be(tmp_path: Path):
     ("size", "code", "words"),
     [
         ("20%", 1, "take about 0.66 MB (24.9 %) at least"),
-        ("6GiB", 0, "nothing is rounded, and nothing measured"),
+        ("6GiB", 0, "lossless compression fits"),
     ],
 )
 def test_sizes_out_of_question_load_no_model(
@@ -500,7 +500,7 @@ def test_sizes_out_of_question_load_no_model(
     assert words in said.stderr
     assert "sensitivity" not in said.stderr and "tries plans" not in said.stderr
     if code == 0 and not dry_run:
-        assert "plan.toml: 43 lossless" in said.stdout
+        assert "plan.toml: 43 tensors lossless" in said.stdout
         assert neuzip("verify", tmp_path / "a", "--original", CHECKPOINT).exit_code == 0
 
 

@@ -721,7 +721,7 @@ class Trainer:
         saved.save(self, Path(folder), like, resumable)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint of `save`. Raises NeuzipError if it is of another model or optimizer."""
+        """Resume from a checkpoint of `save`. Raises NeuzipError if it is of another model or optimizer."""
         saved.load(self, Path(folder))
 
     def _slots(self) -> Iterator[Slot]:

@@ -144,7 +144,7 @@ def report(out: Output, plan: Plan, speeds: Speeds) -> None:
     for text in dict.fromkeys(attention_text(r.attention_bits or (), r.attention_calls) for r in attending):
         out.text(f"attention    {text}")
     apart = max(row.decode_spread for row in speeds.rows)
-    spread = f", decode times up to {100 * apart:.1f} % apart" if plan.rounds > 1 else ""
+    spread = f", decode times up to {100 * apart:.1f} % apart" if plan.rounds > 1 else ", spread unknown"
     out.text(f"medians      of {count_text(plan.rounds, 'run')}{spread}; in brackets the ratio to dense")
     out.text()
     columns = ["residency", "batch", "prefill tok/s", "decode tok/s", "peak memory", "same tokens"]

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -331,7 +332,7 @@ def command(
                 }
             )  # fmt: skip
             deltas.run(
-                out, src, base, dst, rules, _report,
+                out, src, base, dst, rules, partial(_report, verified=verify),
                 verify=verify, jobs=jobs, overwrite=overwrite, device=device,
             )  # fmt: skip
             return
@@ -372,7 +373,7 @@ def command(
             _record(out, dst, calibrated)
             said = {"target": targets.result_of(asked, delivered.found, delivered)}
             report = replace(delivered.report, seconds=time.monotonic() - began)
-            _report(out, report, said | more, dropped=bool(delivered.dropped), measured=True)
+            _report(out, report, said | more, dropped=bool(delivered.dropped), measured=True, verified=verify)
             raise typer.Exit(0 if delivered.holds else 1)
         if dry_run:
             if ranks.is_first:
@@ -391,7 +392,7 @@ def command(
         _record(out, dst, calibrated)
         if calibrated is not None:
             report = replace(report, seconds=time.monotonic() - began)
-        _report(out, report, more, measured=calibrated is not None)
+        _report(out, report, more, measured=calibrated is not None, verified=verify)
         _hint_of_tied(out, path, rules, mantissa_bits)
 
 
@@ -459,9 +460,12 @@ def _report(
     *,
     dropped: bool = False,
     measured: bool = False,
+    verified: bool = True,
     where: str | None = None,
 ) -> None:
     """Show a report, and give it to machines; `where` is the page of what was pushed.
+
+    `verified` says whether every tensor was decoded and compared.
 
     With `measured` its seconds are those of trials and comparisons too, which say nothing of a speed.
     """
@@ -501,7 +505,8 @@ def _report(
                 f"{min(norms):.0%} to {max(norms):.0%} in the L2 norm"
             )
     elif not dropped:
-        out.text(f"lossless: all {count_text(len(report.tensors), 'tensor')}, bit for bit")
+        how = "bit for bit" if verified else "by their schemes; nothing was decoded to verify it"
+        out.text(f"lossless: all {count_text(len(report.tensors), 'tensor')}, {how}")
     speed = f" ({bytes_text(report.weight_bytes / report.seconds)}/s)"
     if measured:
         speed = ", planning and measuring included"

@@ -457,7 +457,7 @@ def _inputs(e: Evaluation) -> str:
 
 
 def _kv_text(bits: int) -> str:
-    first = ", those of a window's first token in 4" if bits == 3 else ""
+    first = "; the first token of a window keeps 4" if bits == 3 else ""
     return f"{bits} bits{first}"
 
 

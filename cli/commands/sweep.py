@@ -157,7 +157,7 @@ def _show(out: Output, found: Sweep) -> None:
         }.items() if name in known and name not in left_out
     ]  # fmt: skip
     if measured:
-        out.text(f"measured on this machine: {', '.join(measured)}")
+        out.text(f"measured once on this machine, without an error: {', '.join(measured)}")
     out.wider(left_out)
 
 
