@@ -41,7 +41,7 @@ def renamed(
 ) -> list[str]:
     """Replace the old names in the arguments of a command. `takes_value` knows its options by their names.
 
-    >>> renamed("verify", ["a", "--against=b"], lambda name: True, print)
+    >>> renamed("verify", ["a", "--against=b"], lambda name: name.startswith("-"), print)
     --against is now called --original; the old name goes with version 0.2
     ['a', '--original=b']
     """
