@@ -1684,7 +1684,7 @@ def memory_modes() -> Iterator[Row]:
         return
     rows = {(r["what"], r["by"]): r for r in load("generate")["sections"]["llama"]["rows"]}
     whats = ("peak memory, load and tokens", "decode, batch 1", "decode, batch 32", "prefill")
-    for by, loss in (("packed", "none in the weights; sums in another order"), ("ans", "none")):
+    for by, loss in (("packed", "none in the weights; matmuls add in another order"), ("ans", "none")):
         memory, one, many, prefill = (rows[what, by]["ratio"] for what in whats)
         yield (
             linked(f"`--residency {by}`", generate(load("generate"))), f"{memory:.0%} of GPU memory", loss,
@@ -1902,7 +1902,7 @@ def training_speeds() -> Iterator[Row]:
     aims = aimed(ours["peak_gib"], most, f"{most:g} GiB", most=True), aimed(ratio, least, f"{least:g}x")
     baseline = "; ".join(
         f"{by}: {r['peak_gib']:.1f} GiB, {r['tokens_per_second']:,.0f}"
-        for by, r in (("our trainer, plain weights (as LOMO)", plain), ("torch's SGD", vanilla))
+        for by, r in (("our trainer with plain weights (method of LOMO)", plain), ("torch's SGD", vanilla))
     )
     yield (
         linked("train all synthetic weights, 8B shapes, 1,024 tokens per step", train_memory(document)),

@@ -619,7 +619,7 @@ def test_memory_and_time_are_judged_as_at_most(
     assert line.endswith(f"| 10.5 ms{said} |") and f"{20.2 if missed else 9.8} ms, 44 MB" in line
     line = row_with(readme, "[train all synthetic weights, ")
     assert line.endswith(f"| 15.25 GiB{said}; 0.65x{said} |")
-    assert "our trainer, plain weights (as LOMO): " in line and "torch's SGD: " in line
+    assert "our trainer with plain weights (method of LOMO): " in line and "torch's SGD: " in line
 
 
 def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType, tmp_path: Path) -> None:
