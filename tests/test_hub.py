@@ -94,7 +94,7 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
             [Path(sys.executable).parent / "neuzip", *map(str, arguments)],
             check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment,
         )  # fmt: skip
-        said = done.stderr if arguments[0] != "push" else re.sub(r"\Athese files go to .*\n", "", done.stderr)
+        said = done.stderr if arguments[0] != "push" else re.sub(r"\Auploading to .*\n", "", done.stderr)
         assert (done.returncode, said) == (0, ""), done.stdout + done.stderr
         assert TOKEN not in done.stdout
         return done.stdout
