@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 MINUTES ?= 10
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# An earlier `pip install .` leaves the loops that numba compiled, and their folder hides an editable neuzip.
+TIDY := for left in $(VENV)/lib/python3*/site-packages/neuzip; do [ -e $$left/__init__.py ] || rm -rf $$left; done
 
 ROOMS := cli compress eval formats kernels runtime train
 # Type checkers and the import linter do not see import hooks: these links give them the package as Python sees it.
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/distribution.py \
          .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
+SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
@@ -85,10 +88,13 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The pins hold for the demo too, as constraints: the same versions, without the development tools.
-$(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt
-	@echo "setup: installing neuzip and what it needs (some minutes on a slow line)"
-	@$(PIP) install --constraint requirements-dev.txt --editable .
+# The pins hold for the demo too, as constraints: the same versions, without the development tools. Not editable,
+# as a script next to a clone called neuzip would find the clone's folder in the place of the package.
+$(VENV)/.installed: $(VENV)/.made pyproject.toml requirements-dev.txt $(SOURCES)
+	@if [ ! -e $(VENV)/.developed ]; then \
+	  echo "setup: installing neuzip and what it needs (some minutes on a slow line)"; \
+	  $(PIP) install --constraint requirements-dev.txt .; \
+	fi
 	@touch $@
 
 $(VENV)/.fuzzing: $(VENV)/.developed
@@ -102,4 +108,5 @@ $(VENV)/.developed: $(VENV)/.made pyproject.toml requirements-dev.txt
 	@echo "setup: installing the pinned development requirements"
 	@$(PIP) install --requirement requirements-dev.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(TIDY)
 	@touch $@ $(VENV)/.installed

@@ -16,7 +16,10 @@ def autoload() -> None:
     if os.environ.get("NEUZIP_AUTOLOAD") == "0":
         return
     try:
-        import neuzip  # noqa: F401
+        import neuzip
+
+        if neuzip.__file__ is None:  # a folder called neuzip comes before an editable installation
+            raise ImportError(f"the folder {next(iter(neuzip.__path__))} hides it")
     except Exception as failure:
         import logging
 

@@ -73,6 +73,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
         return failure.exit_code
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the terminal has written ^C
         tracebacks.show()
         hint = GO_ON if _verb(argv) in commands.RESUMABLE else ""
         error("interrupted", hint, kind="Interrupted", exit_code=130)
@@ -132,9 +134,11 @@ def _dispatch(argv: Sequence[str]) -> int:
         message = wrong.format_message().rstrip(".")
         message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
         code = int(getattr(wrong, "exit_code", 2))
+        verb = _verb(argv)  # an option without its value has no context
+        path = context.command_path if context else f"neuzip {verb}" if verb in commands.VERBS else "neuzip"
         error(
             message[:1].lower() + message[1:],
-            f"try `{context.command_path if context else 'neuzip'} --help`",
+            f"try `{path} --help`",
             kind="UsageError",
             exit_code=code,
         )
@@ -168,12 +172,16 @@ def _asks_for_json(argv: Sequence[str]) -> bool:
 def refuse_the_other_neuzip() -> None:
     """Stop when the unrelated PyPI package `neuzip` sits in the folder that `import neuzip` reads.
 
-    The two overwrite each other's files there, and what then runs is a mixture.
+    The two overwrite each other's files there, and what then runs is a mixture. Stop too when `import neuzip`
+    finds only the compiled loops that an installation left when it was replaced by an editable one.
     """
     from importlib.metadata import distributions
 
     import neuzip
 
+    if neuzip.__file__ is None:
+        remains = next(iter(neuzip.__path__))
+        raise NeuzipError(f"{remains}: what is left of an earlier neuzip hides this one", f"rm -r {remains}")
     ours = Path(neuzip.__file__).resolve().parent
     for other in distributions(name="neuzip"):
         if Path(str(other.locate_file("neuzip"))).resolve() == ours:

@@ -57,7 +57,7 @@ SMOOTHED = 300.0
 _LABEL = re.compile(r" *(?:\S+ {2,})?")
 """What stands in front of the words of a line."""
 
-_COMMAND = re.compile(r"(.*:) (neuzip \S.*)")
+_COMMAND = re.compile(r"(?!\w+: neuzip )(.*:) (neuzip \S.*)")
 """A line that ends in a command."""
 
 Mode = Literal["human", "json", "quiet", "silent"]
@@ -326,6 +326,8 @@ def fold(line: str, width: int) -> list[str]:
     ['peak    12.3 MB of', '        memory']
     >>> fold("hint: try it: neuzip verify my-model", 20)
     ['hint: try it:', '  neuzip verify my-model']
+    >>> fold("hint: neuzip reads folders", 20)
+    ['hint: neuzip reads', 'folders']
     """
     if len(line) <= width:
         return [line]
@@ -540,7 +542,7 @@ class Course:
             return far
         if done >= total:
             return f"{far}, finishing"
-        return f"{far}, about {rough_text(after * (total - done) / done)} left"
+        return f"{far}, {_left(after * (total - done) / done)}"
 
 
 @contextmanager
@@ -576,18 +578,30 @@ def left_text(done: float, total: float, seconds: float, speed: float | None) ->
 
     >>> [left_text(done, 4, 20.0, speed) for done, speed in ((0, 1.0), (1, None), (1, 0.01), (4, 1.0))]
     ['', 'about 1 min left', 'about 5 min left', 'finishing']
+    >>> left_text(1, 4, 20.0, 1.0)
+    'under 10 s left'
     """
     if not done or done < BASIS * total or not seconds:
         return ""
     if done >= total:
         return "finishing"
-    return f"about {rough_text((total - done) / (speed or done / seconds))} left"
+    return _left((total - done) / (speed or done / seconds))
+
+
+def _left(seconds: float) -> str:
+    """How long something still takes, in words."""
+    return "under 10 s left" if seconds < 10 else f"about {rough_text(seconds)} left"
 
 
 def _progress_columns(unit: str, total: int | None) -> list[ProgressColumn | str]:
     """What a bar shows: how far, and how long the rest takes; without a total, the time so far."""
     from rich import progress
+    from rich.table import Column
     from rich.text import Text
+
+    # Only the bar gives way in a narrow window: a second line would flicker.
+    def whole() -> Column:
+        return Column(no_wrap=True)
 
     class Left(progress.ProgressColumn):
         max_refresh = 0.5
@@ -604,8 +618,8 @@ def _progress_columns(unit: str, total: int | None) -> list[ProgressColumn | str
             head += [progress.TextColumn("{task.completed:,.0f}"), unit]
         return [*head, progress.TimeElapsedColumn()]
     middle: list[ProgressColumn | str] = (
-        [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+        [progress.DownloadColumn(table_column=whole()), progress.TransferSpeedColumn(table_column=whole())]
         if unit == "bytes"
-        else [progress.MofNCompleteColumn(), unit]
+        else [progress.MofNCompleteColumn(table_column=whole()), unit]
     )
-    return [*head, progress.TaskProgressColumn(), *middle, Left()]
+    return [*head, progress.TaskProgressColumn(), *middle, Left(table_column=whole())]

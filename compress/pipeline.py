@@ -161,7 +161,7 @@ class CompressionReport:
     weight_bytes: int
     stored_weight_bytes: int
     weights: int
-    tensors: tuple[TensorReport, ...]
+    tensors: tuple[TensorReport, ...] = field(repr=False)
     seconds: float
     device: str
     resumed_files: int = 0

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class TensorVerdict:
 class VerifyReport:
     """All tensors and files looked at, and the device that decoded them."""
 
-    tensors: tuple[TensorVerdict, ...]
+    tensors: tuple[TensorVerdict, ...] = field(repr=False)
     files: int
     device: str
 

@@ -74,6 +74,12 @@ def test_a_device_is_a_name(lossless: Path, folder: Path) -> None:
     assert neuzip.decompress_checkpoint(lossless, folder / "b", device="cpu").lossless
 
 
+def test_results_are_short_where_they_are_printed(folder: Path, lossless: Path) -> None:
+    made = neuzip.compress_checkpoint(CHECKPOINT, folder / "printed", jobs=1)
+    for result in (made, neuzip.verify_checkpoint(lossless, jobs=1)):
+        assert len(result.tensors) == 56 and "tensors=" not in repr(result)
+
+
 def test_mantissa_bits_are_a_keyword(rounded: Path) -> None:
     losses = [t for t in neuzip.verify_checkpoint(rounded, original=CHECKPOINT).tensors if not t.lossless]
     assert losses and all(t.scheme == "truncated" for t in losses)

@@ -318,6 +318,12 @@ def test_interrupt_in_a_command(probe, neuzip):
     assert (said.exit_code, said.stdout, said.stderr) == (130, "", "error: interrupted\n")
 
 
+def test_an_error_does_not_follow_ctrl_c_on_its_line(probe, neuzip, monkeypatch):
+    probe(fail_with(KeyboardInterrupt()))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert neuzip("probe", "x").stderr == "\nerror: interrupted\n"
+
+
 def test_interrupt_in_a_command_that_can_go_on(probe, neuzip, monkeypatch):
     probe(fail_with(KeyboardInterrupt()))
     monkeypatch.setattr(commands, "RESUMABLE", ("probe",))
@@ -615,9 +621,24 @@ def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
     assert "4.0/4.0 MB" in seen
     assert "MB/s" in seen
     assert not re.search(r"-[\d.,]+ (bytes|kB|MB)/s", seen)
-    assert "about 10 s left" in seen, "estimated from the first step on"
+    assert "under 10 s left" in seen, "estimated from the first step on"
     assert "-:--" not in seen and "finishing" in seen
     assert "warning: odd" in seen
+
+
+LONG = """
+    with out.progress("stage 3 of 4, trial 12: compare", 10_653, unit="tokens") as advance:
+        for _ in range(4):
+            advance(2_130)
+            time.sleep(0.15)
+"""
+
+
+def test_only_the_bar_gives_way_in_a_narrow_window():
+    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr_on_a_terminal(LONG, COLUMNS="80"))
+    shown = [line for line in re.split(r"[\r\n]+", seen) if line.strip()]
+    assert shown and all(line.startswith("stage 3 of 4, trial 12: compare ") for line in shown), shown
+    assert shown[-1].rstrip().endswith(" 8520/10653 tokens under 10 s left")
 
 
 WAIT = """
@@ -749,7 +770,7 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr() == (
         "",
         "compress: at work after a while\n"
-        + 2 * "compress: 1.00 MB of 4.00 MB after a while, about a while left\n",
+        + 2 * "compress: 1.00 MB of 4.00 MB after a while, under 10 s left\n",
     )
     assert not any(thread.name == "neuzip-progress" for thread in threading.enumerate())
 
@@ -780,6 +801,40 @@ def test_start_refuses_to_share_a_folder_with_the_other_neuzip(tmp_path, root, n
     assert (said.exit_code, said.stdout) == (1, "")
     assert said.stderr.startswith("error: another package called neuzip (1.2) is mixed with this one in ")
     assert "hint: pip uninstall neuzip" in said.stderr
+
+
+def test_start_names_the_remains_that_hide_an_editable_neuzip(tmp_path, neuzip, monkeypatch):
+    import neuzip as package
+
+    monkeypatch.setattr(package, "__file__", None)  # as in a folder without __init__.py
+    monkeypatch.setattr(package, "__path__", [str(tmp_path), *package.__path__])
+    said = neuzip("--version")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr == (
+        f"error: {tmp_path}: what is left of an earlier neuzip hides this one\nhint: rm -r {tmp_path}\n"
+    )
+
+
+def test_make_removes_the_remains_that_hide_an_editable_neuzip(tmp_path: Path, root: Path):
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    (site / "neuzip" / "kernels" / "__pycache__").mkdir(parents=True)
+    (tmp_path / ".made").touch()
+
+    def install(stamp: str) -> list[str]:
+        made = ["make", f"VENV={tmp_path}", "PIP=echo pip", str(tmp_path / stamp)]
+        said = subprocess.run(made, cwd=root, check=True, capture_output=True, text=True).stdout
+        return [line for line in said.splitlines() if line.startswith("pip")]
+
+    assert install(".installed") == ["pip install --constraint requirements-dev.txt ."]
+    assert install(".developed")[-1].endswith(" --editable .")
+    assert list(site.iterdir()) == []
+    (tmp_path / ".developed").unlink()
+    (site / "neuzip").mkdir()
+    (site / "neuzip" / "__init__.py").touch()
+    install(".developed")
+    assert (site / "neuzip" / "__init__.py").exists()
+    (tmp_path / ".installed").unlink()
+    assert install(".installed") == [], "an editable installation stays"
 
 
 def test_the_other_neuzip_elsewhere_does_not_matter(tmp_path: Path, neuzip, monkeypatch):

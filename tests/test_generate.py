@@ -886,6 +886,13 @@ def test_a_prompt_is_an_argument_an_option_or_stdin(small: Path, neuzip, monkeyp
     assert none.exit_code == 2 and none.stderr.startswith("error: PROMPT: is missing\nhint: ")
 
 
+def test_slow_code_for_packed_weights_is_told(small: Path, neuzip):
+    arguments = ("generate", small, "import", "--max-new-tokens", 1, "--device", "cpu")
+    hint = "hint: on a CPU packed weights run by slow reference code; --residency dense is faster\n"
+    assert hint in neuzip(*arguments, "--residency", "packed").stderr
+    assert hint not in neuzip(*arguments).stderr
+
+
 def test_a_stop_string_may_be_a_line_end(small: Path, neuzip):
     command = ("generate", small, "def main(", "--max-new-tokens", 40, "--device", "cpu", "--json")
     whole, made = neuzip(*command).json, neuzip(*command, "--stop", r"\n").json

@@ -103,6 +103,7 @@ def test_values_that_look_like_old_names_stay_as_they_are(neuzip: Any, heard: di
 def test_an_old_name_without_its_value_is_a_usage_error(neuzip: Any):
     said = neuzip("verify", "a", "--against")
     assert said.exit_code == 2 and "'--original' requires an argument" in said.stderr
+    assert said.stderr.endswith("hint: try `neuzip verify --help`\n")
 
 
 # Options without effect

@@ -24,6 +24,8 @@ from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import neuzip
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -130,6 +132,14 @@ def test_torch_finds_the_hook():
         node for node in ast.walk(ast.parse((ROOT / HOOK).read_text())) if isinstance(node, ast.Import)
     ]
     assert {alias.name for node in imports for alias in node.names} == {"os", "logging", "neuzip"}
+
+
+def test_the_hook_names_a_folder_that_hides_neuzip(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr(neuzip, "__file__", None)  # as in a folder without __init__.py
+    monkeypatch.setattr(neuzip, "__path__", [str(tmp_path)])
+    neuzip_autoload.autoload()
+    (said,) = caplog.messages
+    assert said.endswith(f"transformers loads no compressed folder: the folder {tmp_path} hides it")
 
 
 def test_wheel_holds_the_data(inside: set[str]):

@@ -118,6 +118,8 @@ def command(
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     warn_of_plain_inputs(out, path, (residency,), activations)
+    if residency == "packed" and place.type == "cpu":
+        out.hint("on a CPU packed weights run by slow reference code; --residency dense is faster")
     reset_peak(place)
     began = time.monotonic()
     with out.progress("load", None):
