@@ -483,10 +483,10 @@ def kv_cache(documents: dict[str, dict[str, Any]]) -> str:
     """What keys and values in few bits do to models, a table each."""
     return section(
         CACHE_TITLE,
-        "The KLD compares the model with a quantised and with an unquantised cache. Bits per value include one 16-bit "
-        "scale per token and head. That scale costs 0.5 bit per value at the demo's head size of 32, 0.25 "
-        'bit at SmolLM2\'s 64 and 0.125 bit at 128. `span="minmax"` stores an offset as well as the scale; '
-        "it is available from Python only.",
+        "The KLD compares the model with a quantised and with an unquantised cache. Bits per value include "
+        "one 16-bit scale per token and head. That scale costs 0.5 bit per value at the demo's head size of "
+        '32, 0.25 bit at SmolLM2\'s 64 and 0.125 bit at 128. `span="minmax"` stores an offset as well as the '
+        "scale; it is available from Python only.",
         [block for name, document in documents.items() for block in kv_cache_table(name, document)],
         "`python benchmarks/kv_cache.py`",
         map(machine, documents.values()),
@@ -950,7 +950,8 @@ def attention_kernels(results: list[dict[str, Any]]) -> Iterator[str]:
         aims = f"{ours['must']} / {ours['stretch']}" if ours["must"] else ""
         lines.append(
             (
-                f"{texts} x 32 heads, {tokens:,} tokens, head size {width}{', causal' if causal else ''}", aims,
+                f"{texts} x 32 heads, {tokens:,} tokens, head size {width}{', causal' if causal else ''}",
+                aims,
                 *(attention_side(found.get(side), found) for side in sides),
             )
         )  # fmt: skip
@@ -1290,8 +1291,8 @@ def recovery(document: dict[str, Any]) -> str:
             )
         )  # fmt: skip
     first = next(iter(sections.values()))
-    heads = ("stage", "minutes", "training tokens", "perplexity before", "perplexity after", "ratio to the original",
-             "ratio to b1.58", "KLD", "top-1 agreement")  # fmt: skip
+    heads = ("stage", "minutes", "training tokens", "perplexity before", "perplexity after",
+             "ratio to the original", "ratio to b1.58", "KLD", "top-1 agreement")  # fmt: skip
     return section(
         "Recovery of a ternary model",
         f"`recover` trains {first['checkpoint']} with ternary linear weights to match its original, on "

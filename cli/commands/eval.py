@@ -93,7 +93,8 @@ def command(
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Perplexity conventions: token, strided, llama.cpp, lm-eval, bos (default: all)"
+            metavar="A,B",
+            help="Perplexity conventions: token, strided, llama.cpp, lm-eval, bos (default: all)",
         ),
     ] = None,
     window: Annotated[
