@@ -341,7 +341,7 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "PeakMemory": _keys("""
         bytes : integer or null [bytes] - peak memory
-        of    : string - of what
+        of    : string - which memory this is, in words
     """),
     "Sparsity": _keys("""
         sites      : map of number - share of zero activations of each site, 0 to 1
