@@ -41,8 +41,8 @@ def renamed(
 ) -> list[str]:
     """Replace the old names in the arguments of a command. `takes_value` knows its options by their names.
 
-    >>> renamed("verify", ["a", "--against=b"], lambda name: name.startswith("-"), print)
-    --against is now called --original; the old name goes with version 0.2
+    >>> renamed("verify", ["a", "--against=b"], lambda name: name == "--original", print)
+    --against is now called --original; version 0.2 removes the old name
     ['a', '--original=b']
     """
     found: list[str] = []
@@ -60,11 +60,11 @@ def renamed(
         values = [value] if given else _next(rest)
         if values and (verb, name, values[0]) in VALUES:
             new, replaced = VALUES[verb, name, values[0]]
-            warn(f"{name} {values[0]} is now {new} {replaced}; the old form goes with version 0.2")
+            warn(f"{name} {values[0]} is now {new} {replaced}; version 0.2 removes the old form")
             found += [new, replaced]
             continue
         if new != name:
-            warn(f"{name} is now called {new}; the old name goes with version 0.2")
+            warn(f"{name} is now called {new}; version 0.2 removes the old name")
         found += [f"{new}={value}"] if given else [new, *values]
     return found
 

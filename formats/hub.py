@@ -461,9 +461,10 @@ def _original_card(root: Path, contents: dict[str, Path | bytes]) -> str:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What `push` did: the page, the commit's id, and the older files that it removed.
+    """What `push` did: the URL of the page, the id of the commit, and the older files that `push` deleted.
 
-    `files` are the paths of all files of the upload. `was_there` says that an earlier run had done it all.
+    `files` are the paths of all uploaded files. If `was_there` is True, an earlier run had uploaded
+    everything.
     """
 
     url: str

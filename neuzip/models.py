@@ -56,19 +56,19 @@ def generate(
 ) -> Generation:
     """Generate text from a prompt, with a loaded model or with a checkpoint, plain or compressed.
 
-    `model` is what `load_model` returned, or a folder, or a Hub id. A checkpoint is loaded with `residency`,
-    `activations` and `attention` onto `device`; a loaded model has its own, and those are refused. A loaded
-    model's tokenizer is read from where the model came from.
+    `model` is what `load_model` returned, or a folder, or a Hub id. For a checkpoint, neuzip loads the model
+    with `residency`, `activations` and `attention` on `device`. For a loaded model, these arguments raise
+    UsageError. neuzip reads the tokenizer from the folder or repository of the model.
 
     `chat` puts the prompt into the tokenizer's chat template; a `system` prompt comes first there and implies
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
-    strings `stop`. `temperature` 0 is greedy. Above 0 tokens are sampled from the `top_k` most likely ones
-    (0: all), from the nucleus of probability `top_p`, and from those at least `min_p` times as likely as the
-    most likely one; the same `seed` gives the same tokens. `kv_bits` quantises the KV cache. `graph` replays
-    steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
+    strings `stop`. `temperature` 0 is greedy. With a higher temperature, neuzip samples from the `top_k` most
+    likely tokens (0: all), from the nucleus of probability `top_p`, and from tokens at least `min_p` times as
+    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache.
+    `graph` replays steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
 
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
-    for parameters that are wrong, and NeuzipError for what is no model that generates text.
+    for parameters that are wrong, and NeuzipError for a checkpoint without a model that generates text.
     """
     require_counts(max_new_tokens=max_new_tokens)
     require_one_of(KV_BITS, kv_bits=kv_bits)
@@ -116,15 +116,15 @@ def evaluate(
     `source` is a folder or a Hub id, plain or compressed. `text` is a UTF-8 file, a folder of them, a dataset
     of the Hub, or "demo". With the `original`, both models are evaluated and compared token by token.
 
-    `conventions` are the ways to cut the text and to average, all that it is long enough for if None;
-    `window` is the number of tokens predicted per window, `stride` the distance between strided windows, and
-    `max_tokens` the number of tokens of the text that are predicted. `device_map` spreads each model over all
-    GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
-    `activations`, `kv_bits` and `attention` say how the model of `source` runs, not the original.
+    `conventions` are the perplexity conventions; None measures all for which the text is long enough.
+    `window` is the number of tokens predicted per window, and `stride` the distance between strided windows.
+    `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
+    all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
+    `activations`, `kv_bits` and `attention` apply to the model of `source`, not to the original.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
-    what is no model that predicts text.
+    a checkpoint without a causal language model.
     """
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)

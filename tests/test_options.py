@@ -58,7 +58,7 @@ def test_old_names_are_accepted_with_a_warning(
     needed = NEEDED_WITH_OLD.get((verb, new), [])
     said = neuzip(verb, *REQUIRED[verb], *needed, *([f"{old}={value}"] if glued else [old, value]))
     assert (said.exit_code, said.stdout) == (0, ""), said.stderr
-    assert said.stderr == f"warning: {old} is now called {new}; the old name goes with version 0.2\n"
+    assert said.stderr == f"warning: {old} is now called {new}; version 0.2 removes the old name\n"
     parameter = new.removeprefix("--").replace("-", "_")
     given = heard[parameter]
     assert str(given[-1] if isinstance(given, list) else given) == value

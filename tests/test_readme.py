@@ -200,9 +200,12 @@ def test_figures_of_quantised_attention_appear_with_their_file(readme: ModuleTyp
     (tmp_path / "attention.json").write_text(json.dumps({"sections": sections}))
     figures = readme.figures()
     assert (
-        "| 4 x 32 heads, 8,192 tokens, D 128, causal | 680 / 850 | 661 (750), **missed** | 558 |" in figures
+        "| 4 x 32 heads, 8,192 tokens, head size 128, causal | 680 / 850 | 661 (750), **missed** | 558 |"
+        in figures
     )
-    assert "| 4 x 32 heads, 8,192 tokens, D 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
+    assert (
+        "| 4 x 32 heads, 8,192 tokens, head size 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
+    )
     assert "| neuzip, 8 bit | 0.80 s | 1.25 | 1.05 / 1.2 |" in figures
     assert figures.count("a card, driver 1.2") == 1 and "sageattention is release 1.0.6" in figures
 

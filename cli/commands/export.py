@@ -50,7 +50,9 @@ def command(
     ] = False,
     linear_class: Annotated[
         Literal["bitlinear", "autobitlinear"] | None,
-        typer.Option(help="Linear class of transformers (default: bitlinear; online: autobitlinear)"),
+        typer.Option(
+            help="Linear class of transformers (default: bitlinear, or autobitlinear with --mode online)"
+        ),
     ] = None,
     mode: Annotated[
         Literal["offline", "online"] | None,

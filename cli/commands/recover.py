@@ -61,7 +61,7 @@ def command(
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Training text, or .jsonl[.gz]; repeatable",
+            help="Training text: UTF-8 file or .jsonl[.gz]; repeatable",
             show_default=False,
         ),
     ],
