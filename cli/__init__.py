@@ -128,13 +128,14 @@ def _dispatch(argv: Sequence[str]) -> int:
         if type(wrong).__name__ == "NoArgsIsHelpError":
             print(wrong.format_message(), file=sys.stderr)
             return 2
-        context = getattr(wrong, "ctx", None)
+        context, verb = getattr(wrong, "ctx", None), _verb(argv)
+        place = context.command_path if context else f"neuzip {verb}" if verb in commands.VERBS else "neuzip"
         message = wrong.format_message().rstrip(".")
         message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
         code = int(getattr(wrong, "exit_code", 2))
         error(
             message[:1].lower() + message[1:],
-            f"try `{context.command_path if context else 'neuzip'} --help`",
+            f"try `{place} --help`",
             kind="UsageError",
             exit_code=code,
         )

@@ -245,7 +245,7 @@ def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code:
         try:
             _answer({"error": told})
             sys.stdout.flush()  # an interrupted run ends without the flush at exit
-        except BrokenPipeError:  # the reader has gone, and Python would complain again at exit
+        except OSError:  # the reader has gone or the disk is full, and Python would complain again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
