@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands, tracebacks
-from neuzip.distribution import missing_package
+from neuzip.distribution import broken_package, missing_package
 from neuzip.errors import (
     FULL,
     REPORT_IT,
@@ -96,6 +96,9 @@ def run(argv: Sequence[str] | None = None) -> int:
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
             error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
+        if (broken := broken_package(failure, f"neuzip {_verb(argv)}")) is not None:
+            error(broken.message, broken.hint, kind=type(failure).__name__, exit_code=broken.exit_code)
+            return broken.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             f"this is a bug in neuzip; {REPORT_IT}"
