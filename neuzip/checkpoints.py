@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
+from neuzip.arguments import (
+    Source,
+    as_list,
+    local,
+    require_counts,
+    require_one_of,
+    require_paths,
+    require_texts,
+)
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
@@ -52,7 +60,7 @@ if TYPE_CHECKING:
     from neuzip.eval.targets import Delivered, DropLayers
 
 
-MODES = ("b1.58", "a4.8", "a4.8-fp4", "none")
+MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
 SENSITIVITIES = ("auto", "measured", "fisher", "weights")
 
 
@@ -140,6 +148,7 @@ def compress_checkpoint(
     >>> result.ratio < 0.5, result.target is None
     (True, True)
     """
+    require_paths(source=source, destination=destination, plan=plan or "", text=text or "")
     require_one_of(MODES, activations=activations)
     require_one_of(SENSITIVITIES, sensitivity=sensitivity)
     said = given(
@@ -160,8 +169,13 @@ def compress_checkpoint(
         weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
         rules = rules_of(
             mantissa_bits, "none" if goal is not None or block_size is None else str(block_size),
-            as_list(include), as_list(exclude), weights if ternary else None, _bits_for(bits_for), plan,
+            as_list("include", include), as_list("exclude", exclude), weights if ternary else None,
+            _bits_for(bits_for), plan,
         )  # fmt: skip
+    elif not isinstance(rules, list | tuple) or not all(isinstance(rule, Rule) for rule in rules):
+        raise UsageError(
+            f"`rules={rules!r}`: is no list of neuzip.Rule", 'give rules: [Rule("*.weight", ...)]'
+        )
     refuse_without_ternary(said, rules)
     named(device)
     require_counts(jobs=jobs)
@@ -208,6 +222,7 @@ def decompress_checkpoint(
 
     Raises FormatError for a damaged source, WouldOverwrite for a destination that exists, and NeuzipError.
     """
+    require_paths(destination=destination)
     named(device)
     require_counts(jobs=jobs)
     path = local("source", source)
@@ -260,11 +275,12 @@ def inspect_checkpoint(
     """
     from neuzip.eval import histograms
 
+    globs = as_list("tensor", tensor)
     named(device)
     require_counts(jobs=jobs)
     path = local("source", source)
     with TensorSource(path, choose(device, weight_bytes(path))) as opened:
-        return histograms.inspect(opened, histograms.select(opened, as_list(tensor)), jobs=jobs)
+        return histograms.inspect(opened, histograms.select(opened, globs), jobs=jobs)
 
 
 def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> CheckpointDifference:
@@ -304,8 +320,11 @@ def export_checkpoint(
     and NeuzipError for a model without ternary weights or that the engine does not support.
     """
     require("export_checkpoint", "torch")
-    require_one_of(("tq1_0", "tq2_0", "q2_0"), gguf_type=gguf_type)
-    require_one_of(("b1.58", "none"), activations=activations)
+    require_paths(destination=destination)
+    require_one_of(("tq1_0", "tq2_0", "q2_0", None), gguf_type=gguf_type)
+    require_one_of(("bitlinear", "autobitlinear", None), linear_class=linear_class)
+    require_one_of(("offline", "online", None), mode=mode)
+    require_one_of(("b1.58", "none", None), activations=activations)
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
@@ -334,6 +353,8 @@ def push(
     Raises WouldOverwrite if the repository already holds a checkpoint, FormatError for a damaged folder, and
     NeuzipError for other failures.
     """
+    require_paths(folder=folder, evaluation=evaluation or "")
+    require_texts(repo_id=repo_id, revision=revision or "", message=message or "")
     report = None if evaluation is None else Path(evaluation)
     plan = plan_push(folder, repo_id, revision=revision, evaluation=report)
     refuse_private(plan.private, repo_id, allow_private_files)
@@ -359,6 +380,8 @@ def pull(
     Raises UsageError if `repo_id` is no Hub id, WouldOverwrite for a destination that exists,
     VerificationError for files that differ from those on the Hub, and NeuzipError for other failures.
     """
+    require_texts(repo_id=repo_id)
+    require_paths(destination=destination or "")
     listing = find_repository(repo_id, note=log)
     listing.tell_left_out(log)
     folder = Path(repository_name(repo_id)) if destination is None else Path(destination)

@@ -6,7 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
+from neuzip.arguments import (
+    Source,
+    as_list,
+    local,
+    require_counts,
+    require_one_of,
+    require_paths,
+    require_texts,
+)
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.convention_names import BOS, NAMES
@@ -18,7 +26,7 @@ from neuzip.runtime.generate import Generation, choose_device
 from neuzip.runtime.generate import generate as generate_from
 from neuzip.runtime.generate import prepare as prepare_prompt
 from neuzip.runtime.load import load_model
-from neuzip.runtime.requirements import require_quantisable
+from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
 from neuzip.runtime.sampling import Sampling
 from neuzip.runtime.tensors import DEVICE_MAPS
 
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 Residency = Literal["dense", "packed", "ans"]
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
-KV_BITS = (3, 4, 8)
+KV_BITS = (3, 4, 8, None)
 
 
 def generate(
@@ -70,26 +78,30 @@ def generate(
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
     for parameters that are wrong, and NeuzipError for a checkpoint without a model that generates text.
     """
+    sampling, ends = Sampling(temperature, top_k, top_p, min_p), as_list("stop", stop)
+    require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
     require_one_of(KV_BITS, kv_bits=kv_bits)
+    require_seed(seed)
+    require_stop(ends)
     if isinstance(model, str | os.PathLike):
-        require_one_of(get_args(Attention), attention=attention)
+        _require_ways(residency, activations, attention)
         place, mode = choose_device(device), require_quantisable(activations, residency)
         path = local("model", model)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
         live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
         choose(live, attention)
     else:
+        origin = _origin(model)
         _refuse_of_loaded(
             residency=residency != "dense", activations=activations is not None,
             attention=attention != "recorded", device=device not in ("auto", None),
         )  # fmt: skip
         live = model
-        path = local("model", _origin(live))
+        path = local("model", origin)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
-        live, task, sampling=Sampling(temperature, top_k, top_p, min_p), seed=seed,
-        stop=as_list(stop), kv_bits=kv_bits,
+        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=kv_bits,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
@@ -129,26 +141,41 @@ def evaluate(
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
     require_one_of(KV_BITS, kv_bits=kv_bits)
-    require_one_of(get_args(Attention), attention=attention)
     require_one_of(("auto", *DTYPES), dtype=dtype)
-    require_one_of(DEVICE_MAPS, device_map=device_map)
-    names = None if conventions is None else as_list(conventions)
+    require_one_of((*DEVICE_MAPS, None), device_map=device_map)
+    _require_ways(residency, activations, attention)
+    require_paths(text=text)
+    names = None if conventions is None else as_list("conventions", conventions)
     for name in names or ():
         require_one_of((BOS, *NAMES), conventions=name)
     mode = require_quantisable(activations, residency)
+    document = read_text(os.fspath(text))  # first: models may be downloaded
     paths = [] if original is None else [local("original", original)]
     paths.append(local("source", source))
     task = prepare(
-        paths, read_text(os.fspath(text)), conventions=names, window=window, stride=stride,
+        paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
         activations=mode, kv_bits=kv_bits, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
 
 
+def _require_ways(residency: object, activations: object, attention: object) -> None:
+    """Raise UsageError for a way to run a model that there is not."""
+    require_one_of(get_args(Residency), residency=residency)
+    require_one_of((*get_args(Activations), None), activations=activations)
+    require_one_of(get_args(Attention), attention=attention)
+
+
 def _origin(model: PreTrainedModel) -> str:
     """Where a loaded model came from: its folder or its Hub id. Raises UsageError."""
-    origin = model.config.name_or_path
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UsageError(
+            f"`model`: is neither a model of transformers nor a checkpoint, but a {type(model).__name__}",
+            "give what neuzip.load_model returned, a folder, or owner/name",
+        )
+    origin = config.name_or_path
     if not origin:
         raise UsageError(
             "`model` does not say which checkpoint it came from, so its tokenizer cannot be found",

@@ -192,7 +192,7 @@ def prepare(
     something else than numbers where numbers belong.
     """
     if not text:
-        raise UsageError("`prompt`: is empty", "give some text for the model to go on with")
+        raise UsageError("`prompt`: is empty", "give some text to continue")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -211,9 +211,7 @@ def prepare(
                 encoded = tokenizer(text, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"].to(torch.int64)
     if not ids.numel():
-        raise UsageError(
-            "`prompt`: the tokenizer makes no token of it", "give some text for the model to go on with"
-        )
+        raise UsageError("`prompt`: the tokenizer makes no token of it", "give some text to continue")
     _require_known_tokens(path, config, int(ids.max()))
     _require_room(config, ids.numel(), max_new_tokens)
     return Prompt(text, ids, tokenizer, max_new_tokens)

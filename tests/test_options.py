@@ -106,6 +106,30 @@ def test_an_old_name_without_its_value_is_a_usage_error(neuzip: Any):
     assert said.stderr.endswith("hint: try `neuzip verify --help`\n")
 
 
+@pytest.mark.parametrize(
+    "value", [["7"], ["row", "--no-such-option"]], ids=["a wrong value", "another mistake"]
+)
+def test_an_error_after_an_old_name_is_told_with_the_warning(value: list[str], neuzip: Any):
+    said = neuzip("recover", *REQUIRED["recover"], "--group", *value)
+    assert said.exit_code == 2
+    assert said.stderr.startswith("warning: --group is now called --ternary-group; ")
+
+
+@pytest.mark.parametrize(
+    ("verb", "both"),
+    [
+        ("verify", ["--against", "a", "--original", "b"]),
+        ("verify", ["--original=b", "--against=a"]),
+        ("compress", ["--max-kld", "1", "--calibration", "none", "--sensitivity", "measured"]),
+    ],
+)
+def test_one_option_by_both_of_its_names_is_refused(
+    verb: str, both: list[str], neuzip: Any, heard: dict[str, Any]
+):
+    said = neuzip(verb, *REQUIRED[verb], *both)
+    assert said.exit_code == 2 and "are one option\nhint: leave out --" in said.stderr
+
+
 # Options without effect
 
 

@@ -16,7 +16,7 @@ import typer
 from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
-from neuzip.cli.compression_result import alike, planned, result_of
+from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
@@ -557,8 +557,9 @@ def _show_plan(
          percent_text(sum(t.predicted or 0 for t in group), sum(t.tensor.info.nbytes for t in group))]
         for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
     ]  # fmt: skip
-    right = ["tensors", "bytes", "predicted"]
-    out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=right)
+    columns = ["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"]
+    left_out = out.table(columns, rows, right=["tensors", "bytes", "predicted"], spare=PLAN_SPARE)
+    out.wider(left_out)
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
     if len(rows) < len(plan.tensors):
