@@ -181,7 +181,7 @@ def refuse_the_other_neuzip() -> None:
 
     import neuzip
 
-    if neuzip.__file__ is None:
+    if getattr(neuzip, "__file__", None) is None:  # as of a folder without __init__.py
         remains = next(iter(neuzip.__path__))
         raise NeuzipError(f"{remains}: what is left of an earlier neuzip hides this one", f"rm -r {remains}")
     ours = Path(neuzip.__file__).resolve().parent
