@@ -95,9 +95,13 @@ def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress
     left out. Without a connection, a copy in the cache is taken.
 
     `note` is told of what was left out, of a copy taken and of waits; `progress` lets huggingface_hub draw
-    its bars on a terminal. Raises NeuzipError, for a repository without safetensors before anything is
-    downloaded.
+    its bars on a terminal. Raises UsageError for an empty name, which would be the current folder, and
+    NeuzipError, for a repository without safetensors before anything is downloaded.
     """
+    if src == "":
+        raise UsageError(
+            "the name of a checkpoint is empty", "give a folder, a .safetensors file or owner/name"
+        )
     match = hub_id(src)
     if match is None:
         return Path(src)

@@ -52,8 +52,9 @@ def broken_package(error: Exception, what: str) -> NeuzipError | None:
     """
     if not isinstance(error, ImportError) and NO_LIBRARY not in str(error):
         return None
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    names = (str(name).partition(".")[0] for name in (getattr(error, "name", None) or "", *reversed(frames)))
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    running = [str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "<module>"]
+    names = (name.partition(".")[0] for name in (getattr(error, "name", None) or "", *reversed(running)))
     beyond_us = takewhile(lambda name: name != "neuzip", names)
     module = next((name for name in beyond_us if _distribution(name) in _requirements()), None)
     if module is None:
@@ -61,7 +62,7 @@ def broken_package(error: Exception, what: str) -> NeuzipError | None:
     name = _distribution(module)
     return NeuzipError(
         f"{what} needs {name}, which is installed and cannot be imported: {error}",
-        f'install it again: pip install --force-reinstall "{_requirements()[name]}"',
+        f'install it again: pip uninstall {name}, then pip install "{_requirements()[name]}"',
     )
 
 

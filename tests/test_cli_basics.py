@@ -26,7 +26,7 @@ import pytest
 import typer
 from safetensors import SafetensorError
 
-from neuzip.cli import commands, output
+from neuzip.cli import commands, flags, output
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
@@ -50,6 +50,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
     """Make `neuzip probe SRC` do what a test says."""
+    flags.options()  # they are kept, and have to be those of all commands whatever test runs first
 
     def install(act: Callable[[Output], None]) -> None:
         def command(src: SourceArgument, json: JsonOption = False, quiet: QuietOption = False) -> None:

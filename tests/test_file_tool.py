@@ -227,7 +227,7 @@ def test_a_package_that_cannot_be_imported_is_no_bug(
     assert said.stderr.startswith(
         "error: neuzip compress needs xxhash, which is installed and cannot be imported: "
     )
-    assert 'hint: install it again: pip install --force-reinstall "xxhash' in said.stderr
+    assert 'hint: install it again: pip uninstall xxhash, then pip install "xxhash' in said.stderr
 
 
 def test_an_error_of_another_kind_is_not_blamed_on_a_package() -> None:

@@ -85,6 +85,17 @@ def contents(root: Path) -> dict[str, bytes]:
 # There and back
 
 
+def test_an_empty_name_is_not_the_current_folder(
+    neuzip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a variable of the shell that is not set: `neuzip compress "$MODEL" out`."""
+    monkeypatch.chdir(tmp_path)
+    for command in (("compress", "", "out"), ("verify", "", "--jobs", "1"), ("diff", tmp_path, "")):
+        said = neuzip(*command)
+        assert said.exit_code == 2 and said.stderr.startswith("error: the name of a checkpoint is empty\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small: Path, tmp_path: Path):
     """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
     environment = hub_environment(hub.url, tmp_path / "hf")

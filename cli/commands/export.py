@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.flags import in_options
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
@@ -99,6 +100,7 @@ def command(
             "target": target,
             "ternary": report.ternary,
             "scale_error": report.scale_error,
+            "warnings": [in_options(warning) for warning in report.warnings],
         },
         quiet=[report.dst],
     )
