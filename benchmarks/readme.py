@@ -292,7 +292,7 @@ def plans(document: dict[str, Any]) -> str:
         )
         for p in document["plans"]
     ]  # fmt: skip
-    heads = ("target", "sensitivity", "bytes", "KLD", "uniform bits", "bytes", "KLD")
+    heads = ("target", "sensitivity", "plan: bytes", "KLD", "uniform: bits", "bytes", "KLD")
     return section(
         "Plans for a quality or size target",
         "A plan gives each tensor its own number of mantissa bits. The baseline, on the right, gives all "
@@ -362,7 +362,7 @@ def group_formats_table(name: str) -> tuple[str, str]:
         f"**{MODELS_READ[name]}**, {document['tokens']:,} tokens of {text_of(document['text'])}, "
         f"{document['convention']}:"
     )
-    return told, table(("format", "bits per weight", "size", "perplexity", "KLD"), lines)
+    return told, table(("format", "bits per weight", "size", "perplexity change", "KLD"), lines)
 
 
 def better(plan: dict[str, Any]) -> bool:
@@ -399,7 +399,7 @@ def ternary_conversion(documents: dict[str, dict[str, Any]]) -> str:
         f"measured on {d['tokens']:,} tokens of {text_of(d['text'])}"
         for name, d in documents.items()
     )
-    heads = " | ".join(f"{name}: perplexity | KLD | bits" for name in documents)
+    heads = " | ".join(f"{name}: perplexity | {name}: KLD | {name}: bits" for name in documents)
     return section(
         "Ternary weights without training",
         "`ternarize` rounds the linear weights of a model that was not trained with ternary weights. All "
@@ -483,10 +483,10 @@ def kv_cache(documents: dict[str, dict[str, Any]]) -> str:
     """What keys and values in few bits do to models, a table each."""
     return section(
         CACHE_TITLE,
-        "The KLD compares the model with itself and an unquantised cache. Bits per value include one 16-bit "
-        "scale per token and head. That scale costs 0.5 bit per value at the demo's head size of 32, 0.25 "
-        'bit at SmolLM2\'s 64 and 0.125 bit at 128. `span="minmax"` stores an offset as well as the scale; '
-        "it is available from Python only.",
+        "The KLD compares the model with a quantised and with an unquantised cache. Bits per value include "
+        "one 16-bit scale per token and head. That scale costs 0.5 bit per value at the demo's head size of "
+        '32, 0.25 bit at SmolLM2\'s 64 and 0.125 bit at 128. `span="minmax"` stores an offset as well as the '
+        "scale; it is available from Python only.",
         [block for name, document in documents.items() for block in kv_cache_table(name, document)],
         "`python benchmarks/kv_cache.py`",
         map(machine, documents.values()),
@@ -950,7 +950,8 @@ def attention_kernels(results: list[dict[str, Any]]) -> Iterator[str]:
         aims = f"{ours['must']} / {ours['stretch']}" if ours["must"] else ""
         lines.append(
             (
-                f"{texts} x 32 heads, {tokens:,} tokens, D {width}{', causal' if causal else ''}", aims,
+                f"{texts} x 32 heads, {tokens:,} tokens, head size {width}{', causal' if causal else ''}",
+                aims,
                 *(attention_side(found.get(side), found) for side in sides),
             )
         )  # fmt: skip
@@ -1071,7 +1072,7 @@ def random_cosines(synthetic: dict[str, Any]) -> str:
         )
         for r in synthetic["synthetic"] if "least_cosine" in r and r["by"] == "reference"
     ]  # fmt: skip
-    return table(("values", "D", "mode", "cosine", "target"), rows)
+    return table(("values", "head size", "mode", "cosine", "target"), rows)
 
 
 def linear_cross_entropy(document: dict[str, Any]) -> str:
@@ -1290,8 +1291,8 @@ def recovery(document: dict[str, Any]) -> str:
             )
         )  # fmt: skip
     first = next(iter(sections.values()))
-    heads = ("stage", "minutes", "training tokens", "perplexity before", "after", "ratio to the original",
-             "ratio to b1.58", "KLD", "top-1 agreement")  # fmt: skip
+    heads = ("stage", "minutes", "training tokens", "perplexity before", "perplexity after",
+             "ratio to the original", "ratio to b1.58", "KLD", "top-1 agreement")  # fmt: skip
     return section(
         "Recovery of a ternary model",
         f"`recover` trains {first['checkpoint']} with ternary linear weights to match its original, on "
@@ -1495,13 +1496,14 @@ def delta(document: dict[str, Any]) -> str:
         f"wikilm-26m has {first['weight_bytes'] / 1e6:.1f} MB of bf16 weights, or "
         f"{first['container_bytes'] / 1e6:.1f} MB compressed without loss. It was trained for some steps on "
         f"batches of {document['batch']} x {document['tokens']} tokens and saved in bf16. The delta is taken "
-        "against the checkpoint before training; applying it restores the same files. A factor of 10x "
-        'means that the result is 10 times smaller than the bf16 weights. "vs. compressed" compares the '
-        "delta with the compressed checkpoint instead. Other tools read the weights from memory. Times are "
+        "against the checkpoint before training; applying it restores the same files. In the "
+        'column "vs. bf16", 10x means that the delta is 10 times smaller than the bf16 weights. "vs. '
+        'compressed" compares the delta with the compressed checkpoint. The columns of other tools compare '
+        "with bf16. Other tools read the weights from memory. Times are "
         f"medians of {document['rounds']} runs of `neuzip compress --base` (without verification) and of "
         f"`neuzip apply`, with {document['threads']} threads. They include reading and writing the files.",
         [
-            "| training: optimizer, learning rate, weights | steps | weights changed | delta | smaller "
+            "| training: optimizer, learning rate, weights | steps | weights changed | delta | vs. bf16 "
             f"| vs. compressed | {names} | compress | apply |\n"
             f"|---|---:|---:|---:|---:|---:|{'---:|' * len(first['peers'])}---:|---:|\n" + "\n".join(lines)
         ],
@@ -1684,7 +1686,7 @@ def memory_modes() -> Iterator[Row]:
         return
     rows = {(r["what"], r["by"]): r for r in load("generate")["sections"]["llama"]["rows"]}
     whats = ("peak memory, load and tokens", "decode, batch 1", "decode, batch 32", "prefill")
-    for by, loss in (("packed", "none in the weights; sums in another order"), ("ans", "none")):
+    for by, loss in (("packed", "none in the weights; matmuls add in another order"), ("ans", "none")):
         memory, one, many, prefill = (rows[what, by]["ratio"] for what in whats)
         yield (
             linked(f"`--residency {by}`", generate(load("generate"))), f"{memory:.0%} of GPU memory", loss,
@@ -1902,7 +1904,7 @@ def training_speeds() -> Iterator[Row]:
     aims = aimed(ours["peak_gib"], most, f"{most:g} GiB", most=True), aimed(ratio, least, f"{least:g}x")
     baseline = "; ".join(
         f"{by}: {r['peak_gib']:.1f} GiB, {r['tokens_per_second']:,.0f}"
-        for by, r in (("our trainer, plain weights (as LOMO)", plain), ("torch's SGD", vanilla))
+        for by, r in (("our trainer with plain weights (method of LOMO)", plain), ("torch's SGD", vanilla))
     )
     yield (
         linked("train all synthetic weights, 8B shapes, 1,024 tokens per step", train_memory(document)),

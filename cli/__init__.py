@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuzip.cli import commands, tracebacks
-from neuzip.distribution import missing_package
+from neuzip.distribution import broken_package, missing_package
 from neuzip.errors import (
     FULL,
     REPORT_IT,
@@ -99,6 +99,9 @@ def run(argv: Sequence[str] | None = None) -> int:
             ran_out = memory_ran_out(f"neuzip {_verb(argv)}", failure)
             error(ran_out.message, ran_out.hint, kind="MemoryError")
             return ran_out.exit_code
+        if (broken := broken_package(failure, f"neuzip {_verb(argv)}")) is not None:
+            error(broken.message, broken.hint, kind=type(failure).__name__, exit_code=broken.exit_code)
+            return broken.exit_code
         error(
             f"unexpected {type(failure).__name__}: {failure}",
             f"this is a bug in neuzip; {REPORT_IT}"
@@ -131,15 +134,14 @@ def _dispatch(argv: Sequence[str]) -> int:
         if type(wrong).__name__ == "NoArgsIsHelpError":
             print(wrong.format_message(), file=sys.stderr)
             return 2
-        context = getattr(wrong, "ctx", None)
+        context, verb = getattr(wrong, "ctx", None), _verb(argv)  # an option without its value has no context
+        place = context.command_path if context else f"neuzip {verb}" if verb in commands.VERBS else "neuzip"
         message = wrong.format_message().rstrip(".")
         message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, which newer typers pass on
         code = int(getattr(wrong, "exit_code", 2))
-        verb = _verb(argv)  # an option without its value has no context
-        path = context.command_path if context else f"neuzip {verb}" if verb in commands.VERBS else "neuzip"
         error(
             message[:1].lower() + message[1:],
-            f"try `{path} --help`",
+            f"try `{place} --help`",
             kind="UsageError",
             exit_code=code,
         )

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from neuzip.compress.plan import PlannedTensor
 
 
+PLAN_SPARE = ["dtype", "shape", "tensors"]
+"""Columns of the table of a plan that a narrow window does without, the least useful first."""
+
+
 def result_of(
     *,
     dry_run: bool,

@@ -5,7 +5,10 @@ The names are replaced before typer reads them, so that commands know the new on
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from neuzip.errors import UsageError
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "compress": {"--calibration": "--text", "--against": "--base"},
@@ -41,15 +44,19 @@ def renamed(
 ) -> list[str]:
     """Replace the old names in the arguments of a command. `takes_value` knows its options by their names.
 
-    >>> renamed("verify", ["a", "--against=b"], lambda name: True, print)
-    --against is now called --original; the old name goes with version 0.2
+    Raises UsageError for one option by both of its names: only one of the values would have an effect.
+
+    >>> renamed("verify", ["a", "--against=b"], lambda name: name == "--original", print)
+    --against is now called --original; version 0.2 removes the old name
     ['a', '--original=b']
     """
     found: list[str] = []
+    names: dict[str, set[str]] = defaultdict(set)
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
-            return [*found, argument, *rest]
+            found += [argument, *rest]
+            break
         name, given, value = argument.partition("=")
         new = NAMES.get(verb, {}).get(name, name)
         if not name.startswith("--") or not (takes_value(new) or given):
@@ -60,12 +67,18 @@ def renamed(
         values = [value] if given else _next(rest)
         if values and (verb, name, values[0]) in VALUES:
             new, replaced = VALUES[verb, name, values[0]]
-            warn(f"{name} {values[0]} is now {new} {replaced}; the old form goes with version 0.2")
+            names[new].add(name)
+            warn(f"{name} {values[0]} is now {new} {replaced}; version 0.2 removes the old form")
             found += [new, replaced]
             continue
         if new != name:
-            warn(f"{name} is now called {new}; the old name goes with version 0.2")
+            warn(f"{name} is now called {new}; version 0.2 removes the old name")
+        names[new].add(name)
         found += [f"{new}={value}"] if given else [new, *values]
+    for new, given_as in names.items():
+        for old in sorted(given_as - {new}):
+            if new in given_as:
+                raise UsageError(f"{old} and {new} are one option", f"leave out {old}")
     return found
 
 

@@ -22,9 +22,9 @@ EPILOG = """`neuzip COMMAND --help` shows the options and examples of a command.
 Environment variables:
   NEUZIP_DEBUG=1        add the traceback to an error, as -v does
   NEUZIP_NO_PROGRESS=1  show no progress
-  NEUZIP_AUTOLOAD=0     keep `import torch` from registering neuzip
-  HF_TOKEN, HF_HOME     access token and cache of the Hub, and all others of
-                        huggingface_hub"""
+  NEUZIP_AUTOLOAD=0     stop `import torch` from importing neuzip
+  HF_TOKEN, HF_HOME     access token and cache of the Hub; neuzip also follows
+                        the other variables of huggingface_hub"""
 
 
 def build_app() -> typer.Typer:

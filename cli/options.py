@@ -47,7 +47,7 @@ JobsOption = Annotated[
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="Device; auto is a GPU, if there is one, for 16 GiB of weights or more"),
+    typer.Option(help="Device; auto uses a GPU only for 16 GiB of weights or more"),
 ]
 RunDeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],

@@ -54,7 +54,7 @@ BASIS = 0.01
 SMOOTHED = 300.0
 """Seconds whose mean speed a bar's estimate goes by: some tensors take a minute each, others come at once."""
 
-_LABEL = re.compile(r" *(?:\S+ {2,})?")
+_LABEL = re.compile(r" *(?:\S+(?: \S+)? {2,})?")
 """What stands in front of the words of a line."""
 
 _COMMAND = re.compile(r"(?!\w+: neuzip )(.*:) (neuzip \S.*)")
@@ -245,7 +245,7 @@ def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code:
         try:
             _answer({"error": told})
             sys.stdout.flush()  # an interrupted run ends without the flush at exit
-        except BrokenPipeError:  # the reader has gone, and Python would complain again at exit
+        except OSError:  # the reader has gone or the disk is full, and Python would complain again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -324,6 +324,8 @@ def fold(line: str, width: int) -> list[str]:
 
     >>> fold("peak    12.3 MB of memory", 20)
     ['peak    12.3 MB of', '        memory']
+    >>> fold("CPU codec  in vector registers", 24)
+    ['CPU codec  in vector', '           registers']
     >>> fold("hint: try it: neuzip verify my-model", 20)
     ['hint: try it:', '  neuzip verify my-model']
     >>> fold("hint: neuzip reads folders", 20)

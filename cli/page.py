@@ -29,12 +29,13 @@ def page(
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             known: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
             valued = {name for option in known if not option.is_flag for name in option.opts}
-            said: list[str] = []
-            left = super().parse_args(ctx, deprecated.renamed(verb, args, valued.__contains__, said.append))
-            if not ctx.resilient_parsing:  # which completion is, and that says nothing
-                for warning in said:
-                    Output().warning(warning)
-                refuse_without_effect(needs, _given(ctx, known))
+            if ctx.resilient_parsing:  # which completion is, and that says nothing
+                return super().parse_args(ctx, args)
+            # First the warnings: an error would speak of a new name that nobody has typed.
+            left = super().parse_args(
+                ctx, deprecated.renamed(verb, args, valued.__contains__, Output().warning)
+            )
+            refuse_without_effect(needs, _given(ctx, known))
             return left
 
         def invoke(self, ctx: Any) -> Any:

@@ -88,28 +88,28 @@ OBJECTS: Mapping[str, Keys] = {
         stored_bytes   : integer or null [bytes] - size after, without headers; predicted in a dry run, null
         | if unknown
         loss           : Loss or null - what rounding did; null if nothing was lost, and in a dry run
-        note           : string - why this scheme, if that may surprise; else empty
+        note           : string - why this scheme was chosen, if the choice may surprise; else empty
     """),
     "Target": _keys("""
         option           : string - the option: --max-kld, --max-ppl-increase or --target-size
         asked            : string - its value as given
-        limit            : number - the same as a number: nats per token, nats per token, or bytes
+        limit            : number - the value as a number: nats per token, or bytes for --target-size
         met              : boolean or null - whether the result meets the target; null in a dry run
         sensitivity      : string - how sensitivities were found: measured, fisher or weights
         text             : string or null - the text they were measured on
-        special_tokens   : string - what stands in front of each window of the text
+        special_tokens   : string - special tokens in front of each window of the text
         plan             : string or null - file of the plan (TOML); null in a dry run
         delivered        : Comparison or null - the result compared with the original
         predicted_kld    : number or null [nats per token] - mean KL divergence that the plan predicts
         schemes          : map of integer or null - number of tensors of each scheme
         estimated_groups : integer or null - groups of tensors whose sensitivity was estimated from the
         | weights alone
-        trials           : list of Trial or null - plans that were tried, the last one taken
+        trials           : list of Trial or null - plans that were tried; the last one was taken
         dropped_layers   : list of integer - layers that were dropped
-        drops            : Drops or null - what --drop-layers weighed up
-        passed_over      : Trial or null - the plan with more or fewer layers that was tried and not taken
-        pays_from        : number or null [nats per token] - the limit from which dropping a layer would
-        | pay, as predicted
+        drops            : Drops or null - predictions for --drop-layers
+        passed_over      : Trial or null - a plan with more or fewer layers that was tried but not taken
+        pays_from        : number or null [nats per token] - predicted smallest limit at which dropping a
+        | layer makes the result smaller
     """),
     "Trial": _keys("""
         predicted_kld : number [nats per token] - predicted mean KL divergence
@@ -118,20 +118,20 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "Drops": _keys("""
         singles  : list of Drop - each layer left out alone
-        steps    : list of Drop - no layer left out, then one more each
-        rejected : Drop or null - the step that was predicted to gain nothing
-        refused  : list of string - why layers were passed over
+        steps    : list of Drop - first no dropped layer, then one more in each step
+        rejected : Drop or null - the next step, not taken because it was predicted to gain nothing
+        refused  : list of string - why some layers were not considered
     """),
     "Drop": _keys("""
         layers     : list of integer - layers left out
         bytes      : integer [bytes] - size of their tensors, uncompressed
         comparison : Comparison or null - the model without them compared with the whole one
-        predicted  : number or null - what a plan without them comes to: bytes, or nats per token for
-        | --target-size
+        predicted  : number or null - predicted result of a plan without these layers: bytes, or nats per
+        | token for --target-size
     """),
     "Comparison": _keys("""
         tokens           : integer - tokens compared
-        blocks           : string - what standard errors are over
+        blocks           : string - samples of the standard errors, such as documents
         base_nll         : Estimate [nats per token] - negative log-likelihood of the original
         other_nll        : Estimate [nats per token] - negative log-likelihood of the compared model
         nll_difference   : Estimate [nats per token] - other_nll - base_nll, paired
@@ -153,14 +153,14 @@ OBJECTS: Mapping[str, Keys] = {
     "Calibration": _keys("""
         mode               : string - what was asked for: auto, 8bit or 4bit
         limit              : number or null [nats per token] - budget of mean KL divergence
-        offered            : list of integer - bits that layers could get
+        offered            : list of integer - precisions to choose from, in bits
         layers             : list of AttentionLayer - each layer
         bits               : list of (integer or null) - the choice: bits of each layer, null for full
         | precision
         sum_of_layers      : number or null [nats per token] - sum of the KL divergences of single layers as
         | chosen
-        trials             : list of (number or null) [nats per token] - mean KL divergence of each choice
-        | that was measured as a whole, the last one taken
+        trials             : list of (number or null) [nats per token] - mean KL divergence of each measured
+        | choice for all layers; the last one was taken
         comparison         : Comparison - the model with the choice compared with the original
         text               : string - the text
         window             : integer [tokens] - length of a window
@@ -171,7 +171,7 @@ OBJECTS: Mapping[str, Keys] = {
         dtype              : string - dtype it computed in
         seconds            : number [s] - wall time
         versions           : map of string - versions of neuzip, Python, torch, transformers
-        special_tokens     : string - what stands in front of each window
+        special_tokens     : string - special tokens in front of each window
     """),
     "AttentionLayer": _keys("""
         number  : integer - number of the layer
@@ -198,7 +198,7 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "Stream": _keys("""
         commit         : string - commit of the source on the Hub
-        most_of_source : integer [bytes] - most bytes of the source's weight files on the disk at a time
+        most_of_source : integer [bytes] - largest size of source weight files on the disk at any time
     """),
     "Pushed": _keys("""
         url       : string - page of the repository
@@ -215,10 +215,10 @@ OBJECTS: Mapping[str, Keys] = {
         identical      : boolean or null - whether it equals the original bit for bit; null without --original
         max_relative   : number or null - largest relative error, if it differs
         relative_l2    : number or null - relative error in the L2 norm, if it differs
-        lossless       : boolean - whether it is stored so that it restores to the original
-        of_another     : boolean - whether the original given is not the one that was rounded
-        base_missing   : boolean - whether its checksums alone were checked, as a delta without --base
-        | allows no more
+        lossless       : boolean - whether its scheme is lossless
+        of_another     : boolean - whether the given original differs from the tensor that was rounded
+        base_missing   : boolean - whether neuzip checked only what the delta stores, because --base was not
+        | given
     """),
     "InspectedTensor": _keys("""
         file               : string - weight file
@@ -229,8 +229,8 @@ OBJECTS: Mapping[str, Keys] = {
         stored_bytes       : integer [bytes] - size compressed; predicted for a plain checkpoint
         scheme             : string - how the tensor is stored, or would be
         loss               : Loss or null - what rounding did
-        entropies          : Entropies or null - null for an empty tensor, one that is no float, and in a
-        | delta
+        entropies          : Entropies or null - entropies; null for an empty tensor, a tensor without floats,
+        | and in a delta
         used_mantissa_bits : integer or null - mantissa bits that are not zero everywhere
         bound_bytes        : integer or null [bytes] - entropy bound of lossless coding with exponents coded
         base               : string or null - the tensor of the base that a delta needs
@@ -250,7 +250,7 @@ OBJECTS: Mapping[str, Keys] = {
     "Histogram": _keys("""
         dtype                 : string - dtype
         weights               : integer - floats of this dtype
-        entropies             : Entropies - of all of them together
+        entropies             : Entropies - entropies over all weights of this dtype
         used_mantissa_bits    : integer - mantissa bits that are not zero everywhere
         exponent_bias         : integer - bias of the exponent
         signs                 : list of integer - counts of sign 0 and 1
@@ -283,7 +283,7 @@ OBJECTS: Mapping[str, Keys] = {
         group       : integer or null - weights that share a scale
         scale_error : number - largest relative difference between a scale and the one that the engine
         | computes with
-        packing     : string or null - the engine's word for its type
+        packing     : string or null - name of its type in the engine
     """),
     "Gpu": _keys("""
         name               : string - its name
@@ -298,8 +298,8 @@ OBJECTS: Mapping[str, Keys] = {
         path              : string - the checkpoint
         dtype             : string - dtype it computed in
         weight_bytes      : integer [bytes] - memory of the weights
-        tokens_per_second : number [tokens/s] - tokens fed, up to the last hidden states; one pass, no error
-        | known
+        tokens_per_second : number [tokens/s] - speed of the model without its head; one pass, so without a
+        | standard error
         formed            : string or null - why all logits had to be materialised
         kv_bits           : integer or null - bits of the KV cache
         attention_bits    : list of (integer or null) or null - bits of each layer's attention, null for
@@ -309,7 +309,7 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "Activations": _keys("""
         mode  : string - b1.58, a4.8, a4.8-fp4 or none
-        sites : object - exceptions by site
+        sites : object - modes of sites that differ from `mode`
     """),
     "ConventionScores": _keys("""
         name           : string - token, strided, llama.cpp, lm-eval or bos
@@ -320,8 +320,8 @@ OBJECTS: Mapping[str, Keys] = {
         documents      : integer - documents of the text
         words          : integer or null - words predicted
         bytes          : integer or null [bytes] - bytes predicted
-        special_tokens : string - what stands in front of each window
-        blocks         : string - what standard errors are over
+        special_tokens : string - special tokens in front of each window
+        blocks         : string - samples of the standard errors, such as documents
         before         : Score or null - the original, with --original
         after          : Score - SRC
     """),
@@ -341,11 +341,11 @@ OBJECTS: Mapping[str, Keys] = {
     """),
     "PeakMemory": _keys("""
         bytes : integer or null [bytes] - peak memory
-        of    : string - of what
+        of    : string - which memory this is, in words
     """),
     "Sparsity": _keys("""
         sites      : map of number - share of zero activations of each site, 0 to 1
-        overall    : number - the same of all, by weights
+        overall    : number - share over all sites, weighted by their number of weights
         active     : integer - weights that are multiplied per token
         parameters : integer - weights of these layers
         tokens     : integer - tokens counted
@@ -377,7 +377,7 @@ OBJECTS: Mapping[str, Keys] = {
         identical        : boolean - whether every measured number is the same for both models to the last bit
         perplexity       : list of ReportRow - perplexities
         nll_difference   : Estimate or null [nats per token] - SRC minus the original, paired
-        blocks           : string - what standard errors are over
+        blocks           : string - samples of the standard errors, such as documents
         divergence       : list of ReportRow - KL divergence and agreement
         distribution     : Distribution or null - KL divergence of single tokens
         cost             : list of ReportRow - memory and speed
@@ -387,8 +387,8 @@ OBJECTS: Mapping[str, Keys] = {
         original_bytes   : integer or null [bytes] - weight files of the original
         stored_bytes     : integer or null [bytes] - weight files of SRC
         sweep            : list of SweepPoint - what --sweep showed
-        sweep_differs    : list of string - what was different in the sweep
-        when             : string or null - date, if one was asked for
+        sweep_differs    : list of string - settings in which the sweep differs from this evaluation
+        when             : string or null - date of the report; null by default
         bits_per_weight  : number or null [bits] - 8 * stored_bytes / number of elements of all tensors
         histograms       : list of Histogram or null - null unless --report is given
     """),
@@ -465,7 +465,7 @@ OBJECTS: Mapping[str, Keys] = {
         largest_relative_error  : number - largest relative error of a weight
         perplexity              : Estimate - perplexity per token
         tokens                  : integer - tokens compared
-        blocks                  : string - what standard errors are over
+        blocks                  : string - samples of the standard errors, such as documents
         base_nll                : Estimate [nats per token] - negative log-likelihood of the original
         other_nll               : Estimate [nats per token] - negative log-likelihood of this scheme
         nll_difference          : Estimate [nats per token] - other_nll - base_nll, paired
@@ -482,7 +482,7 @@ OBJECTS: Mapping[str, Keys] = {
         load_seconds            : number [s] - time to load
         decode_bytes_per_second : number [bytes/s] - speed of decompression
         tokens_per_second       : number [tokens/s] - tokens fed
-        depends_on              : object - what must be the same for rows to be compared
+        depends_on              : object - settings that must be equal before you compare rows
     """),
     "SweepFailure": _keys("""
         scheme : string - the scheme
@@ -505,9 +505,9 @@ OBJECTS: Mapping[str, Keys] = {
     "Removal": _keys("""
         choice     : string - greedy, block or angular
         layers     : list of integer - layers to drop
-        order      : list of integer - in the order in which they were chosen
+        order      : list of integer - the same layers in the order in which they were chosen
         klds       : list of number [nats per token] - mean KL divergence after each choice
-        parameters : integer - parameters that go
+        parameters : integer - parameters of the layers to drop
         comparison : Comparison - the model without them
     """),
     "Pruned": _keys("""
@@ -533,7 +533,7 @@ OBJECTS: Mapping[str, Keys] = {
         documents      : integer - documents of the text
         words          : integer or null - words predicted
         bytes          : integer or null [bytes] - bytes predicted
-        special_tokens : string - what stands in front of each window
+        special_tokens : string - special tokens in front of each window
     """),
     "Recipe": _keys("""
         quantizer : string - how weights are rounded
@@ -567,15 +567,15 @@ COMMANDS: Mapping[str, Keys] = {
         weights             : integer - elements of all tensors
         ratio               : number or null - stored_weight_bytes / weight_bytes
         bits_per_weight     : number or null [bits] - 8 * stored_weight_bytes / weights
-        lossless            : boolean or null - whether every tensor restores to its bytes; in a dry run
-        | whether no scheme rounds, null if only the run tells
+        lossless            : boolean or null - whether every tensor restores byte for byte; predicted in a
+        | dry run, null if unknown then
         seconds             : number or null [s] - wall time; null in a dry run
         device              : string or null - where tensors were coded; null in a dry run
         resumed_files       : integer - weight files that an earlier run had finished
         warnings            : list of string - warnings
         private_files       : list of string - files that look private by their names
         tensors             : list of CompressedTensor - each tensor
-        target              : Target or null - a target such as --max-kld
+        target              : Target or null - result of --max-kld, --max-ppl-increase or --target-size
         attention           : Calibration or null - the choice of --attention
         base                : string or null - path of the base of a delta
         base_name           : string or null - name of the base, as the delta records it
@@ -596,7 +596,7 @@ COMMANDS: Mapping[str, Keys] = {
     """),
     "inspect": _keys("""
         src                 : string - what was read
-        delta               : boolean - whether it is a delta, whose weights cannot be seen without the base
+        delta               : boolean - whether it is a delta, so its weights are unknown without the base
         base_name           : string or null - name of the base of a delta
         device              : string - where weights were counted
         compressed          : boolean - whether it is compressed
@@ -618,7 +618,7 @@ COMMANDS: Mapping[str, Keys] = {
         b              : string - second checkpoint
         identical      : boolean - whether all tensors are identical; if not, the exit code is 1
         compared_bytes : integer [bytes] - bytes compared
-        totals         : map of integer - number of tensors, and of those of each status
+        totals         : map of integer - number of tensors, in total and by status
         tensors        : list of TensorDifference - each tensor
     """),
     "export": _keys("""
@@ -635,7 +635,8 @@ COMMANDS: Mapping[str, Keys] = {
         scale_error    : number - largest relative error of a scale
     """),
     "env": _keys("""
-        installed    : string - how: as editable, or from a folder, an archive, git or an index
+        installed    : string - how neuzip was installed: editable, or from a folder, an archive, git or an
+        | index
         commit       : string or null - commit of the repository it was installed from, if pip recorded one
         python       : string - implementation and version of Python
         system       : string - operating system, kernel and libc
@@ -696,7 +697,8 @@ COMMANDS: Mapping[str, Keys] = {
         sparsity    : Sparsity or null - zero activations, with --sparsity
         tasks       : Tasks or null - scores of lm-evaluation-harness, with --tasks
         page        : string or null - page that --report wrote
-        report      : Report or null - what --report FILE.json writes; `push --evaluation` reads it here too
+        report      : Report or null - the report as --report FILE.json writes it; `push --evaluation` also
+        | accepts this JSON output
     """),
     "generate": _keys("""
         prompt               : string - the prompt
@@ -719,7 +721,7 @@ COMMANDS: Mapping[str, Keys] = {
         attention_calls      : map of integer - number of attention calls by how they ran
         device               : string - where the model ran
         graphed              : boolean - whether steps ran as a CUDA graph
-        not_graphed          : string or null - why not
+        not_graphed          : string or null - why steps did not run as a CUDA graph
     """),
     "bench": _keys("""
         src           : string - the model
@@ -735,7 +737,7 @@ COMMANDS: Mapping[str, Keys] = {
     "sweep": _keys("""
         src        : string - the model
         text       : string - the text
-        convention : string - how it was cut into windows
+        convention : string - how the text was cut into windows
         device     : string - where the model ran
         front      : list of string - schemes that no other beats in both size and KL divergence
         resumed    : integer - schemes that an earlier run had measured
@@ -757,14 +759,14 @@ COMMANDS: Mapping[str, Keys] = {
         | KL divergence
         removal           : Removal or null - layers to drop, with --drop
         parameters        : integer - parameters of the model
-        blocks            : string - what standard errors are over
+        blocks            : string - samples of the standard errors, such as documents
         device            : string - where the model ran
         dtype             : string - dtype it computed in
-        stored_dtype      : string - dtype of its config.json
+        stored_dtype      : string - dtype in the config.json of the model
         seconds           : number [s] - wall time
         versions          : map of string - versions of neuzip, Python, torch, transformers
-        special_tokens    : string - what stands in front of each window
-        mergekit          : string or null - the same as a recipe for mergekit
+        special_tokens    : string - special tokens in front of each window
+        mergekit          : string or null - the removal as a recipe for mergekit
         written           : Pruned or null - what was written
         plot              : string or null - picture that was written
     """),
@@ -785,7 +787,7 @@ COMMANDS: Mapping[str, Keys] = {
         weights        : integer - their weights
         zeros          : number - share of these weights that are 0
         tokens         : integer - tokens of the text that were used
-        special_tokens : string - what stands in front of each window
+        special_tokens : string - special tokens in front of each window
         device         : string - where it ran
         dtype          : string - dtype of the model
         seconds        : number [s] - wall time
@@ -807,7 +809,7 @@ COMMANDS: Mapping[str, Keys] = {
         last              : object - the numbers of the last step
         before            : Comparison or null - before training, compared with the original
         after             : Comparison or null - after training, compared with the original
-        special_tokens    : string - what stands in front of each window
+        special_tokens    : string - special tokens in front of each window
         device            : string - where it ran
     """),
     "train": _keys("""
@@ -817,13 +819,13 @@ COMMANDS: Mapping[str, Keys] = {
         picture            : string - the loss as a picture
         steps              : integer - steps taken
         loss               : number [nats per token] - mean loss of the last steps
-        loss_of_steps      : integer - steps of that mean
+        loss_of_steps      : integer - number of steps in `loss`
         tokens_per_second  : number [tokens/s] - median speed
         peak_bytes         : integer [bytes] - peak memory
         weight_bytes       : integer [bytes] - memory of the compressed weights
         dense_weight_bytes : integer [bytes] - what they would take uncompressed
         state_bytes        : integer [bytes] - memory of the optimizer states
-        special_tokens     : string - what stands in front of each window
+        special_tokens     : string - special tokens in front of each window
         device             : string - where it ran
         processes          : integer - processes
         seconds            : number [s] - wall time
@@ -836,7 +838,7 @@ COMMANDS: Mapping[str, Keys] = {
         compressed      : list of DemoStep - lossless, then rounded
         identical_files : integer - restored files that equal the original byte for byte
         convention      : Convention - how the text was predicted
-        blocks          : string - what standard errors are over
+        blocks          : string - samples of the standard errors, such as documents
         scores          : list of Score - original, lossless, rounded
         versions        : map of string - versions of neuzip, Python, torch, transformers
         seconds         : number [s] - wall time

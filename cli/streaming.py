@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from neuzip.cli.compression_result import alike, planned, result_of
+from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
@@ -187,7 +187,8 @@ def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> N
         [name, f"{len(group):,}", shape, dtype, scheme, bytes_text(sum(t.tensor.info.nbytes for t in group))]
         for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
     ]
-    out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes"], rows, right=["tensors", "bytes"])
+    columns = ["name", "tensors", "shape", "dtype", "scheme", "bytes"]
+    out.wider(out.table(columns, rows, right=["tensors", "bytes"], spare=PLAN_SPARE))
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
     for (scheme, note), count in Counter((str(t.scheme), t.note) for t in plan.tensors if t.note).items():

@@ -140,7 +140,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote. Bytes are of weight files."""
+    """What `export_checkpoint` wrote. `source_bytes` and `exported_bytes` are sizes of weight files."""
 
     src: Path
     dst: Path
@@ -152,12 +152,12 @@ class ExportReport:
 
     @property
     def ternary(self) -> int:
-        """How many tensors are ternary in it."""
+        """Number of ternary tensors in the result."""
         return sum(t.kind == "ternary" for t in self.tensors)
 
     @property
     def scale_error(self) -> float:
-        """The largest of the tensors."""
+        """Largest relative error of a scale, over all tensors."""
         return max(t.scale_error for t in self.tensors)
 
 

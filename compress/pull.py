@@ -36,10 +36,10 @@ MARK = f"{RECORDS}/neuzip-pull"
 
 @dataclass(frozen=True)
 class PullReport:
-    """What `pull` wrote. `tensors` are those that were decoded and checked, None if it is not compressed.
+    """What `pull` wrote. `tensors` is the number of tensors decoded and checked; None for a plain checkpoint.
 
-    `was_there` says that an earlier run had written it all, and that this one only compared it. Of a delta
-    `without_base` tensors are checked as far as that goes without its base.
+    If `was_there` is True, an earlier run had written everything, and this run only compared it. For a delta,
+    `without_base` is the number of tensors that neuzip could check only in part, without the base.
     """
 
     src: str

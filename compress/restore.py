@@ -46,10 +46,10 @@ from .workspace import (
 
 @dataclass(frozen=True)
 class DecompressionReport:
-    """What `decompress` wrote. `lossless` says whether it is the original byte by byte.
+    """What `decompress_checkpoint` wrote. `lossless` says whether the result is the original, byte for byte.
 
-    `device` decoded it. `was_there` says that an earlier run had written it all, and that this one only
-    compared it.
+    `device` is where neuzip decoded the tensors. If `was_there` is True, an earlier run had written
+    everything, and this run only compared it.
     """
 
     src: Path

@@ -84,7 +84,7 @@ class TensorVerdict:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All tensors and files looked at, and the device that decoded them."""
+    """The result for each tensor, the number of files, and the device that decoded them."""
 
     tensors: tuple[TensorVerdict, ...] = field(repr=False)
     files: int
@@ -92,12 +92,12 @@ class VerifyReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, decoded."""
+        """Size of all tensors, decoded, in bytes."""
         return sum(t.nbytes for t in self.tensors)
 
     @property
     def different(self) -> list[TensorVerdict]:
-        """The tensors that are not the original's."""
+        """The tensors that differ from the original."""
         return [t for t in self.tensors if t.identical is False]
 
 

@@ -345,7 +345,7 @@ def refuse_nesting(src: Path, dst: Path) -> None:
             raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
         if a == b or a in b.parents or b in a.parents:
             how = "is the same place as" if a == b else "lies within" if a in b.parents else "holds"
-            raise NeuzipError(f"{path}: {how} {src}", "choose a `destination` outside of it")
+            raise NeuzipError(f"{path}: {how} {src}", f"choose a `destination` outside {src}")
 
 
 def require_space(dst: Path, nbytes: int) -> None:

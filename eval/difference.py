@@ -85,7 +85,7 @@ class _Gap:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Two checkpoints compared: every tensor of either, and how many bytes of `a` were compared."""
+    """The difference of two checkpoints: all tensors of both, and how many bytes of `a` were compared."""
 
     a: Path
     b: Path
@@ -99,7 +99,7 @@ class CheckpointDifference:
 
     @property
     def identical(self) -> bool:
-        """Whether all tensors are, bit for bit."""
+        """Whether all tensors are identical, bit for bit."""
         return not self.different
 
 

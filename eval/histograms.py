@@ -239,11 +239,11 @@ class TensorFigures:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All tensors looked at, and their `counts` by dtype, the most frequent first.
+    """The inspected tensors, and their histograms (`counts`) by dtype, the most frequent dtype first.
 
-    `weight_bytes` and `stored_weight_bytes` are of the weight files, headers included, before and after
-    compression, as `compress` counts them; predicted for a plain checkpoint, None if only some tensors were
-    looked at.
+    `weight_bytes` and `stored_weight_bytes` are the sizes of the weight files before and after compression,
+    headers included. For a plain checkpoint, `stored_weight_bytes` is predicted. If only some tensors were
+    inspected, both are None.
     """
 
     compressed: bool
@@ -254,22 +254,22 @@ class Inspection:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all tensors, floats and others."""
+        """Number of elements of all tensors, of any dtype."""
         return sum(math.prod(t.shape) for t in self.tensors)
 
     @property
     def before_bytes(self) -> int:
-        """What the ratio is of: the weight files, or the tensors if they are not all."""
+        """Size before compression: of the weight files, or of the tensors if only some were inspected."""
         return self.nbytes if self.weight_bytes is None else self.weight_bytes
 
     @property
     def after_bytes(self) -> int:
-        """What becomes of `before_bytes`."""
+        """Size after compression of what `before_bytes` counts."""
         return self.stored_bytes if self.stored_weight_bytes is None else self.stored_weight_bytes
 
     @property
     def weights(self) -> int:
-        """Number of floats."""
+        """Number of elements of all float tensors."""
         return sum(c.numel for c in self.counts)
 
     @property
@@ -284,7 +284,7 @@ class Inspection:
 
     @property
     def bound_bytes(self) -> int | None:
-        """The bounds of all tensors together, if all have one."""
+        """Sum of the entropy bounds of all tensors; None if a tensor has no bound."""
         bounds = [t.bound_bytes for t in self.tensors]
         return sum(b for b in bounds if b is not None) if None not in bounds else None
 
@@ -294,7 +294,7 @@ class Inspection:
         return any(t.loss is not None for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, histograms included."""
+        """Everything as JSON values, histograms included."""
         stored, weights = self.stored_weight_bytes, self.elements
         return {
             "compressed": self.compressed,

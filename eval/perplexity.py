@@ -111,9 +111,10 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of some models, in the order in which they were given.
+    """The measurements of `evaluate`. With an original, `models` holds the original and then the compared
+    model.
 
-    `skipped` are conventions that the text is too short for, and why. `paired` are the numbers behind
+    `skipped` maps each convention that was left out to the reason. `paired` holds the values behind
     `comparison`, token by token.
     """
 
@@ -133,7 +134,7 @@ class Evaluation:
     paired: Paired | None = field(default=None, repr=False)
 
     def by(self, name: Name) -> Measured:
-        """What was measured under a convention. Raises KeyError."""
+        """The measurement of one convention. Raises KeyError if it was not measured."""
         for one in self.measured:
             if one.convention.name == name:
                 return one

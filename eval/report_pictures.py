@@ -227,7 +227,8 @@ def _draw_layers(tensors: Sequence[TensorRow]) -> Figure:
     axes.annotate(
         f"relative error: shades from {number_text(low)} (faint) to {number_text(high)} (strong); "
         f"measured {number_text(min(errors))} to {number_text(max(errors))}",
-        (0, 1), (0, 10), "axes fraction", "offset points", size=9, color=MUTED, parse_math=False,
+        (0.01, 1), (0, 10), ("figure fraction", "axes fraction"), "offset points",
+        size=9, color=MUTED, parse_math=False,
     )  # fmt: skip
     return figure
 

@@ -95,9 +95,13 @@ def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress
     left out. Without a connection, a copy in the cache is taken.
 
     `note` is told of what was left out, of a copy taken and of waits; `progress` lets huggingface_hub draw
-    its bars on a terminal. Raises NeuzipError, for a repository without safetensors before anything is
-    downloaded.
+    its bars on a terminal. Raises UsageError for an empty name, which would be the current folder, and
+    NeuzipError, for a repository without safetensors before anything is downloaded.
     """
+    if src == "":
+        raise UsageError(
+            "the name of a checkpoint is empty", "give a folder, a .safetensors file or owner/name"
+        )
     match = hub_id(src)
     if match is None:
         return Path(src)
@@ -461,9 +465,10 @@ def _original_card(root: Path, contents: dict[str, Path | bytes]) -> str:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What `push` did: the page, the commit's id, and the older files that it removed.
+    """What `push` did: the URL of the page, the id of the commit, and the older files that `push` deleted.
 
-    `files` are the paths of all files of the upload. `was_there` says that an earlier run had done it all.
+    `files` are the paths of all uploaded files. If `was_there` is True, an earlier run had uploaded
+    everything.
     """
 
     url: str

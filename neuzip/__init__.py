@@ -101,19 +101,21 @@ _HOME = {
 """The module of each public name."""
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a type checker that saw it would take every name for a public one
 
-        value: Any = version("neuzip-toolkit")
-    elif name in _HOME:
-        value = getattr(_imported(_HOME[name], name), name)
-    elif name in _ROOMS:
-        value = import_module(f"neuzip.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value: Any = version("neuzip-toolkit")
+        elif name in _HOME:
+            value = getattr(_imported(_HOME[name], name), name)
+        elif name in _ROOMS:
+            value = import_module(f"neuzip.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def _imported(module: str, name: str) -> ModuleType:

@@ -27,7 +27,7 @@ def local(parameter: str, source: Source) -> Path:
 
 
 def require_one_of(choices: Sequence[object], **values: object) -> None:
-    """Raise UsageError for a value, by its parameter, that is none of the choices. None is no value.
+    """Raise UsageError for a value, by its parameter, that is none of the choices.
 
     >>> require_one_of(("trits", "2bit"), ternary_packing="4bit")
     Traceback (most recent call last):
@@ -35,7 +35,7 @@ def require_one_of(choices: Sequence[object], **values: object) -> None:
     neuzip.errors.UsageError: `ternary_packing='4bit'`: there is no such choice
     """
     for parameter, value in values.items():
-        if value is not None and not any(value is one or value == one for one in choices):
+        if not any(value is one or (value == one and type(value) is type(one)) for one in choices):
             named = ", ".join(map(repr, choices))
             raise UsageError(f"`{parameter}={value!r}`: there is no such choice", f"give one of {named}")
 
@@ -53,6 +53,42 @@ def require_counts(**values: object) -> None:
             raise UsageError(f"`{parameter}={value!r}`: is no number from 1 on", "give 1 or more")
 
 
-def as_list(names: Name | Sequence[Name]) -> list[Name]:
-    """One name, or several, as a list."""
-    return [names] if isinstance(names, str) else list(names)
+def require_paths(**values: object) -> None:
+    """Raise UsageError for a value, by its parameter, that is no path.
+
+    >>> require_paths(destination=5)
+    Traceback (most recent call last):
+      ...
+    neuzip.errors.UsageError: `destination=5`: is no path
+    """
+    for parameter, value in values.items():
+        if not isinstance(value, str | os.PathLike):
+            raise UsageError(f"`{parameter}={value!r}`: is no path", "give a string or a pathlib.Path")
+
+
+def require_texts(**values: object) -> None:
+    """Raise UsageError for a value, by its parameter, that is no text.
+
+    >>> require_texts(prompt=b"Hello")
+    Traceback (most recent call last):
+      ...
+    neuzip.errors.UsageError: `prompt=b'Hello'`: is no text
+    """
+    for parameter, value in values.items():
+        if not isinstance(value, str):
+            raise UsageError(f"`{parameter}={value!r}`: is no text", "give a string")
+
+
+def as_list(parameter: str, names: Name | Sequence[Name]) -> list[Name]:
+    """One name, or several, as a list. Raises UsageError for what is neither.
+
+    >>> as_list("stop", "END"), as_list("stop", ())
+    (['END'], [])
+    """
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"`{parameter}={names!r}`: is neither a string nor a list of them", "give such a list"
+        )
+    return list(names)

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
+from neuzip.arguments import (
+    Source,
+    as_list,
+    local,
+    require_counts,
+    require_one_of,
+    require_paths,
+    require_texts,
+)
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.against import compress_against
 from neuzip.compress.base import name_of
@@ -52,7 +60,7 @@ if TYPE_CHECKING:
     from neuzip.eval.targets import Delivered, DropLayers
 
 
-MODES = ("b1.58", "a4.8", "a4.8-fp4", "none")
+MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
 SENSITIVITIES = ("auto", "measured", "fisher", "weights")
 
 
@@ -61,10 +69,10 @@ class CompressionResult(CompressionReport):
     """What `compress_checkpoint` did. All sizes are in bytes.
 
     `weight_bytes` and `stored_weight_bytes` are the sizes of the weight files before and after,
-    `original_bytes` and `stored_bytes` those of all files. `ratio` is the size of the weight files after as a
-    share of before. `tensors` has one entry per tensor, with its scheme and, for a lossy one, its `loss`.
-    `seconds` is wall time. With a target, `target` says what was found and measured; `target.holds` is False
-    where the result misses the target. Without a target it is None.
+    `original_bytes` and `stored_bytes` those of all files. `ratio` is `stored_weight_bytes / weight_bytes`.
+    `tensors` has one entry per tensor, with its scheme and, for a lossy one, its `loss`. `seconds` is wall
+    time. With a quality or size target, `target` holds the plan and its measured result, and `target.holds`
+    is False if the result misses the target. Otherwise `target` is None.
     """
 
     target: Delivered | None = None
@@ -102,7 +110,7 @@ def compress_checkpoint(
     """Compress a checkpoint, lossless by default, as `neuzip compress` does.
 
     `source` is a folder, a .safetensors file, or a Hub id, which is downloaded. `destination` is a folder, or
-    a file for a file. An interrupted call continues when it is repeated.
+    a file if `source` is a file. To resume an interrupted call, repeat it.
 
     `mantissa_bits` rounds matrices to that many mantissa bits (bf16 has 7); None is lossless.
     `bits_for` maps globs of tensor names to other numbers of bits. `block_size` is how many weights share a
@@ -110,25 +118,25 @@ def compress_checkpoint(
     compress, or to store raw. `plan` is a TOML file of rules, and `rules` are such rules as `Rule` objects.
     The first rule that matches a tensor applies.
 
-    `ternary` stores the linear weights of a model that was trained for it as -1, 0 and 1 times a scale.
-    `ternary_group` is how many weights of a row share a scale, `ternary_packing` how they are stored, and
-    `ternary_quantizer` how weights are rounded that are not ternary yet, which `allow_destructive` has to
-    permit. `activations` is recorded in config.json.
+    `ternary` stores the linear weights of a ternary model as -1, 0 and 1 times a scale. `ternary_group` is
+    how many weights of a row share a scale, and `ternary_packing` how the codes are stored.
+    `ternary_quantizer` rounds weights that are not ternary yet; that needs `allow_destructive=True`. neuzip
+    records `activations` in config.json, for inference.
 
     `max_kld`, `max_ppl_increase` and `target_size` are targets; give one at most. neuzip then chooses the
     precision of each tensor, and needs torch and transformers. `max_kld` is a mean KL divergence in nats per
     token, `max_ppl_increase` an increase of perplexity such as "0.5%", and `target_size` the size of the
-    weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of
-    them, a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
-    estimated: "measured", "fisher" or "weights". `drop_layers` is how many whole layers to drop; "auto" drops
-    as many as make the result smaller or closer.
+    weight files in bytes or as "60%" or "6GiB". `text` is what to measure on: a UTF-8 file, a folder of them,
+    a dataset of the Hub, or "demo", the default. `sensitivity` is how the loss due to each tensor is
+    estimated: "measured", "fisher" or "weights". `drop_layers` is how many whole layers to drop. "auto" drops
+    as many as make the result smaller, or closer to the original for `target_size`.
 
     `base` is the checkpoint that `source` was made from: the result is a delta, which stores the difference
     without loss. `decompress_checkpoint` restores `source` from the delta and the base.
 
     `device` is where weights are coded: "auto", "cpu", "cuda", the number of a GPU, or a torch.device. `jobs`
-    is the number of threads, None for one per core. `verify` decodes and compares every tensor before its
-    file gets its name. `overwrite` replaces a checkpoint at the destination.
+    is the number of threads, None for one per core. `verify` decodes and compares every tensor before the
+    file gets its final name. `overwrite` replaces a checkpoint at the destination.
 
     Raises UsageError for parameters that are wrong or exclude each other, WouldOverwrite for a destination
     that exists, FormatError for a damaged source, and NeuzipError for everything else that can be expected.
@@ -140,6 +148,7 @@ def compress_checkpoint(
     >>> result.ratio < 0.5, result.target is None
     (True, True)
     """
+    require_paths(source=source, destination=destination, plan=plan or "", text=text or "")
     require_one_of(MODES, activations=activations)
     require_one_of(SENSITIVITIES, sensitivity=sensitivity)
     said = given(
@@ -160,8 +169,13 @@ def compress_checkpoint(
         weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
         rules = rules_of(
             mantissa_bits, "none" if goal is not None or block_size is None else str(block_size),
-            as_list(include), as_list(exclude), weights if ternary else None, _bits_for(bits_for), plan,
+            as_list("include", include), as_list("exclude", exclude), weights if ternary else None,
+            _bits_for(bits_for), plan,
         )  # fmt: skip
+    elif not isinstance(rules, list | tuple) or not all(isinstance(rule, Rule) for rule in rules):
+        raise UsageError(
+            f"`rules={rules!r}`: is no list of neuzip.Rule", 'give rules: [Rule("*.weight", ...)]'
+        )
     refuse_without_ternary(said, rules)
     named(device)
     require_counts(jobs=jobs)
@@ -203,11 +217,12 @@ def decompress_checkpoint(
     """Restore a compressed checkpoint: byte for byte if it was compressed losslessly.
 
     `source` is a folder, a .safetensors file, or a Hub id. A delta needs the `base` that it was made from.
-    `device` and `jobs` are as in `compress_checkpoint`. Every tensor is compared with its checksum before its
-    file gets its name.
+    `device` and `jobs` are as in `compress_checkpoint`. neuzip compares every tensor with its checksum before
+    the file gets its final name.
 
     Raises FormatError for a damaged source, WouldOverwrite for a destination that exists, and NeuzipError.
     """
+    require_paths(destination=destination)
     named(device)
     require_counts(jobs=jobs)
     path = local("source", source)
@@ -226,9 +241,9 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check every checksum of a compressed checkpoint, and decode every tensor.
 
-    With the `original`, every tensor is compared too: a lossless one bit for bit, and of a lossy one the
-    errors are measured. A delta is checked as far as possible without its `base`, and completely with it.
-    `device` and `jobs` are as in `compress_checkpoint`.
+    With the `original`, neuzip also compares every tensor: a lossless tensor bit for bit; for a lossy tensor,
+    neuzip measures the errors. Without its `base`, neuzip checks what a delta stores, but not the tensors
+    that it restores. `device` and `jobs` are as in `compress_checkpoint`.
 
     Raises FormatError for a damaged checkpoint, VerificationError for one that was not made from `original`,
     and NeuzipError for what is not compressed.
@@ -256,22 +271,23 @@ def inspect_checkpoint(
     `compress_checkpoint`.
 
     Raises UsageError where no tensor matches, FormatError for a damaged checkpoint, and NeuzipError for a
-    delta, whose weights show only when it is restored.
+    delta, because its weights are unknown without the base.
     """
     from neuzip.eval import histograms
 
+    globs = as_list("tensor", tensor)
     named(device)
     require_counts(jobs=jobs)
     path = local("source", source)
     with TensorSource(path, choose(device, weight_bytes(path))) as opened:
-        return histograms.inspect(opened, histograms.select(opened, as_list(tensor)), jobs=jobs)
+        return histograms.inspect(opened, histograms.select(opened, globs), jobs=jobs)
 
 
 def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> CheckpointDifference:
     """Compare two checkpoints tensor by tensor, plain or compressed.
 
-    `identical` of the result says whether all tensors are; its `tensors` say how far apart each pair is, as
-    errors relative to `a`. `jobs` is the number of threads.
+    The result's `identical` says whether all tensors are identical. Its `tensors` hold the difference of each
+    pair, as errors relative to `a`. `jobs` is the number of threads.
 
     Raises FormatError for a damaged checkpoint, and NeuzipError.
     """
@@ -293,19 +309,22 @@ def export_checkpoint(
     activations: Literal["b1.58", "none"] | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write a ternary model, plain or compressed, as another engine reads it.
+    """Write a ternary model, plain or compressed, in the format of another engine.
 
-    `source` is the folder of a model, or a Hub id. `to` names the engine or library. `gguf_type` packs the
-    weights of a GGUF file in that type, "tq2_0" by default; `gguf_mixed` packs rows that fill no whole blocks
-    as Q2_0 or Q4_0. `linear_class` and `mode` are for transformers, `activations` for compressed-tensors:
-    "b1.58", the default, quantises them to 8 bits.
+    `source` is the folder of a model, or a Hub id. `to` names the engine or library. `gguf_type` is the type
+    of the weights in a GGUF file, "tq2_0" by default. `gguf_mixed` stores rows that do not fill whole blocks
+    of the type as Q2_0 or Q4_0. `linear_class` and `mode` are for transformers. `activations` is for
+    compressed-tensors: "b1.58", the default, quantises activations to 8 bits.
 
-    Raises UsageError for parameters that `to` does not have, WouldOverwrite, and NeuzipError for a model that
-    has nothing ternary or that the engine cannot hold.
+    Raises UsageError for parameters that do not apply to `to`, WouldOverwrite for a destination that exists,
+    and NeuzipError for a model without ternary weights or that the engine does not support.
     """
     require("export_checkpoint", "torch")
-    require_one_of(("tq1_0", "tq2_0", "q2_0"), gguf_type=gguf_type)
-    require_one_of(("b1.58", "none"), activations=activations)
+    require_paths(destination=destination)
+    require_one_of(("tq1_0", "tq2_0", "q2_0", None), gguf_type=gguf_type)
+    require_one_of(("bitlinear", "autobitlinear", None), linear_class=linear_class)
+    require_one_of(("offline", "online", None), mode=mode)
+    require_one_of(("b1.58", "none", None), activations=activations)
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
@@ -325,14 +344,17 @@ def push(
 ) -> Pushed:
     """Verify a compressed folder, and upload it to the Hugging Face Hub in one commit, with a model card.
 
-    `repo_id` is `owner/name`; the repository is made if there is none, `private` if so wanted. `revision` is
-    a branch, `message` describes the commit. `evaluation` is a JSON file that `neuzip eval` wrote about this
-    folder, whose results go into the card. Files that look private by their names, such as .env, are refused
-    unless `allow_private_files` is set. The access token is that of huggingface_hub.
+    `repo_id` is `owner/name`. If the repository does not exist, neuzip creates it; `private` makes the new
+    repository private. `revision` is a branch, and `message` describes the commit. `evaluation` is a JSON
+    file that `neuzip eval` wrote about this folder. neuzip adds its results to the card. neuzip refuses files
+    that look private by their names, such as .env, unless `allow_private_files` is set. The access token is
+    that of huggingface_hub.
 
-    Raises WouldOverwrite for a checkpoint that is there already, FormatError for a damaged folder, and
-    NeuzipError.
+    Raises WouldOverwrite if the repository already holds a checkpoint, FormatError for a damaged folder, and
+    NeuzipError for other failures.
     """
+    require_paths(folder=folder, evaluation=evaluation or "")
+    require_texts(repo_id=repo_id, revision=revision or "", message=message or "")
     report = None if evaluation is None else Path(evaluation)
     plan = plan_push(folder, repo_id, revision=revision, evaluation=report)
     refuse_private(plan.private, repo_id, allow_private_files)
@@ -352,12 +374,14 @@ def pull(
     """Download a checkpoint from the Hugging Face Hub as it is, and check every file.
 
     `repo_id` is `owner/name` or `owner/name@revision`. `destination` is the folder to write, by default the
-    repository's name. A compressed checkpoint is decoded and verified too. An interrupted call continues
-    when it is repeated.
+    repository's name. neuzip also decodes and verifies a compressed checkpoint. To resume an interrupted
+    call, repeat it.
 
-    Raises UsageError for what is no Hub id, WouldOverwrite for a destination that exists, VerificationError
-    for files that did not arrive as they are on the Hub, and NeuzipError.
+    Raises UsageError if `repo_id` is no Hub id, WouldOverwrite for a destination that exists,
+    VerificationError for files that differ from those on the Hub, and NeuzipError for other failures.
     """
+    require_texts(repo_id=repo_id)
+    require_paths(destination=destination or "")
     listing = find_repository(repo_id, note=log)
     listing.tell_left_out(log)
     folder = Path(repository_name(repo_id)) if destination is None else Path(destination)

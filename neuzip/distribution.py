@@ -10,6 +10,8 @@ import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, metadata, requires
 from importlib.util import find_spec
+from itertools import takewhile
+from traceback import walk_tb
 
 from neuzip.errors import NeuzipError
 
@@ -18,6 +20,10 @@ NAME = "neuzip-toolkit"
 
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 """Modules whose distribution has another name, where it is not that with - for _."""
+
+
+NO_LIBRARY = "cannot open shared object file"
+"""What the C library says where there is no such shared library."""
 
 
 class MissingPackage(NeuzipError, ModuleNotFoundError):
@@ -37,6 +43,27 @@ def missing_package(error: Exception, what: str) -> MissingPackage | None:
     if _distribution(module) not in _requirements() or find_spec(module) is not None:
         return None
     return _missing(what, [module])
+
+
+def broken_package(error: Exception, what: str) -> NeuzipError | None:
+    """What to raise instead if a package that `what` needs is installed and cannot be imported; else None.
+
+    An ImportError tells of it, or an OSError of a shared library that ctypes does not find.
+    """
+    if not isinstance(error, ImportError) and NO_LIBRARY not in str(error):
+        return None
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    running = [str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "<module>"]
+    names = (name.partition(".")[0] for name in (getattr(error, "name", None) or "", *reversed(running)))
+    beyond_us = takewhile(lambda name: name != "neuzip", names)
+    module = next((name for name in beyond_us if _distribution(name) in _requirements()), None)
+    if module is None:
+        return None
+    name = _distribution(module)
+    return NeuzipError(
+        f"{what} needs {name}, which is installed and cannot be imported: {error}",
+        f'install it again: pip uninstall {name}, then pip install "{_requirements()[name]}"',
+    )
 
 
 def repository() -> str | None:

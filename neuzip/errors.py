@@ -14,9 +14,9 @@ from os import PathLike
 class NeuzipError(Exception):
     """An expected failure. `message` says what is wrong, `hint` what to do about it.
 
-    Both speak of parameters in backquotes, as in `jobs=0`; the command line turns these into options
-    (cli/flags.py), prints both and exits with `exit_code`. All errors that callers can cause are of this
-    class: UsageError for parameters, FormatError for files, WouldOverwrite, VerificationError and others.
+    Both name parameters in backquotes, as in `jobs=0`. The command line turns the parameters into options,
+    prints message and hint, and exits with `exit_code`. All errors that callers can cause are of this class:
+    UsageError for parameters, FormatError for files, WouldOverwrite, VerificationError and others.
     """
 
     exit_code = 1

@@ -6,7 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from neuzip.arguments import Source, as_list, local, require_counts, require_one_of
+from neuzip.arguments import (
+    Source,
+    as_list,
+    local,
+    require_counts,
+    require_one_of,
+    require_paths,
+    require_texts,
+)
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.convention_names import BOS, NAMES
@@ -18,7 +26,7 @@ from neuzip.runtime.generate import Generation, choose_device
 from neuzip.runtime.generate import generate as generate_from
 from neuzip.runtime.generate import prepare as prepare_prompt
 from neuzip.runtime.load import load_model
-from neuzip.runtime.requirements import require_quantisable
+from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
 from neuzip.runtime.sampling import Sampling
 from neuzip.runtime.tensors import DEVICE_MAPS
 
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 Residency = Literal["dense", "packed", "ans"]
 Attention = Literal["recorded", "none", "8bit", "4bit"]
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
-KV_BITS = (3, 4, 8)
+KV_BITS = (3, 4, 8, None)
 
 
 def generate(
@@ -56,40 +64,44 @@ def generate(
 ) -> Generation:
     """Generate text from a prompt, with a loaded model or with a checkpoint, plain or compressed.
 
-    `model` is what `load_model` returned, or a folder, or a Hub id. A checkpoint is loaded with `residency`,
-    `activations` and `attention` onto `device`; a loaded model has its own, and those are refused. A loaded
-    model's tokenizer is read from where the model came from.
+    `model` is what `load_model` returned, or a folder, or a Hub id. For a checkpoint, neuzip loads the model
+    with `residency`, `activations` and `attention` on `device`. For a loaded model, these arguments raise
+    UsageError. neuzip reads the tokenizer from the folder or repository of the model.
 
     `chat` puts the prompt into the tokenizer's chat template; a `system` prompt comes first there and implies
     `chat`. The text ends after `max_new_tokens` tokens, where the model ends it, or before the first of the
-    strings `stop`. `temperature` 0 is greedy. Above 0 tokens are sampled from the `top_k` most likely ones
-    (0: all), from the nucleus of probability `top_p`, and from those at least `min_p` times as likely as the
-    most likely one; the same `seed` gives the same tokens. `kv_bits` quantises the KV cache. `graph` replays
-    steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
+    strings `stop`. `temperature` 0 is greedy. With a higher temperature, neuzip samples from the `top_k` most
+    likely tokens (0: all), from the nucleus of probability `top_p`, and from tokens at least `min_p` times as
+    likely as the most likely one. The same `seed` gives the same tokens. `kv_bits` quantises the KV cache.
+    `graph` replays steps as a CUDA graph on a GPU. `on_text` is called with each piece of text as it comes.
 
     The result has the `text`, its `tokens`, the times in seconds, and `tokens_per_second`. Raises UsageError
-    for parameters that are wrong, and NeuzipError for what is no model that generates text.
+    for parameters that are wrong, and NeuzipError for a checkpoint without a model that generates text.
     """
+    sampling, ends = Sampling(temperature, top_k, top_p, min_p), as_list("stop", stop)
+    require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
     require_one_of(KV_BITS, kv_bits=kv_bits)
+    require_seed(seed)
+    require_stop(ends)
     if isinstance(model, str | os.PathLike):
-        require_one_of(get_args(Attention), attention=attention)
+        _require_ways(residency, activations, attention)
         place, mode = choose_device(device), require_quantisable(activations, residency)
         path = local("model", model)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
         live = load_model(path, device=place, residency=residency, activations=mode, attention=False)
         choose(live, attention)
     else:
+        origin = _origin(model)
         _refuse_of_loaded(
             residency=residency != "dense", activations=activations is not None,
             attention=attention != "recorded", device=device not in ("auto", None),
         )  # fmt: skip
         live = model
-        path = local("model", _origin(live))
+        path = local("model", origin)
         task = prepare_prompt(path, prompt, max_new_tokens=max_new_tokens, chat=chat, system=system)
     return generate_from(
-        live, task, sampling=Sampling(temperature, top_k, top_p, min_p), seed=seed,
-        stop=as_list(stop), kv_bits=kv_bits,
+        live, task, sampling=sampling, seed=seed, stop=ends, kv_bits=kv_bits,
         on_text=on_text or (lambda text: None), loop="auto" if graph else "transformers",
     )  # fmt: skip
 
@@ -116,39 +128,54 @@ def evaluate(
     `source` is a folder or a Hub id, plain or compressed. `text` is a UTF-8 file, a folder of them, a dataset
     of the Hub, or "demo". With the `original`, both models are evaluated and compared token by token.
 
-    `conventions` are the ways to cut the text and to average, all that it is long enough for if None;
-    `window` is the number of tokens predicted per window, `stride` the distance between strided windows, and
-    `max_tokens` the number of tokens of the text that are predicted. `device_map` spreads each model over all
-    GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
-    `activations`, `kv_bits` and `attention` say how the model of `source` runs, not the original.
+    `conventions` are the perplexity conventions; None measures all for which the text is long enough.
+    `window` is the number of tokens predicted per window, and `stride` the distance between strided windows.
+    `max_tokens` limits the evaluation to the first tokens of the text. `device_map` spreads each model over
+    all GPUs. `dtype` "auto" is float32 for dense weights on a CPU, else the checkpoint's own. `residency`,
+    `activations`, `kv_bits` and `attention` apply to the model of `source`, not to the original.
 
     The result has one entry of `measured` per convention, and `comparison` with the KL divergence in nats per
     token, each with its standard error. Raises UsageError for parameters that are wrong, and NeuzipError for
-    what is no model that predicts text.
+    a checkpoint without a causal language model.
     """
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
     require_one_of(KV_BITS, kv_bits=kv_bits)
-    require_one_of(get_args(Attention), attention=attention)
     require_one_of(("auto", *DTYPES), dtype=dtype)
-    require_one_of(DEVICE_MAPS, device_map=device_map)
-    names = None if conventions is None else as_list(conventions)
+    require_one_of((*DEVICE_MAPS, None), device_map=device_map)
+    _require_ways(residency, activations, attention)
+    require_paths(text=text)
+    names = None if conventions is None else as_list("conventions", conventions)
     for name in names or ():
         require_one_of((BOS, *NAMES), conventions=name)
     mode = require_quantisable(activations, residency)
+    document = read_text(os.fspath(text))  # first: models may be downloaded
     paths = [] if original is None else [local("original", original)]
     paths.append(local("source", source))
     task = prepare(
-        paths, read_text(os.fspath(text)), conventions=names, window=window, stride=stride,
+        paths, document, conventions=names, window=window, stride=stride,
         max_tokens=max_tokens, device=device, device_map=device_map, dtype=dtype, residency=residency,
         activations=mode, kv_bits=kv_bits, attention=attention,
     )  # fmt: skip
     return evaluate_task(task, divergence=original is not None)
 
 
+def _require_ways(residency: object, activations: object, attention: object) -> None:
+    """Raise UsageError for a way to run a model that there is not."""
+    require_one_of(get_args(Residency), residency=residency)
+    require_one_of((*get_args(Activations), None), activations=activations)
+    require_one_of(get_args(Attention), attention=attention)
+
+
 def _origin(model: PreTrainedModel) -> str:
     """Where a loaded model came from: its folder or its Hub id. Raises UsageError."""
-    origin = model.config.name_or_path
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UsageError(
+            f"`model`: is neither a model of transformers nor a checkpoint, but a {type(model).__name__}",
+            "give what neuzip.load_model returned, a folder, or owner/name",
+        )
+    origin = config.name_or_path
     if not origin:
         raise UsageError(
             "`model` does not say which checkpoint it came from, so its tokenizer cannot be found",

@@ -361,9 +361,9 @@ def patch_attention(
     policy  "auto" uses SDPA for calls that SDPA computes faster, "always" quantises wherever the kernel can
     warn    warn once of each reason why a call is not quantised
 
-    The counts of `uses` start again at 0. Deep copies and pickles of the model are patched too. Raises
-    UsageError for other bits, a list of another length, a config that records nothing, and a model whose
-    attention cannot be replaced.
+    Deep copies and pickles of the model are patched too. The call resets the counts that
+    `neuzip.runtime.attention.uses` returns. Raises UsageError for other bits, a list of another length, a
+    config that records nothing, and a model whose attention cannot be replaced.
     """
     if policy not in ("auto", "always"):
         raise UsageError(f"there is no policy {policy!r} of attention", "give 'auto' or 'always'")

@@ -116,12 +116,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Generation:
-    """The text that a model generated, and how. `text` is the sum of what was streamed.
+    """The text that a model generated, and how. `text` equals all pieces given to `on_text` together.
 
-    `tokens` are all new tokens, those of a stop string too. `seconds` and `first_token_seconds` are from the
-    start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else "stop". For
-    a quantised KV cache, `cache_bytes` is its size in the end and `attention` how it was read. `graphed` says
-    whether steps were a CUDA graph; if not, `not_graphed` says why.
+    `tokens` are all new tokens, including those of a stop string. `seconds` and `first_token_seconds` count
+    from the start of the call. `finish_reason` is "length" if the limit of new tokens ended the text, else
+    "stop". For a quantised KV cache, `cache_bytes` is its final size, and `attention` says how attention read
+    it. `graphed` says whether steps ran as a CUDA graph; if not, `not_graphed` says why.
     """
 
     text: str
@@ -136,7 +136,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Without the first token, in whose time the prompt is read; None if there is no other."""
+        """Speed after the first token, so without the prompt. None if the text has only one token."""
         more, seconds = len(self.tokens) - 1, self.seconds - self.first_token_seconds
         return more / seconds if more > 0 and seconds > 0 else None
 
@@ -192,7 +192,7 @@ def prepare(
     something else than numbers where numbers belong.
     """
     if not text:
-        raise UsageError("`prompt`: is empty", "give some text for the model to go on with")
+        raise UsageError("`prompt`: is empty", "give some text to continue")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -211,9 +211,7 @@ def prepare(
                 encoded = tokenizer(text, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"].to(torch.int64)
     if not ids.numel():
-        raise UsageError(
-            "`prompt`: the tokenizer makes no token of it", "give some text for the model to go on with"
-        )
+        raise UsageError("`prompt`: the tokenizer makes no token of it", "give some text to continue")
     _require_known_tokens(path, config, int(ids.max()))
     _require_room(config, ids.numel(), max_new_tokens)
     return Prompt(text, ids, tokenizer, max_new_tokens)

@@ -331,19 +331,20 @@ class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
 class KVCache(Cache):
     """A quantised KV cache for transformers, given as `past_key_values` to a model or its `generate`.
 
-    config          the model's
-    bits            per key or value, 1 to 8
-    max_length      tokens to allocate memory for at once; None grows with the text. Tokens beyond it are
-                    dropped on a GPU, which does not wait to learn the length, and an IndexError on a CPU
-    span            of the codes of a head: "absmax" as in a4.8; "minmax" stores a second number per token and
-                    head and has a lower error, see quantizers.kv
-    scale_dtype     of the scales
-    attention_mask  [B, T] of the prompts, nonzero from the first token of each on; None: nothing is padded.
-                    The batch may be a multiple of B, as in beam search
-    places          positions of the tokens of a call in their sequences, with `max_length`; None counts them
+    config          the config of the model
+    bits            bits per key or value, 1 to 8
+    max_length      number of tokens for which memory is allocated at once; None lets the cache grow. Further
+                    tokens raise IndexError on a CPU. A GPU drops them silently, as a check costs time
+    span            "absmax" stores one scale per token and head, as a4.8 does; "minmax" also stores an
+                    offset, which lowers the error
+    scale_dtype     dtype of the scales
+    attention_mask  mask [B, T] of padded prompts, nonzero from the first token of each prompt on; None means
+                    that no prompt is padded. The batch may be a multiple of B, as in beam search
+    places          positions of the new tokens in their sequences, only with `max_length`; None means that
+                    the cache counts the tokens
 
-    Raises UsageError for other bits, and NeuzipError for a model with layers that cache something else than
-    keys and values.
+    Raises UsageError for other bits, and NeuzipError for a model whose layers cache anything but keys and
+    values.
     """
 
     def __init__(
@@ -402,7 +403,9 @@ class KVCache(Cache):
 
     @contextmanager
     def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let a model attend to packed keys and values if a kernel can; `how` says whether it did."""
+        """Context in which the model's attention reads the packed cache directly, if a kernel supports the
+        model. `how` says what happened.
+        """
         if self._asked is None or self._asked[0]() is not model:
             self._asked = weakref.ref(model), not_readable(model)
             refused = self._asked[1]

@@ -93,27 +93,27 @@ def load_model(
     """Load the causal language model of a checkpoint, plain or compressed, in evaluation mode.
 
     `path` is a folder, or a Hub id `owner/name` or `owner/name@revision`, which is downloaded. `dtype` None
-    is the checkpoint's own, as `dtype="auto"` is in transformers.
+    keeps the dtype of the checkpoint, like `dtype="auto"` in transformers.
 
-    `device` is "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device; None is "cpu". For a GPU the
-    weights are decoded there and never lie on the host as a whole (transformers 4.57 takes them through the
-    host once more). "auto", or another device map of transformers, spreads the weights over several devices,
-    which needs accelerate.
+    `device` is "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device; None is "cpu". A GPU decodes
+    the weights itself, so the host never holds all of them (with transformers 4.57, they pass through the
+    host once). "auto", or another device map of transformers, spreads the weights over several devices, which
+    needs accelerate.
 
     `residency` is the in-memory weight format: "dense" as in transformers, or compressed as "packed" or
     "ans". Compressed weights are never dense in memory as a whole. `activations` is how the inputs of ternary
-    layers are quantised: a mode of `bitlinear`, or {"mode": ..., "sites": {...}}. None is what config.json
-    says, or else "b1.58" if compression made the weights ternary and "none" if they were ternary before.
-    Dense weights do not quantise activations. A ternary layer with the mode "none" is kept like any other
-    layer, which for weights with many zeros means dense; the others take 2 bits per weight.
+    layers are quantised: "b1.58", "a4.8", "a4.8-fp4", "none", or {"mode": ..., "sites": {...}}. None follows
+    config.json. If config.json says nothing, None means "b1.58" for weights that compression made ternary,
+    and "none" for weights that were ternary before. With residency "dense", neuzip does not quantise
+    activations. Ternary layers take 2 bits per weight. With the mode "none", neuzip treats a ternary layer
+    like any other layer, and usually keeps it dense.
 
-    `attention` patches the attention that config.json records as quantised, with a warning that says so;
-    False leaves attention as it is. `verify` compares what is read with its checksums. Code in the folder is
-    never run.
+    If config.json records quantised attention, `attention` applies it and warns; False leaves attention
+    unquantised. `verify` compares tensors with their checksums. neuzip never runs code from the folder.
 
     Raises FormatError for damaged files; UsageError for a device that does not exist, a residency that the
-    device cannot have, and unknown activations; NeuzipError for what is no such model, and for tensors that
-    are missing, left over or of the wrong shape.
+    device does not support, and unknown activations; NeuzipError for a checkpoint without a causal language
+    model, and for tensors that are missing, left over or of the wrong shape.
     """
     folder = resolve_source(path, note=log)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS

@@ -37,10 +37,11 @@ def load_file(
     backend: str = "mmap",
     verify: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a .safetensors file, plain or compressed, by name; as `safetensors.torch.load_file`.
+    """All tensors of a .safetensors file, plain or compressed, by name, like `safetensors.torch.load_file`.
 
-    `device` is as there, or a torch.device. A compressed file is decoded on that device. `verify` compares
-    what is read with its checksums. Raises FormatError for a damaged file, and what safetensors raises.
+    `device` is a value that safetensors accepts, or a torch.device. neuzip decodes a compressed file on that
+    device. `verify` compares tensors with their checksums. Raises FormatError for a damaged compressed file,
+    and the errors of safetensors for a plain one.
     """
     with safe_open(filename, "pt", device, backend=backend, verify=verify) as file:
         if isinstance(file, CompressedFile):
@@ -67,11 +68,11 @@ def safe_open(
 ) -> Any:
     """Open a .safetensors file, plain or compressed, to read tensors and slices; as `safetensors.safe_open`.
 
-    A plain file is safetensors' own object. `verify` compares tensors of a compressed one with their
-    checksums. Of a slice that is less than its tensor it compares only the streams that are read whole:
-    damage in the others is found where they cannot be decoded, and otherwise gives wrong numbers. `backend`
-    is for plain files. Raises what safetensors raises, FormatError for a damaged compressed file, and
-    UsageError for one with another framework than torch, or on a GPU that is not there.
+    For a plain file, the result is the object of safetensors. For a compressed file, `verify` compares
+    tensors with their checksums. For a slice, neuzip compares only streams that it reads whole. Damage in
+    another stream either makes decoding fail or gives wrong numbers without an error. `backend` applies to
+    plain files only. Raises FormatError for a damaged compressed file, UsageError if `framework` is not torch
+    or the GPU does not exist, and the errors of safetensors for a plain file.
     """
     # A container is a safetensors file: safetensors judges the arguments, and says which kind of file it is.
     device = _for_safetensors(device)

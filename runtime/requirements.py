@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from neuzip.errors import UsageError
+
+SEEDS = range(-(1 << 63), 1 << 64)
+"""What torch takes as a seed."""
+
+
+def require_stop(strings: Sequence[str]) -> None:
+    """Raise UsageError for an empty string among those that shall end a text."""
+    if "" in strings:
+        raise UsageError("`stop`: is empty", "give the text that ends the answer")
+
+
+def require_seed(seed: int | None) -> None:
+    """Raise UsageError for a seed that random numbers cannot begin with. None is no seed."""
+    if seed is not None and (type(seed) is not int or seed not in SEEDS):
+        raise UsageError(f"`seed={seed!r}`: is no whole number of 64 bits", "give a small number, such as 1")
 
 
 def require_quantisable(activations: str | None, residency: str) -> str | None:

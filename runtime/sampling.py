@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from typing import TYPE_CHECKING, Any
 
 from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LogitsProcessorList
+
+COLDEST = 1e-6
+"""The least temperature: logits divided by much less are no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,19 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise UsageError(f"`{name}={value!r}`: is no finite number", "leave it out for the default")
+        if type(self.top_k) is not int:
+            raise UsageError(f"`top_k={self.top_k!r}`: is no whole number", "0 keeps all tokens")
         if self.temperature < 0:
             raise UsageError(f"`temperature={self.temperature}`: is negative", "0 is greedy decoding")
+        if 0 < self.temperature < COLDEST:
+            raise UsageError(
+                f"`temperature={self.temperature}`: is too small to divide by",
+                f"give {COLDEST:g} or more, or 0 for greedy decoding",
+            )
         if self.top_k < 0:
             raise UsageError(f"`top_k={self.top_k}`: is negative", "0 keeps all tokens")
         if not 0 < self.top_p <= 1:
@@ -64,6 +74,14 @@ class Sampling:
         """What is done to logits before a token is drawn; None if greedy."""
         if self.is_greedy:
             return None
+        from transformers import (
+            LogitsProcessorList,
+            MinPLogitsWarper,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
         warpers = LogitsProcessorList()
         if self.temperature != 1:
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
@@ -90,6 +108,8 @@ class Sampling:
 
 def draw(logits: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
     """A token for each row of logits [batch, vocabulary], drawn as transformers does: int64 [batch]."""
+    import torch
+
     no_ids: Any = None  # the tokens so far, which these warpers do not read
     probabilities = torch.softmax(warpers(no_ids, logits.float()), dim=-1)
     return torch.multinomial(probabilities, 1)[:, 0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers.generation.streamers import BaseStreamer
 
-from neuzip.errors import UsageError
+from .requirements import require_stop
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        if "" in strings:
-            raise UsageError("`stop`: is empty", "give the text that ends the answer")
+        require_stop(strings)
         self._strings = tuple(strings)
         self._held = ""
         self.found: str | None = None
@@ -54,6 +53,11 @@ class StopStrings:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
+    def cut(self, string: str) -> str:
+        """The text that was held back, as the text ends with `string`, which is a token and no text."""
+        held, self.found = self.end(), string
+        return held
+
     def end(self) -> str:
         """The text that was held back as it might have begun a stop string."""
         held, self._held = self._held, ""
@@ -70,7 +74,8 @@ class TextStream(BaseStreamer):
     """Tokens to text in pieces: none changes afterwards, each ends with a whole character.
 
     `ids` int64 [1, tokens] is the prompt. The text ends before the first of the `stop` strings, and
-    `stopped_after` is then the number of new tokens up to it, else None. `parts` are pieces for `on_text`,
+    `stopped_after` is then the number of new tokens up to it, else None. Special tokens such as <|im_end|>
+    are not part of a text; as stop strings they end it nevertheless. `parts` are pieces for `on_text`,
     `first` the time at which the first token came.
     """
 
@@ -82,6 +87,7 @@ class TextStream(BaseStreamer):
         self._begin, self._told = 0, len(self._ids)
         self._prompt_follows = True
         self._stop = StopStrings(stop)
+        self._stop_tokens = _special_tokens(tokenizer, stop)
         self._prompt_tokens = len(self._ids)
         self.stopped_after: int | None = None
         self.parts: list[str] = []
@@ -95,8 +101,12 @@ class TextStream(BaseStreamer):
         if self.first is None:
             self.first = time.perf_counter()
         text = self._new_text()
-        if text and not text.endswith(INCOMPLETE):
+        is_stop = self._ids[-1] in self._stop_tokens and self.stopped_after is None
+        if text and (is_stop or not text.endswith(INCOMPLETE)):
             self._take(text)
+        if is_stop and self.stopped_after is None:
+            self._tell(self._stop.cut(self._stop_tokens[self._ids[-1]]))
+            self.stopped_after = len(self._ids) - self._prompt_tokens
 
     def end(self) -> None:
         if text := self._new_text():
@@ -124,3 +134,10 @@ class TextStream(BaseStreamer):
         )
         assert isinstance(text, str)
         return text
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> dict[int, str]:
+    """Those of some strings that are special tokens, by their ids: decoding leaves such tokens out."""
+    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {special[string]: string for string in strings if string in special}

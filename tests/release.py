@@ -15,8 +15,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ADDRESS = re.compile(r"https://[\w.-]+(:\d+)?(/[\w.-]+){2,}", re.ASCII)
+ADDRESS = re.compile(r"https://[\w.-]+(:\d+)?(/(?!\.)[\w.-]+){2,}", re.ASCII)
 LINK = r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^][`])*)\]\((?P<target>[^()\s]+)\)"
+OTHER_LINK = re.compile(
+    r"""\]\(\s*<?(?!https?://|mailto:|\#)[^)]|^ *\[[^]]+\]: *(?!https?://)|(?:src|href)="(?!https?://|\#)""",
+    re.MULTILINE,
+)
+"""A relative link in another form than LINK: with a title, in a picture, by a reference, or in HTML."""
+
 LINK_OR_CODE = re.compile(rf"^```.*?^```|{LINK}|`[^`]*`", re.DOTALL | re.MULTILINE)
 
 
@@ -78,7 +84,11 @@ def absolute_links(page: str, tree: Path, base: str) -> str:
         kind = "raw" if match["image"] else "blob"
         return f"{match['image']}[{match['text']}]({base.format(kind)}/{target})"
 
-    return LINK_OR_CODE.sub(absolute, page)
+    page = LINK_OR_CODE.sub(absolute, page)
+    left = OTHER_LINK.search(re.sub(r"^```.*?^```|`[^`]*`", "", page, flags=re.DOTALL | re.MULTILINE))
+    if left is not None:
+        stop(f"README.md: a relative link is not in the form [text](path): {left[0]}")
+    return page
 
 
 def build(tree: Path, target: Path) -> tuple[Path, Path]:

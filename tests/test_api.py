@@ -299,6 +299,25 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no source": (lambda p: neuzip.verify_checkpoint(None), "`source=None`"),  # type: ignore[arg-type]
     "pull": (lambda p: neuzip.pull("no id", p), "`repo_id`"),
     "prompt": (lambda p: neuzip.generate(CHECKPOINT, "", device="cpu"), "`prompt`: is empty"),
+    "no prompt": (lambda p: neuzip.generate(CHECKPOINT, b"a"), "`prompt=b'a'`"),  # type: ignore[arg-type]
+    "no path": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, 5), "`destination=5`"),  # type: ignore[arg-type]
+    "no folder": (lambda p: neuzip.push(5, "a/b"), "`folder=5`"),  # type: ignore[arg-type]
+    "no id": (lambda p: neuzip.pull(5), "`repo_id=5`"),  # type: ignore[arg-type]
+    "no globs": (
+        lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, include=[5]), "`include=[5]`"  # type: ignore[list-item]
+    ),
+    "no rules": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, rules=["x"]), "`rules=['x']`"),  # type: ignore[list-item]
+    "no model": (lambda p: neuzip.generate(5, "a"), "`model`: is neither a model"),  # type: ignore[arg-type]
+    "no text": (lambda p: neuzip.evaluate("org/nothing", text=str(p)), f"{os.sep}out: cannot be read"),
+    "stop before a download": (lambda p: neuzip.generate("org/nothing", "a", stop=""), "`stop`: is empty"),
+    "seed": (lambda p: neuzip.generate("org/nothing", "a", temperature=1, seed=1 << 64), "`seed=18446"),
+    "temperature": (
+        lambda p: neuzip.generate("org/nothing", "a", temperature=float("nan")), "`temperature=nan`"
+    ),
+    "too cold": (lambda p: neuzip.generate("org/nothing", "a", temperature=1e-40), "`temperature=1e-40`"),
+    "half a token": (
+        lambda p: neuzip.generate("org/nothing", "a", temperature=1, top_k=2.5), "`top_k=2.5`"  # type: ignore[arg-type]
+    ),
 }  # fmt: skip
 
 
@@ -314,6 +333,8 @@ UNKNOWN: dict[str, Callable[[Any], object]] = {
     "sensitivity": lambda x: neuzip.compress_checkpoint(CHECKPOINT, "x", target_size=9, sensitivity=x),
     "gguf_type": lambda x: neuzip.export_checkpoint(CHECKPOINT, "x.gguf", to="gguf", gguf_type=x),
     "to": lambda x: neuzip.export_checkpoint(CHECKPOINT, "x", to=x),
+    "mode": lambda x: neuzip.export_checkpoint(CHECKPOINT, "x", to="transformers-bitnet", mode=x),
+    "residency": lambda x: neuzip.generate(CHECKPOINT, "a", residency=x),
 }
 
 
@@ -351,6 +372,13 @@ def test_names_stubs_and_homes_agree() -> None:
     assert sorted(neuzip.__all__) == sorted([*homes, "__version__"]) == dir(neuzip)
     for name, module in neuzip._HOME.items():
         assert getattr(neuzip, name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_type_checker_finds_a_name_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'compress_chekpoint'"):
+        neuzip.compress_chekpoint("a", "b")  # type: ignore[attr-defined]  # of no use if it were not found
+    tree = ast.parse(Path(neuzip.__file__).read_text())
+    assert "__getattr__" not in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
 
 
 def test_every_name_is_described() -> None:

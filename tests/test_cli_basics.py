@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -26,7 +26,7 @@ import pytest
 import typer
 from safetensors import SafetensorError
 
-from neuzip.cli import commands, output
+from neuzip.cli import commands, flags, output
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
@@ -48,9 +48,9 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Output], None]], None]]:
+def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
     """Make `neuzip probe SRC` do what a test says."""
-    from neuzip.cli.flags import options
+    flags.options()  # they are kept, and have to be those of all commands whatever test runs first
 
     def install(act: Callable[[Output], None]) -> None:
         def command(src: SourceArgument, json: JsonOption = False, quiet: QuietOption = False) -> None:
@@ -63,8 +63,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Outpu
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(commands, "VERBS", ("probe",))
 
-    yield install
-    options.cache_clear()  # an error message may have asked for the options of this command alone
+    return install
 
 
 def fail_with(exception: BaseException) -> Callable[[Output], None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from neuzip.cli.commands.compress import TIED_MEASURED, TIED_WORTH
 from neuzip.compress.tied import tied_embedding
@@ -60,6 +61,28 @@ def test_a_dry_run_predicts_and_touches_nothing(neuzip: Speak, model: Path, tmp_
     assert predicted == pytest.approx(real["stored_bytes"], rel=0.01)
     assert set(said.json["tensors"][0]) <= set(real["tensors"][0])
     assert "predicted" in neuzip("compress", model, tmp_path / "other", "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "row"),
+    [
+        (("compress", "{a}", "{c}", "--dry-run", "-k", "3"), "a.very.long.n  k=3     524 kB     6.66 %"),
+        (("diff", "{a}", "{b}"), "a.very.long.name.of.a.w  values        0"),
+    ],
+    ids=["dry run", "diff"],
+)
+def test_a_narrow_window_shows_whole_figures(
+    command: tuple[str, ...], row: str, neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, fill in (("a", 0.0), ("b", 1.0)):
+        weights = np.full((512, 512), fill, np.float16)
+        save_file({"a.very.long.name.of.a.weight": weights}, tmp_path / f"{name}.safetensors")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    said = neuzip(*(word.format_map({n: tmp_path / f"{n}.safetensors" for n in "abc"}) for word in command))
+    assert said.stdout.splitlines()[2].rstrip() == row
+    assert "a wider window shows" in said.stderr
 
 
 def test_rounding_spares_what_is_no_matrix(neuzip: Speak, model: Path, tmp_path: Path) -> None:

@@ -168,14 +168,12 @@ def many(tensors: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tensors", "warned"), [(100, False), (500, True)])
-def test_a_result_that_is_larger_is_warned_of(tensors: int, warned: bool, save: Save, tmp_path: Path) -> None:
-    """Of so few small tensors each has its name and record: some 190 bytes."""
-    report = compress(save(tmp_path / "many.safetensors", many(tensors)), tmp_path / "small.safetensors")
+def test_a_result_that_is_larger_is_warned_of(save: Save, tmp_path: Path) -> None:
+    """Each of so few small tensors has its name and record: about 190 bytes."""
+    report = compress(save(tmp_path / "many.safetensors", many(100)), tmp_path / "small.safetensors")
     more = report.stored_weight_bytes - report.weight_bytes
-    assert more < 200 * tensors
-    said = [w for w in report.warnings if f"{more:,} bytes larger than `source`" in w]
-    assert len(said) == warned
+    assert more < 200 * 100
+    assert len([w for w in report.warnings if f"{more:,} bytes larger than `source`" in w]) == 1
 
 
 def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -> None:

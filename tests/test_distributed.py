@@ -401,7 +401,7 @@ def test_wrong_options_are_said_once(tmp_path: Path, save: Save) -> None:
     run = torchrun(2, "--no-python", "neuzip", "compress", root, root / "inside", cwd=tmp_path)
     _, stderr = run.communicate(timeout=300)
     assert run.returncode != 0
-    assert len(errors(stderr)) == 1 and "choose a DST beside it" in stderr
+    assert len(errors(stderr)) == 1 and "choose a DST outside" in stderr
 
 
 @pytest.mark.slow

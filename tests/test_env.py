@@ -141,3 +141,5 @@ def test_the_cuda_of_torch_is_read(
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(env, "find_spec", lambda name: spec)
     assert env._torch_cuda() == cuda
+    (tmp_path / "version.py").unlink()  # a torch that was not installed to its end
+    assert env._torch_cuda() is None

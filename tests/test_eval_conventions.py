@@ -160,9 +160,9 @@ def test_windows_if_nothing_else_is_asked_for(positions, window, expected):
 @pytest.mark.parametrize(
     ("window", "stride", "message"),
     [
-        (33, None, "--window 33: the model was made for 32 tokens"),
-        (4, 5, "--stride 5 is larger than the window, 4"),
-        (None, 64, "--stride 64 is larger than the window, 32"),
+        (33, None, "`window=33`: the model was made for 32 tokens"),
+        (4, 5, "`stride=5` is larger than the window, 4"),
+        (None, 64, "`stride=64` is larger than the window, 32"),
     ],
 )
 def test_windows_that_cannot_be(window, stride, message):

@@ -767,6 +767,13 @@ def test_embeddings_are_written_dense(container, tmp_path: Path) -> None:
     assert torch.equal(weights_of(tmp_path / "out")[name], weights_of(tmp_path / "plain")[name])
 
 
+def test_warnings_speak_of_arguments_under_json_too(container, tmp_path: Path, neuzip) -> None:
+    said = neuzip("export", container, tmp_path / "out", "--to", "transformers-bitnet", "--json")
+    (warning,) = said.json["warnings"]
+    assert "is ternary in SRC, and written dense" in warning
+    assert said.stderr == f"warning: {warning}\n"
+
+
 @pytest.mark.parametrize("entry", ["model.layers.0.mlp.up_proj.weight#codes", "model.norm.weight"])
 def test_damaged_containers_are_not_exported(container, tmp_path: Path, entry: str) -> None:
     from neuzip.errors import FormatError

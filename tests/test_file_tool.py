@@ -10,6 +10,7 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from file_tool import FILE_TOOL, WITHOUT, packages
 from packaging.requirements import Requirement
@@ -17,7 +18,7 @@ from test_packaging import RANGES
 
 from neuzip import distribution
 from neuzip.cli import commands
-from neuzip.distribution import MissingPackage, missing_package, require
+from neuzip.distribution import MissingPackage, broken_package, missing_package, require
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -201,6 +202,48 @@ def test_a_package_that_is_missing_deep_down_is_no_bug(
     assert said.stderr.startswith(
         "error: neuzip compress needs xxhash, which is not installed\nhint: pip install"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise ImportError('libtorch_cpu.so: cannot open shared object file')",
+        "raise OSError('libtorch_cpu.so: cannot open shared object file')",
+        "from .lib import no_such_name",
+    ],
+    ids=["a library of the package", "a library that it opens", "a name of the package"],
+)
+def test_a_package_that_cannot_be_imported_is_no_bug(
+    line: str, neuzip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xxhash").mkdir()
+    (tmp_path / "xxhash" / "lib.py").touch()
+    (tmp_path / "xxhash" / "__init__.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith(("neuzip.compress", "xxhash"))]:
+        monkeypatch.delitem(sys.modules, name)
+    said = neuzip("compress", tmp_path, tmp_path / "x")
+    assert said.exit_code == 1
+    assert said.stderr.startswith(
+        "error: neuzip compress needs xxhash, which is installed and cannot be imported: "
+    )
+    assert 'hint: install it again: pip uninstall xxhash, then pip install "xxhash' in said.stderr
+
+
+def test_an_error_of_another_kind_is_not_blamed_on_a_package() -> None:
+    with pytest.raises(FileNotFoundError) as of_a_file:
+        np.load("/no/such/file")
+    assert broken_package(of_a_file.value, "it") is None
+
+
+def test_an_import_of_ours_that_fails_is_a_bug(neuzip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import neuzip.compress.machine as machine
+
+    def processor() -> str:
+        raise ImportError("cannot import name 'x' from 'neuzip.errors'", name="neuzip.errors")
+
+    monkeypatch.setattr(machine, "processor", processor)
+    assert neuzip("env").exit_code == 3  # though typer has called it, which is a package that we need
 
 
 def test_what_is_there_is_not_asked_for() -> None:

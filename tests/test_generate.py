@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -492,6 +492,26 @@ def test_the_text_ends_before_a_stop_string(demo_model: PreTrainedModel):
     assert (unsaid.text, unsaid.finish_reason) == (whole.text, "length")
 
 
+@pytest.mark.parametrize("loop", ["transformers", "static"])
+def test_a_special_token_is_a_stop_string_too(
+    loop: Literal["transformers", "static"], demo_model: PreTrainedModel
+):
+    """Decoding leaves special tokens out of a text: as text such a string would never come."""
+    prompt = prepare(CHECKPOINT, "import ", max_new_tokens=12)
+    whole = generate(demo_model, prompt, loop=loop)
+    at = next(n for n, token in enumerate(whole.tokens) if n > 3 and token not in whole.tokens[:n])
+    prompt.tokenizer.add_special_tokens(
+        {"additional_special_tokens": [prompt.tokenizer.convert_ids_to_tokens(whole.tokens[at])]}
+    )
+    mark = prompt.tokenizer.convert_ids_to_tokens(whole.tokens[at])
+    told: list[str] = []
+    begun = whole.text[:2] + "no"  # what is held back meanwhile is told in the end
+    made = generate(demo_model, prompt, stop=[begun, mark], on_text=told.append, loop=loop)
+    assert (made.tokens, made.finish_reason) == (whole.tokens[: at + 1], "stop")
+    said = prompt.tokenizer.decode(whole.tokens[:at], clean_up_tokenization_spaces=False)
+    assert made.text == "".join(told) == said
+
+
 # The same text from the fast loop
 
 
@@ -923,10 +943,27 @@ def test_prompt_from_stdin_less_its_last_line_end(small: Path, neuzip, monkeypat
         (["--prompt", "x", "--top-k", "5"], "--top-k: has no effect at temperature 0"),
         (["--prompt", "x", "--min-p", "0.1"], "--min-p: has no effect at temperature 0"),
         (["--prompt", "x", "--temperature", "1", "--min-p", "1"], "--min-p 1.0: is not from 0 to below 1"),
+        (["--prompt", "x", "--temperature", "1e-40"], "--temperature 1e-40: is too small to divide by"),
+        (
+            ["--prompt", "x", "--temperature", "1", "--seed", str(1 << 64)],
+            "--seed 18446744073709551616: is no",
+        ),
         (["--prompt", "x", "--stop", ""], "--stop: is empty"),
         (["--prompt", "x", "--residency", "ans", "--device", "cpu"], ""),
     ],
-    ids=["empty prompt", "too long", "seed", "top-p", "top-k", "min-p", "most", "stop", "ans on a CPU"],
+    ids=[
+        "empty prompt",
+        "too long",
+        "seed",
+        "top-p",
+        "top-k",
+        "min-p",
+        "most",
+        "cold",
+        "long seed",
+        "stop",
+        "ans on a CPU",
+    ],
 )
 def test_wrong_use(options: list[str], message: str, small: Path, neuzip):
     said = neuzip("generate", small, *options)
@@ -940,6 +977,16 @@ def test_wrong_use_is_said_before_the_weights_are_read(small: Path, neuzip, monk
 
     monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     assert neuzip("generate", small, "--prompt", "x", "--max-new-tokens", 300).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--top-k", 5], ["--temperature", 1, "--top-p", 0], ["--stop", ""]], ids=["k", "p", "stop"]
+)
+def test_wrong_use_is_said_before_a_download(options: list[object], neuzip, monkeypatch):
+    from neuzip.formats import hub
+
+    monkeypatch.setattr(hub, "_download", lambda *_: pytest.fail("the model was downloaded"))
+    assert neuzip("generate", "org/model", "x", *options).exit_code == 2
 
 
 def test_text_cannot_steer_the_terminal_but_json_has_it(small: Path, neuzip, monkeypatch):

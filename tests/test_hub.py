@@ -85,6 +85,17 @@ def contents(root: Path) -> dict[str, bytes]:
 # There and back
 
 
+def test_an_empty_name_is_not_the_current_folder(
+    neuzip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a variable of the shell that is not set: `neuzip compress "$MODEL" out`."""
+    monkeypatch.chdir(tmp_path)
+    for command in (("compress", "", "out"), ("verify", "", "--jobs", "1"), ("diff", tmp_path, "")):
+        said = neuzip(*command)
+        assert said.exit_code == 2 and said.stderr.startswith("error: the name of a checkpoint is empty\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small: Path, tmp_path: Path):
     """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
     environment = hub_environment(hub.url, tmp_path / "hf")
@@ -94,7 +105,7 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
             [Path(sys.executable).parent / "neuzip", *map(str, arguments)],
             check=False, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment,
         )  # fmt: skip
-        said = done.stderr if arguments[0] != "push" else re.sub(r"\Athese files go to .*\n", "", done.stderr)
+        said = done.stderr if arguments[0] != "push" else re.sub(r"\Auploading to .*\n", "", done.stderr)
         assert (done.returncode, said) == (0, ""), done.stdout + done.stderr
         assert TOKEN not in done.stdout
         return done.stdout

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import json_schema
@@ -204,6 +206,14 @@ def test_an_answer_is_not_followed_by_a_second_object(neuzip, monkeypatch: pytes
     monkeypatch.setattr(diff.typer, "Exit", fail)
     said = neuzip("diff", CHECKPOINT, CHECKPOINT, "--json")
     assert json.loads(said.stdout)["identical"] is True
+
+
+def test_an_error_that_finds_no_room_on_stdout_is_told_on_stderr() -> None:
+    program = "from neuzip.cli import run; raise SystemExit(run(['verify', 'no-such-thing', '--json']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no-such-thing: ") and "Traceback" not in done.stderr
 
 
 def test_push_takes_what_eval_prints(packed: Path, tmp_path: Path, neuzip) -> None:

@@ -756,7 +756,7 @@ def test_bench_measures_both_caches(neuzip):
     said = neuzip("bench", CHECKPOINT, "--residency", "dense", "--kv-bits", 3, *short)
     # 11 tokens, 6 layers, 2 heads of keys and of values: 64 bytes in bf16; 12 + 2 in 3 bits, 4 for the first
     assert "KV cache     unquantised 16.9 kB, 3 bits 3.79 kB (0.22), at batch 1\n" in said.stdout
-    assert "read     dequantised, then the model's own attention: the kernel is for GPUs\n" in said.stdout
+    assert "KV reading   dequantised, then the model's own attention: the kernel is for GPUs\n" in said.stdout
     assert [line.split("  ")[0] for line in said.stdout.splitlines() if line.startswith("dense")] == [
         "dense", "dense, KV 3",
     ]  # fmt: skip

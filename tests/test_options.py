@@ -58,7 +58,7 @@ def test_old_names_are_accepted_with_a_warning(
     needed = NEEDED_WITH_OLD.get((verb, new), [])
     said = neuzip(verb, *REQUIRED[verb], *needed, *([f"{old}={value}"] if glued else [old, value]))
     assert (said.exit_code, said.stdout) == (0, ""), said.stderr
-    assert said.stderr == f"warning: {old} is now called {new}; the old name goes with version 0.2\n"
+    assert said.stderr == f"warning: {old} is now called {new}; version 0.2 removes the old name\n"
     parameter = new.removeprefix("--").replace("-", "_")
     given = heard[parameter]
     assert str(given[-1] if isinstance(given, list) else given) == value
@@ -104,6 +104,30 @@ def test_an_old_name_without_its_value_is_a_usage_error(neuzip: Any):
     said = neuzip("verify", "a", "--against")
     assert said.exit_code == 2 and "'--original' requires an argument" in said.stderr
     assert said.stderr.endswith("hint: try `neuzip verify --help`\n")
+
+
+@pytest.mark.parametrize(
+    "value", [["7"], ["row", "--no-such-option"]], ids=["a wrong value", "another mistake"]
+)
+def test_an_error_after_an_old_name_is_told_with_the_warning(value: list[str], neuzip: Any):
+    said = neuzip("recover", *REQUIRED["recover"], "--group", *value)
+    assert said.exit_code == 2
+    assert said.stderr.startswith("warning: --group is now called --ternary-group; ")
+
+
+@pytest.mark.parametrize(
+    ("verb", "both"),
+    [
+        ("verify", ["--against", "a", "--original", "b"]),
+        ("verify", ["--original=b", "--against=a"]),
+        ("compress", ["--max-kld", "1", "--calibration", "none", "--sensitivity", "measured"]),
+    ],
+)
+def test_one_option_by_both_of_its_names_is_refused(
+    verb: str, both: list[str], neuzip: Any, heard: dict[str, Any]
+):
+    said = neuzip(verb, *REQUIRED[verb], *both)
+    assert said.exit_code == 2 and "are one option\nhint: leave out --" in said.stderr
 
 
 # Options without effect

@@ -200,9 +200,12 @@ def test_figures_of_quantised_attention_appear_with_their_file(readme: ModuleTyp
     (tmp_path / "attention.json").write_text(json.dumps({"sections": sections}))
     figures = readme.figures()
     assert (
-        "| 4 x 32 heads, 8,192 tokens, D 128, causal | 680 / 850 | 661 (750), **missed** | 558 |" in figures
+        "| 4 x 32 heads, 8,192 tokens, head size 128, causal | 680 / 850 | 661 (750), **missed** | 558 |"
+        in figures
     )
-    assert "| 4 x 32 heads, 8,192 tokens, D 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
+    assert (
+        "| 4 x 32 heads, 8,192 tokens, head size 128 | 680 / 850 | 900 (950), stretch reached |  |" in figures
+    )
     assert "| neuzip, 8 bit | 0.80 s | 1.25 | 1.05 / 1.2 |" in figures
     assert figures.count("a card, driver 1.2") == 1 and "sageattention is release 1.0.6" in figures
 
@@ -619,7 +622,7 @@ def test_memory_and_time_are_judged_as_at_most(
     assert line.endswith(f"| 10.5 ms{said} |") and f"{20.2 if missed else 9.8} ms, 44 MB" in line
     line = row_with(readme, "[train all synthetic weights, ")
     assert line.endswith(f"| 15.25 GiB{said}; 0.65x{said} |")
-    assert "our trainer, plain weights (as LOMO): " in line and "torch's SGD: " in line
+    assert "our trainer with plain weights (method of LOMO): " in line and "torch's SGD: " in line
 
 
 def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType, tmp_path: Path) -> None:

@@ -36,7 +36,18 @@ def test_a_link_that_leads_nowhere_stops_the_release() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "http://h/o/n", "https://h", "https://u:p@h/o/n", "https://h/o/n.git"]
+    "page",
+    ['[a](LICENSE "title")', "[![p](LICENSE)](docs)", "[a][b]\n\n[b]: LICENSE", '<img src="LICENSE">'],
+    ids=["title", "picture", "reference", "HTML"],
+)
+def test_a_relative_link_in_another_form_stops_the_release(page: str) -> None:
+    with pytest.raises(SystemExit, match="a relative link is not in the form"):
+        release.absolute_links(page, ROOT, "https://h/{}")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "http://h/o/n", "https://h", "https://u:p@h/o/n", "https://h/o/n.git", "https://h/../n"],
 )
 def test_no_address_no_release(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["release.py", address])

@@ -505,11 +505,11 @@ def test_another_commit_is_another_source(here: Hub, files: Files, tmp_path: Pat
     before = repository.branches["main"]
     repository.commit("main", files | {"config.json": b"{}"})
     with pytest.raises(
-        NeuzipError, match=rf"was started with commit {before} of some/model, which has"
+        NeuzipError, match=rf"was begun with commit {before} of some/model, which has"
     ) as error:
         stream(tmp_path / "nz")
     assert f"some/model@{before} as `source`" in error.value.hint
-    with pytest.raises(NeuzipError, match=r"was started with other options or from another source"):
+    with pytest.raises(NeuzipError, match=r"was begun with other options or from another source"):
         stream(tmp_path / "nz", f"some/model@{before}", rules=K3)
     assert stream(tmp_path / "nz", f"some/model@{before}").compression.resumed_files == 3
     assert (tmp_path / "nz" / "neuzip" / "original" / "config.json").read_bytes() == files["config.json"]

@@ -61,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[sweeps.Sweep, Path]:
 @pytest.mark.parametrize(
     ("schemes", "blocks", "labels"),
     [
-        ("lossless", "32", ["lossless"]),
+        ("lossless", None, ["lossless"]),
         ("k7,k0", "", ["k7", "k0"]),
         ("k1", "64,512", ["k1", "k1b64", "k1b512"]),
         ("k1b64, k1 ,k1b64", "64", ["k1b64", "k1"]),

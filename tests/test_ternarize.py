@@ -144,7 +144,7 @@ def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     assert len(set(losses)) == 3
     refused = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--activations", "a4.8", "--device", "cpu")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: --activations a4.8: dense weights do not quantise activations\n")
+    assert refused.stderr.startswith("error: --activations a4.8 has no effect with --residency dense\n")
     assert "--residency packed" in refused.stderr
     asked = ["--residency", "packed", "--activations", "a4.8"]
     tasks = neuzip("eval", tmp_path / "t.nz", "--text", "demo", "--tasks", "x", *asked)
@@ -283,7 +283,7 @@ def test_activations_that_would_say_nothing_are_refused(neuzip, tmp_path: Path):
     said = neuzip(
         "compress", tmp_path / "t", tmp_path / "z", "--plan", tmp_path / "p.toml", "--activations", "a4.8"
     )  # fmt: skip
-    assert 'need a rule with scheme = "ternary"' in said.stderr
+    assert 'p.toml has no ternary rule\nhint: add a rule with scheme = "ternary"' in said.stderr
     first = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "a4.8")
     assert first.exit_code == 0
     said = neuzip("compress", tmp_path / "t", tmp_path / "z", "--ternary", "--activations", "b1.58")

@@ -343,7 +343,7 @@ def test_old_keys_are_accepted_with_a_warning(
         file.write_text(file.read_text().replace(f"{new} = ", f"{old} = "))
     assert configuration.read(file, heard.append) == found
     assert heard == [
-        f"{file}: {old} is now called {new}; the old name goes with version 0.2"
+        f"{file}: {old} is now called {new}; version 0.2 removes the old name"
         for old, new in configuration.OLD.items()
     ]
     assert set(configuration.OLD.values()) == set(values)

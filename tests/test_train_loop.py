@@ -111,7 +111,7 @@ def test_rates_rise_and_fall() -> None:
 
 
 def test_schedules_without_sense_are_refused() -> None:
-    with pytest.raises(UsageError, match="peak -1"):
+    with pytest.raises(UsageError, match=r"lr -1\.0"):
         Schedule(-1.0, 10)
     with pytest.raises(UsageError, match="no schedule 'cosin'"):
         Schedule(1.0, 10, shape="cosin")  # type: ignore[arg-type]

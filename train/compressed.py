@@ -103,28 +103,29 @@ def train_compressed(
     triton: bool | None = None,
     filter_gradients: bool = True,
 ) -> Trainer:
-    """Train a causal language model while its weights are stored compressed; see the module and `Trainer`.
+    """Prepare a causal language model for training with weights that are compressed in memory.
 
-    optimizer         "adamw8bit", "adamw", "sgd" or "sgd-stochastic", or a class of `optimizers` with its own
-                      values
+    optimizer         "adamw8bit", "adamw", "sgd" or "sgd-stochastic", or an optimizer object of
+                      `neuzip.train.optimizers`
     compressed        False trains plain weights in the same way, as LOMO does
     max_grad_norm     largest global norm of the gradients; None does not clip
-    clipping          "two-pass" clips by the exact norm, "running" by that of the step before
-    micro_batch_size  rows of a batch that pass through a layer at once; all if None
-    optimizer_state   "plain", or "lossless": compressed, with the same bits
-    seed              of dropout and stochastic rounding
-    device            where to train, as in `load_model`; None is where the model is
-    ahead             decode the next layer and encode the last one during the work on the present one, which
-                      takes a second buffer; None does so on a GPU
-    triton            encode with Triton's kernels, as on a GPU, wherever the weights are
-    filter_gradients  on a GPU, leave out of the head's gradients the tiles of logits that
-                      `linear_cross_entropy` filters by default. A CPU never filters
+    clipping          "two-pass" clips by the exact norm, "running" by the norm of the previous step
+    micro_batch_size  rows of a batch that pass through a layer at once; None means all rows
+    optimizer_state   "plain", or "lossless" to keep the state losslessly compressed
+    seed              seed of dropout and stochastic rounding
+    device            device of the training, as in `load_model`; None is the device of the model
+    ahead             decode the next layer and encode the previous one while the current one runs. This
+                      takes a second buffer. None does so on a GPU
+    triton            encode with the Triton kernels on a CPU too, for tests. On a GPU neuzip always does
+    filter_gradients  on a GPU, skip the tiles of logits that `linear_cross_entropy` filters by default when
+                      computing the gradients of the head. A CPU never filters
 
-    On a CPU the result has the same bits whether weights are `compressed` or not. On a GPU that holds under
-    `deterministic_algorithms`: without them torch's own backward passes differ from run to run.
+    On a CPU, `compressed` does not change the bits of the result. On a GPU, the same holds if torch uses
+    deterministic algorithms. Otherwise the backward passes of torch differ from run to run.
 
-    The model is in training mode afterwards, and its matrices are the trainer's until `release`. Raises
-    NeuzipError for a model that is not a decoder of layers in a row, UsageError for options.
+    To train, call `step` of the result. The model is in training mode afterwards. Until `release`, the
+    trainer owns the matrices of the model, and the model cannot run by itself. Raises NeuzipError for a model
+    that is not a plain sequence of decoder layers, and UsageError for wrong options.
     """
     return Trainer(
         model, optimizer_of(optimizer) if isinstance(optimizer, str) else optimizer, compressed=compressed,
@@ -137,8 +138,8 @@ def train_compressed(
 class Trainer:
     """A model in training: see `train_compressed`.
 
-    steps      how many were taken
-    norm       global norm of the last step's gradients, if they are clipped
+    steps      number of steps taken
+    norm       global gradient norm of the last step, if gradients are clipped
     """
 
     def __init__(
@@ -231,22 +232,22 @@ class Trainer:
 
     @property
     def tied(self) -> bool:
-        """Whether embedding and head are one table."""
+        """Whether the embedding and the output head share their weights."""
         return self.head is self.embedding
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all matrices between steps."""
+        """Memory of all matrices between steps, as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(table.nbytes for table in self._tables())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's states between steps; 0 before the first."""
+        """Memory of the optimizer states between steps; 0 before the first step."""
         return sum(map(nbytes, self._states()))
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that they would take as they are."""
+        """Memory that all matrices would take uncompressed."""
         slots = [slot for layer in self.layers for slot in layer.coded] + [t.slot for t in self._tables()]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
@@ -266,11 +267,12 @@ class Trainer:
     # A step.
 
     def step(self, batch: Tensor | Mapping[str, Tensor], lr: float) -> float:
-        """Forward, backward and update; the mean loss of a token that is predicted, in nats.
+        """Run forward pass, backward pass and update. Returns the mean loss in nats per predicted token.
 
-        batch  int64 [B, T + 1], windows of which each token predicts the next; or a mapping with "input_ids"
-               [B, T] and, if wanted, "labels" [B, T], -100 where nothing is predicted, and "attention_mask".
-               Labels are those of the token itself, as transformers has them. Processes may differ in B
+        batch  int64 [B, T + 1]: windows in which each token predicts the next. Or a mapping with "input_ids"
+               [B, T], optionally "labels" [B, T] and optionally "attention_mask". Labels follow transformers:
+               a label belongs to the token at its own position, and -100 excludes it. B may differ between
+               processes
         """
         micros, count = self._forward(batch)
         self.steps += 1
@@ -679,7 +681,7 @@ class Trainer:
 
     @contextmanager
     def dense(self, device: torch.device | str) -> Iterator[PreTrainedModel]:
-        """The model with all of its weights, on a device that has room for them; copies, to be read."""
+        """Context in which the model has dense copies of all weights on `device`, in evaluation mode."""
         placed = [(slot, slot.parameter) for slot in self._slots()]
         for slot, weight in self._all_weights():
             slot.put(nn.Parameter(weight.to(device, copy=True), slot.trainable))
@@ -699,7 +701,7 @@ class Trainer:
                 module._buffers[name] = buffer
 
     def release(self) -> PreTrainedModel:
-        """The model as an ordinary one, dense where it was trained. The trainer is of no use afterwards."""
+        """Return the model with ordinary dense weights. The trainer cannot be used afterwards."""
         for slot, weight in self._all_weights():
             slot.put(nn.Parameter(weight.clone(), slot.trainable))
         for layer in self.layers:
@@ -711,17 +713,17 @@ class Trainer:
     def save(
         self, folder: str | os.PathLike[str], *, like: Path | None = None, resumable: bool = True
     ) -> None:
-        """Write a checkpoint of Hugging Face's form, with the state of training; it replaces an older one.
+        """Write a Hugging Face checkpoint with the training state. It replaces an older one in `folder`.
 
-        like       a checkpoint folder from which all other files are taken, such as those of a tokenizer
-        resumable  whether the state of training is wanted too
+        like       checkpoint folder from which `save` copies all other files, such as the tokenizer
+        resumable  False leaves out the training state
 
-        Under torch.distributed all processes call it, and the first writes.
+        Under torch.distributed, all processes must call `save`, and the first one writes.
         """
         saved.save(self, Path(folder), like, resumable)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Resume from a checkpoint of `save`. Raises NeuzipError if it is of another model or optimizer."""
+        """Resume from a checkpoint of `save`. Raises NeuzipError if its model or optimizer differs."""
         saved.load(self, Path(folder))
 
     def _slots(self) -> Iterator[Slot]:

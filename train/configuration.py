@@ -151,7 +151,7 @@ def renamed(given: dict[str, Any], file: str, warn: Callable[[str], None]) -> di
         if old in given:
             if new in given:
                 raise UsageError(f"{file}: {old} and {new} are one key", f"leave out {old}")
-            warn(f"{file}: {old} is now called {new}; the old name goes with version 0.2")
+            warn(f"{file}: {old} is now called {new}; version 0.2 removes the old name")
     return {OLD.get(key, key): value for key, value in given.items()}
 
 

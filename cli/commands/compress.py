@@ -16,7 +16,7 @@ import typer
 from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
-from neuzip.cli.compression_result import alike, planned, result_of
+from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
 from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
@@ -134,8 +134,8 @@ GroupOption = Annotated[
     typer.Option(
         "--ternary-group",
         metavar="N|row|tensor",
-        help="Weights per scale: N of a row, a row, or the tensor; exactly ternary rows and tensors keep"
-        " theirs",
+        help="Weights per scale: N of a row, a row, or the tensor. Weights that are ternary already keep one"
+        " scale per row or tensor",
     ),
 ]
 PackingOption = Annotated[
@@ -159,8 +159,8 @@ DropLayersOption = Annotated[
     str,
     typer.Option(
         metavar="auto|N|none",
-        help="Also drop the N least important layers, or as many as pay off (auto); the result is a"
-        " shallower model",
+        help="Also drop the N least important layers. auto: as many as make the result smaller, or closer to"
+        " the original for --target-size",
     ),
 ]
 StreamOption = Annotated[
@@ -175,8 +175,8 @@ PushToOption = Annotated[
     typer.Option(
         "--push-to",
         metavar="REPO_ID[@BRANCH]",
-        help="Upload each compressed file as it is finished; readers see them when all are there. With"
-        " --stream nothing is kept here",
+        help="Upload each file once it is compressed. All files become visible together. With --stream, no"
+        " copy remains on this machine",
     ),
 ]
 BaseOption = Annotated[
@@ -241,8 +241,9 @@ def command(
     sensitivity: Annotated[
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
-            help="How to estimate per-tensor sensitivity: one run per tensor, Fisher information, or weight"
-            " errors alone (no text needed with --target-size); auto is measured on a GPU, fisher on a CPU"
+            help="How to estimate per-tensor sensitivity. measured: one run per tensor. fisher: Fisher"
+            " information. weights: weight errors alone, which need no text with --target-size. auto:"
+            " measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
     drop_layers: DropLayersOption = "none",
@@ -556,8 +557,9 @@ def _show_plan(
          percent_text(sum(t.predicted or 0 for t in group), sum(t.tensor.info.nbytes for t in group))]
         for (name, shape, dtype, scheme), group in alike(plan.tensors).items()
     ]  # fmt: skip
-    right = ["tensors", "bytes", "predicted"]
-    out.table(["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"], rows, right=right)
+    columns = ["name", "tensors", "shape", "dtype", "scheme", "bytes", "predicted"]
+    left_out = out.table(columns, rows, right=["tensors", "bytes", "predicted"], spare=PLAN_SPARE)
+    out.wider(left_out)
     for line in legend(str(t.scheme) for t in plan.tensors):
         out.text(line)
     if len(rows) < len(plan.tensors):

@@ -23,6 +23,8 @@ EXAMPLES = [
 ]
 
 NUMBERS = ["differ", "max abs", "max rel", "rel L2"]
+SPARE = ["max abs", "rel L2", "differ"]
+"""Columns that a narrow window does without, the least useful first."""
 
 
 def command(
@@ -40,7 +42,9 @@ def command(
     found = compare_checkpoints(*paths, jobs=jobs, stage=out.progress)
     tensors, different, compared = found.tensors, found.different, found.compared_bytes
     if different:
-        out.table(["tensor", "what", *NUMBERS], [_row(t) for t in different], right=NUMBERS)
+        rows = [_row(t) for t in different]
+        left_out = out.table(["tensor", "what", *NUMBERS], rows, right=NUMBERS, spare=SPARE)
+        out.wider(left_out)
         out.text(f"{len(different)} of {len(tensors)} tensors differ")
     else:
         out.text(f"identical: {count_text(len(tensors), 'tensor')}, {bytes_text(compared)}")

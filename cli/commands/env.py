@@ -133,6 +133,9 @@ def _torch_cuda() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:  # what is left of a torch that was not removed or installed to its end
+        return None
     match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
     return None if match is None else match[1]

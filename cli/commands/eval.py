@@ -57,7 +57,7 @@ EXAMPLES = [
 ]
 
 GROUPS = {
-    "Text and perplexity protocol": ("text", "original", "conventions", "window", "stride", "max_tokens"),
+    "Text and perplexity": ("text", "original", "conventions", "window", "stride", "max_tokens"),
     "How the model runs": (
         "residency", "activations", "kv_bits", "attention", "dtype", "device", "device_map",
     ),
@@ -93,7 +93,8 @@ def command(
     conventions: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Perplexity protocols: token, strided, llama.cpp, lm-eval, bos (default: all)"
+            metavar="A,B",
+            help="Perplexity conventions: token, strided, llama.cpp, lm-eval, bos (default: all)",
         ),
     ] = None,
     window: Annotated[

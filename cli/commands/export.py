@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from neuzip.cli import options
+from neuzip.cli.flags import in_options
 from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
 from neuzip.cli.source import resolved
 from neuzip.cli.threads import let_threads_sleep
@@ -50,7 +51,9 @@ def command(
     ] = False,
     linear_class: Annotated[
         Literal["bitlinear", "autobitlinear"] | None,
-        typer.Option(help="Linear class of transformers (default: bitlinear; online: autobitlinear)"),
+        typer.Option(
+            help="Linear class of transformers (default: bitlinear, or autobitlinear with --mode online)"
+        ),
     ] = None,
     mode: Annotated[
         Literal["offline", "online"] | None,
@@ -97,6 +100,7 @@ def command(
             "target": target,
             "ternary": report.ternary,
             "scale_error": report.scale_error,
+            "warnings": [in_options(warning) for warning in report.warnings],
         },
         quiet=[report.dst],
     )

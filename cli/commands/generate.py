@@ -17,6 +17,8 @@ from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
+from neuzip.runtime.requirements import require_seed, require_stop
+from neuzip.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
     from neuzip.runtime.generate import Generation
@@ -100,6 +102,9 @@ def command(
     out = Output(json=json, quiet=quiet)
     if temperature == 0 and seed is not None:
         raise UsageError("--seed: has no effect at temperature 0, which is greedy", "give a --temperature")
+    sampling, ends = Sampling(temperature, top_k, top_p, min_p), [_unescaped(one) for one in stop or ()]
+    require_seed(seed)
+    require_stop(ends)
     mode = require_quantisable(activations, residency)
     let_threads_sleep()
     out.loading()
@@ -111,10 +116,8 @@ def command(
     from neuzip.runtime.bitlinear import in_use
     from neuzip.runtime.generate import choose_device, generate, prepare
     from neuzip.runtime.load import load_model
-    from neuzip.runtime.sampling import Sampling
     from neuzip.runtime.speed import peak_bytes, reset_peak
 
-    sampling = Sampling(temperature, top_k, top_p, min_p)
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     warn_of_plain_inputs(out, path, (residency,), activations)
@@ -128,8 +131,8 @@ def command(
     attends = choose(model, attention)
     with out.stream() as write:
         made = generate(
-            model, task, sampling=sampling, seed=seed, stop=[_unescaped(s) for s in stop or ()],
-            kv_bits=options.bits(kv_bits), on_text=write, loop="auto" if graph else "transformers",
+            model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=options.bits(kv_bits),
+            on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     peak = peak_bytes(place)
     inputs = in_use(model)

@@ -69,8 +69,8 @@ def command(
     choice: Annotated[
         Literal["greedy", "block", "angular"],
         typer.Option(
-            help="Choose one layer after the other (greedy), or consecutive layers, by KL divergence (block)"
-            " or by angular distance"
+            help="greedy: one layer after the other, by KL divergence. block: consecutive layers, by KL"
+            " divergence. angular: consecutive layers, by angular distance"
         ),
     ] = "greedy",
     output: Annotated[

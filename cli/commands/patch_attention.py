@@ -46,8 +46,8 @@ def command(
     mode: Annotated[
         options.AttentionMode,
         typer.Option(
-            help="auto: 8 bits where --max-kld allows, else full precision; 8bit, 4bit: in all layers, or"
-            " where a --max-kld allows. 4 bits are not faster than 8 on Hopper GPUs"
+            help="auto: 8 bits in as many layers as --max-kld allows. 8bit or 4bit: that precision in all"
+            " layers, or in as many as a given --max-kld allows. On Hopper GPUs, 4 bits are not faster than 8"
         ),
     ] = "auto",
     max_kld: Annotated[

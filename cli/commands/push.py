@@ -54,7 +54,7 @@ def command(
     weight files that the Hub already has are skipped. The command refuses files that look private by their
     names, such as .env or id_rsa, unless you pass --allow-private-files.
 
-    `neuzip eval DIR` writes FILE.json for --evaluation, by its options --report or --json.
+    To make FILE.json for --evaluation, run `neuzip eval DIR --report FILE.json`, or save its --json output.
     """
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once

@@ -11,7 +11,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.output import Output, count_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
@@ -61,7 +61,7 @@ def command(
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Training text, or .jsonl[.gz]; repeatable",
+            help="Training text: UTF-8 file or .jsonl[.gz]; repeatable",
             show_default=False,
         ),
     ],
@@ -217,7 +217,9 @@ def command(
 
     def start(course: recovery.Recovery, taken: int) -> None:
         going_on = f", {taken} of them done already" if taken else ""
-        out.status(f"{course.steps} steps of {windows.per_batch * windows.length} tokens{going_on}")
+        out.status(
+            f"{count_text(course.steps, 'step')} of {windows.per_batch * windows.length} tokens{going_on}"
+        )
         for layer in course.latent.values():
             layer.strength = 1.0
         compare("before", course.student)
@@ -295,8 +297,9 @@ def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str,
     if not result.is_complete:
         out.warning(f"the budget ended after {len(figures)} of {result.steps} steps")
     out.text(
-        f"{len(figures)} steps, {tokens:,} tokens ({tokens / windows.tokens:.1f} times the text) in"
-        f" {seconds_text(seconds)}, {tokens / seconds:,.0f} tokens/s"
+        f"{count_text(len(figures), 'step')}, {tokens:,} tokens"
+        f" ({tokens / windows.tokens:.1f} times the text)"
+        f" in {seconds_text(seconds)}, {tokens / seconds:,.0f} tokens/s"
     )
     out.text(losses_text([one["loss"] for one in figures]))
     out.text(f"{dst}: {len(result.ternary)} tensors with {weights:,} weights are ternary")

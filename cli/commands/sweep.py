@@ -53,7 +53,9 @@ def command(
     ] = "lossless,k7,k6,k5,k4,k3,k2,k1,k0",
     blocks: Annotated[
         str | None,
-        typer.Option(metavar="N,M", help="Block sizes to try with each k (default: 512); '' for none"),
+        typer.Option(
+            metavar="N,M", help="Block sizes to try with every k scheme (default: 512); '' for none"
+        ),
     ] = None,
     output: Annotated[
         Path | None,

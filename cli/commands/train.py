@@ -67,7 +67,7 @@ def command(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Train all weights of a model, stored compressed"""
+    """Train all weights of a model while they are compressed in memory"""
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other", "leave one of them out")
     let_threads_sleep()

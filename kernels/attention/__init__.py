@@ -134,9 +134,9 @@ def sageattn(
 
     tensor_layout  "HND": [B, H, N, D], or "NHD": [B, N, H, D], of q, k, v and the output
 
-    Unlike theirs, it aligns a causal mask to the last key if there are more keys than queries, and refuses
-    unknown arguments. The log-sum-exp is fp32 [B, Hq, Nq] in either layout. Raises ValueError
-    and TypeError for operands and options that do not fit.
+    There are two differences from `sageattention`. If there are more keys than queries, a causal mask is
+    aligned to the last key. Unknown arguments raise TypeError. The log-sum-exp is fp32 [B, Hq, Nq] in both
+    layouts. Raises ValueError and TypeError for tensors and options that are not supported.
     """
     if tensor_layout not in ("HND", "NHD"):
         raise ValueError(f"tensor_layout is {tensor_layout!r}; it is 'HND' or 'NHD'")
