@@ -46,7 +46,7 @@ def renamed(
 
     Raises UsageError for one option by both of its names: only one of the values would have an effect.
 
-    >>> renamed("verify", ["a", "--against=b"], lambda name: True, print)
+    >>> renamed("verify", ["a", "--against=b"], "--original".__eq__, print)
     --against is now called --original; the old name goes with version 0.2
     ['a', '--original=b']
     """
