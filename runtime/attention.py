@@ -366,7 +366,9 @@ def patch_attention(
     config that records nothing, and a model whose attention cannot be replaced.
     """
     if policy not in ("auto", "always"):
-        raise UsageError(f"there is no policy {policy!r} of attention", "give 'auto' or 'always'")
+        raise UsageError(f"`policy={policy!r}`: there is no such policy", "give 'auto' or 'always'")
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"`model={model!r}`: is no model of transformers", "give what load_model returns")
     config = model.config
     if config.is_encoder_decoder:
         raise UsageError(

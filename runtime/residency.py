@@ -96,7 +96,8 @@ def require_residency(residency: str) -> None:
     """Raise UsageError for a residency that does not exist."""
     if residency not in RESIDENCIES:
         raise UsageError(
-            f"there is no residency {residency!r}", f"what there is: {', '.join(map(repr, RESIDENCIES))}"
+            f"`residency={residency!r}`: there is no such format of weights in memory",
+            f"give one of {', '.join(map(repr, RESIDENCIES))}",
         )
 
 

@@ -308,6 +308,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no rules": (lambda p: neuzip.compress_checkpoint(CHECKPOINT, p, rules=["x"]), "`rules=['x']`"),  # type: ignore[list-item]
     "no model": (lambda p: neuzip.generate(5, "a"), "`model`: is neither a model"),  # type: ignore[arg-type]
+    "no path to load": (lambda p: neuzip.load_model(5), "`path=5`"),  # type: ignore[arg-type]
+    "attention": (
+        lambda p: neuzip.load_model(CHECKPOINT, attention="8bit"), "`attention='8bit'`"  # type: ignore[arg-type]
+    ),
+    "nothing to patch": (lambda p: neuzip.patch_attention(5, 8), "`model=5`"),  # type: ignore[arg-type]
+    "nothing to train": (lambda p: neuzip.train_compressed(5, "sgd"), "`model=5`"),  # type: ignore[arg-type]
     "no text": (lambda p: neuzip.evaluate("org/nothing", text=str(p)), f"{os.sep}out: cannot be read"),
     "stop before a download": (lambda p: neuzip.generate("org/nothing", "a", stop=""), "`stop`: is empty"),
     "seed": (lambda p: neuzip.generate("org/nothing", "a", temperature=1, seed=1 << 64), "`seed=18446"),

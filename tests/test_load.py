@@ -352,7 +352,7 @@ def test_a_device_map_without_accelerate(larger, monkeypatch):
 
 def test_residencies_that_cannot_be(larger):
     folder = larger["llama"] / "small"
-    with pytest.raises(UsageError, match="there is no residency 'small'") as caught:
+    with pytest.raises(UsageError, match="`residency='small'`: there is no such") as caught:
         load_model(folder, residency="small")
     assert caught.value.hint == "what there is: 'dense', 'packed', 'ans'"
     with pytest.raises(UsageError, match="'ans' needs CUDA devices") as caught:

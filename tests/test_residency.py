@@ -276,7 +276,7 @@ def test_places_that_will_do(residency: str, places: list[Any]):
 def test_a_live_model_has_to_be_where_its_residency_can():
     with pytest.raises(UsageError, match="needs CUDA devices"):
         compress_parameters(Pieces(), "ans")
-    with pytest.raises(UsageError, match="there is no residency 'small'"):
+    with pytest.raises(UsageError, match="`residency='small'`: there is no such"):
         compress_parameters(Pieces(), "small")
 
 

@@ -325,7 +325,7 @@ def test_ans_is_not_for_the_cpu(larger):
         AutoModelForCausalLM.from_pretrained(
             larger["llama"] / "small", quantization_config=NeuzipConfig("ans")
         )
-    with pytest.raises(UsageError, match="there is no residency 'small'"):
+    with pytest.raises(UsageError, match="`residency='small'`: there is no such"):
         NeuzipConfig("small")
     config = NeuzipConfig("ans")
     config.is_placed = True  # as load_model has it, which looks itself
