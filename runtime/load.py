@@ -32,7 +32,7 @@ from neuzip.compress.device import AnyDevice
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.ternary import is_ternary
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
+from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.hub import log, resolve_source
 from neuzip.formats.own_section import read_config
