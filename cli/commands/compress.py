@@ -159,8 +159,8 @@ DropLayersOption = Annotated[
     str,
     typer.Option(
         metavar="auto|N|none",
-        help="Also drop the N least important layers. auto: choose N for the smallest result or, with"
-        " --target-size, for the result closest to the original",
+        help="Also drop the N least important layers. auto: drop layers as long as the result shrinks or,"
+        " with --target-size, comes closer to the original",
     ),
 ]
 StreamOption = Annotated[
