@@ -813,8 +813,8 @@ def of_twins(sections: dict[str, Any]) -> str:
         return ""
     return (
         f" All kernels take turns, and `int8` is timed twice per round: its two times differ by up to "
-        f"{100 * max(off):.1f} %. A 4-bit cell counts as slower if its median time ratio to either exceeds "
-        "1.005."
+        f"{100 * max(off):.1f} %. A 4-bit cell counts as slower if its time exceeds one of these "
+        "two times by more than 0.5 %, in the median of the rounds."
     )
 
 

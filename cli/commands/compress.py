@@ -100,8 +100,8 @@ BitsForOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="GLOB=K",
-        help="Use K mantissa bits for matrices with matching names, such as one more for a tied embedding;"
-        " repeatable",
+        help="Use K mantissa bits for matrices with matching names, for example one bit more for a tied"
+        " embedding; repeatable",
     ),
 ]
 BlockSize = Annotated[
@@ -125,8 +125,8 @@ QuantizerOption = Annotated[
     Literal["absmean", "absmean-clamped", "least-squares"],
     typer.Option(
         "--ternary-quantizer",
-        help="Rounding of weights that are not ternary yet; absmean-clamped for transformers' online bitnet"
-        " checkpoints",
+        help="How to round weights that are not ternary yet. Use absmean-clamped for transformers' online"
+        " bitnet checkpoints",
     ),
 ]
 GroupOption = Annotated[
@@ -159,8 +159,8 @@ DropLayersOption = Annotated[
     str,
     typer.Option(
         metavar="auto|N|none",
-        help="Also drop the N least important layers. auto: as many as make the result smaller, or closer to"
-        " the original for --target-size",
+        help="Also drop the N least important layers. auto: drop layers as long as the result shrinks or,"
+        " with --target-size, comes closer to the original",
     ),
 ]
 StreamOption = Annotated[
@@ -242,8 +242,8 @@ def command(
         Literal["auto", "measured", "fisher", "weights"],
         typer.Option(
             help="How to estimate per-tensor sensitivity. measured: one run per tensor. fisher: Fisher"
-            " information. weights: weight errors alone, which need no text with --target-size. auto:"
-            " measured on a GPU, fisher on a CPU"
+            " information. weights: rounding errors of the weights (with --target-size, no text is needed)."
+            " auto: measured on a GPU, fisher on a CPU"
         ),
     ] = "auto",
     drop_layers: DropLayersOption = "none",

@@ -46,7 +46,8 @@ def command(
     gguf_mixed: Annotated[
         bool,
         typer.Option(
-            "--gguf-mixed", help="Store rows that do not fill whole blocks of the type as Q2_0 or Q4_0"
+            "--gguf-mixed",
+            help="Use Q2_0 or Q4_0 for tensors whose rows do not fill whole blocks of --gguf-type",
         ),
     ] = False,
     linear_class: Annotated[

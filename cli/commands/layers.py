@@ -65,7 +65,9 @@ def command(
             metavar="FILE", help="Also plot distances between layers and their importance: .svg or .png"
         ),
     ] = None,
-    drop: Annotated[int | None, typer.Option(metavar="N", help="Choose the N least important layers")] = None,
+    drop: Annotated[
+        int | None, typer.Option(metavar="N", help="Choose the N least important layers; -o drops them")
+    ] = None,
     choice: Annotated[
         Literal["greedy", "block", "angular"],
         typer.Option(
@@ -76,7 +78,7 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="DST", help="Write the model without these layers, uncompressed"
+            "--output", "-o", metavar="DST", help="Write the model without the layers of --drop, uncompressed"
         ),
     ] = None,
     device: options.RunDeviceOption = "auto",
