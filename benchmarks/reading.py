@@ -5,8 +5,9 @@ python benchmarks/reading.py --check     # exit 1 if the share after is 5 % or m
 python benchmarks/reading.py --sentences PAGE    # the sentences of a page, numbered, for a reader to mark
 
 Code blocks, headings, cells of tables and generated marks are no sentences. A reader knows the field and not
-this project. `before` has counts alone. `after` has for every page the number of its sentences when it was
-read, and the marked ones, word by word, so that anyone can check the judgement:
+this project. `before` has counts alone, and so has `rewritten`: the new pages as their writers left them, whose
+marks were mended. `after` is the reading by two others, who had seen none of it. It has the number of the
+sentences of every page, and the marked ones, word by word, so that anyone can check the judgement:
 
     "after": {"commit": "...", "readers": 2, "pages": {"README.md": {"sentences": 90, "marked": ["..."]}}}
 """
@@ -110,9 +111,9 @@ def after_counts(document: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return {page: (found["sentences"], len(found["marked"])) for page, found in after["pages"].items()}
 
 
-def before_counts(document: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The same before."""
-    read = document["before"]["pages"]
+def earlier_counts(document: dict[str, Any], name: str) -> dict[str, tuple[int, int]]:
+    """Sentences and marked ones of each page in an earlier reading, "before" or "rewritten"."""
+    read = document.get(name, {"pages": {}})["pages"]
     return {page: (found["sentences"], found["marked"]) for page, found in read.items()}
 
 
@@ -126,8 +127,9 @@ def totals(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:
-    """The table: pages of both readings, and the sums of each group."""
-    for name, counts in (("before", before_counts(document)), ("after", after_counts(document))):
+    """The table: pages of each reading, and the sums of each group."""
+    earlier = {name: earlier_counts(document, name) for name in ("before", "rewritten")}
+    for name, counts in (earlier | {"after": after_counts(document)}).items():
         if not counts:
             yield f"{name}: not read yet"
             continue
