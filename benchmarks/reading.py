@@ -5,7 +5,7 @@ python benchmarks/reading.py --check     # exit 1 if the share after is 5 % or m
 python benchmarks/reading.py --sentences PAGE    # the sentences of a page, numbered, for a reader to mark
 
 Code blocks, headings, cells of tables and generated marks are no sentences. A reader knows the field and not
-this project. `before` has counts alone, and so has `rewritten`: the new pages as their writers left them, whose
+this project. `before` has counts alone. So has `rewritten`: the new pages as their writers left them, whose
 marks were mended. `after` is the reading by two others, who had seen none of it. It has the number of the
 sentences of every page, and the marked ones, word by word, so that anyone can check the judgement:
 
