@@ -115,13 +115,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     import typer
 
-    from neuzip.cli.main import build_app
+    from neuzip.cli.main import program
     from neuzip.cli.output import error
 
     _refuse_ranks(argv)
-    program = typer.main.get_command(build_app())
     try:
-        answer = program.main(list(argv), prog_name="neuzip", standalone_mode=False)
+        answer = program().main(list(argv), prog_name="neuzip", standalone_mode=False)
     except typer.Abort as abort:
         # Typer aborts on Ctrl-C, and also on any EOFError, which inside a command can only be a bug.
         raise abort.__cause__ or KeyboardInterrupt from None

@@ -10,7 +10,6 @@ import ast
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from neuzip.errors import shell
 
@@ -59,14 +58,11 @@ def _word(value: str) -> str:
 @cache
 def options() -> Mapping[str, str]:
     """The long options of all commands, by the names that their parameters have in the library."""
-    import typer
+    from neuzip.cli.main import program
 
-    from neuzip.cli.main import build_app
-
-    group: Any = typer.main.get_command(build_app())
     names = (
         name
-        for command in group.commands.values()
+        for command in program().commands.values()
         for parameter in command.params
         if parameter.param_type_name == "option"
         for name in parameter.opts

@@ -8,8 +8,9 @@ that may be missing has PACKAGES, their modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +46,12 @@ def build_app() -> typer.Typer:
         kind = page(verb, dict(groups), dict(needs), packages)
         app.command(verb, cls=kind, short_help=whole, epilog=_examples(module.EXAMPLES))(module.command)
     return app
+
+
+@cache
+def program() -> Any:
+    """The commands as typer runs them. They are made once, because that takes tens of milliseconds."""
+    return typer.main.get_command(build_app())
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -27,6 +27,7 @@ import typer
 from safetensors import SafetensorError
 
 from neuzip.cli import commands, flags, output
+from neuzip.cli.main import program
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
 from neuzip.cli.output import Output, plain, printable, render_table
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
@@ -48,7 +49,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
+def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Output], None]], None]]:
     """Make `neuzip probe SRC` do what a test says."""
     flags.options()  # they are kept, and have to be those of all commands whatever test runs first
 
@@ -62,8 +63,10 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]
         module.EXAMPLES = ["neuzip probe ./llama", "neuzip probe ./llama --json"]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(commands, "VERBS", ("probe",))
+        program.cache_clear()
 
-    return install
+    yield install
+    program.cache_clear()
 
 
 def fail_with(exception: BaseException) -> Callable[[Output], None]:

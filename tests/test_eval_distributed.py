@@ -108,9 +108,10 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path):
     ]  # fmt: skip
     one, two = (json.loads(answer) for answer in said)
     assert (one.pop("processes"), two.pop("processes")) == (1, 2)
+    assert [answer["report"]["setting"].pop("processes") for answer in (one, two)] == ["1", "2"]
     for answer in (one, two):
         for model in (answer["before"], answer["after"]):
             del model["tokens_per_second"]
-        del answer["seconds"], answer["memory"]
+        del answer["seconds"], answer["memory"], answer["report"]["cost"]
     assert len(one["conventions"]) == 4
     assert one == two

@@ -79,7 +79,7 @@ def test_two_processes_are_one_with_half_a_micro_batch(
     assert code == 0, stderr
     said = json.loads(stdout)  # one of them speaks
     assert (said["processes"], said["steps"]) == (2, 4)
-    assert neuzip("train", write("one", micro_batch=2)).exit_code == 0
+    assert neuzip("train", write("one", micro_batch_size=2)).exit_code == 0
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "two/log.jsonl").read_text().splitlines()]
@@ -96,7 +96,7 @@ def test_two_gpus_learn_what_one_does(write: Write, neuzip: Callable[..., Any], 
     code, stdout, stderr = finished(torchrun(tmp_path, *command, gpus=True))
     assert code == 0, stderr
     assert json.loads(stdout)["processes"] == 2
-    assert neuzip("train", write("one", device="cuda", steps=20, micro_batch=2)).exit_code == 0
+    assert neuzip("train", write("one", device="cuda", steps=20, micro_batch_size=2)).exit_code == 0
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-2)
 
 
@@ -149,7 +149,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_they_go_on(
     command = ("--no-python", "neuzip", "train", write("two"), "--resume")
     code, _, stderr = finished(torchrun(tmp_path, *command))
     assert code == 0 and "resuming after step 2" in stderr
-    assert neuzip("train", write("one", micro_batch=2)).exit_code == 0
+    assert neuzip("train", write("one", micro_batch_size=2)).exit_code == 0
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert len(losses(tmp_path / "two")) == 4
 
@@ -176,7 +176,7 @@ def test_when_one_fails_all_end_with_one_message(
 
 @pytest.mark.slow
 def test_batches_that_cannot_be_shared_are_refused_once(write: Write, tmp_path: Path) -> None:
-    run = torchrun(tmp_path, "--no-python", "neuzip", "train", write("two", batch=3))
+    run = torchrun(tmp_path, "--no-python", "neuzip", "train", write("two", batch_size=3))
     code, _, stderr = finished(run)
     assert code != 0 and not (tmp_path / "two").exists()
     assert errors(stderr) == ["error: batch is 3, which 2 processes cannot share"]
@@ -197,7 +197,7 @@ def test_texts_that_differ_between_processes_are_refused(write: Write, tmp_path:
         "sys.exit(run())\n"
     )
     code, _, stderr = finished(
-        torchrun(tmp_path, script, "train", write("two", texts=[str(t) for t in texts]))
+        torchrun(tmp_path, script, "train", write("two", text=[str(t) for t in texts]))
     )
     assert code != 0 and not (tmp_path / "two").exists()
     assert errors(stderr) == ["error: the processes have different texts or tokenizers"]
