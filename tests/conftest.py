@@ -99,6 +99,14 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(autouse=True)
+def _commands_as_they_are() -> Iterator[None]:
+    """Have the commands made again for each test: some tests exchange them."""
+    yield
+    if (main := sys.modules.get("neuzip.cli.main")) is not None:
+        main.program.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -49,7 +49,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Output], None]], None]]:
+def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Output], None]], None]:
     """Make `neuzip probe SRC` do what a test says."""
     flags.options()  # they are kept, and have to be those of all commands whatever test runs first
 
@@ -63,10 +63,9 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Outpu
         module.EXAMPLES = ["neuzip probe ./llama", "neuzip probe ./llama --json"]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(commands, "VERBS", ("probe",))
-        program.cache_clear()
+        program.cache_clear()  # which flags.options() has made
 
-    yield install
-    program.cache_clear()
+    return install
 
 
 def fail_with(exception: BaseException) -> Callable[[Output], None]:

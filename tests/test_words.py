@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from words import PRIVATE, private_words
+
+from neuzip.cli.targets import METHODS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "cli").rglob("*.py"))
@@ -42,3 +45,9 @@ def test_private_words_are_found():
         "goes on with: continue, generate; resume", "bits a weight: per", "k = 3: N mantissa bits"
     ]  # fmt: skip
     assert len(PRIVATE) > 30 and private_words("`k=3` and 3 bits per weight") == []
+
+
+def test_the_time_of_a_target_by_weights_is_the_measured_one():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "target_cost.json").read_text())
+    seconds = measured["per_gb"]["target_by_weights"]
+    assert f"about {seconds:.0f} CPU seconds per GB" in METHODS["weights"]
