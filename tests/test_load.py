@@ -354,7 +354,7 @@ def test_residencies_that_cannot_be(larger):
     folder = larger["llama"] / "small"
     with pytest.raises(UsageError, match="`residency='small'`: there is no such") as caught:
         load_model(folder, residency="small")
-    assert caught.value.hint == "what there is: 'dense', 'packed', 'ans'"
+    assert caught.value.hint == "give one of 'dense', 'packed', 'ans'"
     with pytest.raises(UsageError, match="'ans' needs CUDA devices") as caught:
         load_model(folder, residency="ans")
     assert "device='cuda'" in caught.value.hint and "residency='packed'" in caught.value.hint
