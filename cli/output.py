@@ -27,12 +27,17 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from neuzip.cli.flags import in_options
-from neuzip.cli.schema import SCHEMA
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
+
+SCHEMA = 2
+"""The version of the keys in neuzip.cli.schema, which no command reads: describing them takes milliseconds.
+
+It goes up when a key changes its name, its type or its meaning; a new key leaves it as it is.
+"""
 
 LONGEST_MESSAGE = 1000
 

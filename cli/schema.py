@@ -15,9 +15,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SCHEMA = 2
-"""Goes up when a key changes its name, its type or its meaning; a new key leaves it as it is."""
-
 
 @dataclass(frozen=True)
 class Key:
@@ -57,6 +54,19 @@ ENVELOPE = _keys("""
 FAILED = _keys("""
     error : Error - why there is no result
 """)
+
+CONVENTION = _keys("""
+        name           : string - token, strided, llama.cpp, lm-eval or bos
+        window         : integer [tokens] - length of a window
+        stride         : integer or null [tokens] - distance between the starts of windows
+        windows        : integer - number of windows
+        tokens         : integer - tokens predicted
+        documents      : integer - documents of the text
+        words          : integer or null - words predicted
+        bytes          : integer or null [bytes] - bytes predicted
+        special_tokens : string - special tokens in front of each window
+""")
+"""The keys of a perplexity convention, as it was applied."""
 
 OBJECTS: Mapping[str, Keys] = {
     "Error": _keys("""
@@ -311,16 +321,8 @@ OBJECTS: Mapping[str, Keys] = {
         mode  : string - b1.58, a4.8, a4.8-fp4 or none
         sites : object - modes of sites that differ from `mode`
     """),
-    "ConventionScores": _keys("""
-        name           : string - token, strided, llama.cpp, lm-eval or bos
-        window         : integer [tokens] - length of a window
-        stride         : integer or null [tokens] - distance between the starts of windows
-        windows        : integer - number of windows
-        tokens         : integer - tokens predicted
-        documents      : integer - documents of the text
-        words          : integer or null - words predicted
-        bytes          : integer or null [bytes] - bytes predicted
-        special_tokens : string - special tokens in front of each window
+    "ConventionScores": CONVENTION
+    | _keys("""
         blocks         : string - samples of the standard errors, such as documents
         before         : Score or null - the original, with --original
         after          : Score - SRC
@@ -524,17 +526,7 @@ OBJECTS: Mapping[str, Keys] = {
         ratio               : number - stored_weight_bytes / weight_bytes
         bits_per_weight     : number [bits] - 8 * stored_weight_bytes / weights
     """),
-    "Convention": _keys("""
-        name           : string - name
-        window         : integer [tokens] - length of a window
-        stride         : integer or null [tokens] - distance between the starts of windows
-        windows        : integer - number of windows
-        tokens         : integer - tokens predicted
-        documents      : integer - documents of the text
-        words          : integer or null - words predicted
-        bytes          : integer or null [bytes] - bytes predicted
-        special_tokens : string - special tokens in front of each window
-    """),
+    "Convention": CONVENTION,
     "Recipe": _keys("""
         quantizer : string - how weights are rounded
         group     : integer or string or null - weights of a row that share a scale; row for all, null for

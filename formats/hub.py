@@ -86,7 +86,9 @@ def log(remark: str) -> None:
     logging.getLogger("neuzip").warning("%s", remark)
 
 
-def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress: bool = False) -> Path:
+def resolve_source(
+    src: str | os.PathLike[str], *, parameter: str = "source", note: Note = ignore, progress: bool = False
+) -> Path:
     """The path of a checkpoint, downloaded first if `src` is a Hub id: `owner/name` or `owner/name@revision`.
 
     What exists on disk is a path, and so is all that has not the form of a Hub id. Downloads are kept in
@@ -95,9 +97,15 @@ def resolve_source(src: str | os.PathLike[str], *, note: Note = ignore, progress
     left out. Without a connection, a copy in the cache is taken.
 
     `note` is told of what was left out, of a copy taken and of waits; `progress` lets huggingface_hub draw
-    its bars on a terminal. Raises UsageError for an empty name, which would be the current folder, and
-    NeuzipError, for a repository without safetensors before anything is downloaded.
+    its bars on a terminal. Raises UsageError for an empty name, which would be the current folder, and for a
+    value of `parameter` that is no name; NeuzipError, for a repository without safetensors before anything is
+    downloaded.
     """
+    if not isinstance(src, str | os.PathLike):
+        raise UsageError(
+            f"`{parameter}={src!r}`: is neither a path nor a Hub id",
+            "give a folder, a .safetensors file or owner/name",
+        )
     if src == "":
         raise UsageError(
             "the name of a checkpoint is empty", "give a folder, a .safetensors file or owner/name"

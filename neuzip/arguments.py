@@ -18,12 +18,7 @@ Name = TypeVar("Name", bound=str)
 
 def local(parameter: str, source: Source) -> Path:
     """The path of a checkpoint, which is downloaded first if `source` is a Hub id. Raises NeuzipError."""
-    if not isinstance(source, str | os.PathLike):
-        raise UsageError(
-            f"`{parameter}={source!r}`: is neither a path nor a Hub id",
-            "give a folder, a .safetensors file or owner/name",
-        )
-    return resolve_source(source, note=log)
+    return resolve_source(source, parameter=parameter, note=log)
 
 
 def require_one_of(choices: Sequence[object], **values: object) -> None:

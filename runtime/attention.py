@@ -45,6 +45,7 @@ from neuzip.formats.own_section import SECTION, own_section, read_config, with_e
 
 from . import attention_mask
 from .attention_mask import DeferredMask
+from .requirements import require_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -367,8 +368,7 @@ def patch_attention(
     """
     if policy not in ("auto", "always"):
         raise UsageError(f"`policy={policy!r}`: there is no such policy", "give 'auto' or 'always'")
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"`model={model!r}`: is no model of transformers", "give what load_model returns")
+    require_model(model)
     config = model.config
     if config.is_encoder_decoder:
         raise UsageError(

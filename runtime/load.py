@@ -115,13 +115,11 @@ def load_model(
     device does not support, and unknown activations; NeuzipError for a checkpoint without a causal language
     model, and for tensors that are missing, left over or of the wrong shape.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"`path={path!r}`: is neither a path nor a Hub id", "give a folder or owner/name")
     if not isinstance(attention, bool):
         raise UsageError(
             f"`attention={attention!r}`: is neither True nor False", "False leaves attention unquantised"
         )
-    folder = resolve_source(path, note=log)
+    folder = resolve_source(path, parameter="path", note=log)
     is_map = isinstance(device, dict) or device in DEVICE_MAPS
     if is_map and find_spec("accelerate") is None:
         raise NeuzipError(

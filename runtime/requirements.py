@@ -22,6 +22,12 @@ def require_seed(seed: int | None) -> None:
         raise UsageError(f"`seed={seed!r}`: is no whole number of 64 bits", "give a small number, such as 1")
 
 
+def require_model(model: object) -> None:
+    """Raise UsageError for a value that is no model of transformers. Imports none."""
+    if not hasattr(model, "get_input_embeddings"):
+        raise UsageError(f"`model={model!r}`: is no model of transformers", "give what load_model returns")
+
+
 def require_quantisable(activations: str | None, residency: str) -> str | None:
     """The mode to load a model with. Raises UsageError for one that dense weights cannot have."""
     if residency != "dense":

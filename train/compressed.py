@@ -50,6 +50,7 @@ from neuzip.compress.device import AnyDevice
 from neuzip.errors import BUG_OR_MEMORY, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers.states import Chance
+from neuzip.runtime.requirements import require_model
 from neuzip.runtime.tensors import place_of
 
 from . import saved
@@ -127,8 +128,7 @@ def train_compressed(
     trainer owns the matrices of the model, and the model cannot run by itself. Raises NeuzipError for a model
     that is not a plain sequence of decoder layers, and UsageError for wrong options.
     """
-    if not hasattr(model, "get_input_embeddings"):
-        raise UsageError(f"`model={model!r}`: is no model of transformers", "give what load_model returns")
+    require_model(model)
     return Trainer(
         model, optimizer_of(optimizer) if isinstance(optimizer, str) else optimizer, compressed=compressed,
         max_grad_norm=max_grad_norm, clipping=clipping, micro_batch_size=micro_batch_size,
