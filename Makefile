@@ -14,7 +14,7 @@ ROOMS := cli compress eval formats kernels runtime train
 FRONT := .typing/neuzip/__init__.py .typing/neuzip/arguments.py .typing/neuzip/checkpoints.py \
          .typing/neuzip/distribution.py \
          .typing/neuzip/errors.py .typing/neuzip/models.py .typing/neuzip/py.typed
-SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py))
+SOURCES := $(wildcard neuzip/*.py $(ROOMS:%=%/*.py) $(ROOMS:%=%/*/*.py) $(ROOMS:%=%/*/*/*.py))
 LINKS := $(FRONT) \
          $(patsubst %/__init__.py,.typing/neuzip/%,$(wildcard $(ROOMS:%=%/__init__.py)))
 
@@ -43,18 +43,18 @@ fuzz: $(VENV)/.fuzzing ## Fuzz all readers with atheris, for ten minutes (MINUTE
 	@$(BIN)/python benchmarks/fuzz.py .fuzz --check --seconds $$((60 * $(MINUTES)))
 
 lowest: ## Try the lowest versions that pyproject.toml allows (PYTHON=python3.10 for all)
-	@folder=$$(mktemp -d) && $(PYTHON) tests/lowest_versions.py $$folder/lowest && rm -rf $$folder
+	@folder=$$(mktemp -d) && $(PYTHON) tests/support/lowest_versions.py $$folder/lowest && rm -rf $$folder
 
 file-tool: ## Try the installation without torch, as the README shows it
-	@folder=$$(mktemp -d) && $(PYTHON) tests/file_tool.py $$folder/file-tool && rm -rf $$folder
+	@folder=$$(mktemp -d) && $(PYTHON) tests/support/file_tool.py $$folder/file-tool && rm -rf $$folder
 
 release: $(VENV)/.developed ## Build sdist and wheel into dist (REPOSITORY=https://HOST/OWNER/NAME)
-	@$(BIN)/python tests/release.py "$(REPOSITORY)"
+	@$(BIN)/python tests/support/release.py "$(REPOSITORY)"
 
 lint: $(VENV)/.developed links ## Check style, types and who imports whom
 	@echo "lint: ruff check" && $(BIN)/ruff check --quiet .
 	@echo "lint: ruff format --check" && $(BIN)/ruff format --quiet --check .
-	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py tests/test_api.py
+	@echo "lint: mypy --strict" && $(BIN)/mypy --no-error-summary .typing/neuzip neuzip_autoload.py tests/neuzip/test_api.py
 	@echo "lint: import contracts" && cd .typing && \
 	  { said=$$(../$(BIN)/lint-imports --config ../pyproject.toml --no-cache) || { echo "$$said"; exit 1; }; }
 

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaModel
 from neuzip.kernels.attention import sage_attention
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import similarity
-from neuzip.kernels.attention.triton_quantize import quantize
-from neuzip.runtime.attention import uses
+from neuzip.kernels.attention.triton.quantize import quantize
+from neuzip.runtime.hf.attention import uses
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

@@ -33,15 +33,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.eval.conventions import Reading
-from neuzip.eval.head import HeadedModel
-from neuzip.eval.texts import read_text
-from neuzip.eval.yardstick import Yardstick
+from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.conventions import Reading
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.texts import read_text
 from neuzip.kernels.attention import sage_attention, supported
 from neuzip.kernels.attention.reference import exact_attention, means, quantized_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime.generate import choose_device, positions
-from neuzip.runtime.load import load_config
+from neuzip.runtime.decode.generate import choose_device, positions
+from neuzip.runtime.hf.load import load_config
 
 Row = dict[str, Any]
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

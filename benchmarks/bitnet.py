@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.bitlinear import bit_linears, install
-from neuzip.runtime.generate import GreedyDecoder
-from neuzip.runtime.speed import prompts, run
+from neuzip.runtime.decode.benchmark import prompts, run
+from neuzip.runtime.decode.generate import GreedyDecoder
 
 Row = dict[str, Any]
 

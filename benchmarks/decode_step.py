@@ -35,9 +35,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.runtime import buffers
-from neuzip.runtime.generate import GreedyDecoder
-from neuzip.runtime.residency import compress_parameters
-from neuzip.runtime.speed import free_memory, prompts, run
+from neuzip.runtime.decode.benchmark import free_memory, prompts, run
+from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.hf.residency import compress_parameters
 
 DEVICE = "cuda"
 FORMS = ("bf16", "packed", "ans", "bf16 3b", "a4.8", "a4.8 kv 3")

@@ -29,7 +29,7 @@ from statistics import fmean
 
 from environment import ROOT, describe, save
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))
 
 from loopback_hub import TOKEN, Handler, Refusal, hub_environment, running_hub
 

@@ -48,9 +48,9 @@ from neuzip.compress import compress, lossless
 from neuzip.compress.truncated import Rounding
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS, FloatFormat, plane_bytes, plane_widths
-from neuzip.kernels.rans import triton_encode
 from neuzip.kernels.rans.coded import CodedTensor, raise_if_corrupt
-from neuzip.kernels.rans.triton_decode import decode, prepare
+from neuzip.kernels.rans.triton import encode as triton_encode
+from neuzip.kernels.rans.triton.decode import decode, prepare
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

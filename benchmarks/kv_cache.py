@@ -21,14 +21,14 @@ from typing import get_args
 import torch
 from environment import describe, describe_gpu, save
 
-from neuzip.eval.divergence import compare
-from neuzip.eval.estimates import exponential
-from neuzip.eval.head import HeadedModel
-from neuzip.eval.perplexity import Task, prepare
-from neuzip.eval.texts import read_text
+from neuzip.eval.measures.divergence import compare
+from neuzip.eval.measures.estimates import exponential
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.perplexity import Task, prepare
+from neuzip.eval.measures.texts import read_text
 from neuzip.kernels import kv_cache
 from neuzip.kernels.quantizers.kv import Range
-from neuzip.runtime.load import load_model
+from neuzip.runtime.hf.load import load_model
 
 BITS = (8, 4, 3)
 

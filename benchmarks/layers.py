@@ -17,9 +17,9 @@ from environment import ROOT, describe, describe_gpu, save
 from sweep import stage
 
 from neuzip.cli.output import plain
-from neuzip.eval import layer_pictures
-from neuzip.eval.layers import analyse
-from neuzip.eval.texts import read_text
+from neuzip.eval.layers.analyse import analyse
+from neuzip.eval.measures.texts import read_text
+from neuzip.eval.report import layer_pictures
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ from neuzip.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     token_statistics,
 )  # fmt: skip
-from neuzip.kernels.linear_cross_entropy.triton_backward import COLUMNS, candidates, mean_logit_order
+from neuzip.kernels.linear_cross_entropy.triton.backward import COLUMNS, candidates, mean_logit_order
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

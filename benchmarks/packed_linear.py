@@ -32,9 +32,9 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.kernels.packed_linear import torch_ops
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
-from neuzip.runtime.tensors import read_tensor
+from neuzip.kernels.packed_linear import ops as torch_ops
+from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.runtime.read import read_tensor
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

@@ -32,15 +32,15 @@ from typing import Any
 import torch
 from environment import ROOT, describe, describe_gpu, save_sections
 
-from neuzip.eval.head import HeadedModel
-from neuzip.eval.texts import read_text
-from neuzip.eval.yardstick import Yardstick
-from neuzip.runtime.generate import choose_device
-from neuzip.runtime.load import load_model, load_tokenizer
-from neuzip.train.distillation import Weights
-from neuzip.train.latent_model import runnable
+from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.texts import read_text
+from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.hf.load import load_model, load_tokenizer
 from neuzip.train.loop import picture_of_losses, read_log, run
-from neuzip.train.recovery import DRAWN, LOG, Recovery, Settings, recover, thinned
+from neuzip.train.recovery.course import DRAWN, LOG, Recovery, Settings, recover, thinned
+from neuzip.train.recovery.distill import Weights
+from neuzip.train.recovery.latent import runnable
 from neuzip.train.text import Windows
 
 WHAT = "recovery of a model with ternary weights: perplexity against the original's"

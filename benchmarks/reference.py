@@ -521,7 +521,7 @@ def dtypes() -> str:
     from neuzip.compress.scheme import TERNARY_DTYPES
     from neuzip.compress.truncated import normalisable
     from neuzip.kernels.float_fields import FORMATS
-    from neuzip.runtime.residency import DTYPES
+    from neuzip.runtime.hf.residency import DTYPES
 
     torch_names = {torch.bfloat16: "BF16", torch.float16: "F16"}
     in_memory = {torch_names[dtype] for dtype in DTYPES}
@@ -558,7 +558,7 @@ def versions() -> str:
 
 def memory_formats() -> str:
     """The in-memory weight formats, each with what it needs."""
-    from neuzip.runtime.residency import RESIDENCIES
+    from neuzip.runtime.hf.residency import RESIDENCIES
 
     require_same("MEMORY", MEMORY, RESIDENCIES)
     heads = "`--residency` | NVIDIA GPU | CPU | transformers | weights"

@@ -45,7 +45,7 @@ import numpy as np
 from environment import ROOT, describe, save
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.formats.tensor_file import TensorFile
+from neuzip.formats.safetensors_file import TensorFile
 
 SHARE_KILLED = 0.2
 REPEATED, REPETITIONS = 10, 30
@@ -60,7 +60,7 @@ SERVER = """
 import json, os, sys
 import torch
 import neuzip.cli.commands.compress, neuzip.cli.commands.decompress, neuzip.cli.commands.verify
-import neuzip.compress.ternary, neuzip.compress.restore, neuzip.formats.hub
+import neuzip.compress.ternary, neuzip.compress.restore, neuzip.formats.hub.push
 from neuzip.cli import run
 for line in sys.stdin:
     asked = json.loads(line)
@@ -272,7 +272,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
-        self.decoder = load(ROOT / "tests" / "independent_decoder.py")
+        self.decoder = load(ROOT / "tests" / "support" / "independent_decoder.py")
         self.temporary = folder / "tmp"
         self.killed_before, self.complete = False, 0
         self.server = subprocess.Popen(

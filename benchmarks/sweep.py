@@ -27,13 +27,13 @@ from environment import ROOT, describe, describe_gpu, save
 
 from neuzip.compress import compress
 from neuzip.eval.demo import split_topics
-from neuzip.eval.pictures import svg
+from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.texts import Document, Text, read_text
+from neuzip.eval.plans.target_values import max_kld, target_size
+from neuzip.eval.plans.targets import MAX_TOKENS, Request, find_plan
+from neuzip.eval.report.histogram_pictures import svg
 from neuzip.eval.sweep import Row, Setting, draw, sweep
 from neuzip.eval.sweep_setup import parse_schemes
-from neuzip.eval.target_values import max_kld, target_size
-from neuzip.eval.targets import MAX_TOKENS, Request, find_plan
-from neuzip.eval.texts import Document, Text, read_text
-from neuzip.eval.yardstick import Yardstick
 
 
 def main() -> None:

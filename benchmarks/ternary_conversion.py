@@ -24,12 +24,12 @@ import torch
 from environment import describe, describe_gpu, save
 from sweep import calibration
 
-from neuzip.eval.head import HeadedModel
-from neuzip.eval.texts import read_text
-from neuzip.eval.yardstick import Yardstick, read_tokens
-from neuzip.runtime.load import load_model
-from neuzip.train.rotation import rotate
-from neuzip.train.ternary import Recipe, convert
+from neuzip.eval.measures.comparison import Yardstick, read_tokens
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.texts import read_text
+from neuzip.runtime.hf.load import load_model
+from neuzip.train.recovery.rotation import rotate
+from neuzip.train.recovery.ternary import Recipe, convert
 
 STEPS: list[tuple[bool, Recipe]] = [
     (False, Recipe("absmean", None)),

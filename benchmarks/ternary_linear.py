@@ -32,8 +32,8 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.kernels.quantizers import Ternary, squared_relu
 from neuzip.kernels.ternary_linear import Activation, TernaryWeight, reference, relu2_glu, ternary_linear
-from neuzip.kernels.ternary_linear.triton_quantize import quantize
-from neuzip.kernels.ternary_linear.triton_vector import Launch, few_tokens, one_token
+from neuzip.kernels.ternary_linear.triton.quantize import quantize
+from neuzip.kernels.ternary_linear.triton.vector import Launch, few_tokens, one_token
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

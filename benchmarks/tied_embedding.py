@@ -26,8 +26,8 @@ from environment import describe, save_sections
 from neuzip.compress import Rule, compress
 from neuzip.compress.scheme import LOSSLESS, Scheme, rules_of_options
 from neuzip.compress.source import TensorSource
-from neuzip.eval.texts import read_text
-from neuzip.eval.yardstick import Yardstick
+from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.texts import read_text
 
 WHAT = "divergence and size by the mantissa bits of the embedding, where it is the output head too or is not"
 HEAD = "lm_head.weight"

@@ -32,8 +32,8 @@ import torch
 from environment import describe, describe_gpu, save_sections
 from transformers import AutoModelForCausalLM, GPTNeoConfig, LlamaConfig, PretrainedConfig
 
-from neuzip.train.compressed import train_compressed
 from neuzip.train.deterministic import deterministic_algorithms
+from neuzip.train.trainer import train_compressed
 
 SEQUENCE = 1024
 ROWS = (1, 8)

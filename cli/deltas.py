@@ -85,7 +85,7 @@ def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     """Show how the tensors of a delta are stored; what they are made of shows only with the base."""
     from neuzip.compress.pipeline import describe
     from neuzip.compress.source import TensorSource
-    from neuzip.eval.histograms import select, visible
+    from neuzip.eval.measures.histograms import select, visible
     from neuzip.formats.checkpoint import base_name
     from neuzip.formats.container import Container
 

@@ -265,7 +265,7 @@ def _answer(data: Mapping[str, object]) -> None:
 
 def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
-    from neuzip.formats.hub_secrets import scrubbed
+    from neuzip.formats.hub.secrets import scrubbed
 
     line = printable(scrubbed(in_options(text)), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."

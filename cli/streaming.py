@@ -17,8 +17,8 @@ from neuzip.errors import UsageError
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
     from neuzip.compress.stream import StreamPlan
-    from neuzip.formats.hub import Pushed
-    from neuzip.formats.hub_draft import Draft
+    from neuzip.formats.hub.draft import Draft
+    from neuzip.formats.hub.push import Pushed
 
 
 class Report(Protocol):
@@ -78,7 +78,7 @@ def run(
     """Do it, and report. Ctrl-C ends it at once: a run that was killed goes on. Raises NeuzipError."""
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress.stream import plan_stream
-    from neuzip.formats.hub_draft import Draft, parse_target
+    from neuzip.formats.hub.draft import Draft, parse_target
 
     draft = None if asked.push_to is None else Draft(parse_target(asked.push_to), out.status)
     more: dict[str, Any] = {"jobs": jobs, "overwrite": overwrite, "allow_destructive": allow_destructive}
@@ -135,7 +135,7 @@ def _push_as_ready(
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
     from neuzip.compress.stream import compress_and_push
-    from neuzip.formats.hub_connection import require_token
+    from neuzip.formats.hub.connection import require_token
 
     require_token()
     refuse_before_download(src, dst, more["overwrite"])
@@ -181,7 +181,7 @@ def _finish(
 def _show(out: Output, plan: StreamPlan, src: str, dst: Path, asked: Asked) -> None:
     """Print what --stream would do, which it knows from the headers alone."""
     from neuzip.compress.plan import rounds_nothing
-    from neuzip.formats.private_files import listed, private_files
+    from neuzip.formats.hub.private_files import listed, private_files
 
     rows = [
         [name, f"{len(group):,}", shape, dtype, scheme, bytes_text(sum(t.tensor.info.nbytes for t in group))]

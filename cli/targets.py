@@ -13,11 +13,11 @@ from neuzip.cli.schemes import scheme_text
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.estimates import Estimate
-    from neuzip.eval.layer_drops import Drop
-    from neuzip.eval.target_request import Asked, Sensitivity
-    from neuzip.eval.target_values import Goal, Target
-    from neuzip.eval.targets import Delivered, DropLayers, Found, Trial
+    from neuzip.eval.layers.drops import Drop
+    from neuzip.eval.measures.estimates import Estimate
+    from neuzip.eval.plans.target_request import Asked, Sensitivity
+    from neuzip.eval.plans.target_values import Goal, Target
+    from neuzip.eval.plans.targets import Delivered, DropLayers, Found, Trial
 
 METHODS = {
     "measured": "one run per tensor and precision",
@@ -33,7 +33,7 @@ def layers_to_drop(
 
     Raises UsageError, also where nothing would be measured.
     """
-    from neuzip.eval.target_request import MOST_LAYERS, require_droppable
+    from neuzip.eval.plans.target_request import MOST_LAYERS, require_droppable
 
     if text == "none":
         return 0
@@ -94,7 +94,7 @@ def tell(out: Output, asked: Asked) -> None:
 
 def find(out: Output, asked: Asked) -> Found:
     """The plan as far as it can be known without trying it, for --dry-run."""
-    from neuzip.eval.targets import find_plan
+    from neuzip.eval.plans.targets import find_plan
 
     found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
     if asked.request.method != "weights":
@@ -106,7 +106,7 @@ def find(out: Output, asked: Asked) -> Found:
 
 def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Delivered:
     """Find the plan, compress, measure; say what was asked for next to what was delivered."""
-    from neuzip.eval.targets import compress_to_target, is_search_of, key_of
+    from neuzip.eval.plans.targets import compress_to_target, is_search_of, key_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, yardstick = asked.request, asked.text, asked.yardstick
@@ -125,7 +125,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
 
 
 def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
-    from neuzip.eval.estimates import errors_text
+    from neuzip.eval.measures.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
     size = f"{bytes_text(report.stored_weight_bytes)}, {percent_text(report.ratio, 1)}"
@@ -239,7 +239,7 @@ def _limit_text(target: Target, limit: float) -> str:
 
 def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
     """Say if it is the length of the text that decided: for what was delivered, or for a plan refused."""
-    from neuzip.eval.targets import MAX_TOKENS
+    from neuzip.eval.plans.targets import MAX_TOKENS
 
     assert delivered.run is not None
     trials = delivered.found.trials if delivered.found is not None else ()

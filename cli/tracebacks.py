@@ -27,7 +27,7 @@ def show() -> bool:
     import traceback
 
     from neuzip.cli.output import printable
-    from neuzip.formats.hub_secrets import scrubbed
+    from neuzip.formats.hub.secrets import scrubbed
 
     print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)
     return True

@@ -531,7 +531,7 @@ def _restore_on(
     """Decode whole regions on a GPU and add them to `base`; None where the words are corrupt."""
     import torch
 
-    from neuzip.kernels.delta import torch_ops
+    from neuzip.kernels.delta import ops as torch_ops
     from neuzip.kernels.rans.coded import PATTERNS
 
     parts: list[npt.NDArray[Any]] = [base, *low.values(), *(c.words for b in blocks for c in b.coded)]
@@ -565,8 +565,8 @@ def _decode_on(
     """The digits of `numel` weights, int32, on the device of `errors`. Marks corrupt ones in `errors`."""
     import torch
 
-    from neuzip.kernels.rans import triton_decode
     from neuzip.kernels.rans.coded import CodedTensor
+    from neuzip.kernels.rans.triton import decode as triton_decode
 
     device = errors.device
     digits = torch.zeros(numel, dtype=torch.int32, device=device)

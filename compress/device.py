@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 from neuzip.distribution import require
 from neuzip.errors import UsageError
-from neuzip.kernels.triton_release import unfit_triton
+from neuzip.kernels.device.release import unfit_triton
 
 from .lossless import PIECE
 
@@ -112,7 +112,7 @@ def choose(device: AnyDevice, nbytes: int) -> Device:
             else:
                 problem = unfit(number)
             if problem is None:
-                from neuzip.kernels.triton_cache import make_optional
+                from neuzip.kernels.device.triton_cache import make_optional
 
                 from .gpu import Gpu
 

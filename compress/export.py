@@ -28,12 +28,12 @@ from neuzip.formats.checkpoint import (
     read_weight_map,
     to_json,
 )
+from neuzip.formats.config_section import own_section, read_config
 from neuzip.formats.export import Layout, SafetensorsTarget, gguf, gguf_model
 from neuzip.formats.export.compressed_tensors import PackQuantized
 from neuzip.formats.export.tensor_writer import TensorWriter
 from neuzip.formats.export.transformers_bitnet import TransformersBitnet
-from neuzip.formats.own_section import own_section, read_config
-from neuzip.formats.tensor_file import parse_json
+from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 

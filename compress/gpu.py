@@ -25,10 +25,11 @@ import torch
 
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
+from neuzip.kernels.device.launch import LAUNCHING
 from neuzip.kernels.float_fields import Bits, FloatFormat
-from neuzip.kernels.launching import LAUNCHING
-from neuzip.kernels.rans import triton_decode, triton_encode
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
+from neuzip.kernels.rans.triton import decode as triton_decode
+from neuzip.kernels.rans.triton import encode as triton_encode
 
 Bytes = npt.NDArray[np.uint8]
 

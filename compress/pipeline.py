@@ -45,12 +45,12 @@ from neuzip.formats.checkpoint import (
     stored_files_to_json,
     to_json,
 )
+from neuzip.formats.config_section import SECTION, own_section
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
-from neuzip.formats.hub import HUB_FILES, hub_id
+from neuzip.formats.hub.private_files import listed, private_files
+from neuzip.formats.hub.push import HUB_FILES, hub_id
 from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.own_section import SECTION, own_section
-from neuzip.formats.private_files import listed, private_files
-from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile
+from neuzip.formats.safetensors_file import DTYPE_BITS, Header, TensorFile
 from neuzip.kernels.float_fields import FORMATS, Bits
 
 from . import lossless, truncated

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError
-from neuzip.formats.hub import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
-from neuzip.formats.hub_connection import Note
-from neuzip.formats.hub_pull import RECORDS, fetch
-from neuzip.formats.tensor_file import LONGEST_SIGN, other_format
+from neuzip.formats.hub.connection import Note
+from neuzip.formats.hub.pull import RECORDS, fetch
+from neuzip.formats.hub.push import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
+from neuzip.formats.safetensors_file import LONGEST_SIGN, other_format
 
 from .source import weight_bytes
 from .verify import Stage, verify

@@ -16,7 +16,7 @@ from neuzip.formats.checkpoint import (
     file_checksum,
     read_stored_files,
 )
-from neuzip.formats.tensor_file import TensorFile, opener
+from neuzip.formats.safetensors_file import TensorFile, opener
 
 from .base import check_base
 from .device import CPU, Device

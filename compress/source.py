@@ -18,7 +18,7 @@ from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import Checkpoint, base_name, find_checkpoint
 from neuzip.formats.container import Container, checksum, is_container, stream_name
 from neuzip.formats.manifest import TensorRecord
-from neuzip.formats.tensor_file import DTYPE_BITS, Header, TensorFile, TensorInfo
+from neuzip.formats.safetensors_file import DTYPE_BITS, Header, TensorFile, TensorInfo
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat

@@ -6,7 +6,7 @@ the downloaded folder. Schemes follow from the headers, which can be had without
 stored as equal only to one of the same or an earlier file. What is left of an earlier one is its digest;
 where it is the same, the bytes are asked for once more and compared.
 
-With a draft (formats/hub_draft.py) every container is uploaded, and a husk takes its place: a file of its
+With a draft (formats/hub/draft.py) every container is uploaded, and a husk takes its place: a file of its
 size with a hole where the streams were. Index, report and card need no more than its header and records.
 """
 
@@ -35,14 +35,14 @@ from neuzip.formats.checkpoint import (
     with_indices,
 )
 from neuzip.formats.container import HEADER_ENTRY, Container, is_container_metadata
-from neuzip.formats.hub import HubFile, Pushed, plan_push
-from neuzip.formats.hub import ignore as pass_over
-from neuzip.formats.hub_connection import Note, bars
-from neuzip.formats.hub_draft import Draft
-from neuzip.formats.hub_pull import remove_unfinished
-from neuzip.formats.hub_stream import RemoteCheckpoint, download, find_remote, read_headers, read_range
-from neuzip.formats.private_files import private_files, refuse_private
-from neuzip.formats.tensor_file import Header, TensorFile
+from neuzip.formats.hub.connection import Note, bars
+from neuzip.formats.hub.draft import Draft
+from neuzip.formats.hub.private_files import private_files, refuse_private
+from neuzip.formats.hub.pull import remove_unfinished
+from neuzip.formats.hub.push import HubFile, Pushed, plan_push
+from neuzip.formats.hub.push import ignore as pass_over
+from neuzip.formats.hub.stream import RemoteCheckpoint, download, find_remote, read_headers, read_range
+from neuzip.formats.safetensors_file import Header, TensorFile
 
 from .device import CPU, Device
 from .distributed import ALONE

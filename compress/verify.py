@@ -27,9 +27,9 @@ from neuzip.formats.checkpoint import (
     rewritten_config,
     rewritten_index,
 )
+from neuzip.formats.config_section import SECTION, own_section, read_config
 from neuzip.formats.container import Container
 from neuzip.formats.manifest import TensorRecord
-from neuzip.formats.own_section import SECTION, own_section, read_config
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
 from .base import check_base

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError, WouldOverwrite
 from neuzip.formats.checkpoint import CHUNK, OWN_FOLDER, find_checkpoint
-from neuzip.formats.tensor_file import NEW_FILE, opener
+from neuzip.formats.safetensors_file import NEW_FILE, opener
 
 from .replaceable import why_not
 

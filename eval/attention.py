@@ -35,24 +35,23 @@ from neuzip.compress.workspace import (
     writing,
 )
 from neuzip.errors import NeuzipError
+from neuzip.eval.measures.comparison import NotFinite, Stage, Yardstick
+from neuzip.eval.measures.distributed import batches
+from neuzip.eval.measures.divergence import Comparison
+from neuzip.eval.measures.estimates import Estimate
+from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.texts import Text
+from neuzip.eval.plans.allocation import Allocation, Option, allocate
+from neuzip.eval.plans.targets import search, value_of
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime import attention as runtime
-from neuzip.runtime.generate import input_device, positions
-from neuzip.runtime.load import load_config, versions
-from neuzip.runtime.overrides import overridden
-from neuzip.runtime.speed import device_name
-
-from .allocation import Allocation, Option, allocate
-from .distributed import batches
-from .divergence import Comparison
-from .estimates import Estimate
-from .head import HeadedModel
-from .targets import search, value_of
-from .texts import Text
-from .yardstick import NotFinite, Stage, Yardstick
+from neuzip.runtime.decode.benchmark import device_name
+from neuzip.runtime.decode.generate import input_device, positions
+from neuzip.runtime.hf import attention as runtime
+from neuzip.runtime.hf.load import load_config, versions
+from neuzip.runtime.hf.registry import overridden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

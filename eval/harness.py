@@ -27,16 +27,15 @@ from typing import Any
 import torch
 
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.hub import resolve_source
-from neuzip.runtime.attention_choice import choose
-from neuzip.runtime.generate import choose_device
-from neuzip.runtime.load import load_config, load_model, load_tokenizer, quiet_transformers
-
-from .estimates import Estimate
-from .estimates import mean as mean_of_blocks
-from .head import HeadedModel, statistics
-from .report import Row
-from .report_text import figure_text
+from neuzip.eval.measures.estimates import Estimate
+from neuzip.eval.measures.estimates import mean as mean_of_blocks
+from neuzip.eval.measures.head import HeadedModel, statistics
+from neuzip.eval.report.evaluation import Row
+from neuzip.eval.report.text import figure_text
+from neuzip.formats.hub.push import resolve_source
+from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.hf.attention_choice import choose
+from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, quiet_transformers
 
 try:
     from lm_eval import evaluator

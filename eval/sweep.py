@@ -26,23 +26,23 @@ from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
+from neuzip.eval.measures import fingerprint
+from neuzip.eval.measures.comparison import NotFinite, Stage, Yardstick, read_tokens
+from neuzip.eval.measures.divergence import Comparison, KLDivergence
+from neuzip.eval.measures.estimates import Estimate, exponential
+from neuzip.eval.measures.histograms import visible
+from neuzip.eval.measures.texts import Text
+from neuzip.eval.plans.allocation import Option, pareto_front
+from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.formats.checkpoint import find_checkpoint
-from neuzip.formats.tensor_file import parse_json
+from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.runtime.generate import choose_device
-from neuzip.runtime.load import versions
-from neuzip.runtime.speed import device_name, synchronize
-from neuzip.runtime.tensors import read_tensors
+from neuzip.runtime.decode.benchmark import device_name, synchronize
+from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.hf.load import versions
+from neuzip.runtime.read import read_tensors
 
-from . import fingerprint
-from .allocation import Option, pareto_front
-from .divergence import Comparison, KLDivergence
-from .estimates import Estimate, exponential
-from .histograms import visible
-from .pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from .sweep_setup import SweepScheme, work_folder
-from .texts import Text
-from .yardstick import NotFinite, Stage, Yardstick, read_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,12 +21,12 @@ from typing import Any
 import xxhash
 
 from neuzip.errors import FormatError, NeuzipError
+from neuzip.formats.config_section import with_entry
+from neuzip.formats.hub.ids import did_you_mean
+from neuzip.formats.safetensors_file import MAX_HEADER, parse_json
 
 from .container import stream_name
-from .hub_address import did_you_mean
 from .manifest import DELTA, VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
-from .own_section import with_entry
-from .tensor_file import MAX_HEADER, parse_json
 
 OWN_FOLDER = "neuzip"
 MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"

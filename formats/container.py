@@ -21,9 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from neuzip.errors import FormatError, NeuzipError
-
-from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
-from .tensor_file import (
+from neuzip.formats.safetensors_file import (
     DTYPE_BITS,
     MAX_HEADER,
     NEW_FILE,
@@ -33,6 +31,8 @@ from .tensor_file import (
     opener,
     parse_header,
 )
+
+from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""

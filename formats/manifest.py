@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neuzip.errors import FormatError
-
-from .tensor_file import parse_json
+from neuzip.formats.safetensors_file import parse_json
 
 VERSION = 1
 SCHEMES = ("raw", "lossless", "truncated", "ternary", "alias", "base", "delta")

@@ -6,9 +6,10 @@
 Names are looked up when they are first used, so `import neuzip` costs nothing. A public name never equals the
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
 
-Importing it also lets transformers load compressed folders and the models of `neuzip.runtime.norm_placement`,
-and attend by "neuzip_sage8" and "neuzip_sage4": at once if what that takes is there already, and otherwise as
-soon as it is imported. `import torch` imports it as well (neuzip_autoload.py).
+Importing it also lets transformers load compressed folders and the models of
+`neuzip.runtime.hf.norm_placement`, and attend by "neuzip_sage8" and "neuzip_sage4": at once if what that takes
+is there already, and otherwise as soon as it is imported. `import torch` imports it as well
+(neuzip_autoload.py).
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
     from neuzip.kernels.attention import sageattn as sageattn
     from neuzip.models import evaluate as evaluate
     from neuzip.models import generate as generate
-    from neuzip.runtime.attention import patch_attention as patch_attention
-    from neuzip.runtime.attention import unpatch_attention as unpatch_attention
-    from neuzip.runtime.kv_cache import KVCache as KVCache
-    from neuzip.runtime.load import load_model as load_model
+    from neuzip.runtime.hf.attention import patch_attention as patch_attention
+    from neuzip.runtime.hf.attention import unpatch_attention as unpatch_attention
+    from neuzip.runtime.hf.kv_cache import KVCache as KVCache
+    from neuzip.runtime.hf.load import load_model as load_model
+    from neuzip.runtime.hf.quantizer import NeuzipConfig as NeuzipConfig
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
-    from neuzip.runtime.quantizer import NeuzipConfig as NeuzipConfig
-    from neuzip.train.compressed import train_compressed as train_compressed
+    from neuzip.train.trainer import train_compressed as train_compressed
 
 __version__: str
 
@@ -75,8 +76,8 @@ __all__ = [
 _ROOMS = ("cli", "compress", "eval", "formats", "kernels", "runtime", "train")
 
 _HOME = {
-    "KVCache": "neuzip.runtime.kv_cache",
-    "NeuzipConfig": "neuzip.runtime.quantizer",
+    "KVCache": "neuzip.runtime.hf.kv_cache",
+    "NeuzipConfig": "neuzip.runtime.hf.quantizer",
     "NeuzipError": "neuzip.errors",
     "Rule": "neuzip.compress.scheme",
     "Scheme": "neuzip.compress.scheme",
@@ -88,14 +89,14 @@ _HOME = {
     "generate": "neuzip.models",
     "inspect_checkpoint": "neuzip.checkpoints",
     "load_file": "neuzip.runtime.load_file",
-    "load_model": "neuzip.runtime.load",
-    "patch_attention": "neuzip.runtime.attention",
+    "load_model": "neuzip.runtime.hf.load",
+    "patch_attention": "neuzip.runtime.hf.attention",
     "pull": "neuzip.checkpoints",
     "push": "neuzip.checkpoints",
     "safe_open": "neuzip.runtime.load_file",
     "sageattn": "neuzip.kernels.attention",
-    "train_compressed": "neuzip.train.compressed",
-    "unpatch_attention": "neuzip.runtime.attention",
+    "train_compressed": "neuzip.train.trainer",
+    "unpatch_attention": "neuzip.runtime.hf.attention",
     "verify_checkpoint": "neuzip.checkpoints",
 }
 """The module of each public name."""
@@ -135,16 +136,16 @@ def __dir__() -> list[str]:
 
 
 def _register_config() -> None:
-    import_module("neuzip.runtime.earlier_config").register_earlier()
+    import_module("neuzip.runtime.hf.transformers_4").register_earlier()
 
 
 def _register_quantizer_and_attention() -> None:
     try:
-        import_module("neuzip.runtime.quantizer")
+        import_module("neuzip.runtime.hf.quantizer")
     except Exception as failure:
         _refuse_compressed_folders(failure)
         raise
-    import_module("neuzip.runtime.attention")
+    import_module("neuzip.runtime.hf.attention")
 
 
 def _refuse_compressed_folders(reason: Exception) -> None:
@@ -165,7 +166,7 @@ def _refuse_compressed_folders(reason: Exception) -> None:
 
 
 def _register_norm_placement() -> None:
-    import_module("neuzip.runtime.later_config").register_later()
+    import_module("neuzip.runtime.hf.lazy_config").register_later()
 
 
 _REGISTER = {

@@ -40,24 +40,18 @@ from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.verify import VerifyReport, unseen
 from neuzip.distribution import require
 from neuzip.errors import UsageError
-from neuzip.formats.hub import (
-    Pushed,
-    find_repository,
-    log,
-    plan_push,
-    repository_name,
-)
-from neuzip.formats.hub import push as push_plan
-from neuzip.formats.hub_connection import require_token
-from neuzip.formats.private_files import refuse_private
+from neuzip.formats.hub.connection import require_token
+from neuzip.formats.hub.private_files import refuse_private
+from neuzip.formats.hub.push import Pushed, find_repository, log, plan_push, repository_name
+from neuzip.formats.hub.push import push as push_plan
 
 if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
-    from neuzip.eval.difference import CheckpointDifference
-    from neuzip.eval.histograms import Inspection
-    from neuzip.eval.target_request import Sensitivity
-    from neuzip.eval.target_values import Goal
-    from neuzip.eval.targets import Delivered, DropLayers
+    from neuzip.eval.measures.difference import CheckpointDifference
+    from neuzip.eval.measures.histograms import Inspection
+    from neuzip.eval.plans.target_request import Sensitivity
+    from neuzip.eval.plans.target_values import Goal
+    from neuzip.eval.plans.targets import Delivered, DropLayers
 
 
 MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
@@ -273,7 +267,7 @@ def inspect_checkpoint(
     Raises UsageError where no tensor matches, FormatError for a damaged checkpoint, and NeuzipError for a
     delta, because its weights are unknown without the base.
     """
-    from neuzip.eval import histograms
+    from neuzip.eval.measures import histograms
 
     globs = as_list("tensor", tensor)
     named(device)
@@ -291,7 +285,7 @@ def diff_checkpoints(a: Source, b: Source, *, jobs: int | None = None) -> Checkp
 
     Raises FormatError for a damaged checkpoint, and NeuzipError.
     """
-    from neuzip.eval.difference import compare_checkpoints
+    from neuzip.eval.measures.difference import compare_checkpoints
 
     require_counts(jobs=jobs)
     return compare_checkpoints(local("a", a), local("b", b), jobs=jobs)
@@ -389,13 +383,13 @@ def pull(
 
 
 def _goal(max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None) -> Goal | None:
-    from neuzip.eval.target_values import one_goal
+    from neuzip.eval.plans.target_values import one_goal
 
     return one_goal(max_kld, max_ppl_increase, target_size)
 
 
 def _require_droppable(layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
-    from neuzip.eval.target_request import require_droppable
+    from neuzip.eval.plans.target_request import require_droppable
 
     require_droppable(layers, goal, sensitivity)
 
@@ -415,8 +409,8 @@ def _reach(
     overwrite: bool,
 ) -> Delivered:
     """Compress to a target."""
-    from neuzip.eval.target_request import ask, text_for
-    from neuzip.eval.targets import compress_to_target
+    from neuzip.eval.plans.target_request import ask, text_for
+    from neuzip.eval.plans.targets import compress_to_target
 
     asked = ask(
         goal, path, dst, rules, block_size=block_size,

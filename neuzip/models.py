@@ -17,23 +17,23 @@ from neuzip.arguments import (
 )
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
-from neuzip.eval.convention_names import BOS, NAMES
-from neuzip.eval.perplexity import DTYPES, Evaluation, prepare
-from neuzip.eval.perplexity import evaluate as evaluate_task
-from neuzip.eval.texts import read_text
-from neuzip.runtime.attention_choice import choose
-from neuzip.runtime.generate import Generation, choose_device
-from neuzip.runtime.generate import generate as generate_from
-from neuzip.runtime.generate import prepare as prepare_prompt
-from neuzip.runtime.load import load_model
+from neuzip.eval.measures.convention_names import BOS, NAMES
+from neuzip.eval.measures.perplexity import DTYPES, Evaluation, prepare
+from neuzip.eval.measures.perplexity import evaluate as evaluate_task
+from neuzip.eval.measures.texts import read_text
+from neuzip.runtime.decode.generate import Generation, choose_device
+from neuzip.runtime.decode.generate import generate as generate_from
+from neuzip.runtime.decode.generate import prepare as prepare_prompt
+from neuzip.runtime.decode.sampling import Sampling
+from neuzip.runtime.hf.attention_choice import choose
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.read import DEVICE_MAPS
 from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
-from neuzip.runtime.sampling import Sampling
-from neuzip.runtime.tensors import DEVICE_MAPS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from neuzip.eval.convention_names import Name
+    from neuzip.eval.measures.convention_names import Name
 
 Residency = Literal["dense", "packed", "ans"]
 Attention = Literal["recorded", "none", "8bit", "4bit"]

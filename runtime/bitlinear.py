@@ -37,7 +37,7 @@ from transformers.activations import ReLUSquaredActivation
 from transformers.pytorch_utils import Conv1D
 
 from neuzip.errors import FormatError, UsageError
-from neuzip.formats.own_section import SECTION, own_section, read_config, with_entry, write_entry
+from neuzip.formats.config_section import SECTION, own_section, read_config, with_entry, write_entry
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import QuantizedTokens, Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight, relu2_glu, ternary_linear

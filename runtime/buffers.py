@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from neuzip.kernels.rans.coded import TOGETHER
-
-from .driver import capture_of as _graph_of
+from neuzip.runtime.cuda_capture import capture_of as _graph_of
 
 T = TypeVar("T")
 

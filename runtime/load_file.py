@@ -24,8 +24,7 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import UsageError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
-
-from .tensors import read_range, read_tensor, read_tensors, require_place, shaped, torch_dtype
+from neuzip.runtime.read import read_range, read_tensor, read_tensors, require_place, shaped, torch_dtype
 
 TORCH = ("pt", "torch", "pytorch")
 

@@ -40,11 +40,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.packed_linear import torch_ops as packed_ops
+from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.form import TILE_ROWS
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.packed_linear.ops import PackedTensor
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
-from neuzip.kernels.rans.torch_ops import ResidentTensor, decode_together
+from neuzip.kernels.rans.ops import ResidentTensor, decode_together
 
 from . import buffers
 from .buffers import Unit
@@ -541,8 +541,8 @@ def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
 
 def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
     """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
-    from neuzip.kernels.launching import LAUNCHING
-    from neuzip.kernels.rans import triton_encode
+    from neuzip.kernels.device.launch import LAUNCHING
+    from neuzip.kernels.rans.triton import encode as triton_encode
 
     columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
     bits = rows[bounds[0] : bounds[-1]].view(-1).view(PATTERNS[fmt.bits])
@@ -577,7 +577,7 @@ def _decode_chunks(
     coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     if coded[0][0].memory.device.type == "cpu":
-        from neuzip.kernels.rans import triton_encode
+        from neuzip.kernels.rans.triton import encode as triton_encode
 
         if not triton_encode.INTERPRETED.value:
             raise NeuzipError(

@@ -27,9 +27,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For what test files share: loopback_hub, independent_decoder, gluon_on_a_cpu, and what lies in golden and
-# fuzz.
-sys.path.append(str(ROOT / "tests"))
+# For what test files share: the modules of tests/support, and what lies in tests/golden and tests/fuzz.
+sys.path[len(sys.path) :] = [str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 pytest.register_assert_rewrite("loopback_hub")
 
 from json_schema import problems  # noqa: E402

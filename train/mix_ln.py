@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from neuzip.errors import NeuzipError
-from neuzip.runtime.norm_placement import NormPlacementConfig, NormPlacementForCausalLM, Placement
+from neuzip.runtime.hf.norm_placement import NormPlacementConfig, NormPlacementForCausalLM, Placement
 
 from .loop import Figures, Schedule
 

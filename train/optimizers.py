@@ -173,7 +173,7 @@ class AdamW:
         _write(part, weight, self.stochastic)
 
     def _update_by_triton(self, part: Part, states: States) -> None:
-        from neuzip.kernels.quantizers import triton_states
+        from neuzip.kernels.quantizers.triton import states as triton_states
 
         decay = self.weight_decay if part.decays else 0.0
         rates = triton_states.Rates(

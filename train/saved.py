@@ -19,7 +19,7 @@ from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
-from neuzip.runtime.load import load_model
+from neuzip.runtime.hf.load import load_model
 
 from .plain import write_plain
 from .state_file import read_state, write_state
@@ -27,7 +27,7 @@ from .states import Pieces
 from .units import Slot
 
 if TYPE_CHECKING:
-    from .compressed import Trainer
+    from neuzip.train.trainer import Trainer
 
 STATE_FILE = "neuzip-training.safetensors"
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import UsageError
+from neuzip.train.compressed_array import Held, Plain, hold, rounded
 
-from .held import Held, Plain, hold, rounded
 from .optimizers import PIECE, Optimizer, Part
 
 HowKept = Literal["plain", "lossless"]

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuzip.errors import NeuzipError
-from neuzip.runtime.decoder import decoder_layers
+from neuzip.runtime.hf.decoder import decoder_layers
+from neuzip.train.compressed_array import Held, rounded
 
-from .held import Held, rounded
 from .states import Pieces
 
 if TYPE_CHECKING:

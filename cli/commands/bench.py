@@ -16,7 +16,7 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuzip.runtime.speed import Plan, Speed, Speeds
+    from neuzip.runtime.decode.benchmark import Plan, Speed, Speeds
 
 PACKAGES = ("torch", "transformers")
 
@@ -80,8 +80,8 @@ def command(
     for name in residencies or ("dense",):
         require_device(device, name)
     path = resolved_model(out, src)
-    from neuzip.runtime.generate import choose_device
-    from neuzip.runtime.speed import make_plan, measure
+    from neuzip.runtime.decode.benchmark import make_plan, measure
+    from neuzip.runtime.decode.generate import choose_device
 
     place = choose_device(device)
     plan = make_plan(

@@ -271,7 +271,7 @@ def command(
 ) -> None:
     """Compress a checkpoint, lossless by default"""
     out = Output(json=json, quiet=quiet)
-    from neuzip.eval.target_values import one_goal
+    from neuzip.eval.plans.target_values import one_goal
 
     goal = one_goal(max_kld, max_ppl_increase, target_size)
     if goal is not None or attention is not None:
@@ -281,7 +281,7 @@ def command(
     from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.eval.target_request import ask, text_for
+    from neuzip.eval.plans.target_request import ask, text_for
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
@@ -414,8 +414,8 @@ def _calibrate(
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workspace import refuse_existing
     from neuzip.eval import attention
-    from neuzip.eval.targets import refuse_strangers
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
+    from neuzip.eval.plans.targets import refuse_strangers
 
     with TensorSource(path) as source:
         require_plain(source, dst)
@@ -448,7 +448,7 @@ def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
     """Write the choice of bits to the config.json of what was compressed."""
     if calibrated is None:
         return
-    from neuzip.runtime.attention import record
+    from neuzip.runtime.hf.attention import record
 
     record(dst, calibrated.bits)
     out.status(f"{dst}: config.json records the attention precision of the layers")
@@ -543,7 +543,7 @@ def _show_plan(
     from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers
-    from neuzip.formats.private_files import listed, private_files
+    from neuzip.formats.hub.private_files import listed, private_files
 
     with TensorSource(path) as source, Workers(jobs) as workers:
         require_plain(source, dst)

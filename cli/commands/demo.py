@@ -18,7 +18,7 @@ from neuzip.errors import VerificationError, WouldOverwrite
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
-    from neuzip.eval.perplexity import Difference, Evaluation
+    from neuzip.eval.measures.perplexity import Difference, Evaluation
 
 PACKAGES = ("torch", "transformers")
 
@@ -99,7 +99,7 @@ def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
 def _inspect(out: Output, checkpoint: Path) -> float:
     """Count what the weights are made of; returns the bound of a lossless coder as a share of the size."""
     from neuzip.compress.source import TensorSource
-    from neuzip.eval import histograms
+    from neuzip.eval.measures import histograms
 
     with TensorSource(checkpoint) as source:
         inspection = histograms.inspect(source, histograms.select(source))
@@ -157,8 +157,8 @@ def _restore(out: Output, checkpoint: Path, lossless: Path, restored: Path) -> i
 
 
 def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
-    from neuzip.eval.perplexity import evaluate, prepare
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.perplexity import evaluate, prepare
+    from neuzip.eval.measures.texts import read_text
 
     task = prepare(checkpoints, read_text("demo"), conventions=["token"], device="cpu")
     c = task.readings[0].convention
@@ -168,7 +168,7 @@ def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
 
 
 def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluation) -> None:
-    from neuzip.eval.estimates import errors_text
+    from neuzip.eval.measures.estimates import errors_text
 
     measured = evaluation.measured[0]
     original, *others = measured.scores

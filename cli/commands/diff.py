@@ -12,7 +12,7 @@ from neuzip.cli.output import Output, bytes_text, count_text, percent_text
 from neuzip.cli.source import resolved
 
 if TYPE_CHECKING:
-    from neuzip.eval.difference import TensorDifference
+    from neuzip.eval.measures.difference import TensorDifference
 
 EXAMPLES = [
     "neuzip diff my-model my-model.nz",
@@ -36,7 +36,7 @@ def command(
 ) -> None:
     """Compare two checkpoints tensor by tensor"""
     out = Output(json=json, quiet=quiet)
-    from neuzip.eval.difference import compare_checkpoints
+    from neuzip.eval.measures.difference import compare_checkpoints
 
     paths = resolved(out, a), resolved(out, b)
     found = compare_checkpoints(*paths, jobs=jobs, stage=out.progress)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from neuzip.eval.convention_names import Name
-    from neuzip.eval.conventions import Convention
-    from neuzip.eval.divergence import Comparison
-    from neuzip.eval.estimates import Estimate
     from neuzip.eval.harness import TaskEvaluation
-    from neuzip.eval.perplexity import Difference, Evaluation, Measured, Task
-    from neuzip.eval.report import Report
+    from neuzip.eval.measures.convention_names import Name
+    from neuzip.eval.measures.conventions import Convention
+    from neuzip.eval.measures.divergence import Comparison
+    from neuzip.eval.measures.estimates import Estimate
+    from neuzip.eval.measures.perplexity import Difference, Evaluation, Measured, Task
+    from neuzip.eval.report.evaluation import Report
     from neuzip.runtime.bitlinear import Sparsity
 
 COUNTED_TOKENS = 8192
@@ -189,10 +189,10 @@ def command(
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the harness; tqdm reads it once
         from neuzip.eval import harness
     if page is not None:
-        from neuzip.eval import report_page
+        from neuzip.eval.report import page as report_page
 
         report_page.check_target(page, overwrite)
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
 
     evaluation = scores = None
     with joined_ranks() as ranks:
@@ -204,7 +204,7 @@ def command(
                 None if text is None else read_text(text),
             )
         )
-        from neuzip.eval.perplexity import evaluate, prepare
+        from neuzip.eval.measures.perplexity import evaluate, prepare
 
         for path, asked in zip(reversed(paths), (activations, None), strict=False):
             warn_of_plain_inputs(out, path, (residency,), asked)
@@ -212,7 +212,7 @@ def command(
             out.status(
                 "--sparsity: counted on unquantised activations, as --residency dense does not quantise them"
             )
-        from neuzip.eval import report as reports
+        from neuzip.eval.report import evaluation as reports
 
         swept = None if sweep is None else reports.read_sweep(sweep)
         if document is not None:
@@ -283,7 +283,7 @@ def work_text(task: Task) -> str:
 
 def count_zeros(out: Output, task: Task) -> Sparsity:
     """How sparse the inputs of layers are, of the last checkpoint on the first tokens of the text."""
-    from neuzip.eval.perplexity import load
+    from neuzip.eval.measures.perplexity import load
     from neuzip.runtime.bitlinear import sparsity
 
     reading = task.compared
@@ -372,7 +372,7 @@ def chosen_conventions(option: str | None) -> list[Name] | None:
     """The conventions that an option names, in the order in which there are; None for all."""
     if option is None:
         return None
-    from neuzip.eval.convention_names import BOS, NAMES
+    from neuzip.eval.measures.convention_names import BOS, NAMES
 
     names = (BOS, *NAMES)
     asked = {name.strip() for name in option.split(",")}
@@ -499,7 +499,7 @@ def _figures(measured: Measured) -> list[Estimate]:
 
 
 def _show_perplexities(out: Output, e: Evaluation) -> None:
-    from neuzip.eval.estimates import errors_text, over, without_meaning
+    from neuzip.eval.measures.estimates import errors_text, over, without_meaning
 
     names = _names(e)
     changes = ["change, nats"] if len(e.models) == 2 else []
@@ -548,7 +548,7 @@ def _perplexity_rows(measured: Measured) -> list[list[str]]:
 
 
 def _show_comparison(out: Output, c: Comparison, convention: str) -> None:
-    from neuzip.eval.estimates import over
+    from neuzip.eval.measures.estimates import over
 
     errors = over(c.blocks, c.kld.mean.standard_error)
     out.text(f"after compared with before, {c.tokens:,} tokens ({convention}), {errors}:")
@@ -614,7 +614,7 @@ def predicted_text(c: Convention) -> str:
 def estimate_text(estimate: Estimate | None) -> str:
     """A figure with its standard error, both to the same digit.
 
-    >>> from neuzip.eval.estimates import Estimate
+    >>> from neuzip.eval.measures.estimates import Estimate
     >>> [estimate_text(Estimate(value, error)) for value, error in ((984471.78, 428334.34), (9999.0, 1.0))]
     ['984,472 ± 428,334', '9,999.00 ± 1.00']
     """

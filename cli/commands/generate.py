@@ -17,11 +17,11 @@ from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
 from neuzip.cli.residency import require_device
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
+from neuzip.runtime.decode.sampling import Sampling
 from neuzip.runtime.requirements import require_seed, require_stop
-from neuzip.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
-    from neuzip.runtime.generate import Generation
+    from neuzip.runtime.decode.generate import Generation
 
 PACKAGES = ("torch", "transformers")
 
@@ -111,12 +111,12 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
-    from neuzip.runtime.attention import uses
-    from neuzip.runtime.attention_choice import choose
     from neuzip.runtime.bitlinear import in_use
-    from neuzip.runtime.generate import choose_device, generate, prepare
-    from neuzip.runtime.load import load_model
-    from neuzip.runtime.speed import peak_bytes, reset_peak
+    from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
+    from neuzip.runtime.decode.generate import choose_device, generate, prepare
+    from neuzip.runtime.hf.attention import uses
+    from neuzip.runtime.hf.attention_choice import choose
+    from neuzip.runtime.hf.load import load_model
 
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)

@@ -16,7 +16,7 @@ from neuzip.cli.source import resolved
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuzip.eval.histograms import Inspection, TensorFigures
+    from neuzip.eval.measures.histograms import Inspection, TensorFigures
 
 EXAMPLES = [
     "neuzip inspect my-model",
@@ -49,8 +49,9 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.device import choose
     from neuzip.compress.source import TensorSource, weight_bytes
-    from neuzip.eval import histograms, pictures
-    from neuzip.formats.own_section import own_section, read_config
+    from neuzip.eval.measures import histograms
+    from neuzip.eval.report import histogram_pictures as pictures
+    from neuzip.formats.config_section import own_section, read_config
 
     if plot is not None:
         pictures.check_target(plot, overwrite)
@@ -91,7 +92,7 @@ def command(
 
 
 def _show_table(out: Output, inspection: Inspection) -> None:
-    from neuzip.eval.histograms import visible
+    from neuzip.eval.measures.histograms import visible
 
     stored = "stored" if inspection.compressed else "predicted"
     columns = ["tensor", "dtype", "shape", "scheme", "sign", "exp", "mant", "joint", "bound", stored, "ratio"]

@@ -16,9 +16,9 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.estimates import Estimate
-    from neuzip.eval.layer_removal import Pruned
-    from neuzip.eval.layers import Analysis, Layer, Removal
+    from neuzip.eval.layers.analyse import Analysis, Layer, Removal
+    from neuzip.eval.layers.removal import Pruned
+    from neuzip.eval.measures.estimates import Estimate
 
 PACKAGES = ("torch", "transformers")
 
@@ -101,8 +101,8 @@ def command(
     let_threads_sleep()
     out.loading()
     from neuzip.compress.workspace import require_free
-    from neuzip.eval import pictures
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
+    from neuzip.eval.report import histogram_pictures as pictures
 
     if plot is not None:
         pictures.check_target(plot, overwrite, pictures.IMAGES)
@@ -110,7 +110,9 @@ def command(
     path = resolved_model(out, src)
     if output is not None:
         require_free(path, output, overwrite)
-    from neuzip.eval import layer_pictures, layer_removal, layers
+    from neuzip.eval.layers import analyse as layers
+    from neuzip.eval.layers import removal as layer_removal
+    from neuzip.eval.report import layer_pictures
 
     found = layers.analyse(
         path, document, out.stage, window=window, max_tokens=max_tokens, gradient_windows=gradients,
@@ -152,8 +154,8 @@ def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
 
 def show(out: Output, found: Analysis) -> None:
     """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
-    from neuzip.eval.convention_names import special_text
-    from neuzip.eval.estimates import errors_text, exponential
+    from neuzip.eval.measures.convention_names import special_text
+    from neuzip.eval.measures.estimates import errors_text, exponential
 
     columns = ["layer", "PPL without", "KLD", "NLL difference", "influence", "angular", "gradient"]
     rows = [_row(layer) for layer in found.layers]
@@ -186,7 +188,7 @@ def show(out: Output, found: Analysis) -> None:
 
 def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) -> None:
     """Which layers to drop, and what the model then is."""
-    from neuzip.eval.estimates import exponential
+    from neuzip.eval.measures.estimates import exponential
 
     c = removal.comparison
     numbers = ", ".join(map(str, removal.layers))
@@ -219,7 +221,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
 def _row(layer: Layer) -> list[str]:
     measured = ["not finite", "-", "-"]
     if layer.without is not None:
-        from neuzip.eval.estimates import Estimate, exponential
+        from neuzip.eval.measures.estimates import Estimate, exponential
 
         c = layer.without
         ppl = Estimate(exponential(c.other_nll).value, None)  # of the difference the error says more

@@ -84,8 +84,9 @@ def command(
     let_threads_sleep()
     out.loading()
     from neuzip.compress.workspace import require_free, write_file, writing
-    from neuzip.eval import pictures, target_values
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
+    from neuzip.eval.plans import target_values
+    from neuzip.eval.report import histogram_pictures as pictures
     from neuzip.formats.checkpoint import find_checkpoint
 
     if plot is not None:
@@ -96,7 +97,8 @@ def command(
     checkpoint = find_checkpoint(path)
     if not dry_run:
         require_free(path, dst, overwrite)
-    from neuzip.eval import attention, attention_pictures
+    from neuzip.eval import attention
+    from neuzip.eval.report import attention_pictures
 
     found = attention.calibrate(
         path, document, mode, out.stage, max_kld=limit, window=window, max_tokens=max_tokens,
@@ -133,9 +135,9 @@ def result_of(found: Calibration) -> dict[str, object]:
 
 def show(out: Output, found: Calibration) -> None:
     """A row for each layer and bits that it was offered, then what all of them do together."""
-    from neuzip.eval.attention_pictures import choice_text
-    from neuzip.eval.convention_names import special_text
-    from neuzip.eval.estimates import errors_text
+    from neuzip.eval.measures.convention_names import special_text
+    from neuzip.eval.measures.estimates import errors_text
+    from neuzip.eval.report.attention_pictures import choice_text
 
     rows = [row for layer in found.layers for row in _rows(layer, found)]
     columns = ["layer", "bits", "cosine", "rel. L1", "RMSE", "score", "rank", "KLD", ""]
@@ -158,7 +160,7 @@ def show(out: Output, found: Calibration) -> None:
     if c.identical:
         out.text("together  identical: every loss has the same bits, and every KL divergence is 0")
     else:
-        from neuzip.eval.estimates import exponential
+        from neuzip.eval.measures.estimates import exponential
 
         out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats per token")
         before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))

@@ -60,9 +60,9 @@ def command(
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress import verify
     from neuzip.compress.source import weight_bytes
-    from neuzip.formats.hub import plan_push, push
-    from neuzip.formats.hub_connection import require_token
-    from neuzip.formats.private_files import listed, refuse_private
+    from neuzip.formats.hub.connection import require_token
+    from neuzip.formats.hub.private_files import listed, refuse_private
+    from neuzip.formats.hub.push import plan_push, push
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if dry_run and plan.private and not allow_private_files:

@@ -17,8 +17,8 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.divergence import Comparison
-    from neuzip.train.recovery import Recovered
+    from neuzip.eval.measures.divergence import Comparison
+    from neuzip.train.recovery.course import Recovered
 
 PACKAGES = ("torch", "transformers", "matplotlib")
 
@@ -162,7 +162,7 @@ def command(
     let_threads_sleep()
     out.loading()
     from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
 
     for file in text:
         if not file.exists():
@@ -176,13 +176,13 @@ def command(
     refuse_nesting(of_original, output)
     import torch
 
-    from neuzip.eval.head import HeadedModel
-    from neuzip.eval.yardstick import Yardstick
-    from neuzip.runtime.generate import choose_device, positions
-    from neuzip.runtime.load import load_config, load_model, load_tokenizer
-    from neuzip.train import recovery
-    from neuzip.train.distillation import Weights
-    from neuzip.train.latent_model import runnable
+    from neuzip.eval.measures.comparison import Yardstick
+    from neuzip.eval.measures.head import HeadedModel
+    from neuzip.runtime.decode.generate import choose_device, positions
+    from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer
+    from neuzip.train.recovery import course as recovery
+    from neuzip.train.recovery.distill import Weights
+    from neuzip.train.recovery.latent import runnable
     from neuzip.train.text import Windows
 
     recovery.require_room(path, output, overwrite, keep_state, from_state)
@@ -286,7 +286,7 @@ def losses_text(losses: list[float]) -> str:
 
 def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str, Any]:
     """Say what was done, and give it as figures."""
-    from neuzip.train.recovery import LOG, PICTURE
+    from neuzip.train.recovery.course import LOG, PICTURE
 
     figures = result.figures
     if not figures:

@@ -91,8 +91,8 @@ def command(
     out.loading()
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
+    from neuzip.eval.measures.texts import read_text
     from neuzip.eval.sweep_setup import parse_schemes, work_folder
-    from neuzip.eval.texts import read_text
 
     asked, document = parse_schemes(schemes, blocks), read_text(text)
     if output is not None:
@@ -129,7 +129,7 @@ def command(
 
 
 def _show(out: Output, found: Sweep) -> None:
-    from neuzip.eval.estimates import errors_text
+    from neuzip.eval.measures.estimates import errors_text
 
     first = found.rows[0]
     c = first.comparison

@@ -82,7 +82,7 @@ def command(
 
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workspace import refuse_existing, require_free
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
 
     if not overwrite:
         refuse_existing(dst, overwrite)
@@ -92,11 +92,11 @@ def command(
     import torch
     from torch import nn
 
-    from neuzip.eval.yardstick import read_tokens
-    from neuzip.runtime.decoder import decoder_layers
-    from neuzip.runtime.generate import choose_device
-    from neuzip.runtime.load import load_config, load_model
-    from neuzip.train import ternary
+    from neuzip.eval.measures.comparison import read_tokens
+    from neuzip.runtime.decode.generate import choose_device
+    from neuzip.runtime.hf.decoder import decoder_layers
+    from neuzip.runtime.hf.load import load_config, load_model
+    from neuzip.train.recovery import ternary
 
     recipe = ternary.Recipe(ternary_quantizer, _group(ternary_group))
     with TensorSource(path) as source:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from neuzip.compress.distributed import Ranks
-    from neuzip.train.compressed import Trainer
     from neuzip.train.configuration import Configuration
     from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
     from neuzip.train.text import Windows
+    from neuzip.train.trainer import Trainer
 
 PACKAGES = ("torch", "transformers", "matplotlib")
 
@@ -83,8 +83,8 @@ def command(
         require_device(asked.device)
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.text)))
-        from neuzip.eval.distributed import take_a_gpu
-        from neuzip.runtime.generate import choose_device
+        from neuzip.eval.measures.distributed import take_a_gpu
+        from neuzip.runtime.decode.generate import choose_device
         from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
@@ -137,7 +137,7 @@ def _train(
     out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
 ) -> list[Figures]:  # fmt: skip
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
-    from neuzip.eval.convention_names import special_text
+    from neuzip.eval.measures.convention_names import special_text
     from neuzip.train.loop import run
 
     start = trainer.steps
@@ -264,7 +264,7 @@ def _refuse_strangers(folder: Path) -> None:
 
 def _begun(asked: Configuration) -> dict[str, Any]:
     """What the run in a folder was begun with."""
-    from neuzip.formats.tensor_file import parse_json
+    from neuzip.formats.safetensors_file import parse_json
 
     path = asked.output / RUN
     found = parse_json(path.read_bytes(), path)
@@ -299,11 +299,11 @@ def _begin(
     """The model in training, and its text."""
     import torch
 
-    from neuzip.runtime.bos import bos_in_front
-    from neuzip.runtime.generate import positions
-    from neuzip.runtime.load import load_tokenizer
-    from neuzip.train.compressed import train_compressed
+    from neuzip.runtime.decode.generate import positions
+    from neuzip.runtime.hf.bos import bos_in_front
+    from neuzip.runtime.hf.load import load_tokenizer
     from neuzip.train.text import Windows, tokenise
+    from neuzip.train.trainer import train_compressed
 
     tokenizer = load_tokenizer(path)
     ids = tokenise(tokenizer, documents)
@@ -327,7 +327,7 @@ def _model(asked: Configuration, path: Path, tokenizer: PreTrainedTokenizerBase)
     """The checkpoint of a folder, or random weights."""
     import torch
 
-    from neuzip.runtime.load import load_model
+    from neuzip.runtime.hf.load import load_model
     from neuzip.train.scratch import random_model
 
     if asked.scratch is None:
@@ -336,7 +336,7 @@ def _model(asked: Configuration, path: Path, tokenizer: PreTrainedTokenizerBase)
 
 
 def _documents(sources: list[str]) -> list[str]:
-    from neuzip.eval.texts import read_text
+    from neuzip.eval.measures.texts import read_text
     from neuzip.train.text import JSON_LINES, read_documents
 
     found: list[str] = []

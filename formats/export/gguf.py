@@ -36,7 +36,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from neuzip.errors import NeuzipError
-from neuzip.formats.tensor_file import NEW_FILE, opener
+from neuzip.formats.safetensors_file import NEW_FILE, opener
 
 ALIGNMENT = 32
 VERSION = 3

@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.formats.tensor_file import DTYPE_BITS, NEW_FILE, opener
+from neuzip.formats.safetensors_file import DTYPE_BITS, NEW_FILE, opener
 
 from . import Layout
 

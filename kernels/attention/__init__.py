@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import torch_ops
+from neuzip.kernels.attention import ops as torch_ops
+
 from .options import SUPPORTED_HEAD_DIMS, Options, check_operands, check_starts
 
 __all__ = ["SUPPORTED_HEAD_DIMS", "sage_attention", "sage_attention_packed", "sageattn", "supported"]

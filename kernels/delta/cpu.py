@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from neuzip.kernels.compiled import compiled
+from neuzip.kernels.device.compiled import compiled
 
 # All arithmetic is in 64 bits and the stores cut it: modulo 2^b without a thought of signs.
 _1, _63 = np.uint64(1), np.uint64(63)

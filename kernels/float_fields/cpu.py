@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from neuzip.kernels.compiled import compiled
+from neuzip.kernels.device.compiled import compiled
 
 # Shifts and masks stay in uint64: a mix with numba's signed literals would turn into floats.
 _1 = np.uint64(1)

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import reference, torch_ops
-from .torch_ops import EXTRA_BIT, Heads, empty
+from neuzip.kernels.kv_cache import ops as torch_ops
+from neuzip.kernels.kv_cache import reference
+from neuzip.kernels.kv_cache.ops import EXTRA_BIT, Heads, empty
 
 __all__ = ["EXTRA_BIT", "Heads", "attend", "empty", "load", "store"]
 
@@ -45,7 +46,7 @@ def store(
     GPU. On a GPU Triton does it, all `states` in one launch if their rooms are alike, else torch.
     """
     if first.is_cuda:
-        from .triton_store import store as on_gpu
+        from neuzip.kernels.kv_cache.triton.store import store as on_gpu
 
         on_gpu(heads, states, at, first)
     else:
@@ -56,7 +57,7 @@ def store(
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of all tokens, [B, H, N, width]: in fp32, one rounding an operation, then in `dtype`."""
     if heads.words.is_cuda:
-        from .triton_load import load as on_gpu
+        from neuzip.kernels.kv_cache.triton.load import load as on_gpu
 
         return on_gpu(heads, first, dtype)
     return torch_ops.load(heads, first, dtype)
@@ -79,7 +80,8 @@ def attend(
     a GPU Triton does it, in two steps that give the same bits each time, else torch on dequantised numbers.
     """
     if query.is_cuda:
-        from . import triton_attend, triton_fragments
+        from neuzip.kernels.kv_cache.triton import attend as triton_attend
+        from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 
         narrow = triton_fragments.fits(query, keys, values)
         on_gpu = triton_fragments.attend if narrow else triton_attend.attend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .torch_ops import Heads, load
+from neuzip.kernels.kv_cache.ops import Heads, load
 
 
 def attend(

@@ -14,8 +14,9 @@ gradients.py). reference.py says in fp64 what the first two mean. The same input
 
 from __future__ import annotations
 
+from neuzip.kernels.linear_cross_entropy.ops import divergence, token_statistics
+
 from .gradients import linear_cross_entropy
 from .head import Divergence, Head, TokenStatistics
-from .torch_ops import divergence, token_statistics
 
 __all__ = ["Divergence", "Head", "TokenStatistics", "divergence", "linear_cross_entropy", "token_statistics"]

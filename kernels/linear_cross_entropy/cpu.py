@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.packed_linear import ops as packed_linear
+from neuzip.kernels.packed_linear.ops import PackedTensor
 
 from . import sums
 from .head import Divergence, Head, TokenStatistics

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.linear_cross_entropy.ops import WORKSPACE
+from neuzip.kernels.packed_linear import ops as packed_linear
+from neuzip.kernels.packed_linear.ops import PackedTensor
 
 from .head import Head
-from .torch_ops import WORKSPACE
 
 ROWS = 2048
 """Tokens of a block of logits on a CPU."""
@@ -205,7 +205,7 @@ def _(*arguments):  # type: ignore[no-untyped-def]
     hidden, n, v = loss.hidden, loss.hidden.shape[0], loss.weight.shape[0]
     flags, order = _nothing_kept(hidden)
     if _on_gpu(hidden) and tracked and filter_eps is not None:
-        from .triton_backward import tiles
+        from neuzip.kernels.linear_cross_entropy.triton.backward import tiles
 
         flags = flags.new_empty(tiles(n, v))
         order = order.new_empty(v if sort else 0)
@@ -290,7 +290,8 @@ def _forward_on_gpu(
 
     Tokens that are ignored make no candidates, but where gradients flow through `all_lse`.
     """
-    from . import triton_backward, triton_forward
+    from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
+    from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
 
     flags, order = _nothing_kept(loss.hidden)
     ignored = loss.ignored
@@ -317,7 +318,8 @@ def _forward_in_order(
     loss: _Loss, order: Tensor, filter_eps: float, all_lse: bool, workspace: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, the targets' logits and candidates: weights are put in their order part by part."""
-    from . import triton_backward, triton_forward
+    from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
+    from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
 
     vocabulary = triton_backward.Vocabulary(loss.weight, loss.bias, order)
     position = vocabulary.positions(loss.target)
@@ -355,7 +357,7 @@ def _backward_on_gpu(
     wanted: tuple[bool, bool, bool], workspace: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of hidden states, weights and bias that are `wanted`."""
-    from . import triton_backward
+    from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
 
     vocabulary = triton_backward.Vocabulary(loss.weight, loss.bias, order if order.numel() else None)
     tokens = triton_backward.TokenGradients.of(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.packed_linear.ops import PackedTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

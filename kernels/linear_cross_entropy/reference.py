@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from neuzip.kernels.packed_linear import torch_ops as packed_linear
-from neuzip.kernels.packed_linear.torch_ops import PackedTensor
+from neuzip.kernels.packed_linear import ops as packed_linear
+from neuzip.kernels.packed_linear.ops import PackedTensor
 
 from .head import Divergence, Head, TokenStatistics
 

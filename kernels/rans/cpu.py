@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from neuzip.kernels.compiled import compiled
+from neuzip.kernels.device.compiled import compiled
 from neuzip.kernels.float_fields.cpu import merge
 
 from .intrinsics import decode_16, encode_16, prefetch

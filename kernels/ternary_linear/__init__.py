@@ -29,7 +29,8 @@ can. So what writes the words of a `TernaryWeight` must have completed before a 
 
 from __future__ import annotations
 
-from .torch_ops import Activation, relu2_glu, ternary_linear, ternary_linears
+from neuzip.kernels.ternary_linear.ops import Activation, relu2_glu, ternary_linear, ternary_linears
+
 from .weight import TernaryWeight
 
 __all__ = ["Activation", "TernaryWeight", "relu2_glu", "ternary_linear", "ternary_linears"]

@@ -20,7 +20,7 @@ import atheris
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = [f"neuzip.kernels.{path.parent.name}.cpu" for path in ROOT.glob("kernels/*/cpu.py")]
-COMPILED += ["neuzip.kernels.compiled", "neuzip.kernels.rans.intrinsics"]
+COMPILED += ["neuzip.kernels.device.compiled", "neuzip.kernels.rans.intrinsics"]
 """Modules whose functions numba compiles: it understands no bytecode but Python's."""
 
 MEMORY = 1 << 30

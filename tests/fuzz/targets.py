@@ -1,8 +1,8 @@
 """What is fuzzed: functions of bytes that pass, or raise what is a bug.
 
 A target gives some bytes to a reader and accepts NeuzipError alone; where there are two readers, they must
-agree. Here nothing needs a fuzzer: tests/test_fuzz_seeds.py runs every seed, run.py drives the targets with
-atheris.
+agree. Here nothing needs a fuzzer: tests/system/test_fuzz_seeds.py runs every seed, run.py drives the
+targets with atheris.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from neuzip.compress.lossless import Decoder, parse_table
 from neuzip.compress.scheme import read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError
-from neuzip.formats import checkpoint, model_card, own_section
+from neuzip.formats import checkpoint
+from neuzip.formats import config_section as own_section
+from neuzip.formats.card import model_card
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.manifest import Manifest, is_safe_path, parse_manifest
-from neuzip.formats.tensor_file import parse_header, parse_json
+from neuzip.formats.safetensors_file import parse_header, parse_json
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits
 from neuzip.kernels.float_fields import FORMATS, non_finite, plane_bytes, plane_widths
@@ -65,7 +67,7 @@ def load(path: Path) -> ModuleType:
 
 bad = load(GOLDEN / "bad" / "make.py")
 guarded = load(TESTS / "fuzz" / "guarded.py")
-independent = load(TESTS / "independent_decoder.py")
+independent = load(TESTS / "support" / "independent_decoder.py")
 independent.check_padding = lambda *_: None  # a reader may leave padding unread, and neuzip does
 
 

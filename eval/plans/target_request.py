@@ -1,0 +1,122 @@
+"""From what was asked for to a target with everything that is needed to reach it. `targets` reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from neuzip.compress.device import AnyDevice, choose
+from neuzip.compress.pipeline import require_plain
+from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.errors import UsageError
+from neuzip.eval.measures.texts import read_text
+from neuzip.eval.plans.target_values import Goal
+
+if TYPE_CHECKING:
+    from neuzip.compress import Rule
+    from neuzip.eval.measures.comparison import Yardstick
+    from neuzip.eval.measures.texts import Text
+    from neuzip.eval.plans.sensitivity import Method
+    from neuzip.eval.plans.targets import DropLayers, Reach, Request
+
+Sensitivity = Literal["auto", "measured", "fisher", "weights"]
+
+MOST_LAYERS = 10_000
+"""More than any model has."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A target with everything that is needed to reach it.
+
+    `lossless` is what sizes the checkpoint can have, where the target is a size that lossless compression
+    reaches by itself, so that nothing is rounded or measured; else None.
+    """
+
+    request: Request
+    text: Text | None
+    yardstick: Yardstick | None
+    lossless: Reach | None
+
+
+def require_droppable(drop_layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
+    """Raise UsageError for a number of layers that cannot be dropped, or whose importance is not measured."""
+    if drop_layers == 0:
+        return
+    what = f"`drop_layers={drop_layers!r}`"
+    if drop_layers != "auto" and not (type(drop_layers) is int and 0 < drop_layers < MOST_LAYERS):
+        raise UsageError(f"{what}: is no number of layers", "give a number from 1 on, auto, or none")
+    if goal is None:
+        raise UsageError(
+            f"{what}: needs a target that says what may be lost",
+            "add `max_kld`, `max_ppl_increase` or `target_size`; neuzip layers --drop does without",
+        )
+    if drop_layers == "auto" and sensitivity == "weights":
+        raise UsageError(
+            f"{what} excludes `sensitivity='weights'`: layer importance is measured", "leave one of them out"
+        )
+
+
+def text_for(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, needed: bool) -> str | None:
+    """The text to measure on, the built-in one if none is given.
+
+    None for a size that is reached by the weights alone, unless a text is `needed` for something else.
+    """
+    by_weights = goal is not None and goal.kind == "target-size" and sensitivity == "weights"
+    if text is None and by_weights and not needed:
+        return None
+    return "demo" if text is None else text
+
+
+def ask(
+    goal: Goal,
+    src: Path,
+    dst: Path,
+    rules: Sequence[Rule],
+    *,
+    block_size: int | None,
+    text: str | None,
+    sensitivity: Sensitivity,
+    device: AnyDevice,
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool = False,
+    drop_layers: DropLayers = 0,
+) -> Asked:
+    """Understand a target, and load the original if it is to be compared with. Raises NeuzipError.
+
+    `rules` say what may be rounded. Without a `text` nothing is measured.
+    """
+    target = goal.target(0)  # a slip of the pen is told before anything is read
+    document = None if text is None else read_text(text)
+    from neuzip.eval.measures.comparison import Yardstick
+    from neuzip.eval.plans.targets import MAX_TOKENS, Request, reach, refuse_strangers
+
+    with TensorSource(src) as source:
+        require_plain(source, dst)
+        if not dry_run:
+            refuse_strangers(dst, overwrite)
+        target = goal.target(sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
+    lossless = None
+    if goal.kind == "target-size" and drop_layers == 0:
+        within = reach(src, rules, block_size, jobs)
+        within.require(target)
+        if within.is_lossless(target):
+            lossless, document = within, None
+    yardstick = None
+    if document is not None:
+        yardstick = Yardstick(src, document, max_tokens=MAX_TOKENS, device=device)
+    coder = choose(device, weight_bytes(src))
+    method = _method(sensitivity, yardstick)
+    request = Request(src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers)
+    return Asked(request, document, yardstick, lossless)
+
+
+def _method(sensitivity: Sensitivity, yardstick: Yardstick | None) -> Method:
+    if yardstick is None:
+        return "weights"
+    if sensitivity == "auto":
+        return "measured" if yardstick.device.type == "cuda" else "fisher"
+    return sensitivity

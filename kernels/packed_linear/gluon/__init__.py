@@ -1,0 +1,1 @@
+"""The Gluon kernels of packed_linear, for Hopper."""

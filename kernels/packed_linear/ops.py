@@ -1,0 +1,403 @@
+"""Packed weights as torch knows them: the operators `neuzip::packed_*`, for torch.compile and CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from neuzip.kernels.device.properties import is_hopper
+from neuzip.kernels.float_fields import FORMATS, FloatFormat
+from neuzip.kernels.packed_linear import reference
+from neuzip.kernels.packed_linear.form import TILE_ROWS, Layout, Packed, Window
+from neuzip.kernels.packed_linear.turns import by_turn
+
+FEW_ROWS = 64
+"""Up to so many rows of x, a GPU multiplies from the packed form; with more, if that is faster."""
+
+CHUNK = 48 << 20
+"""Bytes of dense weights that a product decodes at a time, or more: most stay in the second-level cache."""
+
+RESULTS = 1 << 23
+"""Results of a product with them, or more: for fewer, cuBLAS may split K and add sums rounded to bf16."""
+
+LARGEST = 256 << 20
+"""Bytes of dense weights of which a product never decodes twice as many at a time, however few rows x has.
+
+A gradient decodes all of them at once."""
+
+ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
+"""The tensors of a PackedTensor."""
+
+T = TypeVar("T")
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
+
+
+def format_of(dtype: torch.dtype) -> FloatFormat:
+    """The format of weights that can be packed. Raises TypeError for other dtypes."""
+    if dtype not in _FORMATS:
+        raise TypeError(f"packed weights are bfloat16 or float16, not {dtype}")
+    return _FORMATS[dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """Weights [out, in] in the packed form, as arrays of one device: `Packed` of the package, in torch.
+
+    Who fills arrays on a GPU calls `wait` before they are multiplied with.
+
+    words     int32 [tiles, planes, lane_words, 8, 2]
+    far_index int32 [tiles, pairs, 2]
+    far_words int32 [far words]
+    row_start int16 [out + 1], with the bits of uint16; int32 where there are 65,536 escapes or more
+    escapes   int32 [escapes], with the bits of uint32
+    turn_index    int32 [tiles, turns, 2], or [0, 0, 2] where products of many rows decode first
+    turn_escapes  int32 [escapes], or [0]
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    low_bits: int
+    base: int
+    shift: int
+    words: torch.Tensor
+    far_index: torch.Tensor
+    far_words: torch.Tensor
+    row_start: torch.Tensor
+    escapes: torch.Tensor
+    turn_index: torch.Tensor
+    turn_escapes: torch.Tensor
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, name: str, make: Callable[[PackedTensor], T]) -> T:
+        """What `make` makes of it, for kernels: the same each time, so it is kept under a name."""
+        if name not in self._made:
+            self._made[name] = make(self)
+        return self._made[name]  # type: ignore[no-any-return]
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """What is in memory, in the order of ARRAYS."""
+        return tuple(getattr(self, name) for name in ARRAYS)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.words.device
+
+    @property
+    def layout(self) -> Layout:
+        """What the words hold."""
+        return Layout(format_of(self.dtype), self.low_bits)
+
+    def wait(self) -> None:
+        """Until the arrays are there: products read them before the kernel ahead has ended."""
+        if self.words.is_cuda:
+            torch.cuda.current_stream(self.words.device).synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, index, escapes and row starts included."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits in memory for each weight; 0 for a tensor without weights."""
+        numel = self.shape[0] * self.shape[1]
+        return 8 * self.nbytes / numel if numel else 0.0
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | torch.dtype | int, ...]:
+        """What the operators take in its place."""
+        return *self.arrays, self.shape[1], self.dtype, self.low_bits, self.base, self.shift
+
+    @classmethod
+    def of_arguments(cls, *arguments: Any) -> PackedTensor:
+        """The inverse of `arguments`."""
+        *arrays, columns, dtype, low_bits, base, shift = arguments
+        row_start = arrays[ARRAYS.index("row_start")]
+        return cls((row_start.shape[0] - 1, columns), dtype, low_bits, base, shift, *arrays)
+
+
+def pack(weight: torch.Tensor) -> PackedTensor:
+    """Pack bf16 or fp16 weights [out, in], contiguous: with Triton on a GPU, by the reference on a CPU.
+
+    Mantissa bits that no weight uses are not held. On a GPU the host waits for it. Raises TypeError for other
+    dtypes, and ValueError for other shapes, strides and devices, and for more than 65,536 columns.
+    """
+    fmt = format_of(weight.dtype)
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(
+            f"pack takes a contiguous matrix, not shape {tuple(weight.shape)}, strides {weight.stride()}; "
+            "call contiguous() on it"
+        )
+    weight = weight.detach()
+    if _on_gpu(weight):
+        from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+        return triton_pack.pack(weight)
+    packed = reference.pack(weight.view(torch.int16).numpy().view("u2"), fmt=fmt)
+    starts = packed.row_start
+    row_start = torch.from_numpy(starts.view("i2") if starts.dtype == "u2" else starts)
+    escapes = torch.from_numpy(packed.escapes.view("i4"))
+    return PackedTensor(
+        packed.shape, weight.dtype, packed.low_bits, packed.window.base, packed.window.shift,
+        torch.from_numpy(packed.words.view("i4")),
+        torch.from_numpy(packed.far_index.view("i4")),
+        torch.from_numpy(packed.far_words.view("i4")),
+        row_start, escapes, *by_turn(escapes, row_start, packed.shape[1], packed.window),
+    )  # fmt: skip
+
+
+def decode(packed: PackedTensor, rows: slice | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights that were packed, bit for bit: all rows, or those of a slice without a step, [rows, in].
+
+    They go to `out` where that is given: contiguous, of that shape, dtype and device, else ValueError.
+    """
+    start, stop, step = (rows or slice(None)).indices(packed.shape[0])
+    if step != 1:
+        raise ValueError(f"decode takes rows that follow each other, not every {step}th")
+    stop = max(start, stop)
+    if out is None:
+        return torch.ops.neuzip.packed_decode(start, stop, *packed.arguments)  # type: ignore[no-any-return]
+    shape = (stop - start, packed.shape[1])
+    if out.shape != shape or out.dtype != packed.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; "
+            f"it has to be {packed.dtype} {shape}, contiguous"
+        )
+    if out.device != packed.device:
+        raise ValueError(f"out is on {out.device}, the packed weights are on {packed.device}")
+    torch.ops.neuzip.packed_decode_into(out, start, *packed.arguments)
+    return out
+
+
+def rows(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows that `ids`, int32 or int64 of any shape, name: [*ids.shape, in]. Only those are decoded.
+
+    A row that there is not raises IndexError on a CPU, and is NaNs on a GPU, where nobody waits for ids.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids of rows are int32 or int64, not {ids.dtype}")
+    return torch.ops.neuzip.packed_rows(ids, *packed.arguments)  # type: ignore[no-any-return]
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weights.T + bias, [..., in] to [..., out], with fp32 sums. Gradients flow to x and bias.
+
+    All three have one dtype, else TypeError; under autocast x and bias are cast to that of the weights.
+    Raises ValueError for shapes and devices that do not go together.
+    """
+    for name, one in (("x", x), ("bias", bias)):
+        if one is not None and one.device != packed.device:
+            raise ValueError(f"{name} is on {one.device}, the packed weights are on {packed.device}")
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(packed.dtype)
+        bias = bias if bias is None else bias.to(packed.dtype)
+    if x.dtype != packed.dtype or (bias is not None and bias.dtype != packed.dtype):
+        given = x.dtype if x.dtype != packed.dtype or bias is None else bias.dtype
+        raise TypeError(f"packed weights of {packed.dtype} are not multiplied with {given}; cast it first")
+    out, columns = packed.shape
+    if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
+        shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
+        raise ValueError(f"x and bias have shapes {shapes[0]} and {shapes[1]}, the weights {packed.shape}")
+    if _needs_operator(x, packed.words, bias):
+        return torch.ops.neuzip.packed_linear(x, bias, *packed.arguments)  # type: ignore[no-any-return]
+    return _product(x, packed, bias)
+
+
+def _needs_operator(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd, a compiler, a mode or a class of tensors has to see a product as an operator.
+
+    To call that takes the host about as long as the launch of a kernel.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or any(type(t) not in _PLAIN or t.is_meta for t in tensors if t is not None)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
+    )
+
+
+# The operators. Their schemas are written out: those of `*weights` cannot be inferred. On a GPU the arrays of
+# weights have to be complete when an operator is called, not made by a kernel just launched: see `wait`.
+
+_WEIGHTS = (
+    f"{', '.join(f'Tensor {name}' for name in ARRAYS)}, "
+    "SymInt columns, ScalarType dtype, SymInt low_bits, SymInt base, SymInt shift"
+)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_decode", mutates_args=(), schema=f"(SymInt start, SymInt stop, {_WEIGHTS}) -> Tensor"
+)
+def _decode(start, stop, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    dense = torch.empty(stop - start, packed.shape[1], dtype=packed.dtype, device=packed.device)
+    _decode_to(dense, packed, start)
+    return dense
+
+
+@_decode.register_fake
+def _(start, stop, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    return packed.words.new_empty((stop - start, packed.shape[1]), dtype=packed.dtype)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_decode_into",
+    mutates_args=("out",),
+    schema=f"(Tensor(a!) out, SymInt start, {_WEIGHTS}) -> ()",
+)
+def _decode_into(out, start, *weights):  # type: ignore[no-untyped-def]
+    _decode_to(out, PackedTensor.of_arguments(*weights), start)
+
+
+@_decode_into.register_fake
+def _(out, start, *weights):  # type: ignore[no-untyped-def]
+    return None
+
+
+@torch.library.custom_op("neuzip::packed_rows", mutates_args=(), schema=f"(Tensor ids, {_WEIGHTS}) -> Tensor")
+def _rows(ids, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    out, columns = packed.shape
+    flat = ids.contiguous().view(-1)
+    if _on_gpu(packed.words):
+        from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+        dense = torch.empty(flat.numel(), columns, dtype=packed.dtype, device=packed.device)
+        triton_pack.rows(packed, flat, dense)
+    else:
+        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= out):
+            raise IndexError(f"rows {int(flat.min())} to {int(flat.max())} of packed weights that have {out}")
+        bits = reference.decode(_as_numpy(packed), flat.numpy())
+        dense = torch.from_numpy(bits.view("i2")).view(packed.dtype)
+    return dense.view(*ids.shape, columns)
+
+
+@_rows.register_fake
+def _(ids, *weights):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*weights)
+    return packed.words.new_empty((*ids.shape, packed.shape[1]), dtype=packed.dtype)
+
+
+@torch.library.custom_op(
+    "neuzip::packed_linear", mutates_args=(), schema=f"(Tensor x, Tensor? bias, {_WEIGHTS}) -> Tensor"
+)
+def _linear(x, bias, *weights):  # type: ignore[no-untyped-def]
+    return _product(x, PackedTensor.of_arguments(*weights), bias)
+
+
+@_linear.register_fake
+def _(x, bias, *weights):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], PackedTensor.of_arguments(*weights).shape[0]))
+
+
+def _keep_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, bias, *weights = inputs
+    ctx.save_for_backward(*weights[: len(ARRAYS)])
+    ctx.numbers, ctx.has_bias = weights[len(ARRAYS) :], bias is not None
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    packed = PackedTensor.of_arguments(*ctx.saved_tensors, *ctx.numbers)
+    out = packed.shape[0]
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ torch.ops.neuzip.packed_decode(0, out, *packed.arguments)
+    if ctx.has_bias and ctx.needs_input_grad[1]:
+        grad_bias = grad.reshape(-1, out).sum(0)
+    return grad_x, grad_bias, *[None] * (len(ARRAYS) + 5)
+
+
+_linear.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether Triton does the work; the reference does it on a CPU. Raises ValueError for other devices."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"packed weights are on a CUDA device or on the CPU, not on {tensor.device}")
+    return tensor.is_cuda
+
+
+def _as_numpy(packed: PackedTensor) -> Packed:
+    """The same arrays for the reference."""
+    starts = packed.row_start.numpy()
+    return Packed(
+        packed.shape, packed.low_bits, Window(packed.base, packed.shift, format_of(packed.dtype)),
+        packed.words.numpy().view("u4"), packed.far_index.numpy().view("u4"),
+        packed.far_words.numpy().view("u4"), starts.view("u2") if starts.dtype == "i2" else starts,
+        packed.escapes.numpy().view("u4"),
+    )  # fmt: skip
+
+
+def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
+    """Write as many rows as `dense` has, from row `start` on."""
+    stop = start + dense.shape[0]
+    if _on_gpu(packed.words):
+        from neuzip.kernels.packed_linear.triton import pack as triton_pack
+
+        triton_pack.decode(packed, start, stop, dense)
+    else:
+        bits = reference.decode(_as_numpy(packed), slice(start, stop))
+        dense.view(torch.int16).copy_(torch.from_numpy(bits.view("i2")))
+
+
+def _product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What the operator does."""
+    out, columns = packed.shape
+    y = None
+    if _on_gpu(packed.words) and x.numel() and packed.words.numel():
+        y = _multiply_packed(x.contiguous(), packed, None if bias is None else bias.contiguous())
+    if y is None:
+        y = _multiply_decoded(x.reshape(math.prod(x.shape[:-1]), columns), packed, bias)
+    if y.dim() == x.dim():
+        return y
+    # Not as a view: one that is made without gradients cannot be written to with them.
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], out))  # type: ignore[no-any-return]
+
+
+def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """x @ weights.T + bias for x [..., in] from the packed form; None where decoding first is to be done."""
+    columns = packed.shape[1]
+    if x.numel() <= FEW_ROWS * columns:
+        from neuzip.kernels.packed_linear.triton import linear as triton_linear
+
+        return triton_linear.linear(x.view(-1, columns), packed, bias)
+    if not is_hopper(x.device):
+        return None
+    from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
+
+    return gluon_linear.linear(x, packed, bias) if gluon_linear.pays(x, packed) else None
+
+
+def _multiply_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weights.T + bias for x [rows, in], decoding some rows of the weights at a time."""
+    out, columns = packed.shape
+    row_bytes = max(1, columns * x.element_size())
+    least = min(max(CHUNK // row_bytes, RESULTS // max(1, x.shape[0])), LARGEST // row_bytes)
+    parts = max(1, out // max(1, least))
+    step = -(-out // (parts * TILE_ROWS)) * TILE_ROWS
+    buffer = torch.empty(min(step, out), columns, dtype=x.dtype, device=x.device)
+    if parts == 1:
+        _decode_to(buffer, packed, 0)
+        return F.linear(x, buffer, bias)
+    y = torch.empty(x.shape[0], out, dtype=x.dtype, device=x.device)
+    for start in range(0, out, step):
+        stop = min(start + step, out)
+        weight, part = buffer[: stop - start], y[:, start:stop]
+        _decode_to(weight, packed, start)
+        if bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:  # addmm into a part would round before it adds the bias
+            part.copy_(F.linear(x, weight, bias[start:stop]))
+    return y

@@ -1,0 +1,306 @@
+"""How full blocks of bf16 are decoded of which nothing was dropped: all comes by way of shared memory.
+
+Loads of a warp to registers are waited for together, those of a moment ago with those of long ago; a
+program that decodes cannot ask far ahead with them. Copies to shared memory end in the order they were
+begun in, and are waited for in groups: a run of all lanes waits for what was asked for three runs ago.
+
+    table     4,096 slots of 32 bits, for all warps of the program: 16 KB
+    a warp    a ring of 1,024 words, in four pieces, 2 KB; the planes of four runs, 256 bytes each
+
+A piece is copied when the one whose place it takes has been read. A run takes 128 words at most, so that
+the words of a piece are needed five runs later at the earliest; they are waited for after three.
+
+The interpreter has no shared memory: it reads words and planes where they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from neuzip.kernels.rans.numbers import LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
+
+WARPS = 8
+"""Of a program. Five programs of 40 KB share a multiprocessor."""
+
+REGISTERS = 48
+"""Of a thread, so that they do not want more of these than there are."""
+
+PIECE, PIECES, AHEAD = 256, 4, 3
+"""Words of a piece, pieces of a ring; runs that planes are asked for ahead, and that a group has to end."""
+
+_RUNS, _LANES, _RUN_WORDS = tl.constexpr(RUNS), tl.constexpr(LANES), tl.constexpr(LANES * RUN * 2 // 8)
+_SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS), tl.constexpr(LOWER)
+_AHEAD, _PIECE, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECE), tl.constexpr(PIECES)
+_TABLE_BYTES = tl.constexpr(4 * SCALE)
+_PLANES_OF_RUN = tl.constexpr(LANES * RUN)
+_RING_BYTES = tl.constexpr(2 * PIECE * PIECES)
+_WARP_BYTES = tl.constexpr(2 * PIECE * PIECES + (AHEAD + 1) * LANES * RUN)
+
+
+@triton.jit
+def runs(
+    x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared,
+    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode and store all runs of full blocks, one a warp: states in the end, and words taken.
+
+    words: uint16 pointers, of a block whose tensor's words begin at a multiple of 16 bytes; p of them were
+    taken, and none is read from `limit` on. planes8, target: where a lane's first run is, 8 bytes and 16.
+    lowest: how two weights hold the first exponent of the palette; IN_A_ROW says that the others follow it.
+    """
+    # Words count from a multiple of 16 bytes on, as pieces begin there.
+    skipped = (words.to(tl.int64) & 15).to(tl.int32) >> 1
+    words -= skipped
+    p += skipped
+    end = tl.where(limit > 0, limit + skipped, 0)  # 0: no words, wherever they should be
+    own = shared + _TABLE_BYTES + tl.arange(0, L) // _LANES * _WARP_BYTES
+    piece = tl.zeros([L], tl.int32)
+    for _ in tl.static_range(_PIECES):
+        piece = _copy_words(p, piece, end, words, own, lane, ASM)
+    for run in tl.static_range(_AHEAD):
+        _copy_planes(planes8, run, own, lane, ASM)
+        _end_group(own, ASM)
+    for run in range(_RUNS - 1):
+        _wait(own, ASM)
+        if run < _RUNS - _AHEAD:
+            _copy_planes(planes8, run + _AHEAD, own, lane, ASM)
+        piece = _copy_words(p, piece, end, words, own, lane, ASM)
+        _end_group(own, ASM)
+        x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+        x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+        x, p, e2 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+        x, p, e3 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+        _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM)
+    _wait(own, ASM)
+    x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+    x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
+    e2 = _exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, ASM)
+    e3 = _exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, ASM)
+    _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, ASM)
+    if ASM:  # pieces that nobody needs may be on their way
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return x, p - skipped
+
+
+@triton.jit
+def to_shared(tables, L: tl.constexpr, ASM: tl.constexpr):
+    """Where the memory of a program is, once all its threads have put the table there: [L]."""
+    start = tl.zeros([L], tl.int64) + tables.to(tl.int64)
+    if ASM:
+        shared = tl.inline_asm_elementwise(
+            _filling(L), "=r,l", [start], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        shared = start.to(tl.int32)
+    return shared
+
+
+@triton.constexpr_function
+def _filling(threads):
+    turns = range(SCALE // (4 * threads))
+    words = [", ".join(f"w{4 * turn + k}" for k in range(4)) for turn in turns]
+    loads = [f"ld.global.v4.b32 {{{words[i]}}}, [from + {16 * threads * i}];" for i in turns]
+    stores = [f"st.shared.v4.b32 [to + {16 * threads * i}], {{{words[i]}}};" for i in turns]
+    return f"""{{
+        .shared .align 16 .b8 memory[{_TABLE_BYTES.value + threads // LANES * _WARP_BYTES.value}];
+        .reg .b32 first, to, w<{4 * len(turns)}>;
+        .reg .b64 from;
+        mov.u32 first, memory;
+        mov.u32 to, %tid.x;
+        mul.wide.u32 from, to, 16;
+        add.s64 from, from, $1;
+        shl.b32 to, to, 4;
+        add.u32 to, to, first;
+        {" ".join([*loads, *stores])}
+        bar.sync 0;
+        mov.u32 $0, first;
+        }}"""
+
+
+@triton.jit
+def _copy_words(p, piece, end, words, own, lane, ASM: tl.constexpr):
+    """Begin to copy the next piece if its place has been read: how many were begun. None from `end` on."""
+    if ASM:
+        piece = tl.inline_asm_elementwise(
+            _copying(), "=r,r,r,r,l,r,r", [p, piece, end, words.to(tl.int64), own, lane],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return piece
+
+
+@triton.constexpr_function
+def _copying():
+    return f"""{{
+        .reg .pred next;
+        .reg .b32 at, to, size;
+        .reg .b64 from;
+        mul.lo.s32 at, $2, {PIECE};
+        sub.s32 size, $1, at;
+        setp.ge.s32 next, size, -{PIECE * (PIECES - 1)};
+        @!next bra DONE;
+        shl.b32 to, $6, 3;
+        add.s32 at, at, to;
+        mad.wide.s32 from, at, 2, $4;
+        sub.s32 size, $3, at;
+        shl.b32 size, size, 1;
+        max.s32 size, size, 0;
+        min.s32 size, size, 16;
+        and.b32 to, at, {PIECE * PIECES - 1};
+        shl.b32 to, to, 1;
+        add.u32 to, to, $5;
+        cp.async.cg.shared.global [to], [from], 16, size;
+        DONE:
+        selp.s32 at, 1, 0, next;
+        add.s32 $0, $2, at;
+        }}"""
+
+
+@triton.jit
+def _copy_planes(planes8, run, own, lane, ASM: tl.constexpr):
+    """Begin to copy a lane's 8 bytes of a run."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "cp.async.ca.shared.global [$1], [$2], 8; mov.b32 $0, 0;", "=r,r,l",
+            [_place_of(run, own, lane), (planes8 + run * _LANES).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _place_of(run, own, lane):
+    """Where the planes of a lane's run are in shared memory."""
+    return own + _RING_BYTES + run % (_AHEAD + 1) * _PLANES_OF_RUN + lane * 8
+
+
+@triton.jit
+def _end_group(own, ASM: tl.constexpr):
+    if ASM:
+        tl.inline_asm_elementwise(
+            "cp.async.commit_group; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _wait(own, ASM: tl.constexpr):
+    """For all groups of the warp but the last ones, and for the other lanes."""
+    if ASM:
+        tl.inline_asm_elementwise(_waiting(), "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def _waiting():
+    return f"cp.async.wait_group {AHEAD - 1}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+
+@triton.jit
+def _step(
+    x, p, words, end, tables, exponents, lowest, own, shared,
+    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode a symbol of every lane: its exponents. `p` counts the words taken so far."""
+    if ASM:
+        entry = tl.inline_asm_elementwise(
+            "{ .reg .b32 at; and.b32 at, $1, 4095; shl.b32 at, at, 2; add.u32 at, at, $2;"
+            " ld.shared.b32 $0, [at]; }",
+            "=r,r,r", [x, shared], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
+    x = ((entry >> 4) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
+    if ASM:
+        x, p = tl.inline_asm_elementwise(
+            _refilling(), "=r,=r,r,r,r,r", [x, p, own, (1 << tl.arange(0, L) % _LANES) - 1],
+            dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        x, p = refilled(x, p, words, end, L)
+    return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, ASM)
+
+
+@triton.jit
+def refilled(x, p, words, end, L: tl.constexpr):
+    """States, those that were small with the next words before `end` in the order of lanes, and words taken.
+
+    Without instructions of a warp: for the interpreter.
+    """
+    need = x < _LOWER
+    flags = tl.reshape(need.to(tl.int32), [L // _LANES, _LANES])
+    at = p + tl.reshape(tl.cumsum(flags, axis=1) - flags, [L])
+    word = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
+    p += tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [L // _LANES, _LANES]), [L])
+    return tl.where(need, (x << 16) | word, x), p
+
+
+@triton.constexpr_function
+def _refilling():
+    return f"""{{
+        .reg .pred need;
+        .reg .b32 ballot, lower, at, word, filled, all;
+        setp.lo.u32 need, $2, 65536;
+        vote.sync.ballot.b32 ballot, need, 0xffffffff;
+        and.b32 lower, $5, ballot;
+        popc.b32 at, lower;
+        add.s32 at, at, $3;
+        and.b32 at, at, {PIECE * PIECES - 1};
+        shl.b32 at, at, 1;
+        add.u32 at, at, $4;
+        @need ld.shared.u16 word, [at];
+        prmt.b32 filled, $2, word, 0x1054;
+        selp.b32 $0, filled, $2, need;
+        popc.b32 all, ballot;
+        add.s32 $1, $3, all;
+        }}"""
+
+
+@triton.jit
+def _exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr):
+    """Of two weights in a word, whose places in a palette are bits 0 to 3 and 16 to 19 of an entry."""
+    if not IN_A_ROW:
+        found = tl.load(exponents + ((entry & 15) | ((entry >> 12) & 0xF0))).to(tl.uint32, bitcast=True)
+    elif ASM:  # where the compiler would make three instructions of it
+        found = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 both; and.b32 both, $1, 0x000F000F; mad.lo.u32 $0, both, {1 << M}, $2; }}",
+            "=r,r,r", [entry, lowest], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = lowest + ((entry & 0x000F000F) << M)
+    return found
+
+
+@triton.jit
+def _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM: tl.constexpr):
+    """Merge the exponents of a lane's 8 weights with what else they have, and store them."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [_place_of(run, own, lane)],
+            dtype=(tl.uint32, tl.uint32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        both = tl.load(planes8 + run * _LANES)
+        low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+    w0 = joined(_merged(e0, low, 0, ASM), _merged(e1, low, 1, ASM))
+    w1 = joined(_merged(e2, high, 0, ASM), _merged(e3, high, 1, ASM))
+    tl.store(target + run * _RUN_WORDS, tl.join(w0, w1))
+
+
+@triton.jit
+def _merged(e, fields, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Two weights in a word: their exponents, and two bytes of the fields, sign and mantissa each."""
+    if ASM:
+        twice = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3322;" if HALF else "prmt.b32 $0, $1, 0, 0x1100;", "=r,r", [fields],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        two = fields >> (16 * HALF)
+        twice = (two & 0xFF) * 0x101 | ((two >> 8) & 0xFF) * 0x1010000
+    return e | (twice & 0x807F807F)
+
+
+@triton.jit
+def joined(low, high):
+    """Two words of 32 bits in one."""
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)

@@ -1,0 +1,1 @@
+"""The Gluon kernels of ternary_linear, for Hopper."""

@@ -1,0 +1,1 @@
+"""Live models of transformers: loading, weights, attention, caches."""

@@ -1,0 +1,291 @@
+"""Which weights of a live model are compressed in memory, and how.
+
+They are found by what modules do with their parameters, so no list of models is needed:
+
+    nn.Linear, Conv1D of transformers    a product reads the whole matrix
+    nn.Embedding                         rows are looked up
+    3-D parameters                       a matrix an expert, of which products read some
+
+of bf16 or fp16, of some size. Everything else stays dense: norms, biases, convolutions, fp32, and what would
+hardly become smaller.
+
+    residency   products        look-ups, and what is tied to them
+    packed      PackedWeight    PackedWeight
+    ans         AnsWeight       PackedWeight, exact: only the rows looked up are decoded
+
+Layers of weights that are stored ternary are BitLinear in both, see `bitlinear`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
+
+from neuzip.compress.device import unfit
+from neuzip.errors import UsageError
+from neuzip.kernels.packed_linear.form import MAX_COLUMNS
+from neuzip.runtime.bitlinear import bit_linears, to_dense
+from neuzip.runtime.weights import AnsWeight, PackedWeight
+
+RESIDENCIES = ("dense", "packed", "ans")
+"""How the weights of a live model may be kept in memory."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""What can be compressed in memory."""
+
+SMALLEST = 1 << 16
+"""Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""
+
+NARROWEST = 32
+"""Rows and columns that the matrices of a 3-D parameter have at least; positions and tokens are 1 x n x m."""
+
+WORTH = 0.9
+"""The share of its dense bytes that a weight may take at most, compressed."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What modules do with a weight: whether they look rows up, and whether it is stored [in, out]."""
+
+    looked_up: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one residency: how many weights, their bytes if they were dense, and in memory."""
+
+    weights: int = 0
+    dense_bytes: int = 0
+    stored_bytes: int = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.weights + other.weights,
+            self.dense_bytes + other.dense_bytes,
+            self.stored_bytes + other.stored_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the parameters of a model take, by the residency that each has in fact.
+
+    Weights of BitLinear layers, 2 bits each and their scales, are `ternary` in any residency.
+    """
+
+    dense: Held
+    packed: Held
+    ans: Held
+    ternary: Held = Held()
+
+    @property
+    def total(self) -> Held:
+        """All parameters."""
+        return self.dense + self.packed + self.ans + self.ternary
+
+
+def require_residency(residency: str) -> None:
+    """Raise UsageError for a residency that does not exist."""
+    if residency not in RESIDENCIES:
+        raise UsageError(
+            f"`residency={residency!r}`: there is no such format of weights in memory",
+            f"give one of {', '.join(map(repr, RESIDENCIES))}",
+        )
+
+
+def require_places(residency: str, places: Iterable[torch.device | str | int]) -> None:
+    """Raise UsageError where weights of a residency cannot lie. A place is a torch device or "disk"."""
+    if residency == "dense":
+        return
+    places = list(places)
+    kinds = {_kind(place) for place in places}
+    if residency == "ans" and kinds - {"cuda"}:
+        raise UsageError(
+            f"the residency 'ans' needs CUDA devices for all weights, not {' or '.join(sorted(kinds))}",
+            "give `device='cuda'` (device_map in transformers), or `residency='packed'`, which runs on a CPU"
+            " too",
+        )
+    if kinds - {"cuda", "cpu"} or len(kinds) > 1:
+        raise UsageError(
+            f"the residency {residency!r} cannot spread weights over {' and '.join(sorted(kinds))}",
+            "give a device map without offloading, or `residency='dense'`",
+        )
+    if "cuda" in kinds and torch.cuda.is_available():
+        reasons = {unfit(_number(place)) for place in places} - {None}
+        if reasons:
+            raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give `residency='dense'`")
+
+
+def compress_parameters(model: nn.Module, residency: str) -> Memory:
+    """Compress the parameters of a live model where they lie, one after the other. Ties stay.
+
+    Raises UsageError for a residency that does not exist or cannot be where the model is.
+    """
+    require_residency(residency)
+    require_places(residency, {p.device for p in model.parameters()})
+    if residency != "dense":
+        places = _places(model)
+        for name, use in compressible(model).items():
+            parameter = model.get_parameter(name)
+            if not is_compressed(parameter):
+                replace(places, parameter, compress(parameter, use, residency))
+    return memory(model)
+
+
+def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Make all parameters dense again where they lie, one after the other. They train again."""
+    to_dense(model)
+    places = _places(model)
+    for parameter in list(model.parameters()):
+        if isinstance(parameter, PackedWeight | AnsWeight):
+            replace(places, parameter, nn.Parameter(parameter.dense().to(dtype=dtype)))
+        elif dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def compress(weight: torch.Tensor, use: Use, residency: str) -> nn.Parameter:
+    """A dense weight compressed where it lies, as a frozen parameter; as it is if that would not pay."""
+    made = _made(weight.detach(), use, residency)
+    if made is None or made.stored_bytes > WORTH * weight.nbytes:
+        return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    return nn.Parameter(made, requires_grad=False)
+
+
+def _made(weight: torch.Tensor, use: Use, residency: str) -> PackedWeight | AnsWeight | None:
+    if residency == "dense" or weight.dtype not in DTYPES:
+        return None
+    weight = weight.contiguous()
+    if residency == "ans" and not use.looked_up:
+        return AnsWeight.of(weight)
+    if weight.shape[-2 if use.transposed else -1] > MAX_COLUMNS:
+        return None
+    return PackedWeight.of(weight, transposed=use.transposed, exact=residency == "ans")
+
+
+def is_compressed(weight: torch.Tensor) -> bool:
+    """Whether a parameter is kept in another residency than dense."""
+    return isinstance(weight, PackedWeight | AnsWeight)
+
+
+def memory(model: nn.Module) -> Memory:
+    """What the parameters of a live model take; tied ones count once."""
+    held: dict[str, Held] = defaultdict(Held)
+    for parameter in model.parameters():
+        nbytes = parameter.numel() * parameter.dtype.itemsize
+        if isinstance(parameter, PackedWeight):
+            held["packed"] += Held(parameter.numel(), nbytes, parameter.stored_bytes)
+        elif isinstance(parameter, AnsWeight):
+            held["ans"] += Held(parameter.numel(), nbytes, parameter.stored_bytes)
+        else:
+            held["dense"] += Held(parameter.numel(), nbytes, nbytes)
+    for layer in set(bit_linears(model).values()):
+        held["ternary"] += Held(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
+    return Memory(held["dense"], held["packed"], held["ans"], held["ternary"])
+
+
+def compressible(model: nn.Module) -> dict[str, Use]:
+    """The parameters that may be compressed, by all their names, tied ones included, on any device.
+
+    A weight of several names must be usable under each of them; it is looked up if it is under one.
+    """
+    groups: dict[int, dict[str, Use | None]] = defaultdict(dict)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    uses = {
+        f"{path}.{name}" if path else name: _use(module, name, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    for name, parameter in parameters.items():
+        source = parameters.get(_tied_to(model, name), parameter)
+        groups[id(source)][name] = uses.get(name)
+    found: dict[str, Use] = {}
+    for group in groups.values():
+        known = [use for use in group.values() if use is not None]
+        if len(known) == len(group) and len({use.transposed for use in known}) == 1:
+            use = Use(any(use.looked_up for use in known), known[0].transposed)
+            found |= dict.fromkeys(group, use)
+    return found
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a parameter holds the matrices of several experts."""
+    return any(_is_of_experts(m, p) for m in model.modules() for p in m.parameters(recurse=False))
+
+
+def _tied_to(model: nn.Module, name: str) -> str:
+    """The name of the parameter whose place another will share once transformers has tied them."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    seen = {name}
+    while (source := ties.get(name)) is not None and source not in seen:
+        seen.add(source)
+        name = source
+    return name
+
+
+def _use(module: nn.Module, name: str, parameter: nn.Parameter) -> Use | None:
+    """What a module does with a parameter of its own; None if that is no use for a compressed one."""
+    if parameter.dtype not in DTYPES or parameter.numel() < SMALLEST:
+        return None
+    if name == "weight" and parameter.dim() == 2:
+        if isinstance(module, nn.Linear):
+            return Use()
+        if isinstance(module, Conv1D):
+            return Use(transposed=True)
+        if isinstance(module, nn.Embedding) and module.max_norm is None:
+            return Use(looked_up=True)
+    return Use() if _is_of_experts(module, parameter) else None
+
+
+def _is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
+    several = parameter.dim() == 3 and parameter.shape[0] > 1 and min(parameter.shape[1:]) >= NARROWEST
+    return several and not isinstance(module, _ConvNd)
+
+
+Places = dict[int, list[tuple[nn.Module, str]]]
+
+
+def _places(model: nn.Module) -> Places:
+    """Where parameters are, by their ids."""
+    places: Places = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[id(parameter)].append((module, name))
+    return places
+
+
+def replace(places: Places, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in all places of another."""
+    if new is old:
+        return
+    for module, name in places[id(old)]:
+        module._parameters[name] = new
+    places[id(new)] = places.pop(id(old))
+
+
+def _kind(place: torch.device | str | int) -> str:
+    if isinstance(place, int):
+        return "cuda"
+    return place if place == "disk" else torch.device(place).type
+
+
+def _number(place: torch.device | str | int) -> int:
+    """Which card a place is."""
+    number: int | None = place if isinstance(place, int) else torch.device(place).index
+    return torch.cuda.current_device() if number is None else number
+
+
+def expanded(device_map: object) -> Iterator[torch.device | str | int]:
+    """The places that a device map names; none for None and for words such as "auto"."""
+    if isinstance(device_map, dict):
+        yield from device_map.values()
+    elif isinstance(device_map, torch.device | int):
+        yield device_map

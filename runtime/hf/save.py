@@ -1,0 +1,88 @@
+"""`save_pretrained` for models whose weights are compressed in memory: a compressed folder again.
+
+transformers lays the checkpoint out, as for any model: it undoes its renaming and merging, and splits what
+comes out among files. It does so on stand-ins without values. Each file's values are decoded when it is
+written, to a plain checkpoint beside the destination, which is then compressed as by `neuzip compress` and
+moved into place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from neuzip.compress import compress
+from neuzip.compress.storing import storing
+from neuzip.compress.workspace import writing
+from neuzip.errors import NeuzipError
+from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint, index_files
+from neuzip.runtime.hf.lazy_tensor import StandIn
+from neuzip.runtime.hf.residency import is_compressed
+
+
+def stand_ins(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with stand-ins for its compressed weights."""
+    return {name: StandIn.of(value) if is_compressed(value) else value for name, value in state_dict.items()}
+
+
+def save_container(save: Callable[[Path], None], directory: str | os.PathLike[str]) -> None:
+    """Let `save` write a plain checkpoint to a folder, and move what it compresses to into `directory`.
+
+    Files of `directory` that are no part of the checkpoint stay. Raises NeuzipError.
+    """
+    target = Path(os.path.abspath(directory))
+    if target.is_file():
+        raise NeuzipError(f"{directory}: is a file", "give the name of a folder")
+    with _scratch(target) as scratch:
+        with storing(target):
+            save(scratch / "plain")
+        compress(scratch / "plain", scratch / "compressed")
+        shutil.rmtree(scratch / "plain")
+        with writing(target):
+            if not target.exists():
+                os.replace(scratch / "compressed", target)
+            else:
+                _move(scratch / "compressed", target, scratch / "old")
+
+
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """A folder on the file system of `target`, for as long as it is needed."""
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.neuzip-", dir=target.parent))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch)
+
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors\Z")
+
+
+def _move(new: Path, target: Path, old: Path) -> None:
+    """Move a folder's files into another, weights first, and what an earlier checkpoint left there away.
+
+    Every file is replaced in one step.
+    """
+    checkpoint = find_checkpoint(new)
+    for name in checkpoint.weights:
+        os.replace(new / name, target / name)
+    stale = [p for p in target.glob("*.safetensors") if _SHARD.search(p.name)]
+    stale += target.glob("*.safetensors.index*.json")
+    kept = {*checkpoint.weights, *index_files(checkpoint)}
+    for path in stale:
+        if path.name not in kept:
+            path.unlink()
+    if (target / OWN_FOLDER).exists():
+        os.replace(target / OWN_FOLDER, old)
+    os.replace(new / OWN_FOLDER, target / OWN_FOLDER)
+    for name in checkpoint.others:
+        if not name.startswith(OWN_FOLDER + "/"):
+            os.replace(new / name, target / name)

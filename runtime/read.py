@@ -1,0 +1,208 @@
+"""Tensors of a checkpoint as torch tensors: decoded on the CPU by all its cores, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+
+from neuzip.compress import ternary
+from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.kernels.quantizers import Ternary
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""What safetensors' dtypes are in torch."""
+
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Words for device maps that accelerate computes."""
+
+
+def place_of(device: Any) -> torch.device:
+    """One device by its name or number; None is the CPU. Raises UsageError for one that torch has not."""
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    try:
+        place = torch.device("cpu" if device is None else f"cuda:{device}" if is_number else device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"`device={device!r}`: torch knows no such device",
+            f"give 'cpu', 'cuda', 'cuda:1', the number of a GPU, or a device map:"
+            f" {', '.join(map(repr, DEVICE_MAPS))}",
+        ) from error
+    require_place(place)
+    return place
+
+
+def require_place(place: torch.device) -> None:
+    """Raise UsageError for a GPU that torch does not find."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= found:
+        count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
+        raise UsageError(f"`device={str(place)!r}`: torch finds {count}", "give another, or `device='cpu'`")
+
+
+def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
+    """A tensor's dtype in torch. Raises FormatError where torch has none."""
+    dtype = TORCH_DTYPES.get(tensor.info.dtype)
+    if dtype is None:
+        raise FormatError(
+            source.checkpoint.root / tensor.file,
+            f"torch {torch.__version__} has no dtype for {tensor.info.dtype}",
+            tensor=tensor.name,
+            field="dtype",
+        )
+    return dtype
+
+
+def read_tensors(
+    source: TensorSource,
+    tensors: Sequence[SourceTensor],
+    device: torch.device,
+    workers: Workers,
+    *,
+    verify: bool = True,
+) -> list[torch.Tensor]:
+    """Tensors of a checkpoint on `device`, decoded there if it is a CUDA device, and otherwise on the CPU.
+
+    Each has memory of its own; what aliases stand for is decoded once, and copied. `verify` compares what is
+    stored with its checksums, and what the CPU decodes too. Raises FormatError.
+    """
+    for tensor in tensors:
+        torch_dtype(source, tensor)
+    targets = [source.resolve(tensor) for tensor in tensors]
+    for tensor, target in zip(tensors, targets, strict=True):
+        if verify and tensor.record and target.record and tensor.record.checksum != target.record.checksum:
+            raise FormatError(
+                source.checkpoint.root / tensor.file, f"its checksum is not that of {target.name!r}",
+                tensor=tensor.name,
+            )  # fmt: skip
+    stored = list({(t.file, t.name): t for t in targets}.values())
+    if device.type == "cuda" and torch.version.cuda is not None:  # AMD's cards are called cuda as well
+        from neuzip.runtime.read_gpu import read_on
+
+        loaded = read_on(device, source, stored, verify=verify)
+    else:
+        loaded = [t.to(device) for t in _read_on_cpu(source, stored, workers, verify)]
+    by_place = {(t.file, t.name): data for t, data in zip(stored, loaded, strict=True)}
+    result: list[torch.Tensor] = []
+    taken: set[tuple[str, str]] = set()
+    for place in ((t.file, t.name) for t in targets):
+        result.append(by_place[place].clone() if place in taken else by_place[place])
+        taken.add(place)
+    return result
+
+
+def read_tensor(
+    source: TensorSource, tensor: SourceTensor, workers: Workers, *, verify: bool = True
+) -> torch.Tensor:
+    """One tensor, decoded on the CPU. Raises FormatError."""
+    return read_tensors(source, [tensor], torch.device("cpu"), workers, verify=verify)[0]
+
+
+def read_ternary(
+    source: TensorSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
+) -> Ternary:
+    """Codes and scales of a tensor that is stored ternary, unpacked on `device`, and no dense tensor.
+
+    `verify` compares what is stored with its checksums. Raises FormatError.
+    """
+    target = source.resolve(tensor)
+    path = source.checkpoint.root / target.file
+    streams: dict[str, torch.Tensor] = {}
+    for extent in source.extents(target):
+        stored = torch.empty(extent.nbytes, dtype=torch.uint8)
+        source.read_into(target.file, extent.start, stored.numpy())
+        found = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
+        if found != extent.checksum:
+            raise FormatError(
+                path, f"has the checksum {found} instead of {extent.checksum}: the file is damaged",
+                tensor=target.name, field=extent.stream,
+            )  # fmt: skip
+        streams[extent.stream or ""] = stored.to(device)
+    try:
+        return ternary.of_tensor(
+            target,
+            lambda name, start, stop: streams[name][start:stop],
+            lambda name: streams[name].numel(),
+        ).ternary()
+    except FormatError:
+        raise
+    except NeuzipError as error:
+        raise FormatError(path, error.message, tensor=target.name) from error
+
+
+def read_range(
+    read: Callable[[int, int], Bytes], tensor: SourceTensor, start: int, stop: int, workers: Workers
+) -> torch.Tensor:
+    """Bytes `start` to `stop` of a tensor, uint8 on the CPU. Only the blocks they touch are decoded."""
+    data = torch.empty(stop - start, dtype=torch.uint8)
+    target = data.numpy()
+
+    def fill(piece: tuple[int, int]) -> None:
+        begin, end = max(piece[0], start), min(piece[1], stop)
+        target[begin - start : end - start] = read(begin, end)
+
+    pieces = tensor.pieces()
+    if stop > start:
+        width = pieces[0][1]
+        for _ in workers.map(fill, (pieces[i] for i in range(start // width, -(-stop // width)))):
+            pass
+    return data
+
+
+def _read_on_cpu(
+    source: TensorSource, tensors: list[SourceTensor], workers: Workers, verify: bool
+) -> list[torch.Tensor]:
+    """All pieces of all tensors are one row of jobs, so that small tensors keep the cores busy too."""
+    memory: list[torch.Tensor] = []
+
+    def fill(read: Callable[[int, int], Bytes], target: Bytes, start: int, stop: int) -> None:
+        target[start:stop] = read(start, stop)
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        for tensor in tensors:
+            if verify:
+                yield partial(source.check_streams, tensor)
+            read = source.reader(tensor)  # before there is memory for what a hostile header may claim
+            # torch's memory is better aligned than numpy's, which kernels like.
+            memory.append(torch.empty(tensor.info.nbytes, dtype=torch.uint8))
+            target = memory[-1].numpy()
+            for piece in tensor.pieces():
+                yield partial(fill, read, target, *piece)
+
+    results = workers.map(lambda job: job(), jobs())
+    for number, tensor in enumerate(tensors):
+        running = xxhash.xxh3_64()
+        if verify:
+            next(results)
+        for start, stop in tensor.pieces():
+            next(results)
+            if verify:
+                running.update(memory[number].numpy()[start:stop].data)
+        if verify and tensor.record is not None and running.hexdigest() != tensor.record.checksum:
+            raise FormatError(
+                source.checkpoint.root / tensor.file, "does not decode to what its checksum says",
+                tensor=tensor.name,
+            )  # fmt: skip
+    for _ in results:  # there are none, but memory for the last tensors, if they are empty
+        pass
+    return [
+        shaped(data, torch_dtype(source, t), t.info.shape) for data, t in zip(memory, tensors, strict=True)
+    ]
+
+
+def shaped(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bytes seen as a tensor of a dtype and shape."""
+    return data.view(dtype).view(shape)

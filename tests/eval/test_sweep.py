@@ -1,0 +1,491 @@
+"""Sweeps: what is asked for, what a row holds, that an interrupted one goes on, the picture, the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuzip.cli.commands.sweep import COLUMNS
+from neuzip.compress import compress
+from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
+from neuzip.eval import sweep as sweeps
+from neuzip.eval.demo import CHECKPOINT
+from neuzip.eval.measures import comparison as yardstick
+from neuzip.eval.measures import fingerprint
+from neuzip.eval.measures.texts import Document, Text, read_text
+from neuzip.eval.sweep import Row, Setting, draw, sweep
+from neuzip.eval.sweep_setup import WORK, SweepScheme, parse_schemes, work_folder
+from neuzip.runtime.hf.load import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Speak = Callable[..., Any]
+TOKENS = 512
+SCHEMES = "lossless,k3,k0b64"
+
+
+@contextmanager
+def stage(label: str, total: int, unit: str) -> Iterator[object]:
+    yield lambda count: None
+
+
+def setting(**changes: Any) -> Setting:
+    return Setting(CHECKPOINT, read_text("demo"), **{"max_tokens": TOKENS, "device": "cpu", **changes})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[sweeps.Sweep, Path]:
+    """A small sweep of the built-in checkpoint, and its folder."""
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    return sweep(setting(), parse_schemes(SCHEMES, ""), out, stage), out
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("schemes", "blocks", "labels"),
+    [
+        ("lossless", None, ["lossless"]),
+        ("k7,k0", "", ["k7", "k0"]),
+        ("k1", "64,512", ["k1", "k1b64", "k1b512"]),
+        ("k1b64, k1 ,k1b64", "64", ["k1b64", "k1"]),
+    ],
+)
+def test_schemes(schemes, blocks, labels):
+    assert [scheme.label for scheme in parse_schemes(schemes, blocks)] == labels
+
+
+@pytest.mark.parametrize(
+    ("schemes", "blocks"),
+    [("", ""), ("k", ""), ("raw", ""), ("k-1", ""), ("k3b100", ""), ("k3", "100"), ("k3", "x"), ("k333", "")],
+)
+def test_what_is_no_scheme_is_refused(schemes, blocks):
+    with pytest.raises(UsageError, match=r"`schemes`|`blocks`"):
+        parse_schemes(schemes, blocks)
+
+
+# Rows
+
+
+def test_sizes_are_those_of_the_compressed_checkpoint(made, tmp_path: Path):
+    for row in made[0].rows:
+        (scheme,) = parse_schemes(row.scheme, "")
+        report = compress(CHECKPOINT, tmp_path / row.scheme, scheme.rules)
+        assert (row.bytes, row.original_bytes) == (report.stored_weight_bytes, report.weight_bytes)
+        assert (row.ratio, row.bits_per_weight) == (report.ratio, report.bits_per_weight)
+
+
+def test_divergence_is_that_of_the_compressed_checkpoint(made, tmp_path: Path):
+    row = made[0].rows[-1]
+    (scheme,) = parse_schemes(row.scheme, "")
+    compress(CHECKPOINT, tmp_path / "made", scheme.rules)
+    ids = sweeps.read_tokens(CHECKPOINT, read_text("demo"), None, TOKENS).ids
+    losses, divergences = [], []
+    for path in (CHECKPOINT, tmp_path / "made"):
+        model = load_model(path, torch.float32)
+        with torch.no_grad():
+            log_p = model(input_ids=ids[:-1].view(2, 256)).logits.double().log_softmax(-1).flatten(0, 1)
+        losses.append(-log_p.gather(1, ids[1:, None]).mean().item())
+        divergences.append(log_p)
+    p, q = divergences
+    assert row.comparison.kld.mean.value == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
+    assert row.comparison.nll_difference.value == pytest.approx(losses[1] - losses[0], rel=1e-4)
+
+
+def test_lossless_is_the_same_to_the_last_bit(made):
+    row = made[0].rows[0]
+    assert row.comparison.identical
+    assert row.comparison.kld.max == 0 and row.comparison.top_1.value == 1
+    assert row.largest_relative_error == 0
+
+
+def test_fewer_bits_are_smaller_and_further_away(made):
+    assert [row.scheme for row in made[0].rows] == ["lossless", "k3", "k0b64"]
+    assert made[0].front == ("k0b64", "k3", "lossless")
+
+
+def test_what_was_measured_is_positive(made):
+    for row in made[0].rows:
+        assert row.memory_bytes == 4 * row.weights  # float32, and the tied head once
+        assert min(row.load_seconds, row.decode_bytes_per_second, row.tokens_per_second) > 0
+        assert row.peak_bytes is None, "on a CPU that is the process's, of all schemes"
+
+
+def test_files_hold_the_rows(made):
+    found, out = made
+    assert {p.name for p in out.iterdir()} == {
+        "lossless.json", "k3.json", "k0b64.json", "sweep.svg", "sweep.png",
+    }  # fmt: skip
+    for row in found.rows:
+        values = json.loads((out / f"{row.scheme}.json").read_text())
+        assert values["schema"] == 1
+        assert values["kld"]["mean"]["value"] == row.comparison.kld.mean.value
+        assert Row.from_json(values) == row
+
+
+def test_what_keeps_all_mantissa_bits_has_no_blocks(tmp_path: Path):
+    asked = parse_schemes("k7,k6", "64")
+    assert sweeps._distinct(CHECKPOINT, asked) == [SweepScheme(7), SweepScheme(6), SweepScheme(6, 64)]
+
+
+# Going on
+
+
+def test_a_second_run_measures_nothing_again(made, monkeypatch: pytest.MonkeyPatch):
+    found, out = made
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    monkeypatch.setattr(sweeps, "Yardstick", None)  # no model is loaded either
+    monkeypatch.setattr(sweeps, "compress", None)
+    again = sweep(setting(), parse_schemes(SCHEMES, ""), out, stage)
+    assert again.rows == found.rows
+    assert again.resumed == 3
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_a_stopped_run_goes_on_with_what_is_missing(tmp_path: Path):
+    begun: list[str] = []
+
+    @contextmanager
+    def stop_at_k3(label: str, total: int, unit: str) -> Iterator[object]:
+        begun.append(label)
+        if label == "k3: evaluate":
+            raise KeyboardInterrupt
+        yield lambda count: None
+
+    asked = parse_schemes("lossless,k3", "")
+    with pytest.raises(KeyboardInterrupt):
+        sweep(setting(max_tokens=64), asked, tmp_path, stop_at_k3)
+    assert begun == ["lossless: compress", "lossless: evaluate", "k3: compress", "k3: evaluate"]
+    assert [p.name for p in tmp_path.iterdir()] == ["lossless.json"]
+    begun.clear()
+
+    @contextmanager
+    def note(label: str, total: int, unit: str) -> Iterator[object]:
+        begun.append(label)
+        yield lambda count: None
+
+    found = sweep(setting(max_tokens=64), asked, tmp_path, note)
+    assert begun == ["k3: compress", "k3: evaluate"]
+    assert found.resumed == 1 and len(found.rows) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path: Path):
+    command = [
+        sys.executable, "-m", "neuzip.cli", "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", "512",
+        "--schemes", "lossless,k5,k4,k3,k2,k1,k0", "--blocks", "", "--output", tmp_path / "out", "--json",
+    ]  # fmt: skip
+    started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 600
+        while not (tmp_path / "out" / "k5.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        os.kill(started.pid, signal.SIGKILL)
+        started.wait()
+    first = (tmp_path / "out" / "lossless.json").read_bytes()
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    result = json.loads(done.stdout)
+    assert 2 <= result["resumed"] < 7
+    assert [row["scheme"] for row in result["rows"]] == ["lossless", "k5", "k4", "k3", "k2", "k1", "k0"]
+    assert (tmp_path / "out" / "lossless.json").read_bytes() == first
+    assert not list((tmp_path / "out").glob(".neuzip*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"max_tokens": 300}, "tokens"),
+        ({"window": 128}, "rule"),
+        ({"dtype": "bfloat16"}, "dtype"),
+    ],
+)
+def test_results_of_something_else_are_not_taken_for_ours(made, changes, named):
+    with pytest.raises(WouldOverwrite, match=f"k0b64.json: was measured with another .*{named}"):
+        sweep(setting(**changes), parse_schemes("k3", ""), made[1], stage)
+
+
+def test_strange_files_are_not_taken_for_results(made, tmp_path: Path):
+    (tmp_path / "k3.json").write_text('{"scheme": "k3"}')
+    with pytest.raises(FormatError, match="is no result of neuzip sweep"):
+        sweep(setting(), parse_schemes("k3", ""), tmp_path, stage)
+
+
+def test_a_row_that_is_not_asked_for_is_compared_too(made):
+    with pytest.raises(WouldOverwrite, match=r"k0b64\.json: was measured with another number of tokens"):
+        sweep(setting(max_tokens=300), parse_schemes("k5", ""), made[1], stage)
+
+
+def test_overwrite_leaves_no_row_of_something_else(tmp_path: Path):
+    sweep(setting(max_tokens=64), parse_schemes("k3,k0", ""), tmp_path, stage)
+    (tmp_path / "mine.json").write_text("{}")
+    found = sweep(setting(max_tokens=65), parse_schemes("k3", ""), tmp_path, stage, overwrite=True)
+    assert found.resumed == 0
+    assert names_in(tmp_path) == {"k3.json", "mine.json", "sweep.svg", "sweep.png"}
+
+
+@pytest.mark.parametrize("what", ["text", "checkpoint"])
+def test_a_sweep_depends_on_its_text_and_checkpoint(what: str, tmp_path: Path):
+    ours, theirs = setting(), setting()
+    if what == "text":
+        content = ours.text.content.replace("the", "teh")
+        theirs = replace(ours, text=Text("demo", (Document("", content),)))
+        ours = replace(ours, text=Text("demo", (Document("", ours.text.content),)))
+    else:
+        shutil.copytree(CHECKPOINT, tmp_path / "copy")
+        (tmp_path / "copy" / "README.md").write_text("of another state of training")
+        theirs = replace(ours, src=tmp_path / "copy")
+    values = [sweeps._depends_on(one, "cpu") for one in (ours, theirs)]
+    assert fingerprint.differing(*values) == [what]
+
+
+# What lies in the folder
+
+
+def names_in(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def test_files_of_others_stay(tmp_path: Path):
+    for name in ("compressed-1", "compressed-model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    sweep(setting(max_tokens=64), parse_schemes("k0", ""), tmp_path, stage)
+    assert all((tmp_path / name / "precious").exists() for name in ("compressed-1", "compressed-model"))
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path):
+    (tmp_path / WORK / "k3").mkdir(parents=True)
+    with work_folder(tmp_path) as work:
+        assert list(work.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_is_not_taken_for_the_work_folder(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "mine")
+    with pytest.raises(NeuzipError, match="cannot be written"), work_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / "mine" / "precious").exists()
+
+
+@pytest.mark.parametrize("name", sweeps.PICTURES)
+def test_a_picture_of_someone_else_is_not_overwritten(made, tmp_path: Path, name: str):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(WouldOverwrite, match=f"{name}: exists already"):
+        sweep(setting(), parse_schemes(SCHEMES, ""), tmp_path, stage)
+    assert names_in(tmp_path) == {name}
+    shutil.copy(made[1] / "k3.json", tmp_path)  # a result: so the picture is that of a sweep
+    sweep(setting(), parse_schemes("k3", ""), tmp_path, stage)
+    assert (tmp_path / name).read_bytes() != b"mine"
+
+
+def test_two_sweeps_do_not_share_a_folder(neuzip: Speak, tmp_path: Path):
+    with work_folder(tmp_path) as work:
+        (work / "k3").mkdir()
+        said = neuzip("sweep", CHECKPOINT, "--text", "demo", "--schemes", "k0", "--output", tmp_path)
+        assert said.exit_code == 1
+        assert f"--output {tmp_path}: another sweep is writing there" in said.stderr
+        assert (work / "k3").exists()
+
+
+@pytest.mark.parametrize(("place", "code"), [("file", 2), ("file/below", 1), ("/proc/sweep", 1)])
+def test_a_folder_that_cannot_be_is_told_first(neuzip: Speak, tmp_path: Path, place: str, code: int):
+    (tmp_path / "file").write_text("mine")
+    said = neuzip("sweep", tmp_path / "missing", "--text", "demo", "--output", tmp_path / place)
+    assert said.exit_code == code
+    assert "missing" not in said.stderr and place in said.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# Schemes that break the model
+
+
+def broken_at(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
+    """Have some compressed models, and the original where "" is named, answer with NaN."""
+
+    def load(path: Path, *arguments: Any, **options: Any) -> Any:
+        model = load_model(path, *arguments, **options)
+        if (path.name if path != CHECKPOINT else "") in labels:
+            with torch.no_grad():
+                model.get_parameter("model.norm.weight").fill_(math.nan)
+        return model
+
+    monkeypatch.setattr(yardstick, "load_model", load)
+
+
+def test_a_scheme_that_breaks_the_model_is_noted(
+    made, neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    broken_at(monkeypatch, "k1")
+    asked = parse_schemes("k1,k3", "")
+    found = sweep(setting(), asked, tmp_path, stage)
+    assert [row.scheme for row in found.rows] == ["k3"]
+    assert found.rows[0].comparison == made[0].rows[1].comparison  # nothing is left of the one before
+    (failure,) = found.failed
+    assert failure.scheme == "k1" and re.search("tokens is nan", failure.reason)
+    assert names_in(tmp_path) == {"k1.failed", "k3.json", "sweep.svg", "sweep.png"}
+    again = sweep(setting(), asked, tmp_path, stage)
+    assert again.failed == found.failed and again.resumed == 2
+    arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", "k1,k3",
+                 "--blocks", "", "--device", "cpu", "--output", tmp_path)  # fmt: skip
+    said = neuzip(*arguments, "--json")
+    assert said.exit_code == 0 and "warning: k1 breaks the model: " in said.stderr
+    assert said.json["failed"] == [{"scheme": "k1", "reason": failure.reason}]
+    broken_at(monkeypatch)
+    mended = sweep(setting(), parse_schemes("k1", ""), tmp_path, stage, overwrite=True)
+    assert not mended.failed and names_in(tmp_path) >= {"k1.json"} and not (tmp_path / "k1.failed").exists()
+
+
+def test_a_sweep_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken_at(monkeypatch, "k0")
+    with pytest.raises(NeuzipError, match=r"every scheme breaks the model: k0: .*is nan"):
+        sweep(setting(max_tokens=64), parse_schemes("k0", ""), tmp_path, stage)
+    assert names_in(tmp_path) == {"k0.failed"}
+
+
+def test_an_original_that_is_broken_is_no_fault_of_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken_at(monkeypatch, "", "k0")
+    with pytest.raises(NeuzipError, match="checkpoint: the loss of"):
+        sweep(setting(max_tokens=64), parse_schemes("k0", ""), tmp_path, stage)
+    assert names_in(tmp_path) == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residency", ["dense", "packed", "ans"])
+def test_on_a_gpu_lossless_is_the_same_to_the_last_bit(residency):
+    asked = parse_schemes("lossless,k1", "")
+    found = sweep(setting(device="cuda", residency=residency), asked, None, stage)
+    lossless, rounded = found.rows
+    assert lossless.comparison.identical or residency == "packed"  # whose sums are in another order
+    assert lossless.comparison.kld.mean.value < 1e-3 < rounded.comparison.kld.mean.value
+    assert lossless.decode_bytes_per_second > 0 and found.device != "cpu"
+
+
+# The picture
+
+
+def test_picture_names_every_number_of_bits(made):
+    figure = draw(made[0], "demo")
+    for axes in figure.axes:
+        assert {"lossless", "k3", "k0"} <= {text.get_text() for text in axes.texts}
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels == {"without blocks", "blocks of 64"}
+
+
+def test_pictures_are_files_of_their_kind(made):
+    out = made[1]
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (out / "sweep.svg").read_bytes()[:1000]
+
+
+def test_the_label_of_a_scheme_can_be_asked_for():
+    for scheme in (SweepScheme(), SweepScheme(0), SweepScheme(6, 8)):
+        assert parse_schemes(scheme.label, "") == [scheme]
+
+
+# The command
+
+
+def test_command_shows_all_of_it(neuzip: Speak, made):
+    arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", SCHEMES,
+                 "--blocks", "", "--device", "cpu", "--output", made[1])  # fmt: skip
+    said = neuzip(*arguments)
+    assert said.exit_code == 0, said.stderr
+    header, _, original, lossless, *_ = said.stdout.splitlines()
+    assert re.split(r"  +", header.strip()) == [name for name in COLUMNS if name not in ("", "peak")]
+    assert "peak" not in said.stdout, "on a CPU that is the process's, of all schemes"
+    assert original.split()[0] == "original" and "100.00 %" in original
+    assert "0, all bits" in lossless and lossless.rstrip().endswith("*")
+    assert "3 of 3 schemes were measured already" in said.stderr
+    data = neuzip(*arguments, "--json").json
+    assert [row["scheme"] for row in data["rows"]] == ["lossless", "k3", "k0b64"]
+    assert data["front"] == ["k0b64", "k3", "lossless"]
+    lines = neuzip(*arguments, "--quiet").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["lossless", "k3", "k0b64"]
+
+
+def test_without_a_folder_nothing_is_kept(neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    said = neuzip(
+        "sweep", CHECKPOINT, "--text", "demo", "--max-tokens", 64, "--schemes", "k0", "--blocks", ""
+    )
+    assert said.exit_code == 0, said.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", ["missing", "compressed"])
+def test_what_cannot_be_swept_is_told(neuzip: Speak, tmp_path: Path, source: str):
+    compress(CHECKPOINT, tmp_path / "compressed")
+    said = neuzip(
+        "sweep", tmp_path / source, "--text", "demo", "--schemes", "k0", "--output", tmp_path / "out"
+    )
+    assert said.exit_code == 1
+    assert said.stderr.startswith("error: ") and "hint: " in said.stderr
+    assert not list(tmp_path.glob("out/*"))
+
+
+# The plain formats that sweeps are judged beside
+
+
+@pytest.fixture(scope="module")
+def formats(root: Path) -> Any:
+    """benchmarks/group_formats.py as a module."""
+    folder = str(root / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("group_formats")
+    finally:
+        sys.path.remove(folder)
+
+
+def test_a_plain_format_rounds_to_the_nearest_of_its_codes(formats: Any):
+    weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    for format in formats.FORMATS:
+        width = format.group or 128
+        groups, left = (w.reshape(-1, width) for w in (weight, format.rounded(weight)))
+        span = groups.amax(1) - groups.amin(1) if format.offset else 2 * groups.abs().amax(1)
+        step = span / (2**format.bits - (1 if format.offset else 2))
+        assert ((left - groups).abs().amax(1) <= step * 0.5 + span * 2**-10).all()  # scales are fp16
+        assert all(group.unique().numel() <= 2**format.bits for group in left)
+        numbers = (2 if format.offset else 1) * 16 / width
+        assert format.bits_of(weight) == (format.bits + numbers) * weight.numel()
+
+
+def test_a_plain_format_leaves_zeros_and_constants(formats: Any):
+    for format in formats.FORMATS:
+        assert torch.equal(format.rounded(torch.zeros(2, 64)), torch.zeros(2, 64))
+        assert torch.allclose(format.rounded(torch.full((2, 64), 0.5)), torch.full((2, 64), 0.5), rtol=1e-3)
+    with pytest.raises(ValueError, match="130 weights are not cut into groups of 64"):
+        formats.FORMATS[-1].rounded(torch.zeros(2, 65))
+
+
+def test_plain_formats_round_matrices_and_leave_the_rest(formats: Any):
+    def made() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
+
+    model, other = made(), made()
+    bits, weights = formats.round_all(model, other, formats.FORMATS[0])
+    assert (bits, weights) == (8.5 * 64 * 8 + 16 * 24, 64 * 8 + 24)
+    assert torch.equal(other[0].weight, formats.FORMATS[0].rounded(model[0].weight))
+    assert not torch.equal(other[0].weight, model[0].weight) and torch.equal(other[0].bias, model[0].bias)

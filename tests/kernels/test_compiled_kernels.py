@@ -1,0 +1,166 @@
+"""Triton's compiler takes the kernels as they are launched, for a card that need not be there.
+
+The interpreter is more patient than the compiler: an argument that is 1 is a constant for the latter, and
+has no methods of a tensor. So the launches of small calls are compiled for compute capability 9.0, with a
+driver that has a name only. Nothing runs, and all memory is zeros.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import compile_only
+import pytest
+
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on a card of that kind."""
+
+SETTING = r"""
+import json, re, torch, triton
+import compile_only
+
+shared = {}
+
+def see(function, code, kwargs):
+    name = function.__name__
+    shared[name] = max(shared.get(name, 0), code.metadata.shared)
+    before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+    reads = "ld.global" in before or "cp.async" in before
+    assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
+    assert bool(wait) == bool(kwargs.get("EARLY"))
+    if "fragments" in name:
+        check_lanes(code.asm["ttgir"], "mma.sync")
+    if "_decode" in name:
+        check_lanes(code.asm["ttgir"], "vote.sync")
+        own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
+        assert (own > 0) == kwargs["STREAM"] and own + code.metadata.shared <= 48 << 10
+
+def check_lanes(ttgir, instruction):
+    # Matrix instructions and votes by hand count on element t of an array being in thread t.
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    used = [line for line in ttgir.splitlines() if instruction in line]
+    assert used
+    for name in set(re.findall(r"tensor<[^>]*, (#\w+)>", " ".join(used))):
+        in_order = "sizePerThread = [1], threadsPerWarp = [32]", "lane = [[1], [2], [4], [8], [16]]"
+        assert any(words in layouts[name] for words in in_order), layouts[name]
+
+compile_only.watch(see)
+torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+torch.Tensor.new_empty = torch.Tensor.new_zeros
+"""
+
+HEADS = """
+from neuzip.kernels.linear_cross_entropy import Head, gradients
+from neuzip.kernels.linear_cross_entropy.triton import divergence as triton_divergence
+from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
+
+gradients._on_gpu = lambda hidden: True
+for tokens, vocabulary, d, dtype, more, options in (
+    (1, 1, 1, torch.bfloat16, {}, {}),
+    (1, 300, 64, torch.float16, {"softcap": 5.0, "scale": 0.5}, {"filter_eps": None}),
+    (300, 100, 64, torch.bfloat16, {"bias": torch.zeros(100)}, {"sort_vocabulary": True}),
+    (17, 129, 24, torch.float32, {}, {}),
+):
+    head = Head(torch.zeros(tokens, d, dtype=dtype), torch.zeros(vocabulary, d, dtype=dtype), **more)
+    target = torch.zeros(tokens, dtype=torch.int64)
+    triton_forward.token_statistics(head, target, -100, 1 << 20)
+    triton_divergence.divergence(head, head, target, -100, min(3, vocabulary), 1 << 20)
+    hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
+    bias = None if head.bias is None else head.bias.requires_grad_()
+    gradients.linear_cross_entropy(
+        hidden, weight, target, linear_bias=bias, softcap=head.softcap, **options
+    ).sum().backward()
+print(json.dumps(shared))
+"""
+
+ATTENTION = """
+from neuzip.kernels.attention.triton import forward as triton_forward
+from neuzip.kernels.attention.options import Options
+
+for queries, keys, heads, width, texts, dtype, more in (
+    (1, 1, 1, 64, 1, torch.bfloat16, {}),
+    (70, 300, 2, 80, 3, torch.float16, {"causal": True}),
+    (200, 1, 4, 96, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
+    (65, 129, 2, 128, 3, torch.bfloat16, {"softcap": 2.0, "smooth_v": True}),
+    (16, 16, 1, 256, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "smooth_v": True, "causal": True}),
+):
+    q = torch.zeros(1, heads, queries, width, dtype=dtype)
+    k = torch.zeros(1, 1, keys, width, dtype=dtype)
+    triton_forward.attention(q, k, k, Options(**more), texts == 1)
+    q, k = (x[0].transpose(0, 1) for x in (q, k))
+    starts = torch.zeros(texts + 1, dtype=torch.int32)
+    triton_forward.attention_packed(q, k, k, starts, starts, queries, keys, Options(**more), texts != 1)
+print(json.dumps(shared))
+"""
+
+KV = """
+from neuzip.kernels import kv_cache
+from neuzip.kernels.kv_cache.triton import attend as triton_attend
+from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
+from neuzip.kernels.kv_cache.triton import store as triton_store
+
+first, length = torch.zeros(2, dtype=torch.int64), torch.ones((), dtype=torch.int64)
+mask = torch.ones(2, 30, dtype=torch.bool)
+for early, bits, span, width, values, dtype in (
+    (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
+    (True, 8, "absmax", 64, 64, torch.float32),
+):
+    for part in (triton_attend, triton_fragments, triton_store):
+        part.early_launches = lambda device: early
+    rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
+    for tokens in (1, 20):
+        states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
+        triton_store.store(rooms, states, length, first)
+        triton_store.store(rooms, states, 3, first)
+    for more in (None, mask):
+        query = torch.zeros(2, 8, width, dtype=dtype)
+        triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
+        if triton_fragments.fits(query, *rooms):
+            triton_fragments.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
+print(json.dumps(shared))
+"""
+
+STEP = """
+from neuzip.kernels.step import NORMS
+from neuzip.kernels.step.triton import step as triton_step
+
+for early in (False, True):
+    triton_step.early_launches = lambda device: early
+    for rows, columns, dtype in (
+        (1, 128, torch.bfloat16), (1, 3200, torch.float16), (8, 4096, torch.float32)
+    ):
+        for norm in NORMS:
+            triton_step.rms_norm(torch.zeros(rows, columns, dtype=dtype), torch.zeros(columns), 1e-5, norm)
+    for batch, heads, tokens, width, dtype in ((1, 1, 1, 64, torch.bfloat16), (2, 8, 3, 80, torch.float32)):
+        q = torch.zeros(batch, heads, tokens, width, dtype=dtype)
+        cos = torch.zeros(1, tokens, width, dtype=dtype)
+        triton_step.rotated(q, q[:, :1], cos, cos)
+        room = torch.zeros(batch, heads, 7, width, dtype=dtype)
+        triton_step.store((room, room), (q, q), torch.zeros(tokens, dtype=torch.int64))
+print(json.dumps(shared))
+"""
+
+DECODERS = """
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.rans.coded import Part
+from neuzip.kernels.rans.triton.decode import decode_parts
+
+row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
+for kind in ((FORMATS["BF16"], 7, 2, 0), (FORMATS["F16"], 10, 1, 0), (FORMATS["F32"], 23, 1, 64)):
+    for parts, blocks in ((1, 0), (1, 1), (8, 1000)):
+        decode_parts([Part(kind, row, blocks, True)] * parts, [out] * parts)
+print(json.dumps(shared))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launches", "kernels"),
+    [(HEADS, 9), (ATTENTION, 4), (KV, 4), (STEP, 3), (DECODERS, 1)],
+    ids=["linear heads", "attention", "keys and values", "steps", "decoders"],
+)
+def test_launches_of_any_size(launches: str, kernels: int, tmp_path: Path):
+    shared = json.loads(compile_only.said_by(SETTING + launches, tmp_path))
+    assert len(shared) >= kernels, shared
+    assert max(shared.values()) <= SHARED_MEMORY, shared

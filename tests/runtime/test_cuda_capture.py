@@ -1,0 +1,11 @@
+"""What the CUDA driver is asked."""
+
+from __future__ import annotations
+
+import torch
+
+from neuzip.runtime import cuda_capture as driver
+
+
+def test_nothing_is_captured_on_a_cpu() -> None:
+    assert driver.capture_of(torch.device("cpu")) == 0

@@ -1,0 +1,266 @@
+"""What is decoded on a GPU is what the CPU decodes, however it is cut.
+
+Without a CUDA device the same code runs on the CPU, the decoder in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from neuzip.compress import Rule, Scheme, compress
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import FormatError
+from neuzip.formats.container import Container
+from neuzip.runtime import read_gpu as gpu
+from neuzip.runtime.load_file import load_file
+from neuzip.runtime.read import read_tensors
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SCHEMES: dict[str, list[Rule]] = {"lossless": [], "truncated": [Rule("*", Scheme("truncated", 3, 64))]}
+TERNARY = [
+    Rule("other", Scheme("ternary", group=16, packing="2bit")),
+    Rule("half", Scheme("ternary", group="row", scale_dtype="F16")),
+    Rule("weight", Scheme("ternary", group=16)),
+]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    weight = (torch.randn(30, 70) * 0.02).bfloat16()
+    return {
+        "weight": weight,
+        "tied": weight.clone(),
+        "other": (torch.randn(60, 100) * 0.02).bfloat16(),
+        "half": torch.randn(70, 80).half(),
+        "ids": torch.arange(1000),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+        "flags": torch.rand(99) > 0.5,
+    }
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / "small.safetensors"
+    save_file(tensors(), path.with_name("plain.safetensors"))
+    compress(path.with_name("plain.safetensors"), path, SCHEMES[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def ternary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ternary tensors among others."""
+    path = tmp_path_factory.mktemp("gpu") / "ternary.safetensors"
+    save_file(tensors(), path.with_name("plain.safetensors"))
+    compress(path.with_name("plain.safetensors"), path, TERNARY, allow_destructive=True)
+    with Container(path) as container:
+        records = container.manifest.tensors
+    assert {name for name, record in records.items() if record.scheme == "ternary"} == {
+        "weight", "other", "half",
+    }  # fmt: skip
+    return path
+
+
+def stored(source: TensorSource) -> list[SourceTensor]:
+    return [t for t in source.tensors() if t.record is None or t.record.scheme != "alias"]
+
+
+def data(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_loads(path: Path) -> None:
+    expected = load_file(path)
+    with TensorSource(path) as source:
+        wanted = stored(source)
+        found = gpu.read_on(DEVICE, source, wanted)
+    for tensor, value in zip(wanted, found, strict=True):
+        assert value.device.type == DEVICE.type
+        assert (value.dtype, value.shape) == (expected[tensor.name].dtype, expected[tensor.name].shape)
+        assert data(value) == data(expected[tensor.name]), tensor.name
+
+
+@pytest.mark.parametrize("part", [1 << 28, 3000], ids=["one part", "many parts"])
+@pytest.mark.parametrize("chunk", [1 << 24, 5000, 112])
+def test_bytes_are_the_same_however_they_are_cut(chunk: int, part: int, small: Path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    monkeypatch.setattr(gpu, "PART", part)
+    assert_loads(small)
+
+
+@pytest.mark.parametrize("part", [1 << 28, 3000], ids=["one part", "many parts"])
+@pytest.mark.parametrize("chunk", [1 << 24, 112])
+def test_ternary_tensors_are_the_same_however_they_are_cut(chunk: int, part: int, ternary: Path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    monkeypatch.setattr(gpu, "PART", part)
+    assert_loads(ternary)
+
+
+def test_plain_files_too(small: Path):
+    assert_loads(small.with_name("plain.safetensors"))
+
+
+def test_a_folder_of_several_files(tmp_path: Path):
+    everything = tensors()
+    names = list(everything)
+    for number in range(3):
+        shard = tmp_path / "model" / f"{number}.safetensors"
+        shard.parent.mkdir(exist_ok=True)
+        save_file({name: everything[name] for name in names[number::3]}, shard)
+    compress(tmp_path / "model", tmp_path / "small")
+    with TensorSource(tmp_path / "small") as source:
+        wanted = stored(source)
+        assert len({t.file for t in wanted}) == 3
+        assert len(wanted) == len(names) - 1  # one is the other's alias, across files
+        for tensor, value in zip(wanted, gpu.read_on(DEVICE, source, wanted), strict=True):
+            assert data(value) == data(everything[tensor.name]), tensor.name
+
+
+def test_nothing_to_load(tmp_path: Path):
+    save_file({"e": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert_loads(tmp_path / "b.safetensors")
+    with TensorSource(tmp_path / "b.safetensors") as source:
+        assert gpu.read_on(DEVICE, source, []) == []
+
+
+# Damage
+
+
+def damage(path: Path, tensor: str, stream: str | None, at: int) -> Path:
+    """A copy with one bit of a tensor's stream changed."""
+    with TensorSource(path) as source:
+        (found,) = (t for t in source.tensors() if t.name == tensor)
+        (extent,) = (e for e in source.extents(found) if e.stream == stream)
+    changed = bytearray(path.read_bytes())
+    changed[extent.start + at] ^= 1
+    copy = path.with_name(f"damaged-{tensor}-{stream}-{at}.safetensors")
+    copy.write_bytes(changed)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stream"),
+    [("other", "table"), ("other", "index"), ("other", "words"), ("other", "sign_mantissa"), ("ids", None)],
+)
+@pytest.mark.parametrize("chunk", [1 << 24, 112], ids=["whole", "cut"])
+def test_a_wrong_checksum_names_file_and_tensor(chunk, tensor, stream, small: Path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHUNK", chunk)
+    broken = damage(small, tensor, stream, 0)
+    with TensorSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+        gpu.read_on(DEVICE, source, stored(source))
+    assert (caught.value.file, caught.value.tensor, caught.value.field) == (str(broken), tensor, stream)
+    assert not [t for t in threading.enumerate() if t.name.startswith("neuzip-read")]
+
+
+def test_without_verification_the_decoder_finds_corrupt_words(small: Path):
+    broken = damage(
+        small, "other", "words", 2
+    )  # the state of a lane, which would not come back to where it began
+    with TensorSource(broken) as source, pytest.raises(FormatError, match="the words are corrupt") as caught:
+        gpu.read_on(DEVICE, source, stored(source), verify=False)
+    assert (caught.value.file, caught.value.tensor) == (str(broken), "other")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"), [("weight", "stands for no five trits"), ("other", "hold a code of 3")]
+)
+def test_without_verification_codes_that_there_are_not_are_found(tensor: str, problem: str, ternary: Path):
+    """A byte of 1 stands for no trits; a bit more makes a code of 1 one of 3."""
+    with TensorSource(ternary) as source:
+        (found,) = (t for t in source.tensors() if t.name == tensor)
+        start = next(e.start for e in source.extents(found) if e.stream == "codes")
+    changed = bytearray(ternary.read_bytes())
+    changed[start + 20] = 1 if tensor == "weight" else 0xFF
+    broken = ternary.with_name(f"broken-{tensor}.safetensors")
+    broken.write_bytes(changed)
+    with TensorSource(broken) as source, pytest.raises(FormatError, match=problem) as caught:
+        gpu.read_on(DEVICE, source, stored(source), verify=False)
+    assert (caught.value.file, caught.value.tensor) == (str(broken), tensor)
+    with TensorSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+        gpu.read_on(DEVICE, source, stored(source))
+    assert caught.value.field == "codes"
+
+
+def test_without_verification_nothing_else_is_found(small: Path):
+    broken = damage(small, "ids", None, 0)
+    with TensorSource(broken) as source:
+        wanted = stored(source)
+        found = gpu.read_on(DEVICE, source, wanted, verify=False)
+    changed = {t.name for t, v in zip(wanted, found, strict=True) if t.name == "ids" and int(v[0]) == 1}
+    assert changed == {"ids"}
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(small: Path, tmp_path: Path):
+    copy = tmp_path / "short.safetensors"
+    copy.write_bytes(small.read_bytes())
+    with TensorSource(copy) as source:
+        os.truncate(copy, 2000)
+        with pytest.raises(FormatError, match="cut short"):
+            gpu.read_on(DEVICE, source, stored(source))
+
+
+def test_headers_that_contradict_the_streams_are_refused_before_memory_is_taken(small: Path, monkeypatch):
+    """With other lengths than follow from the shape, and right checksums."""
+    with Container(small) as container:
+        length = container.file.header.tensors["other:index"].nbytes
+    with TensorSource(small) as source:
+        wanted = stored(source)
+        (other,) = (t for t in wanted if t.name == "other")
+        object.__setattr__(other, "info", type(other.info)("other", "F16", (1 << 40,), 0, 2 << 40))
+        assert length < 1 << 20
+        with pytest.raises(FormatError, match=r"tensor 'other': the stream .* instead of"):
+            gpu.read_on(DEVICE, source, wanted)
+
+
+# On a real one
+
+
+@pytest.mark.gpu
+def test_aliases_are_tensors_of_their_own(small: Path):
+    with TensorSource(small) as source, Workers() as workers:
+        wanted = list(source.tensors())
+        found = read_tensors(source, wanted, torch.device("cuda"), workers)
+    by_name = {t.name: value for t, value in zip(wanted, found, strict=True)}
+    assert torch.equal(by_name["tied"], by_name["weight"])
+    assert by_name["tied"].data_ptr() != by_name["weight"].data_ptr()
+
+
+@pytest.mark.gpu
+def test_memory_for_what_is_compressed_is_bounded_and_given_back(tmp_path: Path, monkeypatch):
+    layers = {f"{n}.weight": (torch.randn(1024, 1024) * 0.02).bfloat16() for n in range(24)}
+    save_file(layers, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    monkeypatch.setattr(gpu, "PART", 3 << 20)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = load_file(tmp_path / "b.safetensors", device="cuda")
+    total = sum(t.nbytes + (1 << 20) for t in found.values())  # torch leaves up to 1 MiB of a block unused
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # memory that another stream used counts until somebody looks whether it is done
+    assert torch.cuda.memory_allocated() - before <= total
+    assert torch.cuda.max_memory_allocated() - before <= total + (gpu.UNDER_WAY + 2) * gpu.PART
+    assert all(torch.equal(found[name].cpu(), layers[name]) for name in layers)
+
+
+@pytest.mark.gpu
+def test_many_loads_after_each_other_while_the_gpu_is_busy(small: Path):
+    """Memory that is free again, but still in use by kernels, must not be written."""
+    expected = load_file(small)
+    for _ in range(20):
+        busy = torch.randn(2048, 2048, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        copy = busy.clone()
+        del busy
+        found = load_file(small, device="cuda")
+        assert all(data(found[name]) == data(expected[name]) for name in expected)
+        del copy

@@ -1,0 +1,1226 @@
+"""Training with weights that are held compressed: the same bits as training without, and as torch's own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import neuzip
+from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
+from neuzip.kernels.quantizers import states as quantized
+from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.kernels.rans.coded import PATTERNS
+from neuzip.kernels.rans.triton import encode as triton_encode
+from neuzip.train import compressed_array as holding
+from neuzip.train import states as kept
+from neuzip.train import trainer as compressed
+from neuzip.train.compressed_array import CodedByNumba, CodedByTriton, hold
+from neuzip.train.deterministic import deterministic_algorithms
+from neuzip.train.layer_prefetch import Desk
+from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, Part, optimizer_of
+from neuzip.train.trainer import Trainer, checksum, train_compressed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 300
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+FOR_A_GPU: dict[str, Any] = {
+    "vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
+}  # fmt: skip
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, **changes})
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def batches(steps: int, rows: int = 2, length: int = 12) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCABULARY, (rows, length + 1), generator=chance) for _ in range(steps)]
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {
+        name: p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, p in model.named_parameters()
+    }
+
+
+def trained(model: Any, steps: int = 4, lr: float = 0.05, rows: int = 2, **options: Any) -> tuple[Any, ...]:
+    """Losses and the bits of all weights."""
+    trainer = train_compressed(model, **options)
+    losses = [trainer.step(batch, lr) for batch in batches(steps, rows)]
+    return losses, bits(trainer.release())
+
+
+def plain(
+    model: Any, optimizer: Optimizer, steps: int, lr: float = 0.05, rows: int = 2, clip: float | None = None,
+    micro: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What an ordinary loop makes of a Llama: one graph through all layers, all gradients at once."""
+    model.train()
+    parameters = list(model.named_parameters())
+    states: dict[str, Any] = {name: optimizer.new_states(p.numel(), p.device) for name, p in parameters}
+    losses = []
+    for step, batch in enumerate(batches(steps, rows), 1):
+        total, sums = 0.0, {}
+        for part in batch.split(micro or rows):
+            hidden = model.model(part[:, :-1]).last_hidden_state
+            nll = linear_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, part[:, 1:].reshape(-1),
+                reduction="sum",
+            )  # fmt: skip
+            assert isinstance(nll, Tensor)
+            loss = nll / batch[:, 1:].numel()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            for name, p in parameters:
+                if micro:
+                    assert p.grad is not None
+                    sums[name] = sums.get(name, 0) + p.grad.float()
+                    p.grad = None
+        losses.append(total)
+        gradients = {name: sums[name] if micro else p.grad for name, p in parameters}
+        scale = None
+        if clip is not None:
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
+            squares = sum(norm.double().square() for norm in norms)
+            norm = math.sqrt(float(squares))
+            scale = torch.tensor(clip / norm) if norm > clip else None
+        for number, (name, p) in enumerate(parameters):
+            chance = Chance(0, step, number)
+            part = Part(p.detach().view(-1), gradients[name].view(-1), lr, chance, scale, p.dim() > 1)
+            optimizer.update(part, states[name])
+            p.grad = None
+    return losses, bits(model)
+
+
+# Arrays that are held.
+
+
+_BY_TRITON = [
+    pytest.param(torch.bfloat16, True, id="bf16 by triton"),
+    *(
+        pytest.param(one, True, id=f"{one} by triton", marks=pytest.mark.slow)
+        for one in (torch.float16, torch.float32)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "triton"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float32, False), *_BY_TRITON],
+)
+def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    flat = (torch.randn(17_000) * 0.02).to(dtype)
+    flat[:6] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-30]).to(dtype)
+    flat = flat.to(device if triton else "cpu")
+    held = hold(flat.clone(), True, triton=triton)
+    assert isinstance(held, CodedByTriton if triton else CodedByNumba)
+    for fill in (0, 255):
+        buffer = torch.full((flat.nbytes + 512,), fill, dtype=torch.uint8, device=flat.device)
+        found = held.open(buffer)
+        assert torch.equal(found.view(torch.uint8), flat.view(torch.uint8))
+        found.mul_(1.5)  # what is read later is what was kept, not what lies in the buffer
+    held.close(flat * 2)
+    assert torch.equal(held.open(buffer).view(torch.uint8), (flat * 2).view(torch.uint8))
+    if dtype == torch.bfloat16:
+        assert held.nbytes < 0.70 * flat.nbytes
+
+
+def as_bits(flat: Tensor) -> Tensor:
+    return flat.view(PATTERNS[8 * flat.itemsize])
+
+
+@pytest.fixture
+def recodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of any size are coded again by the table that they have."""
+    monkeypatch.setattr(holding, "CODING_SHARE", 0)
+
+
+@pytest.mark.usefixtures("recodes")
+def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) -> None:
+    """In the same memory, without a census, and decoded in either of two buffers."""
+    numel = 2000
+    flat = (torch.randn(numel) * 0.02).bfloat16().to(device)
+    held = hold(flat, True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    table, words, nbytes = held._coded.table, held._coded.words.data_ptr(), held.nbytes
+    buffers = [torch.empty(2 * numel + 100, dtype=torch.uint8, device=device) for _ in range(2)]
+    for step in range(3):
+        found = held.open(buffers[step % 2])
+        assert torch.equal(as_bits(found), as_bits(flat))
+        flat[step::100] *= 1 + 2**-7
+        flat[step] = [math.nan, -0.0, -math.inf][step]
+        found.copy_(flat)
+        held.close(found)
+        assert held._coded.table is table
+        assert (held._coded.words.data_ptr(), held.nbytes) == (words, nbytes)
+    for buffer in buffers:
+        found = held.open(buffer)
+        assert found.data_ptr() == buffer.data_ptr()
+        assert torch.equal(as_bits(found), as_bits(flat))
+    assert held.errors is not None and held.errors.tolist() == [0]
+
+
+@pytest.mark.usefixtures("recodes")
+def test_words_that_outgrow_their_room_get_a_new_table(device: torch.device) -> None:
+    flat = (torch.randn(700) * 0.02).bfloat16().to(device)
+    buffer = torch.empty(2000, dtype=torch.uint8, device=device)
+    held = hold(flat, True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    held.open(buffer)
+    before, flat = held._coded.table, flat * 2**40
+    held.close(flat)
+    assert held._coded.table is not before
+    again = held._coded.table
+    assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
+    held.close(flat)
+    assert held._coded.table is again
+
+
+@pytest.mark.usefixtures("recodes")
+def test_weights_that_use_less_bits_are_coded_from_scratch(device: torch.device) -> None:
+    """States are zeros before the first step, and then numbers of many bits."""
+    buffer = torch.empty(3000, dtype=torch.uint8, device=device)
+    held = hold(torch.zeros(600, device=device), True, triton=True)
+    assert isinstance(held, CodedByTriton)
+    zeros, some = torch.zeros(600), torch.randn(600)
+    for flat in (torch.ones(600), some, some.roll(1), zeros, some):
+        held.close(flat.to(device))
+        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat.to(device)))
+        assert (held._recoder is not None) == (len(flat.unique()) > 1)
+
+
+def test_a_small_array_has_no_table_at_hand(device: torch.device) -> None:
+    """It would take more than it saves."""
+    held = hold((torch.randn(2000) * 0.02).bfloat16().to(device), True, triton=True)
+    assert isinstance(held, CodedByTriton) and held._recoder is None
+
+
+@pytest.mark.usefixtures("recodes")
+def test_what_could_not_be_coded_again_is_not_decoded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = torch.randn(300).bfloat16().to(device)
+    held = hold(flat, True, triton=True)
+    buffer = torch.empty(1000, dtype=torch.uint8, device=device)
+    held.open(buffer)
+
+    def fail(self: triton_encode.Recoder, bits: Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(triton_encode.Recoder, "code", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        held.close(flat)
+    with pytest.raises(AssertionError):
+        held.open(buffer)
+    monkeypatch.undo()
+    monkeypatch.setattr(holding, "CODING_SHARE", 0)
+    for _ in range(2):
+        held.close(flat)
+        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
+    """40 million weights and some, changed a little in each round; at last so much that the table is new."""
+    torch.manual_seed(0)
+    flat = (torch.randn(40_000_000 + 12_345, device="cuda") * 0.02).to(dtype)
+    held = hold(flat, True)
+    assert isinstance(held, CodedByTriton) and held._coded is not None
+    table, nbytes = held._coded.table, held.nbytes
+    buffers = [torch.empty(flat.nbytes + 512, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for step in range(4):
+        found = held.open(buffers[step % 2])
+        assert torch.equal(as_bits(found), as_bits(flat))
+        # In fp32: the sum of 40 million fp16 weights is infinite in fp16.
+        flat += 1e-3 * torch.randn_like(flat) * flat.float().abs().nanmean().to(dtype)
+        assert not flat.isinf().any()
+        flat[step * 1000 : step * 1000 + 500] = math.nan
+        found.copy_(flat)
+        held.close(found)
+        assert held._coded.table is table and held.nbytes == nbytes
+    held.close(flat.fill_(1.0).mul_(torch.randn_like(flat)))
+    assert torch.equal(as_bits(held.open(buffers[0])), as_bits(flat))
+    assert held._coded.table is not table
+    assert held.errors is not None and held.errors.tolist() == [0]
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(NeuzipError, match=r"weights of torch\.float64 cannot be held compressed"):
+        hold(torch.zeros(10, dtype=torch.float64), True)
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fifty_steps_give_the_bits_of_uncompressed_and_of_plain_training(optimizer: str, tied: bool) -> None:
+    lr = 0.05 if optimizer == "sgd" else 1e-3
+    ours = trained(llama(tied), 50, lr, optimizer=optimizer)
+    assert trained(llama(tied), 50, lr, optimizer=optimizer, compressed=False) == ours
+    assert plain(llama(tied), optimizer_of(optimizer), 50, lr) == ours
+    assert ours[1] != bits(llama(tied))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd-stochastic", "adamw"])
+def test_other_optimizers_give_the_bits_of_plain_training(optimizer: str) -> None:
+    ours = trained(llama(), 5, 0.01, optimizer=optimizer)
+    assert trained(llama(), 5, 0.01, optimizer=optimizer, compressed=False) == ours
+    assert plain(llama(), optimizer_of(optimizer), 5, 0.01) == ours
+
+
+def test_fifty_steps_with_states_held_compressed_give_the_bits_of_plain_adamw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = trained(llama(True), 50, 1e-3, optimizer="adamw", optimizer_state="lossless")
+    assert plain(llama(True), AdamW(), 50, 1e-3) == ours
+    monkeypatch.setattr(kept, "PIECE", 3 * BLOCK)  # several pieces a matrix, the last one a part
+    options: dict[str, Any] = {"optimizer": "adamw", "max_grad_norm": 0.3, "micro_batch_size": 1}
+    assert trained(llama(), 3, 1e-3, optimizer_state="lossless", **options) == trained(
+        llama(), 3, 1e-3, **options
+    )
+
+
+def test_states_held_compressed_are_smaller() -> None:
+    sizes = {}
+    for way in ("plain", "lossless"):
+        trainer = train_compressed(
+            llama(hidden_size=128, intermediate_size=256), "adamw", optimizer_state=way
+        )  # type: ignore[arg-type]
+        assert trainer.state_bytes == 0
+        for batch in batches(3):
+            trainer.step(batch, 1e-3)
+        sizes[way] = trainer.state_bytes
+    assert sizes["plain"] == 8 * sum(p.numel() for p in trainer.release().parameters())
+    assert 0.7 * sizes["plain"] < sizes["lossless"] < 0.88 * sizes["plain"]
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["by numba", "by triton"])
+def test_states_in_coded_pieces_are_those_of_the_optimizer(
+    triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are cut, whatever chance they take, and once they have been on disk."""
+    monkeypatch.setattr(kept, "PIECE", 1000 if triton else 2 * BLOCK)
+    torch.manual_seed(0)
+    where, optimizer = device if triton else torch.device("cpu"), AdamW(stochastic=True)
+    one, gradient = (torch.randn(1000).bfloat16().to(where) for _ in range(2))
+    other, dense = one.clone(), optimizer.new_states(1000, where)
+    keeper = kept.Keeper(optimizer, where, coded=True, triton=triton)
+    keeper.make_room(1000)
+    pieces: kept.Pieces = []
+    for step in (1, 2):
+        keeper.update(pieces, Part(one, gradient * step, 0.01, Chance(0, step, 0)))
+        optimizer.update(Part(other, gradient * step, 0.01, Chance(0, step, 0)), dense)
+        whole = keeper.whole([pieces])
+        assert torch.equal(one, other)
+        assert all(torch.equal(whole[name], dense[name].cpu()) for name in ("first", "second"))
+        keeper.restore([pieces], [1000], whole)
+    assert isinstance(pieces[0]["first"], CodedByTriton if triton else CodedByNumba)
+
+
+@pytest.mark.usefixtures("recodes")
+def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
+    def small() -> Any:
+        return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
+
+    assert trained(small(), 1, optimizer="sgd", triton=True) == trained(small(), 1, compressed=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0, holding.CODING_SHARE], ids=["recoded", "from scratch"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
+def test_a_gpu_gives_the_same_bits_compressed_or_not(
+    optimizer: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "CODING_SHARE", share)
+    lr = 1e-2 if optimizer == "sgd" else 1e-3
+    ways = ({"ahead": True}, {"ahead": False}, {"compressed": False})
+    with deterministic_algorithms():
+        runs = [trained(llama(**FOR_A_GPU).cuda(), 50, lr, 4, optimizer=optimizer, **way) for way in ways]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("recodes")
+def test_a_gpu_gives_the_same_bits_with_states_held_compressed() -> None:
+    ways: tuple[dict[str, Any], ...] = ({"optimizer_state": "lossless"}, {"optimizer_state": "plain"})
+    with deterministic_algorithms():
+        runs = [trained(llama(**FOR_A_GPU).cuda(), 50, 1e-3, 4, optimizer="adamw", **way) for way in ways]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_resumes_with_the_bits_of_a_run_that_was_not_stopped(tmp_path: Path) -> None:
+    given = [batch.cuda() for batch in batches(6)]
+    with deterministic_algorithms():
+        whole = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        losses = [whole.step(batch, 1e-3) for batch in given]
+        first = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        begun = [first.step(batch, 1e-3) for batch in given[:3]]
+        first.save(tmp_path / "at3")
+        again = train_compressed(llama(**FOR_A_GPU).cuda(), "adamw8bit")
+        again.load(tmp_path / "at3")
+        assert begun + [again.step(batch, 1e-3) for batch in given[3:]] == losses
+    assert bits(again.release()) == bits(whole.release())
+
+
+def test_deterministic_algorithms_are_on_within_and_as_before_outside() -> None:
+    is_on = torch.are_deterministic_algorithms_enabled
+    with deterministic_algorithms(False):
+        assert not is_on()
+    with deterministic_algorithms():
+        assert is_on() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+        with deterministic_algorithms():
+            pass
+        assert is_on()
+    assert not is_on()
+    nothing_deterministic = torch.zeros(3)
+    with pytest.raises(NeuzipError, match=r"deterministic: .*put_"), deterministic_algorithms():
+        nothing_deterministic.put_(torch.tensor([0]), torch.ones(1))
+    assert not is_on()
+    with pytest.raises(RuntimeError, match="something else"), deterministic_algorithms():
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(("filtered", "eps"), [(True, "auto"), (False, None)])
+def test_the_filter_of_the_head_is_the_callers_choice(
+    filtered: bool, eps: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        given.append(options["filter_eps"])
+        return linear_cross_entropy(*arguments, **options)
+
+    monkeypatch.setattr("neuzip.train.trainer.linear_cross_entropy", noting)
+    train_compressed(llama(), filter_gradients=filtered).step(batches(1)[0], 1e-3)
+    assert given and set(given) == {eps}
+
+
+def test_decoding_ahead_and_coding_behind_changes_no_bit() -> None:
+    for options in (
+        {"optimizer": "adamw8bit", "max_grad_norm": 0.4},
+        {"optimizer": "sgd", "micro_batch_size": 1},
+    ):
+        assert trained(llama(), 6, 0.01, ahead=True, **options) == trained(llama(), 6, 0.01, **options)
+
+
+def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
+    class Unit:
+        def __init__(self) -> None:
+            self.places: list[int] = []
+
+        def decode(self, buffer: Tensor) -> list[Tensor]:
+            self.places.append(buffer.data_ptr())
+            return [buffer]
+
+        def code(self, flats: list[Tensor]) -> None:
+            pass
+
+    for number in (4, 5):
+        units = [Unit() for _ in range(number)]
+        desk = Desk(torch.device("cpu"), ahead=True)
+        desk.make_room(64)
+        for _ in range(2):
+            for way in (units, units[::-1]):
+                for unit, then in zip(way, [*way[1:], None], strict=True):
+                    with desk.opened(unit, changes=way is not units, then=then):
+                        pass
+                desk.settle()
+        assert all(len(set(unit.places)) == 1 and len(unit.places) == 4 for unit in units)
+        assert len({unit.places[0] for unit in units}) == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("micro", [None, 1], ids=["at once", "in micro-batches"])
+def test_parameters_are_made_once_and_left_without_gradients(ahead: bool, micro: int | None) -> None:
+    """One for each place where a weight lies open, and nothing of a graph stays with them."""
+    trainer = train_compressed(llama(), ahead=ahead, micro_batch_size=micro)
+    layer = trainer.layers[0]
+    seen: list[nn.Parameter] = []
+    nodes = 0
+
+    def note(*_: Any) -> None:
+        nonlocal nodes
+        if layer.coded[0].parameter.is_meta:  # the shell's passes, without layers
+            return
+        for slot in layer.coded:
+            seen.append(slot.parameter)
+            if torch.is_grad_enabled():
+                node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
+                assert not node.metadata, "a node of the step before is still there"
+                node.metadata["met"] = True
+                nodes += 1
+
+    hollow = [slot.parameter for slot in layer.coded]
+    hook = layer.module.register_forward_hook(note)
+    for batch in batches(3):
+        trainer.step(batch, 0.01)
+        assert all(slot.parameter is one for slot, one in zip(layer.coded, hollow, strict=True))
+    hook.remove()
+    assert nodes == 3 * len(hollow) * (2 if micro else 1)
+    assert len({id(one) for one in seen}) == len(hollow)
+    assert all(one.grad is None and not one._backward_hooks for one in seen)
+    assert all(not torch.autograd.graph.get_gradient_edge(one).node.metadata for one in seen)
+    alive = [weakref.ref(one) for one in seen]
+    seen.clear()
+    trainer.release()
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+
+def test_a_layer_that_failed_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters are used again, by the next step."""
+    trainer = train_compressed(llama(), optimizer="sgd")
+    batch, again = batches(2)
+    forward = type(trainer.layers[1].module).forward
+
+    def failing(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise MemoryError
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(type(trainer.layers[1].module), "forward", failing)
+    with pytest.raises(MemoryError):
+        trainer.step(batch, 0.0)
+    monkeypatch.undo()
+    assert math.isfinite(trainer.step(again, 0.01))
+
+
+@pytest.mark.parametrize("options", [{}, {"ahead": True}, {"triton": True}], ids=["numba", "ahead", "triton"])
+def test_a_loss_in_inference_mode_leaves_nothing_that_cannot_be_trained(
+    options: dict[str, Any], device: torch.device
+) -> None:
+    """Parameters, and what decodes, are made when they are first needed, and kept."""
+
+    def small() -> Any:
+        return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
+
+    trainer = train_compressed(small(), optimizer="sgd", **options)
+    (batch,) = batches(1)
+    with torch.inference_mode():
+        loss = trainer.loss(batch)
+    assert trainer.step(batch, 0.05) == loss
+    assert bits(trainer.release()) == trained(small(), 1, compressed=False)[1]
+
+
+def test_checksums_tell_weights_apart() -> None:
+    weight = torch.randn(9000).bfloat16()
+    swapped = weight.clone()
+    swapped[[3, 8500]] = weight[[8500, 3]]
+    zero, negative = torch.zeros(3), -torch.zeros(3)
+    assert checksum(weight) == checksum(weight.clone()) != checksum(swapped)
+    assert checksum(zero) != checksum(negative)
+
+
+def test_what_fails_beside_the_work_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train_compressed(llama(), ahead=True)
+
+    def fail(self: CodedByNumba, flat: Tensor) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(CodedByNumba, "close", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        trainer.step(batches(1)[0], 0.1)
+
+
+def test_buffers_and_threads_go_with_their_trainer() -> None:
+    trainer = train_compressed(llama(), ahead=True)
+    trainer.step(batches(1)[0], 0.01)
+    desk = weakref.ref(trainer._desk)
+    del trainer
+    gc.collect()
+    assert desk() is None
+
+
+def test_a_failed_decode_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train_compressed(llama(), ahead=True)
+    (batch,) = batches(1)
+    once = [MemoryError()]
+    decode = CodedByNumba.open
+
+    def failing(self: CodedByNumba, buffer: Tensor) -> Tensor:
+        if once:
+            raise once.pop()
+        return decode(self, buffer)
+
+    monkeypatch.setattr(CodedByNumba, "open", failing)
+    with pytest.raises(MemoryError):
+        trainer.loss(batch)
+    assert math.isfinite(trainer.loss(batch))
+
+
+def test_a_norm_that_is_no_number_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(dtype=torch.float32)
+    before = bits(model)
+    backward = Trainer._backward
+
+    def overflowing(*arguments: Any, update: bool) -> Any:
+        loss, squares = backward(*arguments, update=update)
+        return loss, squares * math.inf
+
+    monkeypatch.setattr(Trainer, "_backward", overflowing)
+    trainer = train_compressed(model, compressed=False, max_grad_norm=1.0)
+    with pytest.raises(NeuzipError, match="no weight was changed"):
+        trainer.step(batches(1)[0], 0.1)
+    assert trainer.steps == 0 and bits(trainer.release()) == before
+
+
+def test_errors_of_decoding_outlive_the_plan(device: torch.device) -> None:
+    flat = torch.randn(4096, dtype=torch.bfloat16, device=device)
+    held = CodedByTriton(flat.numel(), flat.dtype)
+    held.close(flat)
+    buffer = torch.empty(2 * flat.numel(), dtype=torch.uint8, device=device)
+    held.open(buffer)
+    assert held._plan is not None
+    held._plan.errors.fill_(1)
+    held.close(flat)
+    held.open(buffer)
+    assert held.errors is not None and bool(held.errors.any())
+
+
+def test_clipping_in_two_passes_is_exact() -> None:
+    ours = trained(llama(), 6, optimizer="sgd", max_grad_norm=0.4)
+    assert plain(llama(), SGD(), 6, clip=0.4) == ours
+    assert ours != trained(llama(), 6, optimizer="sgd")
+    assert trained(llama(), 6, optimizer="sgd", max_grad_norm=1e6) == trained(llama(), 6, optimizer="sgd")
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    for tied in (False, True):
+        for clipping in ("two-pass", "running"):
+            trainer = train_compressed(llama(tied), max_grad_norm=100.0, clipping=clipping)  # type: ignore[arg-type]
+            (batch,) = batches(1)
+            model = llama(tied)
+            model(input_ids=batch, labels=batch).loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            trainer.step(batch, 0.1)
+            assert trainer.norm == pytest.approx(float(norm), rel=0.01)
+
+
+def test_running_clipping_takes_the_norm_of_the_step_before() -> None:
+    first, second = batches(2)
+    trainer = train_compressed(llama(), max_grad_norm=0.5, clipping="running")
+    trainer.step(first, 0.05)
+    norm = trainer.norm
+    assert norm is not None and norm > 0.5
+    trainer.step(second, 0.05)
+    other = train_compressed(llama())
+    other.step(first, 0.05)
+    other.clip, other.norm = norm, 0.0
+    other.step(second, 0.05 * 0.5 / norm)
+    a, b = ({n: p.detach() for n, p in t.release().named_parameters()} for t in (trainer, other))
+    assert all(torch.allclose(a[name].float(), b[name].float(), rtol=0.02, atol=1e-5) for name in a)
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    ours = trained(llama(), 5, rows=4, optimizer="sgd", micro_batch_size=1)
+    assert plain(llama(), SGD(), 5, rows=4, micro=1)[1] == ours[1]
+    assert trained(llama(), 5, rows=4, optimizer="sgd", micro_batch_size=1, compressed=False) == ours
+    whole = trained(llama(), 5, rows=4, optimizer="sgd")
+    assert ours[0] == pytest.approx(whole[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_tables_in_chunks_give_what_whole_ones_give(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({"optimizer": "adamw8bit"}, {"optimizer": "sgd", "max_grad_norm": 0.4}):
+        whole = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
+        monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+        trainer = train_compressed(llama(tied, vocab_size=1024))
+        assert len(trainer.head.chunks) == len(trainer.embedding.chunks) == 4
+        parts = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
+        monkeypatch.undo()
+        # Sums over the vocabulary are made in another order, so bf16 may round the other way.
+        assert parts[0] == pytest.approx(whole[0], rel=1e-3)
+
+
+def test_chunks_of_a_head_give_its_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+    ours = trained(llama(dtype=torch.float32, vocab_size=1000), 1, 1.0, optimizer="sgd")
+    monkeypatch.undo()
+    whole = plain(llama(dtype=torch.float32, vocab_size=1000), SGD(), 1, 1.0)
+    assert ours[0] == pytest.approx(whole[0], rel=1e-6)
+    before = bits(llama(dtype=torch.float32, vocab_size=1000))
+    for name in whole[1]:
+        a, b, start = (
+            torch.frombuffer(bytearray(m[name]), dtype=torch.float32) for m in (ours[1], whole[1], before)
+        )
+        assert (a - b).norm() <= 1e-4 * (b - start).norm(), name
+
+
+# Other models, other batches.
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gpt_neox() -> Any:
+    config = transformers.GPTNeoXConfig(**SIZES)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8))
+
+
+def mistral() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
+
+
+def gemma2() -> Any:
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0, sliding_window=8)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gpt_neo() -> Any:
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPTNeoForCausalLM(config)
+
+
+def opt(dropout: float = 0.0) -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=16, dropout=dropout, pad_token_id=1,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [gpt2, gpt_neox, gpt_neo, qwen3, mistral, gemma2, opt])
+def test_decoders_get_the_gradients_that_autograd_gives(make: Callable[[], Any]) -> None:
+    torch.manual_seed(3)
+    model = make().float()
+    (batch,) = batches(1)
+    labels = batch.clone()
+    labels[0, :5] = -100
+    mask = torch.ones_like(batch)
+    mask[1, :3] = 0  # on the left
+    labels = labels.masked_fill(mask == 0, -100)
+    given = {"input_ids": batch, "labels": labels, "attention_mask": mask}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.train()
+    loss = model(**given, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    trainer = train_compressed(model)
+    assert trainer.loss(given) == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert trainer.step(given, 1.0) == pytest.approx(float(loss.detach()), rel=1e-5)
+    after = dict(trainer.release().named_parameters())
+    for name, gradient in expected.items():
+        error = (before[name] - after[name].detach() - gradient).norm()
+        assert error <= 1e-4 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["a module", "a number"])
+def test_dropout_is_the_same_forward_and_backward(kind: str) -> None:
+    model = llama(dtype=torch.float32, attention_dropout=0.5) if kind == "a module" else opt(dropout=0.3)
+    (batch,) = batches(1)
+    given = {"input_ids": batch, "labels": batch}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(7)
+    model.train()
+    loss = model(**given, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    trainer = train_compressed(model)
+    torch.manual_seed(7)
+    assert trainer.step(given, 1.0) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, p in trainer.release().named_parameters():
+        error = (before[name] - p.detach() - expected[name]).norm()
+        assert error <= 1e-4 * expected[name].norm() + 1e-6, name
+
+
+def test_frozen_parameters_stay_and_others_are_trained() -> None:
+    model = llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1" in name or "norm" in name)
+    before = bits(model)
+    trainer = train_compressed(model, "adamw8bit")
+    for batch in batches(2):
+        trainer.step(batch, 1e-2)
+    after = bits(trainer.release())
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1} | {
+        name for name in changed if "norm" in name
+    }
+    assert any("layers.1.mlp" in name for name in changed) and not any("layers.0.mlp" in n for n in changed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro", [None, 2, 1])
+def test_a_frozen_head_is_no_gradient_to_add(micro: int | None, tied: bool) -> None:
+    (batch,) = batches(1, rows=3)
+    model = llama(tied, torch.float32)
+    model.lm_head.weight.requires_grad_(False)
+    logits = model(batch[:, :-1]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+    expected = {name: p - p.grad if p.grad is not None else p for name, p in model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in expected.items()}
+    trainer = train_compressed(model, compressed=False, micro_batch_size=micro)
+    trainer.step(batch, 1.0)
+    for name, p in trainer.release().named_parameters():
+        torch.testing.assert_close(p.detach(), expected[name], atol=2e-6, rtol=1e-4)
+
+
+def test_what_is_no_such_decoder_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8
+    )
+    with pytest.raises((NeuzipError, ValueError)):
+        train_compressed(transformers.T5ForConditionalGeneration(config))
+    model = llama()
+    forward = model.forward
+    model.forward = lambda *a, **k: _doubled(forward(*a, **k))
+    with pytest.raises(NeuzipError, match="do not follow each other in the usual way"):
+        train_compressed(model)
+
+
+def _doubled(out: Any) -> Any:
+    out.logits = 2 * out.logits + 1
+    return out
+
+
+def test_options_and_batches_without_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="there is no optimizer 'adam'"):
+        train_compressed(llama(), "adam")
+    with pytest.raises(UsageError, match="`clipping='three'`"):
+        train_compressed(llama(), clipping="three")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`max_grad_norm=0"):
+        train_compressed(llama(), max_grad_norm=0.0)
+    with pytest.raises(UsageError, match="`optimizer_state='zipped'`"):
+        train_compressed(llama(), "adamw", optimizer_state="zipped")  # type: ignore[arg-type]
+    for optimizer in ("sgd", "adamw8bit"):
+        with pytest.raises(UsageError, match="no states that could be held losslessly compressed"):
+            train_compressed(llama(), optimizer, optimizer_state="lossless")
+    with pytest.raises(UsageError, match="rounds weights by chance"):
+        train_compressed(llama(dtype=torch.float32), "adamw8bit")
+    trainer = train_compressed(llama())
+    with pytest.raises(UsageError, match=r"a batch of the shape \(7,\)"):
+        trainer.step(torch.zeros(7, dtype=torch.int64), 0.1)
+    with pytest.raises(NeuzipError, match="tokens from 0 to 300, the model has 300"):
+        trainer.step(torch.tensor([[0, 300, 1]]), 0.1)
+    assert trainer.steps == 0
+
+
+def test_what_is_held_is_smaller() -> None:
+    trainer = train_compressed(llama(hidden_size=128, intermediate_size=256))
+    assert 0.6 * trainer.dense_bytes < trainer.stored_bytes < 0.7 * trainer.dense_bytes
+    assert train_compressed(llama(), compressed=False).stored_bytes == train_compressed(llama()).dense_bytes
+
+
+def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
+    trainer = neuzip.train_compressed(llama(), "adamw8bit")
+    losses = [trainer.step(batches(1)[0], 3e-3) for _ in range(15)]
+    trainer.save(tmp_path / "out")
+    assert losses[-1] < losses[0] - 0.5
+
+
+# On disk.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw8bit", "max_grad_norm": 0.5, "clipping": "running"},
+        {"optimizer": "adamw", "micro_batch_size": 1},
+        {"optimizer": "adamw", "optimizer_state": "lossless"},
+        {"optimizer": "sgd-stochastic"},
+    ],
+    ids=lambda options: f"{options['optimizer']}, {options.get('states', 'plain')}",
+)
+def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(options: dict[str, Any], tmp_path: Path) -> None:
+    given = batches(6)
+    whole = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
+    torch.manual_seed(5)
+    losses = [whole.step(batch, 1e-2) for batch in given]
+    first = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
+    torch.manual_seed(5)
+    begun = [first.step(batch, 1e-2) for batch in given[:3]]
+    first.save(tmp_path / "at3")
+    torch.manual_seed(99)
+    config = transformers.LlamaConfig.from_pretrained(tmp_path / "at3")
+    again = train_compressed(transformers.LlamaForCausalLM(config).bfloat16(), **options)
+    again.load(tmp_path / "at3")
+    assert again.steps == 3
+    assert begun + [again.step(batch, 1e-2) for batch in given[3:]] == losses
+    assert bits(again.release()) == bits(whole.release())
+
+
+def test_a_checkpoint_is_one_of_transformers_and_training_goes_on_after_it(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    other = train_compressed(llama(), "adamw8bit")
+    for batch in batches(2):
+        trainer.step(batch, 1e-2)
+        other.step(batch, 1e-2)
+        trainer.save(tmp_path / "out")  # replaces the one before
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    (batch,) = batches(1)
+    assert trainer.step(batch, 1e-2) == other.step(batch, 1e-2)
+    assert loaded.dtype == torch.bfloat16
+    assert not list(tmp_path.glob("*.neuzip-*"))
+    again = train_compressed(llama(), "adamw8bit")
+    again.load(tmp_path / "out")
+    assert bits(loaded) == bits(again.release())
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    with pytest.raises(UsageError, match="was trained with optimizer AdamW"):
+        train_compressed(llama()).load(tmp_path / "out")
+    with pytest.raises(NeuzipError, match="is of another model"):
+        train_compressed(llama(hidden_size=64), "adamw8bit").load(tmp_path / "out")
+    with pytest.raises(NeuzipError, match=r"has no neuzip-training\.safetensors"):
+        trainer.load(tmp_path)
+    (tmp_path / "out" / "neuzip-training.safetensors").write_bytes(b"nothing")
+    with pytest.raises(NeuzipError, match="is not a safetensors file"):
+        trainer.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lost", ["second_top/model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    path = tmp_path / "out" / "neuzip-training.safetensors"
+    with safe_open(path, "pt") as file:
+        facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    older = {k: v for k, v in json.loads(facts["training"]).items() if k not in ("version", "checksum")}
+    facts = {"version": "1", "training": json.dumps(older)}
+    save_file({name: one for name, one in tensors.items() if not name.endswith(lost)}, path, facts)
+    with pytest.raises(FormatError, match="is not there") as caught:
+        trainer.load(tmp_path / "out")
+    assert lost in str(caught.value)
+    whole = tensors["first/model.norm.weight"]
+    save_file({**tensors, "first/model.norm.weight": torch.cat([whole, whole])}, path, facts)
+    with pytest.raises(FormatError, match="does not fit its weight"):
+        trainer.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["neuzip-training.safetensors", "model.safetensors"])
+def test_a_run_does_not_go_on_from_damaged_tensors(file: str, tmp_path: Path) -> None:
+    trainer = train_compressed(llama(), "adamw8bit")
+    trainer.step(batches(1)[0], 1e-2)
+    trainer.save(tmp_path / "out")
+    before = (tmp_path / "out" / file).read_bytes()
+    trainer.save(tmp_path / "out")
+    assert (tmp_path / "out" / file).read_bytes() == before, "the same state is the same bytes"
+    (tmp_path / "out" / file).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(FormatError, match=f"{file}.*it is damaged"):
+        trainer.load(tmp_path / "out")
+
+
+def test_frozen_parameters_have_no_states_to_miss(tmp_path: Path) -> None:
+    def partly() -> Any:
+        model = llama()
+        model.model.layers[0].requires_grad_(False)
+        return train_compressed(model, "adamw8bit")
+
+    trainer = partly()
+    losses = [trainer.step(batch, 1e-2) for batch in batches(3)[:2]]
+    trainer.save(tmp_path / "out")
+    again = partly()
+    again.load(tmp_path / "out")
+    assert losses and again.step(batches(3)[2], 1e-2) == trainer.step(batches(3)[2], 1e-2)
+
+
+def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
+    trainer = train_compressed(llama(dtype=torch.float32), compressed=False)
+    trainer.save(tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    trainer.step(batches(1)[0], math.inf)
+    with pytest.raises(NeuzipError, match="has values that are no numbers after step 1: nothing is written"):
+        trainer.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_running_norm_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Trainer._backward
+
+    def overflowing(*arguments: Any, update: bool) -> Any:
+        loss, squares = backward(*arguments, update=update)
+        return loss, squares * math.inf
+
+    monkeypatch.setattr(Trainer, "_backward", overflowing)
+    trainer = train_compressed(llama(), max_grad_norm=1.0, clipping="running")
+    with pytest.raises(NeuzipError, match="weights were changed with them"):
+        trainer.step(batches(1)[0], 0.01)
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: safetensors has an error of its own for both."""
+    trainer = train_compressed(llama(), compressed=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(NeuzipError, match=r"out.*: cannot be written: File too large"):
+            trainer.save(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+
+
+# Several processes.
+
+_RANK = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from test_trainer import batches, bits, llama
+from neuzip.train.trainer import train_compressed
+import pickle
+torch.set_num_threads(1)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method={file!r}, rank=rank, world_size=2)
+found = []
+for optimizer, tied in (("sgd", False), ("adamw8bit", True)):
+    trainer = train_compressed(llama(tied), optimizer, max_grad_norm=0.5)
+    losses = [trainer.step(batch[2 * rank : 2 * rank + 2], 0.01) for batch in batches(3, rows=4)]
+    found.append((losses, bits(trainer.release())))
+torch.save(found, {out!r} + str(rank))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
+    out = str(tmp_path / "found")
+    script = _RANK.format(tests=os.path.dirname(__file__), file=f"file://{tmp_path / 'meet'}", out=out)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen([sys.executable, "-P", "-c", script, str(rank)], env=environment, cwd=tmp_path)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    one, other = (torch.load(out + str(rank), weights_only=True) for rank in range(2))
+    assert one == other
+    for (losses, weights), (optimizer, tied) in zip(one, (("sgd", False), ("adamw8bit", True)), strict=True):
+        alone = trained(llama(tied), 3, 0.01, 4, optimizer=optimizer, max_grad_norm=0.5, micro_batch_size=2)
+        assert losses == pytest.approx(alone[0], rel=1e-6)  # a loss is summed in another order
+        assert weights == alone[1]
+
+
+# Optimizers.
+
+
+def updated(optimizer: Optimizer, weight: Tensor, gradients: list[Tensor], lr: float = 1e-2) -> Tensor:
+    weight = weight.clone()
+    states = optimizer.new_states(weight.numel(), weight.device)
+    for step, gradient in enumerate(gradients, 1):
+        optimizer.update(Part(weight, gradient, lr, Chance(0, step, 0)), states)
+    return weight
+
+
+@pytest.fixture
+def problem() -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    return torch.randn(1000), [torch.randn(1000) * 10 ** torch.empty(1000).uniform_(-4, 0) for _ in range(20)]
+
+
+def test_adamw_is_that_of_torch(problem: tuple[Tensor, list[Tensor]]) -> None:
+    weight, gradients = problem
+    parameter = nn.Parameter(weight.clone())
+    theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient
+        theirs.step()
+    assert torch.allclose(updated(AdamW(), weight, gradients), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_in_8_bits_stays_close(problem: tuple[Tensor, list[Tensor]]) -> None:
+    weight, gradients = problem
+    exact, rough = (updated(AdamW(eight_bits=one), weight, gradients) for one in (False, True))
+    assert (exact - rough).norm() < 0.1 * (exact - weight).norm()
+
+
+def test_states_take_what_is_said() -> None:
+    states = AdamW(eight_bits=True).new_states(10 * BLOCK, torch.device("cpu"))
+    assert sum(state.nbytes for state in states.values()) == 10 * (2 * BLOCK + 8)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_an_update_does_not_depend_on_how_a_tensor_is_cut(name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    torch.manual_seed(1)
+    weight, gradient = torch.randn(5 * BLOCK + 7).bfloat16(), torch.randn(5 * BLOCK + 7).bfloat16()
+    whole, cut = weight.clone(), weight.clone()
+    states = optimizer.new_states(weight.numel(), weight.device)
+    parts = [
+        optimizer.new_states(2 * BLOCK, weight.device),
+        optimizer.new_states(3 * BLOCK + 7, weight.device),
+    ]
+    for step in (1, 2):
+        optimizer.update(Part(whole, gradient, 0.01, Chance(4, step, 9)), states)
+        for own, mine in zip((slice(0, 2 * BLOCK), slice(2 * BLOCK, None)), parts, strict=True):
+            chance = Chance(4, step, 9, own.start)
+            optimizer.update(Part(cut[own], gradient[own], 0.01, chance), mine)
+    assert torch.equal(whole, cut)
+    assert not torch.equal(whole, weight)
+
+
+def test_pieces_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from neuzip.train import optimizers
+
+    weight, gradient = torch.randn(1000), torch.randn(1000)
+    assert optimizers.PIECE % BLOCK == optimizers.CPU_PIECE % BLOCK == 0
+    whole = updated(AdamW(eight_bits=True), weight, [gradient] * 3)
+    monkeypatch.setattr(optimizers, "CPU_PIECE", 2 * BLOCK)
+    assert torch.equal(updated(AdamW(eight_bits=True), weight, [gradient] * 3), whole)
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_triton_takes_the_same_step_of_adamw(decays: bool, device: torch.device) -> None:
+    torch.manual_seed(4)
+    n = 9 * BLOCK + 13
+    optimizer = AdamW(eight_bits=True, stochastic=True)
+    one, scale = torch.randn(n).bfloat16(), torch.tensor(0.7)
+    other = one.to(device, copy=True)
+    states = optimizer.new_states(n, one.device)
+    theirs = optimizer.new_states(n, device)
+    for step in (1, 2, 3):
+        gradient = (torch.randn(n) * 10 ** torch.empty(n).uniform_(-3, 0)).bfloat16()
+        gradient[0], gradient[BLOCK] = 0.0, -0.0
+        chance = Chance(8, step, 5, 3 * BLOCK)
+        optimizer.update(Part(one, gradient, 0.01, chance, scale, decays), states)
+        there = Part(other, gradient.to(device), 0.01, chance, scale.to(device), decays)
+        optimizer._update_by_triton(there, theirs)
+        for name, state in states.items():
+            a, b = state.float(), theirs[name].cpu().float()
+            assert torch.allclose(a, b, rtol=1e-5, atol=1.0 if not name.endswith("_top") else 0.0), name
+            assert (a - b).abs().gt(1e-5 * a.abs()).float().mean() < 0.01, name
+        assert torch.allclose(one.float(), other.cpu().float(), rtol=2**-7)
+        assert (one != other.cpu()).float().mean() < 0.01
+        theirs = {name: state.to(device, copy=True) for name, state in states.items()}
+        other.copy_(one)
+
+
+def test_triton_makes_nan_of_blocks_that_are_not_finite(device: torch.device) -> None:
+    optimizer = AdamW(eight_bits=True, stochastic=True)
+    weight, gradient = torch.ones(2, 3 * BLOCK, device=device).bfloat16()
+    gradient[BLOCK + 7], gradient[2 * BLOCK] = math.nan, math.inf
+    states = optimizer.new_states(3 * BLOCK, weight.device)
+    optimizer._update_by_triton(Part(weight, gradient, 0.01, Chance(0, 1, 0)), states)
+    assert states["first_top"].isfinite().tolist() == [True, False, False]
+    assert weight[:BLOCK].isfinite().all() and weight[BLOCK + 7].isnan()
+
+
+def test_decay_is_for_matrices() -> None:
+    weight = torch.ones(300)
+    for optimizer in (SGD(weight_decay=0.1), AdamW()):
+        for decays in (True, False):
+            own = weight.clone()
+            states = optimizer.new_states(300, own.device)
+            optimizer.update(Part(own, torch.zeros(300), 0.5, Chance(0, 1, 0), decays=decays), states)
+            assert torch.allclose(own, torch.full((300,), 0.95 if decays else 1.0))
+
+
+# States in 8 bits, and chance.
+
+
+def test_codes_are_right_in_expectation() -> None:
+    torch.manual_seed(2)
+    for signed in (True, False):
+        x = torch.randn(4 * BLOCK) if signed else torch.randn(4 * BLOCK).square()
+        decoded = [
+            quantized.decode(*quantized.encode(x, signed, Chance(0, step, 0), 0)) for step in range(400)
+        ]
+        one, mean = decoded[0], torch.stack(decoded).mean(0)
+        top = x.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+        assert ((one - x).abs() / top).max() < 0.017
+        assert (mean - x).norm() < 0.1 * (one - x).norm()
+
+
+def test_a_moment_that_decays_slowly_does_decay() -> None:
+    x = torch.full((BLOCK,), 0.5)
+    x[0] = 1.0  # keeps the scale of the block
+    for step in range(1000):
+        x = quantized.decode(*quantized.encode(x * 0.999, False, Chance(0, step, 0), 0))
+        x[0] = 1.0
+    assert float(x[1:].mean()) == pytest.approx(0.5 * 0.999**1000, rel=0.1)
+
+
+def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+    x = torch.zeros(3 * BLOCK - 5)
+    x[BLOCK + 3], x[2 * BLOCK] = math.inf, 2.0
+    found = quantized.decode(*quantized.encode(x, True, Chance(0, 1, 0), 0))
+    assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
+    assert found[BLOCK : 2 * BLOCK].isnan().all()
+    assert found[2 * BLOCK] == 2.0 and torch.equal(found[2 * BLOCK + 1 :], torch.zeros(BLOCK - 6))
+
+
+def test_weights_rounded_by_chance_are_neighbours_and_right_in_expectation() -> None:
+    x = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 1.0, 0.0, math.inf, math.nan, 3e38])
+    found = torch.stack(
+        [quantized.round_by_chance(x, torch.bfloat16, Chance(0, step, 0), 2).float() for step in range(2000)]
+    )
+    assert set(found[:, 0].tolist()) == {1.0, 1.0 + 2**-7}
+    assert found[:, 0].mean() == pytest.approx(1 + 2**-9, abs=3e-4)
+    assert found[:, 1].mean() == pytest.approx(-1 - 2**-9, abs=3e-4)
+    assert (found[:, 2] == 1).all() and (found[:, 3] == 0).all()
+    assert (found[:, 4] == math.inf).all() and found[:, 5].isnan().all()
+    with pytest.raises(TypeError):
+        quantized.round_by_chance(x, torch.float16, Chance(0, 1, 0), 2)
+
+
+def test_small_updates_are_lost_only_when_rounded_to_nearest() -> None:
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    for name, expected in (("sgd", 1.0), ("sgd-stochastic", 0.9)):
+        own = weight.clone()
+        for step in range(1, 101):
+            part = Part(own, torch.ones_like(own), 1e-3, Chance(0, step, 0))
+            optimizer_of(name).update(part, {})
+        assert float(own.float().mean()) == pytest.approx(expected, abs=2e-3)
+
+
+def test_chance_is_a_function_of_its_place() -> None:
+    device = torch.device("cpu")
+    words = Chance(1, 2, 3).words(1 << 16, 0, device)
+    assert torch.equal(words[5000:5010], Chance(1, 2, 3, 5000).words(10, 0, device))
+    assert words.unique().numel() == words.numel()
+    for other in (Chance(0, 2, 3), Chance(1, 1, 3), Chance(1, 2, 0)):
+        assert (other.words(1000, 0, device) == words[:1000]).sum() < 3
+    assert (Chance(1, 2, 3).words(1000, 1, device) == words[:1000]).sum() < 3
+    assert not torch.equal(Chance(1, 2, 3, 1 << 32).words(10, 0, device), words[:10])
+    ones = torch.stack([(words >> bit & 1).float().mean() for bit in range(32)])
+    assert ((ones - 0.5).abs() < 0.01).all()
+    neighbours = torch.corrcoef(torch.stack([words[:-1], words[1:]]).float())
+    assert abs(float(neighbours[0, 1])) < 0.02
+
+
+def test_a_trainer_has_a_type() -> None:
+    assert isinstance(train_compressed(llama(num_hidden_layers=1)), Trainer)

@@ -1,0 +1,1 @@
+"""Ternary weights for models that were not trained with them, and the training that makes up for the loss."""
