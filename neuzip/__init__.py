@@ -7,7 +7,7 @@ Names are looked up when they are first used, so `import neuzip` costs nothing. 
 name of a room: importing `neuzip.compress` binds the room to that attribute and would hide a function there.
 
 Importing it also lets transformers load compressed folders and the models of
-`neuzip.runtime.hf.norm_placement`, and attend by "neuzip_sage8" and "neuzip_sage4": at once if what that takes
+`neuzip.runtime.hf.norm_placement`, and attend by "neuzip_sage8" and "neuzip_sage4": at once if what it needs
 is there already, and otherwise as soon as it is imported. `import torch` imports it as well
 (neuzip_autoload.py).
 """
