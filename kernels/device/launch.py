@@ -39,7 +39,7 @@ class launching:  # noqa: N801  (a context manager, named as the standard librar
     def __enter__(self) -> None:
         LAUNCHING.acquire()
         try:
-            self._guard.__enter__()
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             LAUNCHING.release()
             raise

@@ -129,7 +129,7 @@ def source_for(operator: str, architecture: int) -> TuningSource:
 def read(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Entries of each kernel in a file, those with `cards` first. Raises ValueError for what is no table."""
     with open(path, "rb") as file:
-        kernels = tomllib.load(file)
+        kernels: dict[str, Any] = tomllib.load(file)
     measured = kernels.pop("measured", {})
     for name, entries in kernels.items():
         for entry in entries:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -58,7 +59,7 @@ LOG2_448 = tl.constexpr(8.807354922057604)
 
 
 @functools.cache
-def forward_launch(width: int, plain: bool, device: torch.device) -> dict[str, int]:
+def forward_launch(width: int, plain: bool, device: torch.device) -> dict[str, Any]:
     """Options of a launch for heads of `width` numbers: as many programs a multiprocessor as have registers.
 
     Not `plain` are smoothed queries and soft caps, which take more registers.

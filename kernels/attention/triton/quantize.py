@@ -12,6 +12,7 @@ No atomics: the same inputs give the same bits. Numbers below 2^-100 may be quan
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -106,7 +107,7 @@ def _quantize(
 
 
 @functools.cache
-def codes_launch(columns: int, device: torch.device) -> dict[str, int]:
+def codes_launch(columns: int, device: torch.device) -> dict[str, Any]:
     """Options of a launch for a block of `columns` numbers: two programs a multiprocessor where they fit."""
     return dict(launch_for("attention.codes", device, columns=columns))
 
