@@ -42,7 +42,7 @@ from neuzip.errors import NeuzipError
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.form import TILE_ROWS
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
 from neuzip.kernels.rans.ops import ResidentTensor, decode_together
 
@@ -287,7 +287,7 @@ class PackedWeight(CompressedWeight):
     ) -> PackedWeight:
         made = cls._wrapper(stored, flipped, packed.dtype, packed.device)
         made.packed, made.first, made.exact = packed, first, exact
-        for name in packed_ops.ARRAYS:  # for __tensor_flatten__
+        for name in ARRAYS:  # for __tensor_flatten__
             setattr(made, name, getattr(packed, name))
         made.parts = _packed_parts(packed, stored, first) if exact else ()
         return made
@@ -308,7 +308,7 @@ class PackedWeight(CompressedWeight):
         return made
 
     def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in packed_ops.ARRAYS}
+        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS}
         packed = replace(self.packed, **moved)
         packed.wait()
         return self._of(packed, self.stored, self.flipped, self.first, self.exact)
@@ -346,7 +346,7 @@ class PackedWeight(CompressedWeight):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         p = self.packed
         numbers = p.shape, p.dtype, p.low_bits, p.base, p.shift
-        return [*packed_ops.ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
+        return [*ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -541,16 +541,14 @@ def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
 
 def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
     """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
-    from neuzip.kernels.device.launch import LAUNCHING
     from neuzip.kernels.rans.triton import encode as triton_encode
 
     columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
     bits = rows[bounds[0] : bounds[-1]].view(-1).view(PATTERNS[fmt.bits])
     with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
-        with LAUNCHING:
-            encoded = triton_encode.encode(bits, fmt)
+        encoded = triton_encode.encode(bits, fmt)
         coded = CodedTensor(
-            fmt, encoded.kept, bits.numel(), encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept_bits, bits.numel(), encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
         del encoded
@@ -577,9 +575,9 @@ def _decode_chunks(
     coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     if coded[0][0].memory.device.type == "cpu":
-        from neuzip.kernels.rans.triton import encode as triton_encode
+        from neuzip.kernels.rans.triton.warp import INTERPRETED
 
-        if not triton_encode.INTERPRETED.value:
+        if not INTERPRETED.value:
             raise NeuzipError(
                 "an AnsWeight on the CPU cannot be decoded",
                 "move the model to a CUDA device before it is used",

@@ -107,7 +107,7 @@ class _OnCpu:
     kept: int
     table: rans.Table
     planes: CpuPlanes
-    encoded: rans.Encoded
+    encoded: rans.RansEncoded
 
 
 class CodedByNumba:
@@ -168,7 +168,7 @@ class CodedByTriton:
         self._fmt = FORMATS[ANS_FORMATS[dtype]]
         self._coded: CodedTensor | None = None
         self._recoder: triton_encode.Recoder | None = None
-        self._plan: triton_decode.Plan | None = None
+        self._plan: triton_decode.DecodePlan | None = None
         self._open: Tensor | None = None
         self._errors: Tensor | None = None
 
@@ -190,7 +190,7 @@ class CodedByTriton:
         self._plan.launch()
         return self._open
 
-    def _plan_for(self, out: Tensor) -> triton_decode.Plan:
+    def _plan_for(self, out: Tensor) -> triton_decode.DecodePlan:
         if self._plan is not None:
             return self._plan.into(out)
         from neuzip.kernels.rans.triton import decode as triton_decode
@@ -215,18 +215,17 @@ class CodedByTriton:
                 self._from_scratch(bits)
 
     def _from_scratch(self, bits: Tensor) -> None:
-        from neuzip.kernels.device.launch import LAUNCHING
         from neuzip.kernels.rans.triton import encode as triton_encode
 
         self._recoder = self._plan = self._open = None  # their memory may be used again
         fmt = self._fmt
-        encoded = triton_encode.encode_launched(bits, fmt, scratch=SCRATCH, lock=LAUNCHING, spare=SPARE)
+        encoded = triton_encode.encode(bits, fmt, scratch=SCRATCH, spare=SPARE)
         self._coded = CodedTensor(
-            fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept_bits, self.numel, encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
-        if encoded.kept == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
-            self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH, lock=LAUNCHING)
+        if encoded.kept_bits == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
+            self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH)
 
     @property
     def errors(self) -> Tensor | None:
