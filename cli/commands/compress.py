@@ -17,10 +17,11 @@ from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
 from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.distribution import require
 from neuzip.errors import UsageError

@@ -12,7 +12,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, signed_text
-from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.output import Output
+from neuzip.cli.text import bytes_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import VerificationError, WouldOverwrite
 

@@ -10,8 +10,9 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 

@@ -10,8 +10,9 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:

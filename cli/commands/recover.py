@@ -11,8 +11,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 

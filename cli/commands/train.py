@@ -12,10 +12,11 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, error, seconds_text
+from neuzip.cli.output import Output, error
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
 

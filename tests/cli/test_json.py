@@ -14,7 +14,8 @@ import json_schema
 import pytest
 
 from neuzip.cli.commands import VERBS
-from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS, Key, _keys
+from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS
+from neuzip.cli.schema.table import Key, keys_of
 from neuzip.compress import compress, machine, pipeline
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
@@ -91,12 +92,12 @@ def test_every_command_is_described_and_every_type_is_known() -> None:
 
 
 def test_a_table_of_keys_is_read_strictly() -> None:
-    assert _keys("a : list of (integer or null) [s] - x\n | y") == {
+    assert keys_of("a : list of (integer or null) [s] - x\n | y") == {
         "a": Key("list of (integer or null)", "s", "x y")
     }
     for wrong in ("a : integer", "a - b", "a : integer - x\na : integer - y"):
         with pytest.raises(ValueError, match="no line of a table"):
-            _keys(wrong)
+            keys_of(wrong)
 
 
 def test_the_checker_finds_what_is_missing_unknown_or_of_another_type() -> None:
