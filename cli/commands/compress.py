@@ -28,7 +28,7 @@ from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
-    from neuzip.eval.attention import Calibration
+    from neuzip.eval.attention import AttentionCalibration
 
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
@@ -282,7 +282,7 @@ def command(
     from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.eval.plans.target_request import ask, text_for
+    from neuzip.eval.plans.target_request import prepare_search, text_for
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
@@ -359,7 +359,7 @@ def command(
             more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
-                asked = ask(
+                asked = prepare_search(
                     goal, path, dst, rules, block_size=scheme.block_size_of(block_size), text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
@@ -409,7 +409,7 @@ def _calibrate(
     dry_run: bool,
     *,
     for_target: bool,
-) -> Calibration:
+) -> AttentionCalibration:
     """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
     from neuzip.compress.pipeline import require_plain
     from neuzip.compress.source import TensorSource
@@ -445,7 +445,7 @@ def _hint_of_tied(out: Output, path: Path, rules: Sequence[Rule], mantissa_bits:
     )
 
 
-def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
+def _record(out: Output, dst: Path, calibrated: AttentionCalibration | None) -> None:
     """Write the choice of bits to the config.json of what was compressed."""
     if calibrated is None:
         return

@@ -19,7 +19,7 @@ from neuzip.errors import VerificationError, WouldOverwrite
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
-    from neuzip.eval.measures.perplexity import Difference, Evaluation
+    from neuzip.eval.measures.perplexity import Evaluation, ModelDifference
 
 PACKAGES = ("torch", "transformers")
 
@@ -198,7 +198,7 @@ def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluatio
             out.text(f"{name}: {_difference_text(score.difference)}")
 
 
-def _difference_text(difference: Difference) -> str:
+def _difference_text(difference: ModelDifference) -> str:
     """How far two models are apart, in nats and in percent of perplexity."""
     if difference.identical:
         return "bit-identical losses in every window"

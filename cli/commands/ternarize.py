@@ -99,7 +99,7 @@ def command(
     from neuzip.runtime.hf.load import load_config, load_model
     from neuzip.train.recovery import ternary
 
-    recipe = ternary.Recipe(ternary_quantizer, _group(ternary_group))
+    recipe = ternary.TernaryRecipe(ternary_quantizer, _group(ternary_group))
     with TensorSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "decompress it first with neuzip decompress")

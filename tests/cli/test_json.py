@@ -36,28 +36,29 @@ from neuzip.runtime.decode import benchmark as speed
 from neuzip.train.recovery import ternary
 
 MADE_OF = {
-    "AttentionForm": attention.Form, "AttentionLayer": attention.Layer, "Activations": bitlinear.Activations,
+    "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
+    "Activations": bitlinear.Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
     "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
-    "EvaluatedModel": perplexity.Model, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
-    "LayerImportance": layers.Layer,
-    "Loss": Loss, "LossDifference": perplexity.Difference, "PeakMemory": perplexity.PeakMemory,
-    "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.Recipe,
-    "Removal": layers.Removal, "ReportRow": report.Row, "ReportTensor": report.TensorRow,
-    "Score": perplexity.Score, "Side": difference.Side, "Similarity": Similarity,
+    "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
+    "LayerImportance": layers.LayerReport,
+    "Loss": Loss, "LossDifference": perplexity.ModelDifference, "PeakMemory": perplexity.PeakMemory,
+    "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
+    "Removal": layers.LayerRemoval, "ReportRow": report.ReportRow, "ReportTensor": report.TensorRow,
+    "Score": perplexity.ModelScore, "Side": difference.TensorSide, "Similarity": Similarity,
     "Sparsity": bitlinear.Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
     "Trial": targets.Trial,
 }  # fmt: skip
 """Objects that are printed field by field. Those of tasks need the harness: see test_harness.py."""
 
 WITH_MORE = {
-    "Calibration": (attention.Calibration, {"bits"}, set()),
+    "Calibration": (attention.AttentionCalibration, {"bits"}, set()),
     "InspectedTensor": (histograms.TensorFigures, {"original_bytes", "base"}, {"label", "nbytes"}),
     "RestoredTensor": (TensorVerdict, {"original_bytes"}, {"nbytes"}),
     "Report": (
-        report.Report, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
+        report.EvaluationReport, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
     ),
     "TensorDifference": (difference.TensorDifference, set(), {"label"}),
 }  # fmt: skip
