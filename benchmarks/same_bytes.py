@@ -112,7 +112,7 @@ def every_dtype(folder: Path) -> Path:
 
 
 def values(dtype: str, bits: int, numel: int, rng: np.random.Generator) -> bytes:
-    """Elements of a dtype: weights as models have them where a float of numpy serves, and any bits elsewhere."""
+    """Elements of a dtype: weights as models have them where numpy has such floats, or any bits."""
     weights = rng.normal(0, 0.02, numel)
     special = rng.random(numel) < 0.001
     if dtype in ("F64", "F32", "F16"):
