@@ -15,7 +15,7 @@ import pytest
 
 from neuzip.cli.commands import VERBS
 from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS, Key, _keys
-from neuzip.compress import compress, machine, pipeline
+from neuzip.compress import compress, machine, reports
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
 from neuzip.eval import attention
@@ -37,7 +37,7 @@ from neuzip.train.recovery import ternary
 MADE_OF = {
     "AttentionForm": attention.Form, "AttentionLayer": attention.Layer, "Activations": bitlinear.Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
-    "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
+    "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
     "EvaluatedModel": perplexity.Model, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
