@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import legend
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
-from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ Quantizer = Literal["absmean", "least-squares", "error-feedback"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TernaryRecipe:
     """How weights become ternary.
 
     quantizer  "absmean" as in b1.58, "least-squares", or "error-feedback", which needs a text
@@ -61,7 +61,7 @@ class Recipe:
 @torch.no_grad()
 def convert(
     model: PreTrainedModel,
-    recipe: Recipe,
+    recipe: TernaryRecipe,
     windows: Tensor | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> dict[str, Ternary]:
