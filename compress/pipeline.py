@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -48,28 +48,25 @@ from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, 
 from neuzip.formats.hub.push import HUB_FILES
 from neuzip.formats.manifest import TensorRecord
 from neuzip.formats.safetensors_file import DTYPE_BITS, TensorFile
-from neuzip.kernels.float_fields import FORMATS, Bits
 
-from . import lossless, truncated
 from .delta_base import DeltaBase
 from .device import CPU, Device
+from .encode_tensor import SMALL, EncodedTensor, TensorEncoder
 from .entry_checks import refuse_other, require_plain
-from .lossless import PIECE, Map, Read
+from .lossless import Map
 from .overwrite_guard import refuse_existing
 from .plan import (
     Plan,
     PlannedTensor,
-    bitnet_converts,
     coded_streams,
     make_plan,
     online_config,
     pooled_tensors,
-    try_ternary,
 )
 from .ranks import ALONE, Ranks, share_out, split
 from .reports import CompressionReport, Key, compression_report
 from .run_identity import RUN_ID_PATH, is_of_run, run_identity
-from .scheme import LOSSLESS, Rule, Scheme
+from .scheme import LOSSLESS, Rule
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
@@ -94,13 +91,7 @@ from .workspace import (
     writing,
 )
 
-if TYPE_CHECKING:
-    from .gpu import Gpu
-
 SCRATCH = f"{OWN_FOLDER}/scratch"
-SMALL = PIECE
-"""Weights up to which a tensor is one job; larger ones are split among the workers."""
-
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
 
@@ -117,8 +108,8 @@ State = Literal["whole", "damaged", "other"]
 _Beside = tuple[Path | bytes, Path | None]
 """A file beside containers: the file that it copies, or its content, and the file whose mode it gets."""
 
-Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
-"""A tensor with its record and streams; no streams for one that is stored raw."""
+Coded = tuple[PlannedTensor, EncodedTensor]
+"""A tensor with its record and streams."""
 
 
 def compress(
@@ -187,7 +178,7 @@ class _Parked:
     path: Path
     streams: Mapping[str, tuple[int, int]]
 
-    def load(self) -> tuple[TensorRecord, dict[str, Stream]]:
+    def load(self) -> EncodedTensor:
         """The record and the streams themselves. Raises NeuzipError when the file is not all there."""
         streams = {}
         for name, (start, nbytes) in self.streams.items():
@@ -196,7 +187,7 @@ class _Parked:
             if part.nbytes != nbytes:
                 raise NeuzipError(f"{self.path}: is not what another rank wrote", _SHARE)
             streams[name] = Stream([part])
-        return self.record, streams
+        return EncodedTensor(self.record, streams)
 
 
 class Compression:
@@ -218,7 +209,7 @@ class Compression:
         self._base = base
         self._on_file = on_file
         self._activations = activations
-        self._online = online_config(source)
+        self._encoder = TensorEncoder(source, device, base, online_config(source))
         self._source = source
         self._plan = plan
         self._workers = workers
@@ -454,10 +445,10 @@ class Compression:
         except FormatError:
             return False
         planned = self._plan.of_file(file)
-        for t, (record, _) in self._coded(planned):
-            if records.get(t.tensor.name) != record:
+        for t, encoded in self._coded(planned):
+            if records.get(t.tensor.name) != encoded.record:
                 return False
-            self._records[file, t.tensor.name] = record
+            self._records[file, t.tensor.name] = encoded.record
         for t in planned:
             if t.alias_of is not None and records.get(t.tensor.name) != self._alias(t.tensor, t.alias_of):
                 return False
@@ -570,13 +561,13 @@ class Compression:
         """Code this rank's part of the files that all ranks make, into a scratch file of its own."""
         parked: dict[Key, _Parked] = {}
         with writing(path), open(path, "wb") as out:
-            for t, (record, streams) in self._coded(planned):
+            for t, encoded in self._coded(planned):
                 places: dict[str, tuple[int, int]] = {}
-                for name, stream in streams.items():
+                for name, stream in encoded.streams.items():
                     places[name] = out.tell(), stream.nbytes
                     for part in stream.parts:
                         out.write(part.data)
-                parked[t.tensor.file, t.tensor.name] = _Parked(record, path, places)
+                parked[t.tensor.file, t.tensor.name] = _Parked(encoded.record, path, places)
         return parked
 
     def _fetched(self, file: str, parked: Mapping[Key, _Parked]) -> Iterator[Coded]:
@@ -605,10 +596,10 @@ class Compression:
         writer = ContainerWriter(path, header, coded_streams(planned), mode, pooled)
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
-            for t, (record, streams) in coded:
-                self._records[file, t.tensor.name] = record
-                if streams:
-                    writer.add(t.tensor.name, record, streams)
+            for t, encoded in coded:
+                record = self._records[file, t.tensor.name] = encoded.record
+                if encoded.streams:
+                    writer.add(t.tensor.name, record, encoded.streams)
                 elif record.needs_base:
                     writer.add_alias(t.tensor.name, record)
                 else:
@@ -670,7 +661,7 @@ class Compression:
         of = self._records.get((target.file, target.name))
         if of is None:  # another rank's: its record is needed now, and is the same here
             (planned,) = [t for t in self._plan.of_file(target.file) if t.tensor.name == target.name]
-            of = self._records[target.file, target.name] = self._encode(planned, self._workers.map)[0]
+            of = self._records[target.file, target.name] = self._encode(planned, self._workers.map).record
         return TensorRecord(
             "alias", of.checksum, original=of.original, alias_of=target.name, alias_file=other
         )
@@ -721,127 +712,11 @@ class Compression:
         with _computing(planned.tensor.name):
             return planned, self._encode(planned, map)
 
-    def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
-        """The record and streams of one tensor; no streams for one that is stored raw, or is the base's."""
-        if self._base is None or planned.is_adapter:
-            return self._encode_alone(planned, parallel)
-        found = self._base.encode(self._source, planned.tensor, parallel, code=planned.scheme.kind != "raw")
-        if found is None:
-            return self._encode_alone(planned, parallel)
-        if found.nbytes > found.least:
-            record, streams = self._encode_alone(planned, parallel)
-            if streams and _size(streams) < found.nbytes:
-                return record, streams
-        return found.record, found.streams
-
-    def _encode_alone(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
-        """The same without a base."""
-        tensor, scheme = planned.tensor, planned.scheme
-        reader, nbytes = self._source.reader(tensor), tensor.info.nbytes
-        if scheme.kind == "raw":
-            return TensorRecord("raw", digest(reader, nbytes)), {}
-        if tensor.info.numel <= SMALL:
-            data = reader(0, nbytes)
-            reader = lambda start, stop: data[start:stop]  # noqa: E731
-        fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
-        size = fmt.bits // 8
-        gpu = self._device.gpu_for(numel)
-        if gpu is not None and not gpu.has_room_for(nbytes):
-            self._note(tensor, f"too large for the memory of {self._device.name}: coded on the CPU")
-            gpu = None
-
-        def read(start: int, stop: int) -> Bits:
-            return reader(start * size, stop * size).view(fmt.dtype)
-
-        as_ternary = None
-        if scheme.kind == "ternary" or try_ternary(tensor, scheme, read):
-            as_ternary = self._encode_ternary(tensor, read, scheme)
-        if as_ternary is not None and scheme.kind == "ternary":
-            return as_ternary
-        try:
-            if scheme.mantissa_bits is not None:
-                rounding = truncated.Rounding(fmt, scheme.mantissa_bits, scheme.block_size)
-                rounded = self._encode_rounded(tensor, read, rounding, parallel, gpu)
-                if rounded is not None:
-                    return rounded
-            whole = xxhash.xxh3_64()
-            kept, streams = lossless.encode(
-                read, numel, fmt, parallel, lambda bits: whole.update(bits.data), gpu
-            )
-        except lossless.NotWorthwhile:
-            return as_ternary or (TensorRecord("raw", digest(reader, nbytes)), {})
-        if as_ternary is not None and _size(as_ternary[1]) < _size(streams):
-            return as_ternary
-        return TensorRecord("lossless", whole.hexdigest(), kept, streams=checksums(streams)), streams
-
-    def _note(self, tensor: SourceTensor, note: str) -> None:
-        key = tensor.file, tensor.name
-        self._notes[key] = f"{self._notes[key]}; {note}" if key in self._notes else note
-
-    def _encode_rounded(
-        self,
-        tensor: SourceTensor,
-        read: Read,
-        rounding: truncated.Rounding,
-        parallel: Map,
-        gpu: Gpu | None,
-    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
-        """The same for a rounded tensor; None for one that stays as it is."""
-        whole = xxhash.xxh3_64()
-        try:
-            kept, streams, loss, restored = truncated.encode(
-                read, tensor.info.numel, rounding, parallel, lambda bits: whole.update(bits.data), gpu
-            )
-        except truncated.NonFinite:
-            self._note(tensor, "holds infinities or NaNs: kept lossless")
-            return None
-        original = whole.hexdigest()
-        if restored == original:
-            return None
-        return TensorRecord(
-            "truncated", restored, kept, rounding.block_size, original, loss, checksums(streams)
-        ), streams
-
-    def _encode_ternary(
-        self, tensor: SourceTensor, read: Read, scheme: Scheme
-    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
-        """The same for a ternary tensor; None for one that is better, or has to be, kept as it is.
-
-        Where the scheme is lossless, every bit has to come back.
-        """
-        from . import ternary  # loads torch
-
-        exactly = scheme.kind == "lossless"
-        online = self._online is not None and bitnet_converts(tensor.name, self._online)
-        fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
-        bits = read(0, numel)
-        try:
-            weight = ternary.as_tensor(bits, fmt, tensor.info.shape)
-            coded = (
-                ternary.encode_exact(weight)
-                if exactly
-                else ternary.encode(weight, scheme, for_absmean=online)
-            )
-        except ternary.NoTernaryForm as reason:
-            if not exactly:
-                self._note(tensor, f"{reason}: kept lossless")
-            return None
-        except lossless.NotWorthwhile:
-            if not exactly:
-                self._note(tensor, "takes no less as codes and scales: kept lossless")
-            return None
-        if coded.is_zero:
-            self._note(tensor, "all its weights are 0")
-        original = xxhash.xxh3_64_hexdigest(bits.data)
-        restored, loss = ternary.restored(coded, bits, fmt)
-        lossy, layout = restored != original, coded.layout
-        if lossy and exactly:  # zeros have signs
-            return None
-        return TensorRecord(
-            "ternary", restored, original=original if lossy else None, loss=loss if lossy else None,
-            streams=checksums(coded.streams), quantizer=coded.quantizer, packing=layout.packing,
-            scale_dtype=layout.scale_dtype, group=layout.group,
-        ), coded.streams  # fmt: skip
+    def _encode(self, planned: PlannedTensor, parallel: Map) -> EncodedTensor:
+        encoded = self._encoder.encode(planned, parallel)
+        if encoded.note:
+            self._notes[planned.tensor.file, planned.tensor.name] = encoded.note
+        return encoded
 
     def _other_files(self, work: Path, also: AbstractSet[str] = frozenset()) -> None:
         """Carry the files that are not weights, rewrite those that name weights, and list them all.
@@ -979,12 +854,3 @@ def _is_plain(path: Path) -> bool:
             return not is_container(file)
     except FormatError:
         return False
-
-
-def checksums(streams: dict[str, Stream]) -> dict[str, str]:
-    """The checksum of every stream."""
-    return {name: stream.checksum for name, stream in streams.items()}
-
-
-def _size(streams: dict[str, Stream]) -> int:
-    return sum(stream.nbytes for stream in streams.values())
