@@ -23,7 +23,7 @@ from neuzip.formats.manifest import TensorRecord
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 
 from . import lossless, truncated
-from .base import Base
+from .delta_base import DeltaBase
 from .device import CPU, Device
 from .lossless import PIECE, Map, NotWorthwhile, Read
 from .plan import PlannedTensor, bitnet_converts, try_ternary
@@ -86,7 +86,7 @@ class TensorEncoder:
         self,
         source: TensorSource,
         device: Device = CPU,
-        base: Base | None = None,
+        base: DeltaBase | None = None,
         online: Mapping[str, Any] | None = None,
     ) -> None:
         self._source = source

@@ -411,9 +411,9 @@ def _calibrate(
     for_target: bool,
 ) -> AttentionCalibration:
     """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
+    from neuzip.compress.overwrite_guard import refuse_existing
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing
     from neuzip.eval import attention
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans.targets import refuse_strangers
@@ -540,7 +540,7 @@ def _show_plan(
     allow_destructive: bool = False,
 ) -> None:
     from neuzip.compress import make_plan
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
     from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers

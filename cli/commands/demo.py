@@ -88,7 +88,8 @@ def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
     """Refuse a folder that holds something, or remove from it what an earlier demo left there."""
     if output.exists() and not overwrite and not (output.is_dir() and not any(output.iterdir())):
         raise WouldOverwrite(f"{output}: exists already", "choose another --output, or give --overwrite")
-    from neuzip.compress.workspace import refuse_existing, remove
+    from neuzip.compress.overwrite_guard import refuse_existing
+    from neuzip.compress.workspace import remove
 
     for path in paths:
         refuse_existing(path, overwrite)

@@ -101,7 +101,7 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free
+    from neuzip.compress.overwrite_guard import require_free
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.report import histogram_pictures as pictures
 

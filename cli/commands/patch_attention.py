@@ -84,7 +84,8 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free, write_file, writing
+    from neuzip.compress.overwrite_guard import require_free
+    from neuzip.compress.workspace import write_file, writing
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans import target_values
     from neuzip.eval.report import histogram_pictures as pictures

@@ -162,7 +162,7 @@ def command(
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
+    from neuzip.compress.overwrite_guard import refuse_existing, refuse_nesting, require_free
     from neuzip.eval.measures.texts import read_text
 
     for file in text:

@@ -81,8 +81,8 @@ def command(
     out.loading()
     import time
 
+    from neuzip.compress.overwrite_guard import refuse_existing, require_free
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing, require_free
     from neuzip.eval.measures.texts import read_text
 
     if not overwrite:

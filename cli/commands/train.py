@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from neuzip.compress.distributed import Ranks
+    from neuzip.compress.ranks import Ranks
     from neuzip.train.configuration import TrainingConfiguration
     from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
@@ -198,7 +198,7 @@ def _train(
 
 def _refuse(asked: TrainingConfiguration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import refuse_nesting, require_name
+    from neuzip.compress.overwrite_guard import refuse_nesting, require_name
 
     require_name(asked.output)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.text):

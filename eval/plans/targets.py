@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from neuzip.compress import CompressionReport, compress, make_plan
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.pipeline import refuse_unless_made
+from neuzip.compress.entry_checks import refuse_unless_made
+from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.scheme import DROPPED_LAYERS, LOSSLESS, Rule, read_plan
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
-from neuzip.compress.workspace import refuse_existing, write_file, writing
+from neuzip.compress.workspace import write_file, writing
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.drops import Drop, Drops, folder_beside, pays_from, pruned, weigh
 from neuzip.eval.layers.removal import Pruned, tensors_by_layer

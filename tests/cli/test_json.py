@@ -16,7 +16,7 @@ import pytest
 from neuzip.cli.commands import VERBS
 from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS
 from neuzip.cli.schema.table import Key, keys_of
-from neuzip.compress import compress, machine, pipeline
+from neuzip.compress import compress, machine, reports
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
 from neuzip.eval import attention
@@ -39,7 +39,7 @@ MADE_OF = {
     "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
     "Activations": bitlinear.Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
-    "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
+    "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
     "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
