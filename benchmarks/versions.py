@@ -5,9 +5,9 @@
 FOLDER is an installation of the other version, for example of `pip install --no-deps --target FOLDER CLONE`.
 Each version runs in a process of its own; both hold the same inputs, made from one seed. In each round both
 time all cases, one version after the other, and the order changes from round to round. A time is the median
-of replays of a CUDA graph that goes through enough weights to leave the L2. A case whose outputs differ in any
-bit ends the run. A ratio is this version's time over the other's, the median over rounds; `noise` is the spread
-of the times of one version. The result goes to benchmarks/results/versions.json.
+of replays of a CUDA graph that goes through enough weights to leave the L2. A case whose outputs differ in
+any bit ends the run. A ratio is this version's time over the other's, the median over rounds; `noise` is the
+spread of the times of one version. The result goes to benchmarks/results/versions.json.
 """
 
 from __future__ import annotations
