@@ -1,4 +1,4 @@
-"""Quantising and packing new tokens, in Triton: bit for bit what `torch_ops.store` writes.
+"""Quantising and packing new tokens, in Triton: bit for bit what `ops.store` writes.
 
 A program takes some tokens of one head of one text. All arithmetic is fp32 with one rounding an operation, in
 the order of quantizers.quantize_heads; the launch forbids the compiler to fuse any of it.
