@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.estimates import Estimate
     from neuzip.eval.measures.perplexity import Difference, Evaluation, Measured, Task
     from neuzip.eval.report.evaluation import Report
-    from neuzip.runtime.bitlinear import Sparsity
+    from neuzip.runtime.hf.sparsity import Sparsity
 
 COUNTED_TOKENS = 8192
 """Tokens that the inputs of layers are counted for."""
@@ -284,7 +284,7 @@ def work_text(task: Task) -> str:
 def count_zeros(out: Output, task: Task) -> Sparsity:
     """How sparse the inputs of layers are, of the last checkpoint on the first tokens of the text."""
     from neuzip.eval.measures.perplexity import load
-    from neuzip.runtime.bitlinear import sparsity
+    from neuzip.runtime.hf.sparsity import sparsity
 
     reading = task.compared
     model = load(task, len(task.paths) - 1)
