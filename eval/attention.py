@@ -41,10 +41,12 @@ from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device, positions
 from neuzip.runtime.hf import attention as runtime
-from neuzip.runtime.hf.load import load_config, versions
-from neuzip.runtime.hf.registry import overridden
+from neuzip.runtime.hf.attention_config import record_layers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import input_device, positions
+from neuzip.runtime.hf.messages import versions
+from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -345,7 +347,7 @@ def _wrapped(
             after(ObservedAttention(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
         return found
 
-    with overridden(ALL_ATTENTION_FUNCTIONS, name, watch):
+    with registered(ALL_ATTENTION_FUNCTIONS, name, watch):
         yield
 
 
@@ -523,5 +525,5 @@ def copy_patched(
             for file in (*checkpoint.weights, *checkpoint.others):
                 copy_file(checkpoint.root / file, work / file)
                 on_bytes((work / file).stat().st_size)
-            runtime.record(work, bits)
+            record_layers(work, bits)
         publish(work, dst)

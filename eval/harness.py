@@ -33,9 +33,12 @@ from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.report.evaluation import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.push import resolve_source
-from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, quiet_transformers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 try:
     from lm_eval import evaluator

@@ -38,8 +38,8 @@ from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.runtime.decode.benchmark import device_name, synchronize
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import versions
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.read import read_tensors
 
 from .sweep_setup import SweepScheme, work_folder

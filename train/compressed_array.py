@@ -23,7 +23,7 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, empty_planes, split, unpack_fields
 from neuzip.kernels.float_fields import Planes as CpuPlanes
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
-from neuzip.runtime.weights import ANS_FORMATS
+from neuzip.runtime.weights.ans import ANS_FORMATS
 
 if TYPE_CHECKING:
     from neuzip.kernels.rans.triton import decode as triton_decode

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, behind, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -50,7 +50,7 @@ from neuzip.compress.device import AnyDevice
 from neuzip.errors import BUG_OR_MEMORY, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers.states import RngKey
-from neuzip.runtime.read import place_of
+from neuzip.runtime.devices import place_of
 from neuzip.runtime.requirements import require_model
 from neuzip.train import saved
 from neuzip.train.compressed_array import StoredArray, TritonCompressedArray, store_array

@@ -449,9 +449,9 @@ def _record(out: Output, dst: Path, calibrated: AttentionCalibration | None) -> 
     """Write the choice of bits to the config.json of what was compressed."""
     if calibrated is None:
         return
-    from neuzip.runtime.hf.attention import record
+    from neuzip.runtime.hf.attention_config import record_layers
 
-    record(dst, calibrated.bits)
+    record_layers(dst, calibrated.bits)
     out.status(f"{dst}: config.json records the attention precision of the layers")
 
 

@@ -37,9 +37,9 @@ from neuzip.eval.measures.estimates import Estimate, Values, mean
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device
-from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import load_config, versions
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import decoder_layers, input_device
+from neuzip.runtime.hf.messages import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

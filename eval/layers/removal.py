@@ -49,8 +49,11 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.config_section import SECTION, own_section, read_config
 from neuzip.formats.safetensors_file import opener, parse_json
+from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import INDEX, indexed_shards, load_config, quiet_transformers, skeleton_of
+from neuzip.runtime.hf.load import skeleton_of
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.model_files import INDEX, indexed_shards
 
 NOTE = "dropped_layers"
 """What our section of config.json says of them."""

@@ -36,7 +36,8 @@ from neuzip.eval.measures.convention_names import BOS, Name, special_text
 from neuzip.eval.measures.estimates import Blocks, Values, effective
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer, quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

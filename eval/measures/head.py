@@ -25,7 +25,7 @@ from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistic
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
 from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.quantizers.kv import Range
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 

@@ -43,9 +43,9 @@ from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.allocation import Option
 from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
 from neuzip.kernels.float_fields.values import to_float64
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.dtypes import TORCH_DTYPES, shaped
 from neuzip.runtime.hf.bos import behind
-from neuzip.runtime.read import TORCH_DTYPES, shaped
+from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -57,7 +57,8 @@ from neuzip.eval.plans.sensitivity import (
 )
 from neuzip.eval.plans.target_values import CompressionTarget, Kind
 from neuzip.formats.checkpoint import config_files, file_checksum, find_checkpoint, index_files
-from neuzip.runtime.hf.load import load_model, versions
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -31,13 +31,14 @@ from neuzip.eval.report import evaluation as report
 from neuzip.formats.hub import push as hub
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.attention.similarity import Similarity
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
+from neuzip.runtime.hf.sparsity import Sparsity
 from neuzip.train.recovery import ternary
 
 MADE_OF = {
     "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
-    "Activations": bitlinear.Activations,
+    "Activations": Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
     "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
@@ -48,7 +49,7 @@ MADE_OF = {
     "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
     "Removal": layers.LayerRemoval, "ReportRow": report.ReportRow, "ReportTensor": report.TensorRow,
     "Score": perplexity.ModelScore, "Side": difference.TensorSide, "Similarity": Similarity,
-    "Sparsity": bitlinear.Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
+    "Sparsity": Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
     "Trial": targets.Trial,
 }  # fmt: skip
 """Objects that are printed field by field. Those of tasks need the harness: see test_harness.py."""

@@ -43,8 +43,9 @@ from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
-from neuzip.runtime import bitlinear
-from neuzip.runtime.hf.load import load_config, load_model
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
 from neuzip.train.plain import write_plain
 from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
@@ -124,7 +125,7 @@ class RecoverySettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bitlinear.Activations.of(self.activations)
+        Activations.of(self.activations)
         for name in ("lr_warm_up", "strength", "noise", "least"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it is a share, from 0 to 1")
@@ -414,7 +415,7 @@ class Recovery:
             self.student.set_submodule(name, dense_layer(layer, found[name]))
         nn.Module.to(self.student, dtype=self.dtype)
         write_plain(self.student, folder, src)
-        bitlinear.record(folder, self.settings.activations)
+        ACTIVATIONS_ENTRY.write(folder, Activations.of(self.settings.activations))
         return found
 
 
