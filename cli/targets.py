@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import scheme_text
+from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:

@@ -25,15 +25,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.compress.workspace import (
-    clear,
-    copy_file,
-    publish,
-    recover,
-    require_free,
-    workspace,
-    writing,
-)
+from neuzip.compress.overwrite_guard import require_free
+from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.distributed import batches

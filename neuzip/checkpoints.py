@@ -21,12 +21,13 @@ from neuzip.arguments import (
     require_texts,
 )
 from neuzip.compress import compress, decompress, verify
-from neuzip.compress.against import compress_against
-from neuzip.compress.base import name_of
+from neuzip.compress.delta_base import name_of
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import AnyDevice, choose, named
-from neuzip.compress.pipeline import CompressionReport, refuse_before_download
+from neuzip.compress.entry_checks import refuse_before_download
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
+from neuzip.compress.reports import CompressionReport
 from neuzip.compress.request import (
     given,
     refuse_beside_base,
@@ -188,7 +189,7 @@ def compress_checkpoint(
     coder = choose(device, weight_bytes(path))
     if base is not None:
         old = local("base", base)
-        report = compress_against(
+        report = compress_delta(
             path, old, dst, name_of(old, os.fspath(base)), rules,
             verify=verify, jobs=jobs, overwrite=overwrite, device=coder,
         )  # fmt: skip

@@ -233,10 +233,10 @@ class TritonCompressedArray:
         fmt = self._fmt
         encoded = triton_encode.encode_launched(bits, fmt, scratch=SCRATCH, lock=LAUNCHING, spare=SPARE)
         self._coded = CodedTensor(
-            fmt, encoded.mantissa_bits, self.numel, encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
             {width: _padded(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
-        if encoded.mantissa_bits == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
+        if encoded.kept == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
             self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH, lock=LAUNCHING)
 
     @property

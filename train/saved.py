@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
+from neuzip.compress.workspace import clear, publish, recover, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 from neuzip.runtime.hf.load import load_model

@@ -17,10 +17,11 @@ from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
 from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.distribution import require
 from neuzip.errors import UsageError
@@ -410,9 +411,9 @@ def _calibrate(
     for_target: bool,
 ) -> AttentionCalibration:
     """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
+    from neuzip.compress.overwrite_guard import refuse_existing
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing
     from neuzip.eval import attention
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans.plan_file import refuse_other_files
@@ -539,7 +540,7 @@ def _show_plan(
     allow_destructive: bool = False,
 ) -> None:
     from neuzip.compress import make_plan
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
     from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers

@@ -13,9 +13,10 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError, shell
 

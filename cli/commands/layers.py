@@ -10,8 +10,9 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 
@@ -100,7 +101,7 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free
+    from neuzip.compress.overwrite_guard import require_free
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.report import histogram_pictures as pictures
 

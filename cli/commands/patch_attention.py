@@ -10,8 +10,9 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free, write_file, writing
+    from neuzip.compress.overwrite_guard import require_free
+    from neuzip.compress.workspace import write_file, writing
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans import target_values
     from neuzip.eval.report import histogram_pictures as pictures

@@ -11,8 +11,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
@@ -161,7 +162,7 @@ def command(
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
+    from neuzip.compress.overwrite_guard import refuse_existing, refuse_nesting, require_free
     from neuzip.eval.measures.texts import read_text
 
     for file in text:

@@ -10,8 +10,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, percent_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, error, seconds_text
+from neuzip.cli.output import Output, error
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from neuzip.compress.distributed import Ranks
+    from neuzip.compress.ranks import Ranks
     from neuzip.train.configuration import TrainingConfiguration
     from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
@@ -197,7 +198,7 @@ def _train(
 
 def _refuse(asked: TrainingConfiguration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import refuse_nesting, require_name
+    from neuzip.compress.overwrite_guard import refuse_nesting, require_name
 
     require_name(asked.output)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.text):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
+from neuzip.compress.ranks import ALONE, Ranks, started_by_torchrun
 from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.estimates import Values
 

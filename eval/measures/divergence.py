@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from neuzip.compress.distributed import ALONE, Ranks
+from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.conventions import TokenWindow, blocks_of
 from neuzip.eval.measures.distributed import ROWS, OnTokens, WindowBatch, over_windows

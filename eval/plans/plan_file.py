@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuzip.compress.pipeline import refuse_unless_made
+from neuzip.compress.entry_checks import refuse_unless_made
+from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.scheme import DROPPED_LAYERS, Rule, read_plan
-from neuzip.compress.workspace import refuse_existing
 
 
 def plan_path(dst: Path) -> Path:

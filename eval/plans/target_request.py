@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from neuzip.compress.device import AnyDevice, choose
-from neuzip.compress.pipeline import require_plain
+from neuzip.compress.entry_checks import require_plain
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.errors import UsageError
 from neuzip.eval.measures.texts import read_text

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.compress.pipeline import describe
+from neuzip.compress.reports import describe
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.eval.measures import fingerprint

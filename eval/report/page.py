@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.compress.workspace import refuse_existing, refuse_folder, write_file
+from neuzip.compress.overwrite_guard import refuse_existing, refuse_folder
+from neuzip.compress.workspace import write_file
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate, exponential

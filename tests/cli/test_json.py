@@ -14,14 +14,16 @@ import json_schema
 import pytest
 
 from neuzip.cli.commands import VERBS
-from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS, Key, _keys
-from neuzip.compress import compress, machine, pipeline
+from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS
+from neuzip.cli.schema.table import Key, keys_of
+from neuzip.compress import compress, machine, reports
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
 from neuzip.eval import attention
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import analyse as layers
 from neuzip.eval.layers import drops as layer_drops
+from neuzip.eval.layers import removal
 from neuzip.eval.measures import difference, divergence, estimates, histograms, perplexity
 from neuzip.eval.measures.conventions import Convention
 from neuzip.eval.plans import plan_trials
@@ -37,7 +39,7 @@ MADE_OF = {
     "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
     "Activations": bitlinear.Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
-    "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
+    "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
     "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
@@ -58,7 +60,7 @@ WITH_MORE = {
     "Report": (
         report.EvaluationReport, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
     ),
-    "Pruned": (layer_removal.Pruned, {"kept"}, {"remaining"}),
+    "Pruned": (removal.Pruned, {"kept"}, {"remaining"}),
     "TensorDifference": (difference.TensorDifference, set(), {"label"}),
 }  # fmt: skip
 """Objects with keys beside those of their fields, and without some of these."""
@@ -92,12 +94,12 @@ def test_every_command_is_described_and_every_type_is_known() -> None:
 
 
 def test_a_table_of_keys_is_read_strictly() -> None:
-    assert _keys("a : list of (integer or null) [s] - x\n | y") == {
+    assert keys_of("a : list of (integer or null) [s] - x\n | y") == {
         "a": Key("list of (integer or null)", "s", "x y")
     }
     for wrong in ("a : integer", "a - b", "a : integer - x\na : integer - y"):
         with pytest.raises(ValueError, match="no line of a table"):
-            _keys(wrong)
+            keys_of(wrong)
 
 
 def test_the_checker_finds_what_is_missing_unknown_or_of_another_type() -> None:

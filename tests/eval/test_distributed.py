@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from neuzip.compress.distributed import Ranks
+from neuzip.compress.ranks import Ranks
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.conventions import TokenWindow, cut, strided
 from neuzip.eval.measures.distributed import WindowBatch, batches, over_windows

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress.distributed import ALONE
+from neuzip.compress.ranks import ALONE
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.convention_names import NAMES

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tensors import bf16_patterns, weight_patterns
 
 from neuzip.compress.source import TensorSource
 from neuzip.kernels import packed_linear as pl
@@ -19,15 +20,6 @@ from neuzip.kernels.packed_linear.reference import AT_A_TIME, _slots, matmul_in_
 
 BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
 COLUMNS = [0, 1, 31, 32, 33, 64, 127, 128, 576]
-
-
-def bf16(values) -> np.ndarray:
-    """Patterns of numbers, cut rather than rounded."""
-    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def gaussian(shape: tuple[int, int], deviation: float = 0.02, seed: int = 0) -> np.ndarray:
-    return bf16(np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(deviation))
 
 
 def numbers(bits: np.ndarray, fmt: FloatFormat = BF16) -> np.ndarray:
@@ -132,7 +124,7 @@ def test_bits_that_no_weight_uses_are_not_held(fmt):
 
 
 def test_one_weight_that_uses_a_bit_keeps_it_for_all():
-    bits = gaussian((4, 64)) & 0xFFF0
+    bits = weight_patterns("BF16", (4, 64)) & 0xFFF0
     assert pl.pack(bits).low_bits == 4
     bits[2, 3] = 0x7F81  # a NaN
     assert pl.pack(bits).low_bits == 8
@@ -140,7 +132,7 @@ def test_one_weight_that_uses_a_bit_keeps_it_for_all():
 
 
 def test_some_rows_come_back():
-    bits = gaussian((9, 40))
+    bits = weight_patterns("BF16", (9, 40))
     bits[::2, ::3] = 0
     packed = pl.pack(bits)
     assert (pl.decode(packed, slice(2, 7)) == bits[2:7]).all()
@@ -153,14 +145,14 @@ def test_some_rows_come_back():
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_ragged_rows_come_back(columns):
-    bits = gaussian((5, columns))
+    bits = weight_patterns("BF16", (5, columns))
     packed = pl.pack(bits)
     assert packed.words.shape == (1, 11 if columns else 4, -(-columns // 32), 8, 2)
     assert same(packed, bits)
 
 
 def test_more_than_is_packed_at_a_time():
-    bits = gaussian((3, AT_A_TIME // 64 - 1), 1.0)[:, :65_000]
+    bits = weight_patterns("BF16", (3, AT_A_TIME // 64 - 1), deviation=1.0)[:, :65_000]
     bits = np.repeat(bits, 30, axis=0)
     bits[::7, ::1000] = 0
     assert bits.size > AT_A_TIME
@@ -168,7 +160,7 @@ def test_more_than_is_packed_at_a_time():
 
 
 def test_a_view_of_a_larger_array_comes_back():
-    bits = gaussian((64, 96))
+    bits = weight_patterns("BF16", (64, 96))
     assert same(pl.pack(bits.T[3:40]), bits.T[3:40])
 
 
@@ -482,7 +474,7 @@ def test_row_starts_take_as_many_bits_as_they_need(escapes):
     ("deviation", "limit"), [(0.02, 11.5), *((2 ** (-6 + i / 8), 11.5) for i in range(8))]
 )
 def test_gaussian_weights_take_about_11_and_a_half_bits(deviation, limit):
-    packed = pl.pack(gaussian((256, 4096), deviation))
+    packed = pl.pack(weight_patterns("BF16", (256, 4096), deviation=deviation))
     assert packed.bits_per_weight <= limit
     assert packed.escapes.size / (256 * 4096) < 0.0005
 
@@ -495,7 +487,7 @@ def test_gaussian_fp16_takes_less_than_14_and_a_half_bits(deviation):
 
 
 def test_three_mantissa_bits_take_less_than_7_and_a_half_bits():
-    assert pl.pack(gaussian((256, 4096)) & 0xFFF0).bits_per_weight <= 7.5
+    assert pl.pack(weight_patterns("BF16", (256, 4096)) & 0xFFF0).bits_per_weight <= 7.5
 
 
 def test_a_real_model_takes_less_than_11_and_a_half_bits(neuzip_data: Path):
@@ -516,9 +508,9 @@ def test_a_real_model_takes_less_than_11_and_a_half_bits(neuzip_data: Path):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_product_is_that_of_the_original_weights(columns):
-    bits = gaussian((7, columns))
-    bits[:, ::5] = bf16(np.float32(1e-30))
-    bits[:, 1::17] = bf16(np.float32(-300.0))
+    bits = weight_patterns("BF16", (7, columns))
+    bits[:, ::5] = bf16_patterns(np.float32(1e-30))
+    bits[:, 1::17] = bf16_patterns(np.float32(-300.0))
     x = np.random.default_rng(1).standard_normal((3, columns))
     truth = x @ numbers(bits).T
     packed = pl.pack(bits)
@@ -545,7 +537,7 @@ def test_slots_and_escapes_add_up_to_the_weights(tensor):
 
 
 def test_infinities_and_nans_reach_the_product():
-    bits = gaussian((4, 64))
+    bits = weight_patterns("BF16", (4, 64))
     bits[0, 5], bits[1, 6], bits[2, 7] = 0x7F80, 0xFF80, 0x7F81
     y = pl.matmul(np.ones(64), pl.pack(bits))
     assert y[0] == np.inf and y[1] == -np.inf and np.isnan(y[2]) and np.isfinite(y[3])

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensors
 import torch
 import torch.nn.functional as F
+from bits import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
@@ -44,8 +46,7 @@ SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0x7C00, 0xFC01, 0x0001, 0x800
 
 
 def gaussian(shape: tuple[int, int], dtype: torch.dtype, deviation: float = 0.02) -> torch.Tensor:
-    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * deviation
-    return weights.to(dtype)
+    return tensors.gaussian(*shape, dtype=dtype, deviation=deviation)
 
 
 def with_specials(weights: torch.Tensor) -> torch.Tensor:
@@ -75,11 +76,6 @@ def by_reference(weights: torch.Tensor, window: pl.Window | None = None) -> Pack
         p.shape, weights.dtype, p.low_bits, p.window.base, p.window.shift,
         *(t.to(DEVICE) for t in (*tensors, *by_turn(escapes, row_start, p.shape[1], p.window))),
     )  # fmt: skip
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.cpu(), b.cpu()
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def assert_same(a: PackedTensor, b: PackedTensor) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import weight_patterns
 
 from neuzip.compress import lossless
 from neuzip.kernels import rans
@@ -30,15 +31,7 @@ formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 
 def gaussian(fmt: FloatFormat, numel: int, seed: int = 0) -> Bits:
     """Weights as they are in models, with escapes."""
-    values = np.random.default_rng(seed).standard_normal(numel) * 0.02
-    if fmt.bits == 8:
-        dtype = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}.get(
-            fmt.name, torch.float8_e5m2fnuz
-        )
-        return torch.from_numpy(values * 50).to(dtype).view(torch.uint8).numpy()
-    if fmt.name == "BF16":
-        return np.asarray(values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(f"f{fmt.bits // 8}").view(fmt.dtype)
+    return weight_patterns(fmt.name, numel, seed=seed)
 
 
 def anything(fmt: FloatFormat, numel: int, seed: int = 0) -> Bits:

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import same_bits
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -36,12 +37,6 @@ EVERY = pytest.mark.parametrize("kind", OF)
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
     return values.to(dtype).to(DEVICE)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Patterns: NaN is equal to itself here, and the zeros differ."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def check(kind: str, got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -36,17 +36,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from neuzip.compress.overwrite_guard import refuse_nesting, require_free
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import (
-    clear,
-    partial_name,
-    publish,
-    refuse_nesting,
-    remove,
-    require_free,
-    workspace,
-    write_file,
-)
+from neuzip.compress.workspace import clear, partial_name, publish, remove, workspace, write_file
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError, shell
 from neuzip.formats.checkpoint import find_checkpoint

@@ -19,14 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import (
-    clear,
-    publish,
-    recover,
-    require_free,
-    workspace,
-)
+from neuzip.compress.workspace import clear, publish, recover, workspace
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
