@@ -15,7 +15,7 @@ kernels alone, those that run at the same time counted once.
 `places`: bf16 weights that lie elsewhere: in one piece of memory, as transformers loads them, in many, and
 where buffers have come and gone, as `load_model` does. All take turns.
 
-It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
+It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/notes/step.md.
 """
 
 from __future__ import annotations

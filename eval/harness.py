@@ -30,7 +30,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.estimates import mean as mean_of_blocks
 from neuzip.eval.measures.head import HeadedModel, statistics
-from neuzip.eval.report.evaluation import Row
+from neuzip.eval.report.evaluation import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.push import resolve_source
 from neuzip.runtime.decode.generate import choose_device
@@ -398,9 +398,9 @@ def _paired(after: Mapping[int, float], before: Mapping[int, float]) -> Estimate
     return mean_of_blocks(changes, [1] * len(changes))
 
 
-def report_rows(evaluation: TaskEvaluation) -> tuple[Row, ...]:
+def report_rows(evaluation: TaskEvaluation) -> tuple[ReportRow, ...]:
     """The scores as rows of a report."""
-    return tuple(Row(name_text(s), s.after, s.before, note_text(s)) for s in evaluation.scores)
+    return tuple(ReportRow(name_text(s), s.after, s.before, note_text(s)) for s in evaluation.scores)
 
 
 def name_text(score: TaskScore) -> str:

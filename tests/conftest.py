@@ -30,7 +30,7 @@ pytest.register_assert_rewrite("loopback_hub")
 
 from json_schema import problems  # noqa: E402
 
-from neuzip.cli.output import SCHEMA  # noqa: E402
+from neuzip.cli.document import SCHEMA  # noqa: E402
 from neuzip.cli.schema import COMMANDS  # noqa: E402
 
 # The same examples at home and in CI, and no time limit on an example: the first one may compile a kernel.

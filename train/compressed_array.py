@@ -42,7 +42,7 @@ array: 0.67 MB where symbols are pairs, so this is for arrays of 21 MB and more.
 PATTERN_DTYPES = {16: (torch.int16, np.uint16), 32: (torch.int32, np.uint32)}
 
 
-class Held(Protocol):
+class StoredArray(Protocol):
     """An array of weights between its uses."""
 
     numel: int
@@ -62,24 +62,26 @@ class Held(Protocol):
         ...
 
 
-def hold(flat: Tensor, coded: bool, *, triton: bool | None = None) -> Held:
+def store_array(flat: Tensor, coded: bool, *, triton: bool | None = None) -> StoredArray:
     """Hold a one-dimensional array. `triton` codes with it, which is the rule on a GPU and otherwise a test.
 
     Raises NeuzipError for a dtype that is not coded.
     """
     if not coded:
-        return Plain(flat)
+        return PlainArray(flat)
     if flat.dtype not in ANS_FORMATS:
         raise NeuzipError(
             f"weights of {flat.dtype} cannot be held compressed",
             "train in bfloat16, float16 or float32, or without compression",
         )
-    made: Held = (CodedByTriton if flat.is_cuda or triton else CodedByNumba)(flat.numel(), flat.dtype)
+    made: StoredArray = (TritonCompressedArray if flat.is_cuda or triton else NumbaCompressedArray)(
+        flat.numel(), flat.dtype
+    )
     made.close(flat)
     return made
 
 
-class Plain:
+class PlainArray:
     """Weights as they are."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -110,7 +112,7 @@ class _OnCpu:
     encoded: rans.Encoded
 
 
-class CodedByNumba:
+class NumbaCompressedArray:
     """Weights coded in the memory of the host."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -156,7 +158,7 @@ def _patterns(flat: Tensor, fmt: FloatFormat) -> Bits:
     return patterns
 
 
-class CodedByTriton:
+class TritonCompressedArray:
     """Weights coded in the memory of a GPU; or of the host, by Triton's interpreter.
 
     A large array whose mantissas are used in full is coded again by the table that it has, to where it lies;
@@ -234,7 +236,7 @@ class CodedByTriton:
         return self._errors
 
 
-def rounded(nbytes: int) -> int:
+def aligned_bytes(nbytes: int) -> int:
     """Bytes of an array among others in a buffer: each begins at a multiple of 256."""
     return -(-nbytes // 256) * 256
 

@@ -38,7 +38,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(eq=False)
-class Windows:
+class TrainingWindows:
     """Windows of a text, `batch` of them a step, every epoch all of them in another order.
 
     ids     int64 [n], the tokens of all documents
@@ -72,7 +72,7 @@ class Windows:
         batch: int,
         seed: int = 0,
         front: int | None = None,
-    ) -> Windows:
+    ) -> TrainingWindows:
         """From files that a tokenizer reads, or from ids, int64 [n], in windows behind `front`.
 
         A tokenizer that puts BOS in front of a text says itself what `front` is. Raises NeuzipError for files

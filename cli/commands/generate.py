@@ -13,8 +13,9 @@ from neuzip.cli import options
 from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.commands.eval import attention_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.decode.sampling import Sampling

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.verify import check_tensors, verify_files
 from neuzip.compress.workers import Workers, default_jobs
@@ -33,7 +34,6 @@ from neuzip.compress.workspace import (
     permissions,
     publish,
     recover,
-    require_free,
     require_space,
     workspace,
     write_file,

@@ -42,7 +42,7 @@ class NotFinite(NeuzipError):
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparisonRun:
     """A model beside the original, and what it took, on one device.
 
     `load_seconds` is from the files to the live model. `tokens_per_second` is of the model up to its head, in
@@ -58,7 +58,7 @@ class Run:
     peak_bytes: int | None
 
 
-class Yardstick:
+class BaselineComparison:
     """The original, loaded, and the text, cut into windows without overlap.
 
     Each window begins with BOS where the tokenizer puts BOS in front of a text. At most `max_tokens` are
@@ -101,7 +101,7 @@ class Yardstick:
         """How many are predicted."""
         return self.reading.convention.tokens
 
-    def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> Run:
+    def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> ComparisonRun:
         """Load a checkpoint and compare it with the original. Raises NeuzipError, and NotFinite."""
         free_memory()
         reset_peak(self.device)
@@ -114,7 +114,7 @@ class Yardstick:
         other.seconds, other.fed = 0.0, 0  # without the probe
         comparison = self.compare(other, on_tokens)
         peak = peak_bytes(self.device)
-        return Run(
+        return ComparisonRun(
             comparison,
             str(model.dtype).removeprefix("torch."),
             load_seconds,
@@ -147,7 +147,7 @@ class Yardstick:
 def read_tokens(
     path: str | os.PathLike[str], text: Text, window: int | None = None, max_tokens: int | None = None
 ) -> Reading:
-    """A text as the model of a checkpoint folder reads it, cut into windows as `Yardstick` has them."""
+    """A text as a checkpoint's model reads it, in the windows of `BaselineComparison`."""
     limit = positions(load_config(path))
     return Tokenised(text, load_tokenizer(path), limit, max_tokens).read_for_comparison(window)
 

@@ -144,3 +144,11 @@ def check_starts(name: str, starts: Tensor, tokens: int, q: Tensor) -> None:
         numbers = starts.tolist()
         if numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] != tokens:
             raise ValueError(f"{name} has to rise from 0 to the number of tokens, {tokens}; it is {numbers}")
+
+
+def empty_like_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for the output [B, H, N, D], lying as q does: heads before tokens, or after."""
+    batch, heads, tokens, width = q.shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty(batch, tokens, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
+    return torch.empty(q.shape, dtype=dtype, device=q.device)

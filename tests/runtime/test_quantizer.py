@@ -34,7 +34,7 @@ from transformers.quantizers.base import HfQuantizer
 
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
@@ -706,7 +706,7 @@ def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
         adapter = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=16))
         adapter.save_pretrained(tmp_path / name)
     compress(tmp_path / "plain", tmp_path / "small")
-    compress_against(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
+    compress_delta(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
     expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     assert max(tensor.nbytes for tensor in expected.values()) >= CODED_MINIMUM
     for name in ("small", "delta"):

@@ -11,13 +11,17 @@ No atomics: the same inputs give the same bits. Numbers below 2^-100 may be quan
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from neuzip.kernels.attention.quantized import BLOCK, GROUPS, Quantized
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import is_compiled, launch
+from neuzip.kernels.tuning import launch_for
 
 SHARE = 256
 """Tokens that a program of the first pass takes."""
@@ -82,29 +86,30 @@ def _quantize(
     columns = triton.next_power_of_2(width)
     common = {"D": width, "COLUMNS": columns, "SMOOTH_V": smooth_v}
     total = k.shape[0] if starts is not None else 0
-    with torch.cuda.device_of(k), LAUNCHING:
-        _statistics_kernel[(sequences * heads * shares,)](
-            parts, k, v, starts, longest, total, heads, shares, kept, *strides,
-            SHARE=SHARE, ROWS=NUMBERS // columns, **common, num_warps=8,
-        )  # fmt: skip
-        _fold_kernel[(sequences * heads,)](
-            made.k_mean, made.v_scale, made.v_mean, parts, starts, longest, total, heads, kept,
-            SHARE=SHARE, FOLDED=NUMBERS // columns, **common, num_warps=4,
-        )  # fmt: skip
-        _codes_kernel[(sequences * heads * blocks * 2,)](
-            made.k, made.k_scale, made.v, k, v, made.k_mean, made.v_scale, made.v_mean, starts,
-            longest, total, heads, blocks, room, *strides, LEVELS=2 ** (bits - 1) - 1,
-            BLOCK=BLOCK, **common, COMPILED=isinstance(_codes_kernel, triton.JITFunction),
-            **_codes_launch(columns),
-        )  # fmt: skip
+    launch(
+        _statistics_kernel, (sequences * heads * shares,),
+        parts, k, v, starts, longest, total, heads, shares, kept, *strides,
+        SHARE=SHARE, ROWS=NUMBERS // columns, **common, num_warps=8, device=device,
+    )  # fmt: skip
+    launch(
+        _fold_kernel, (sequences * heads,),
+        made.k_mean, made.v_scale, made.v_mean, parts, starts, longest, total, heads, kept,
+        SHARE=SHARE, FOLDED=NUMBERS // columns, **common, num_warps=4, device=device,
+    )  # fmt: skip
+    launch(
+        _codes_kernel, (sequences * heads * blocks * 2,),
+        made.k, made.k_scale, made.v, k, v, made.k_mean, made.v_scale, made.v_mean, starts,
+        longest, total, heads, blocks, room, *strides, LEVELS=2 ** (bits - 1) - 1,
+        BLOCK=BLOCK, **common, COMPILED=is_compiled(_codes_kernel), device=device,
+        **codes_launch(columns, device),
+    )  # fmt: skip
     return made
 
 
-def _codes_launch(columns: int) -> dict[str, int]:
-    """Threads for a block of so many columns: two programs a multiprocessor at least, where they fit."""
-    if columns <= 64:
-        return {"num_warps": 8}
-    return {"num_warps": 16, "maxnreg": 64} if columns == 128 else {"num_warps": 16}
+@functools.cache
+def codes_launch(columns: int, device: torch.device) -> dict[str, Any]:
+    """Options of a launch for a block of `columns` numbers: two programs a multiprocessor where they fit."""
+    return dict(launch_for("attention.codes", device, columns=columns))
 
 
 @triton.jit

@@ -67,7 +67,7 @@ class Launch:
 
 
 def _configuration(dtype: torch.dtype, tokens: int, described: bool, extras: bool) -> Launch:
-    """What was fastest on an H200 (benchmarks/results/log.md). All widths are powers of two."""
+    """What was fastest on an H200 (benchmarks/notes). All widths are powers of two."""
     if dtype == torch.float32:
         return Launch(64, 64, 32, 8, 2, 16, 1, flatten=False)
     if not described:

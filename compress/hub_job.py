@@ -45,16 +45,12 @@ from neuzip.formats.hub.stream import RemoteCheckpoint, download, find_remote, r
 from neuzip.formats.safetensors_file import Header, TensorFile
 
 from .device import CPU, Device
-from .distributed import ALONE
-from .pipeline import (
-    DEFAULT_RULES,
-    Compression,
-    CompressionReport,
-    compress,
-    refuse_unless_made,
-    require_plain,
-)
+from .entry_checks import refuse_unless_made, require_plain
+from .overwrite_guard import refuse_existing
+from .pipeline import DEFAULT_RULES, Compression, compress
 from .plan import ALIAS_MINIMUM, Plan, PlannedTensor, choose_schemes, refuse_destruction
+from .ranks import ALONE
+from .reports import CompressionReport
 from .scheme import Rule
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_rewritten, check_tensors, ignore
@@ -64,7 +60,6 @@ from .workspace import (
     partial_name,
     publish,
     recover,
-    refuse_existing,
     remove,
     sync_folder,
     workspace,

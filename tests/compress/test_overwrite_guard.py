@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from neuzip.compress import compress, decompress
-from neuzip.compress.replaceable import why_not
+from neuzip.compress.overwrite_guard import refusal_to_replace
 from neuzip.errors import NeuzipError, WouldOverwrite
 
 Speak = Callable[..., Any]
@@ -112,16 +112,16 @@ def test_what_is_taken_for_a_checkpoint(names: list[str], dst: Path) -> None:
     for name in names:
         (dst / name).parent.mkdir(parents=True, exist_ok=True)
         (dst / name).write_text("")
-    assert why_not(dst) is None
+    assert refusal_to_replace(dst) is None
 
 
 def test_a_manifest_that_cannot_be_read_vouches_for_nothing(model: Path, tmp_path: Path) -> None:
     compress(model, tmp_path / "small")
     manifest = tmp_path / "small" / "neuzip" / "manifest.json"
-    assert why_not(tmp_path / "small") is None
+    assert refusal_to_replace(tmp_path / "small") is None
     for text in ("", "[]", '{"files": 3}', json.dumps({"files": []})):
         manifest.write_text(text)
-        assert why_not(tmp_path / "small") == "holds 'notes.txt', which is no part of a checkpoint"
+        assert refusal_to_replace(tmp_path / "small") == "holds 'notes.txt', which is no part of a checkpoint"
 
 
 def test_a_link_loses_its_name_and_nothing_behind_it(model: Path, dst: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_link_loses_its_name_and_nothing_behind_it(model: Path, dst: Path, tmp
     assert not (tmp_path / "link").is_symlink() and contents(dst) == {"mine": b"mine"}
     (tmp_path / "link" / "linked.json").symlink_to(dst / "mine")
     (tmp_path / "link" / "folder").symlink_to(dst)
-    assert why_not(tmp_path / "link") == "holds 'folder', which is no part of a checkpoint"
+    assert refusal_to_replace(tmp_path / "link") == "holds 'folder', which is no part of a checkpoint"
     (tmp_path / "link" / "folder").unlink()
     compress(model, tmp_path / "link", overwrite=True)
     assert contents(dst) == {"mine": b"mine"}

@@ -19,8 +19,8 @@ import pytest
 from loopback_hub import TOKEN, Hub, Refusal, hub_environment
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress import stream as stream_module
-from neuzip.compress.stream import (
+from neuzip.compress import hub_job as stream_module
+from neuzip.compress.hub_job import (
     SOURCE_FOLDER,
     STATE_PATH,
     StreamReport,

@@ -45,7 +45,7 @@ class Difference:
         return sum(stream.nbytes for stream in self.streams.values())
 
 
-class Base:
+class DeltaBase:
     """The tensors of a base beside those of `source`. `name` is what people call it; see `name_of`."""
 
     def __init__(self, source: TensorSource, name: str) -> None:

@@ -10,17 +10,20 @@ from pathlib import Path
 
 from neuzip.errors import NeuzipError
 
-from .base import Base
+from .delta_base import DeltaBase
 from .device import CPU, Device
-from .pipeline import DEFAULT_RULES, CompressionReport, compress, refuse_other_file, refuse_unless_made
+from .entry_checks import refuse_other_file, refuse_unless_made
+from .overwrite_guard import refuse_existing, refuse_nesting, require_name
+from .pipeline import DEFAULT_RULES, compress
+from .reports import CompressionReport
 from .restore import decompress
 from .scheme import Rule
 from .source import TensorSource, weight_bytes
 from .verify import Stage, unseen
-from .workspace import recover, refuse_existing, refuse_nesting, remove, require_name, writing
+from .workspace import recover, remove, writing
 
 
-def compress_against(
+def compress_delta(
     new: str | os.PathLike[str],
     old: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -48,7 +51,7 @@ def compress_against(
         ):
             report = compress(
                 path, dst, rules, verify=verify, jobs=jobs, overwrite=overwrite, device=device,
-                on_bytes=advance, base=Base(source, name),
+                on_bytes=advance, base=DeltaBase(source, name),
             )  # fmt: skip
     return replace(report, src=Path(new))
 
