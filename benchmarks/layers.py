@@ -16,7 +16,7 @@ from pathlib import Path
 from environment import ROOT, describe, describe_gpu, save
 from sweep import stage
 
-from neuzip.cli.output import plain
+from neuzip.cli.document import plain
 from neuzip.eval.layers.analyse import analyse
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.report import layer_pictures

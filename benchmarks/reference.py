@@ -427,9 +427,9 @@ def plan_keys() -> str:
 
 def train_keys() -> str:
     """The keys of a training run with their defaults."""
-    from neuzip.train.configuration import Configuration
+    from neuzip.train.configuration import TrainingConfiguration
 
-    fields = {field.name: field for field in dataclasses.fields(Configuration)}
+    fields = {field.name: field for field in dataclasses.fields(TrainingConfiguration)}
     require_same("TRAIN_KEYS", TRAIN_KEYS, fields)
     return table(
         "key | default | meaning",

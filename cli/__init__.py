@@ -52,10 +52,11 @@ GO_ON = "finished work is kept; repeat the command to resume"
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` excludes the program's name."""
-    from neuzip.cli.output import begin, error, make_streams_forgiving, open_closed_streams
+    from neuzip.cli.command_run import begin
+    from neuzip.cli.output import error, make_streams_forgiving, open_closed_streams
 
     argv = sys.argv[1:] if argv is None else argv
-    begin(_verb(argv) or None, json=_asks_for_json(argv))
+    begin(_verb(argv) or None, json=_asks_for_json(argv), translate=_in_options)
     if not open_closed_streams():
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
@@ -110,6 +111,15 @@ def run(argv: Sequence[str] | None = None) -> int:
             exit_code=3,
         )
         return 3
+
+
+def _in_options(text: str) -> str:
+    """A text of the library in the words of the command line; the commands are imported if it needs them."""
+    if "`" not in text:
+        return text
+    from neuzip.cli.flags import in_options
+
+    return in_options(text)
 
 
 def _dispatch(argv: Sequence[str]) -> int:

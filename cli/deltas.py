@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import legend
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def run(
     device: Literal["auto", "cpu", "cuda"],
 ) -> None:
     """Make a delta, and report it."""
-    from neuzip.compress.against import compress_against
-    from neuzip.compress.base import name_of
+    from neuzip.compress.delta_base import name_of
+    from neuzip.compress.delta_job import compress_delta
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
 
@@ -54,7 +55,7 @@ def run(
     path = resolved(out, src)
     of_base = resolved(out, base)
     name = name_of(of_base, base)
-    report = compress_against(
+    report = compress_delta(
         path, of_base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
         device=choose(device, weight_bytes(path)), stage=out.progress,
     )  # fmt: skip
@@ -83,7 +84,7 @@ def is_delta(path: str | Path) -> bool:
 
 def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     """Show how the tensors of a delta are stored; what they are made of shows only with the base."""
-    from neuzip.compress.pipeline import describe
+    from neuzip.compress.reports import describe
     from neuzip.compress.source import TensorSource
     from neuzip.eval.measures.histograms import select, visible
     from neuzip.formats.checkpoint import base_name

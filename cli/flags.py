@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
+from neuzip.cli.main import program
 from neuzip.errors import shell
 
 ARGUMENTS = {"source": "SRC", "destination": "DST", "repo_id": "REPO_ID"}
@@ -30,7 +31,7 @@ def in_options(text: str) -> str:
     """
     if "`" not in text:
         return text
-    return PARAMETER.sub(lambda found: _option(found[0], found[1], found[2]), text)
+    return PARAMETER.sub(lambda match: _option(match[0], match[1], match[2]), text)
 
 
 def _option(whole: str, name: str, value: str | None) -> str:
@@ -58,8 +59,6 @@ def _word(value: str) -> str:
 @cache
 def options() -> Mapping[str, str]:
     """The long options of all commands, by the names that their parameters have in the library."""
-    from neuzip.cli.main import program
-
     names = (
         name
         for command in program().commands.values()

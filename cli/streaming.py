@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
-from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
-    from neuzip.compress.stream import StreamPlan
+    from neuzip.compress.hub_job import StreamPlan
     from neuzip.formats.hub.draft import Draft
     from neuzip.formats.hub.push import Pushed
 
@@ -77,7 +78,7 @@ def run(
 ) -> None:
     """Do it, and report. Ctrl-C ends it at once: a run that was killed goes on. Raises NeuzipError."""
     from neuzip.cli.interrupt import leaving_at_once
-    from neuzip.compress.stream import plan_stream
+    from neuzip.compress.hub_job import plan_stream
     from neuzip.formats.hub.draft import Draft, parse_target
 
     draft = None if asked.push_to is None else Draft(parse_target(asked.push_to), out.status)
@@ -109,7 +110,7 @@ def _stream(
     more: dict[str, Any],
 ) -> None:
     from neuzip.compress.device import choose
-    from neuzip.compress.stream import compress_stream
+    from neuzip.compress.hub_job import compress_stream
 
     chosen = choose(device, plan.weight_bytes)
     with out.progress("compress", plan.weight_bytes) as advance:
@@ -133,8 +134,8 @@ def _push_as_ready(
     more: dict[str, Any],
 ) -> None:
     from neuzip.compress.device import choose
+    from neuzip.compress.hub_job import compress_and_push
     from neuzip.compress.source import weight_bytes
-    from neuzip.compress.stream import compress_and_push
     from neuzip.formats.hub.connection import require_token
 
     require_token()

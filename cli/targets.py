@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import scheme_text
+from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.plans.target_request import Asked, Sensitivity
-    from neuzip.eval.plans.target_values import Goal, Target
-    from neuzip.eval.plans.targets import Delivered, DropLayers, Found, Trial
+    from neuzip.eval.plans.target_request import PreparedSearch, Sensitivity
+    from neuzip.eval.plans.target_values import CompressionTarget, RequestedTarget
+    from neuzip.eval.plans.targets import DropLayers, SearchResult, TargetResult, Trial
 
 METHODS = {
     "measured": "one run per tensor and precision",
@@ -27,7 +28,7 @@ METHODS = {
 
 
 def layers_to_drop(
-    text: str, goal: Goal | None, *, excluded: str | None, sensitivity: Sensitivity
+    text: str, goal: RequestedTarget | None, *, excluded: str | None, sensitivity: Sensitivity
 ) -> DropLayers:
     """What --drop-layers asks for: a number, 0 for none, or auto. `excluded` names an option beside it.
 
@@ -79,7 +80,7 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         raise NeuzipError(full.message, full.hint) from full
 
 
-def tell(out: Output, asked: Asked) -> None:
+def tell(out: Output, asked: PreparedSearch) -> None:
     """Say how the target is going to be reached."""
     request, within = asked.request, asked.lossless
     if within is None:
@@ -92,11 +93,11 @@ def tell(out: Output, asked: Asked) -> None:
     )
 
 
-def find(out: Output, asked: Asked) -> Found:
+def find(out: Output, asked: PreparedSearch) -> SearchResult:
     """The plan as far as it can be known without trying it, for --dry-run."""
     from neuzip.eval.plans.targets import find_plan
 
-    found = find_plan(asked.request, asked.yardstick, out.stage, trials=False)
+    found = find_plan(asked.request, asked.baseline, out.stage, trials=False)
     if asked.request.method != "weights":
         out.status(f"predicted mean KL divergence of the plan: {found.predicted_kld:.3g} nats per token")
     if any(scheme != "lossless" for scheme, _ in found.schemes):
@@ -104,19 +105,19 @@ def find(out: Output, asked: Asked) -> Found:
     return found
 
 
-def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Delivered:
+def deliver(out: Output, asked: PreparedSearch, *, verify: bool, overwrite: bool) -> TargetResult:
     """Find the plan, compress, measure; say what was asked for next to what was delivered."""
     from neuzip.eval.plans.targets import compress_to_target, is_search_of, key_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
-    request, text, yardstick = asked.request, asked.text, asked.yardstick
+    request, text, baseline = asked.request, asked.text, asked.baseline
 
     def plan_is_kept() -> bool:
-        return not overwrite and is_search_of(request.dst, key_of(request, text, yardstick))
+        return not overwrite and is_search_of(request.dst, key_of(request, text, baseline))
 
     with nothing_kept(unless=plan_is_kept):
         delivered = compress_to_target(
-            request, text, yardstick, out.stage, command=command, verify=verify, overwrite=overwrite
+            request, text, baseline, out.stage, command=command, verify=verify, overwrite=overwrite
         )
     for warning in delivered.report.warnings:
         out.warning(warning)
@@ -124,7 +125,7 @@ def deliver(out: Output, asked: Asked, *, verify: bool, overwrite: bool) -> Deli
     return delivered
 
 
-def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
+def _show(out: Output, asked: PreparedSearch, delivered: TargetResult) -> None:
     from neuzip.eval.measures.estimates import errors_text
 
     target, report, found = asked.request.target, delivered.report, delivered.found
@@ -146,7 +147,7 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
         c = delivered.run.comparison
         name = asked.text.name if asked.text else ""
         errors = errors_text(c.blocks, c.kld.mean.standard_error)
-        rule = asked.yardstick.reading.convention.rule if asked.yardstick else ""
+        rule = asked.baseline.reading.convention.rule if asked.baseline else ""
         out.text(f"measured on {c.tokens:,} tokens of {name}, in {rule}; another text may give more; "
                  f"{errors}")  # fmt: skip
         if target.kind == "max-ppl-increase":
@@ -175,7 +176,7 @@ def _show(out: Output, asked: Asked, delivered: Delivered) -> None:
     out.text()
 
 
-def _show_layers(out: Output, asked: Asked, delivered: Delivered) -> None:
+def _show_layers(out: Output, asked: PreparedSearch, delivered: TargetResult) -> None:
     """Which layers were dropped, beside what was predicted with one less and one more; or why none were."""
     found, target = delivered.found, asked.request.target
     dropped = _numbers(delivered.dropped)
@@ -232,12 +233,12 @@ def _tried(trial: Trial | None, by_size: bool) -> str:
     return "not finite" if trial.comparison is None else f"{trial.comparison.kld.mean.value:.3g}"
 
 
-def _limit_text(target: Target, limit: float) -> str:
+def _limit_text(target: CompressionTarget, limit: float) -> str:
     """A limit in the unit of the option."""
     return f"{limit:.2g}" if target.kind == "max-kld" else f"{100 * math.expm1(limit):.2g}%"
 
 
-def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
+def _warn_of_errors(out: Output, target: CompressionTarget, delivered: TargetResult) -> None:
     """Say if it is the length of the text that decided: for what was delivered, or for a plan refused."""
     from neuzip.eval.plans.targets import MAX_TOKENS
 
@@ -257,9 +258,9 @@ def _warn_of_errors(out: Output, target: Target, delivered: Delivered) -> None:
     )
 
 
-def _special_tokens(asked: Asked) -> str:
+def _special_tokens(asked: PreparedSearch) -> str:
     """What stands in front of each window of the calibration text, "none" too where there is no text."""
-    return "none" if asked.yardstick is None else asked.yardstick.reading.convention.special_tokens
+    return "none" if asked.baseline is None else asked.baseline.reading.convention.special_tokens
 
 
 def _in_order(schemes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -276,7 +277,9 @@ def _percent_pm(ratio: Estimate) -> str:
     return f"{100 * (ratio.value - 1):+.3f} %" + ("" if error is None else f" ± {100 * error:.3f} %")
 
 
-def result_of(asked: Asked, found: Found | None, delivered: Delivered | None = None) -> dict[str, object]:
+def result_of(
+    asked: PreparedSearch, found: SearchResult | None, delivered: TargetResult | None = None
+) -> dict[str, object]:
     """What `--json` says of a target; `delivered` is None for a dry run."""
     request = asked.request
     run = None if delivered is None else delivered.run

@@ -6,27 +6,27 @@ import os
 import sys
 from contextvars import ContextVar
 
-_asked: ContextVar[bool] = ContextVar("asked", default=False)
+_wanted: ContextVar[bool] = ContextVar("wanted", default=False)
 
 
 def forget() -> None:
     """Begin a command that has not been asked for them."""
-    _asked.set(False)
+    _wanted.set(False)
 
 
-def ask(given: bool) -> None:
+def ask(verbose: bool) -> None:
     """Take in whether `-v` is given, before or after the verb."""
-    if given:
-        _asked.set(True)
+    if verbose:
+        _wanted.set(True)
 
 
 def show() -> bool:
     """Print the traceback of the exception that is handled, if it is wanted; whether it was."""
-    if not _asked.get() and os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
+    if not _wanted.get() and os.environ.get("NEUZIP_DEBUG", "") in ("", "0"):
         return False
     import traceback
 
-    from neuzip.cli.output import printable
+    from neuzip.cli.text import printable
     from neuzip.formats.hub.secrets import scrubbed
 
     print(printable(scrubbed(traceback.format_exc())), end="", file=sys.stderr)

@@ -21,12 +21,13 @@ from neuzip.arguments import (
     require_texts,
 )
 from neuzip.compress import compress, decompress, verify
-from neuzip.compress.against import compress_against
-from neuzip.compress.base import name_of
+from neuzip.compress.delta_base import name_of
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import AnyDevice, choose, named
-from neuzip.compress.pipeline import CompressionReport, refuse_before_download
+from neuzip.compress.entry_checks import refuse_before_download
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
+from neuzip.compress.reports import CompressionReport
 from neuzip.compress.request import (
     given,
     refuse_beside_base,
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.difference import CheckpointDifference
     from neuzip.eval.measures.histograms import Inspection
     from neuzip.eval.plans.target_request import Sensitivity
-    from neuzip.eval.plans.target_values import Goal
-    from neuzip.eval.plans.targets import Delivered, DropLayers
+    from neuzip.eval.plans.target_values import RequestedTarget
+    from neuzip.eval.plans.targets import DropLayers, TargetResult
 
 
 MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
@@ -69,7 +70,7 @@ class CompressionResult(CompressionReport):
     is False if the result misses the target. Otherwise `target` is None.
     """
 
-    target: Delivered | None = None
+    target: TargetResult | None = None
 
 
 def compress_checkpoint(
@@ -187,7 +188,7 @@ def compress_checkpoint(
     coder = choose(device, weight_bytes(path))
     if base is not None:
         old = local("base", base)
-        report = compress_against(
+        report = compress_delta(
             path, old, dst, name_of(old, os.fspath(base)), rules,
             verify=verify, jobs=jobs, overwrite=overwrite, device=coder,
         )  # fmt: skip
@@ -382,20 +383,22 @@ def pull(
     return pull_listing(listing, folder, stage=unseen, note=log, overwrite=overwrite)
 
 
-def _goal(max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None) -> Goal | None:
+def _goal(
+    max_kld: float | None, max_ppl_increase: str | None, target_size: int | str | None
+) -> RequestedTarget | None:
     from neuzip.eval.plans.target_values import one_goal
 
     return one_goal(max_kld, max_ppl_increase, target_size)
 
 
-def _require_droppable(layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
+def _require_droppable(layers: DropLayers, goal: RequestedTarget | None, sensitivity: Sensitivity) -> None:
     from neuzip.eval.plans.target_request import require_droppable
 
     require_droppable(layers, goal, sensitivity)
 
 
 def _reach(
-    goal: Goal,
+    goal: RequestedTarget,
     path: Path,
     dst: Path,
     rules: Sequence[Rule],
@@ -407,18 +410,18 @@ def _reach(
     jobs: int | None,
     verify: bool,
     overwrite: bool,
-) -> Delivered:
+) -> TargetResult:
     """Compress to a target."""
-    from neuzip.eval.plans.target_request import ask, text_for
+    from neuzip.eval.plans.target_request import prepare_search, text_for
     from neuzip.eval.plans.targets import compress_to_target
 
-    asked = ask(
+    asked = prepare_search(
         goal, path, dst, rules, block_size=block_size,
         text=text_for(goal, sensitivity, text, needed=drop_layers != 0), sensitivity=sensitivity,
         device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers,
     )  # fmt: skip
     return compress_to_target(
-        asked.request, asked.text, asked.yardstick, unseen,
+        asked.request, asked.text, asked.baseline, unseen,
         command="made by neuzip.compress_checkpoint", verify=verify, overwrite=overwrite,
     )  # fmt: skip
 

@@ -17,17 +17,18 @@ from neuzip.cli import deltas, options, streaming, targets
 from neuzip.cli.commands.patch_attention import result_of as attention_result
 from neuzip.cli.commands.patch_attention import show
 from neuzip.cli.compression_result import PLAN_SPARE, alike, planned, result_of
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.schemes import legend, scheme_text
 from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.distribution import require
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport, Rule
-    from neuzip.eval.attention import Calibration
+    from neuzip.eval.attention import AttentionCalibration
 
 EXAMPLES = [
     "neuzip compress my-model my-model.nz",
@@ -281,7 +282,7 @@ def command(
     from neuzip.compress import compress, request, scheme
     from neuzip.compress.device import choose
     from neuzip.compress.source import weight_bytes
-    from neuzip.eval.plans.target_request import ask, text_for
+    from neuzip.eval.plans.target_request import prepare_search, text_for
 
     with joined_ranks() as ranks:
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
@@ -358,7 +359,7 @@ def command(
             more = {"attention": attention_result(calibrated)}
         if goal is not None:
             with targets.nothing_kept():
-                asked = ask(
+                asked = prepare_search(
                     goal, path, dst, rules, block_size=scheme.block_size_of(block_size), text=measured_on,
                     sensitivity=sensitivity, device=device, jobs=jobs, overwrite=overwrite,
                     dry_run=dry_run, drop_layers=fewer,
@@ -408,11 +409,11 @@ def _calibrate(
     dry_run: bool,
     *,
     for_target: bool,
-) -> Calibration:
+) -> AttentionCalibration:
     """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
+    from neuzip.compress.overwrite_guard import refuse_existing
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing
     from neuzip.eval import attention
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans.targets import refuse_strangers
@@ -444,13 +445,13 @@ def _hint_of_tied(out: Output, path: Path, rules: Sequence[Rule], mantissa_bits:
     )
 
 
-def _record(out: Output, dst: Path, calibrated: Calibration | None) -> None:
+def _record(out: Output, dst: Path, calibrated: AttentionCalibration | None) -> None:
     """Write the choice of bits to the config.json of what was compressed."""
     if calibrated is None:
         return
-    from neuzip.runtime.hf.attention import record
+    from neuzip.runtime.hf.attention_config import record_layers
 
-    record(dst, calibrated.bits)
+    record_layers(dst, calibrated.bits)
     out.status(f"{dst}: config.json records the attention precision of the layers")
 
 
@@ -539,7 +540,7 @@ def _show_plan(
     allow_destructive: bool = False,
 ) -> None:
     from neuzip.compress import make_plan
-    from neuzip.compress.pipeline import require_plain
+    from neuzip.compress.entry_checks import require_plain
     from neuzip.compress.plan import rounds_nothing
     from neuzip.compress.source import TensorSource
     from neuzip.compress.workers import Workers

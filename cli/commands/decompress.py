@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, count_text, seconds_text
 
 EXAMPLES = [
     "neuzip decompress my-model.nz my-model",

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text
+from neuzip.cli.output import Output
+from neuzip.cli.text import bytes_text
 from neuzip.distribution import NAME
 
 if TYPE_CHECKING:

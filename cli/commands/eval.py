@@ -13,9 +13,10 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError, shell
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.conventions import Convention
     from neuzip.eval.measures.divergence import Comparison
     from neuzip.eval.measures.estimates import Estimate
-    from neuzip.eval.measures.perplexity import Difference, Evaluation, Measured, Task
-    from neuzip.eval.report.evaluation import Report
-    from neuzip.runtime.bitlinear import Sparsity
+    from neuzip.eval.measures.perplexity import ConventionScores, Evaluation, EvaluationTask, ModelDifference
+    from neuzip.eval.report.evaluation import EvaluationReport
+    from neuzip.runtime.hf.sparsity import Sparsity
 
 COUNTED_TOKENS = 8192
 """Tokens that the inputs of layers are counted for."""
@@ -246,7 +247,7 @@ def command(
                 show_tasks(out, scores)
             if evaluation is not None and ranks.is_first and (page is not None or json):
                 with out.progress("report", None) as advance:
-                    told = reports.make(
+                    told = reports.build_report(
                         evaluation, paths[-1], paths[0] if original is not None else None, title=name_of(src),
                         base_title=None if original is None else name_of(original),
                         command=shell("neuzip", *sys.argv[1:]), text=document, sweep=swept,
@@ -266,12 +267,12 @@ LONG = 20_000
 """Tokens, of all conventions and models, that take a CPU so long that a shorter way is worth a word."""
 
 
-def place_is_slow(task: Task) -> bool:
+def place_is_slow(task: EvaluationTask) -> bool:
     """Whether all conventions take long, on a CPU."""
     return str(task.device) == "cpu" and len(task.measured) > 1 and task.tokens >= LONG
 
 
-def work_text(task: Task) -> str:
+def work_text(task: EvaluationTask) -> str:
     """What the tokens of the bar are of."""
     models, conventions = len(task.paths), len(task.measured)
     return (
@@ -281,10 +282,10 @@ def work_text(task: Task) -> str:
     )
 
 
-def count_zeros(out: Output, task: Task) -> Sparsity:
+def count_zeros(out: Output, task: EvaluationTask) -> Sparsity:
     """How sparse the inputs of layers are, of the last checkpoint on the first tokens of the text."""
     from neuzip.eval.measures.perplexity import load
-    from neuzip.runtime.bitlinear import sparsity
+    from neuzip.runtime.hf.sparsity import sparsity
 
     reading = task.compared
     model = load(task, len(task.paths) - 1)
@@ -313,7 +314,7 @@ def give_result(
     scores: TaskEvaluation | None,
     page: Path | None,
     zeros: Sparsity | None = None,
-    told: Report | None = None,
+    told: EvaluationReport | None = None,
 ) -> None:
     """What a machine reads: of the text and of the tasks, as far as they came; nothing if neither did."""
     if evaluation is None and scores is None:
@@ -486,13 +487,13 @@ def _names(e: Evaluation) -> list[str]:
     return ["before", "after"] if len(e.models) == 2 else ["model"]
 
 
-def _first_figure(measured: Measured) -> Estimate:
+def _first_figure(measured: ConventionScores) -> Estimate:
     """A perplexity of a convention, for its standard error."""
     score = measured.scores[-1]
     return score.word_perplexity or score.token_perplexity
 
 
-def _figures(measured: Measured) -> list[Estimate]:
+def _figures(measured: ConventionScores) -> list[Estimate]:
     """The perplexities that a convention is told in."""
     told = [s.word_perplexity if measured.convention.name == "lm-eval" else None for s in measured.scores]
     return [word or s.token_perplexity for word, s in zip(told, measured.scores, strict=True)]
@@ -529,7 +530,7 @@ def _show_perplexities(out: Output, e: Evaluation) -> None:
             )
 
 
-def _perplexity_rows(measured: Measured) -> list[list[str]]:
+def _perplexity_rows(measured: ConventionScores) -> list[list[str]]:
     """The figures that a convention is told in, the change with the first of them."""
     scores = measured.scores
     figures = {"perplexity per token": [s.token_perplexity for s in scores]}
@@ -657,6 +658,6 @@ def share_text(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.3f} %" + ("" if error is None else f" ± {100 * error:.3f} %")
 
 
-def difference_text(difference: Difference) -> str:
+def difference_text(difference: ModelDifference) -> str:
     """How far two models are apart under a convention, in nats a token."""
     return "0, to the last bit" if difference.identical else signed_text(difference.nll)

@@ -9,8 +9,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.flags import in_options
-from neuzip.cli.output import Output, bytes_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:

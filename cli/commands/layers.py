@@ -10,13 +10,14 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, count_text, percent_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.layers.analyse import Analysis, Layer, Removal
+    from neuzip.eval.layers.analyse import LayerAnalysis, LayerRemoval, LayerReport
     from neuzip.eval.layers.removal import Pruned
     from neuzip.eval.measures.estimates import Estimate
 
@@ -100,7 +101,7 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free
+    from neuzip.compress.overwrite_guard import require_free
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.report import histogram_pictures as pictures
 
@@ -143,7 +144,7 @@ def command(
     )
 
 
-def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
+def quiet_lines(found: LayerAnalysis, output: Path | None) -> list[object]:
     """The folder that was written; or the layers to drop; or the divergence without each layer."""
     if output is not None:
         return [output]
@@ -152,7 +153,7 @@ def quiet_lines(found: Analysis, output: Path | None) -> list[object]:
     return [layer.kld for layer in found.layers]
 
 
-def show(out: Output, found: Analysis) -> None:
+def show(out: Output, found: LayerAnalysis) -> None:
     """A row for each layer, what the columns mean, and how well metrics predict what is measured."""
     from neuzip.eval.measures.convention_names import special_text
     from neuzip.eval.measures.estimates import errors_text, exponential
@@ -186,7 +187,7 @@ def show(out: Output, found: Analysis) -> None:
     out.wider(left_out)
 
 
-def show_removal(out: Output, found: Analysis, removal: Removal, recipe: str) -> None:
+def show_removal(out: Output, found: LayerAnalysis, removal: LayerRemoval, recipe: str) -> None:
     """Which layers to drop, and what the model then is."""
     from neuzip.eval.measures.estimates import exponential
 
@@ -218,7 +219,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
     out.text(f"{pruned.dst}: {count_text(len(pruned.kept), 'layer')}; {sizes}")
 
 
-def _row(layer: Layer) -> list[str]:
+def _row(layer: LayerReport) -> list[str]:
     measured = ["not finite", "-", "-"]
     if layer.without is not None:
         from neuzip.eval.measures.estimates import Estimate, exponential

@@ -10,12 +10,13 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
-    from neuzip.eval.attention import Calibration, Form, Layer
+    from neuzip.eval.attention import AttentionCalibration, AttentionLayer, QuantizedAttention
 
 PACKAGES = ("torch", "transformers")
 
@@ -83,7 +84,8 @@ def command(
     require_device(device)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import require_free, write_file, writing
+    from neuzip.compress.overwrite_guard import require_free
+    from neuzip.compress.workspace import write_file, writing
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans import target_values
     from neuzip.eval.report import histogram_pictures as pictures
@@ -128,12 +130,12 @@ def command(
     )
 
 
-def result_of(found: Calibration) -> dict[str, object]:
+def result_of(found: AttentionCalibration) -> dict[str, object]:
     """What a machine reads of a calibration: its fields, and the bits of each layer."""
     return {**vars(found), "bits": found.bits}
 
 
-def show(out: Output, found: Calibration) -> None:
+def show(out: Output, found: AttentionCalibration) -> None:
     """A row for each layer and bits that it was offered, then what all of them do together."""
     from neuzip.eval.measures.convention_names import special_text
     from neuzip.eval.measures.estimates import errors_text
@@ -178,7 +180,7 @@ def percent(ratio: Any) -> str:
     return f"{100 * (ratio.value - 1):+.3f} %" + ("" if error is None else f" ± {100 * error:.3f} %")
 
 
-def _rows(layer: Layer, found: Calibration) -> list[list[str]]:
+def _rows(layer: AttentionLayer, found: AttentionCalibration) -> list[list[str]]:
     """Those of the forms that were measured in the model; a layer that has none is told below the table."""
     forms = [form for form in layer.forms if form.bits in found.offered]
     return [
@@ -194,7 +196,7 @@ def _rows(layer: Layer, found: Calibration) -> list[list[str]]:
     ]
 
 
-def _closeness(form: Form) -> list[str]:
+def _closeness(form: QuantizedAttention) -> list[str]:
     mean = form.closeness.mean
     return [
         f"{mean.cosine:.5f}", f"{mean.relative_l1:.4f}", f"{mean.rmse:.2e}",
@@ -202,7 +204,7 @@ def _closeness(form: Form) -> list[str]:
     ]  # fmt: skip
 
 
-def _kld(form: Form) -> str:
+def _kld(form: QuantizedAttention) -> str:
     assert form.kld is not None
     error = form.kld.standard_error
     return f"{form.kld.value:.2e}" + ("" if error is None else f" ± {error:.0e}")

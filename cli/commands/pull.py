@@ -9,7 +9,8 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.commands.verify import without_base_text
-from neuzip.cli.output import Output, bytes_text, count_text, seconds_text
+from neuzip.cli.output import Output
+from neuzip.cli.text import bytes_text, count_text, seconds_text
 
 EXAMPLES = [
     "neuzip pull me/my-model-nz",

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.output import Output
+from neuzip.cli.text import bytes_text, count_text
 
 EXAMPLES = [
     "neuzip push my-model.nz me/my-model-nz --dry-run",

@@ -11,8 +11,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, count_text, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import count_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
@@ -161,7 +162,7 @@ def command(
     seconds = None if budget is None else seconds_of(budget)
     let_threads_sleep()
     out.loading()
-    from neuzip.compress.workspace import refuse_existing, refuse_nesting, require_free
+    from neuzip.compress.overwrite_guard import refuse_existing, refuse_nesting, require_free
     from neuzip.eval.measures.texts import read_text
 
     for file in text:
@@ -176,31 +177,34 @@ def command(
     refuse_nesting(of_original, output)
     import torch
 
-    from neuzip.eval.measures.comparison import Yardstick
+    from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.head import HeadedModel
-    from neuzip.runtime.decode.generate import choose_device, positions
-    from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer
+    from neuzip.runtime.devices import choose_device
+    from neuzip.runtime.hf.config import load_config
+    from neuzip.runtime.hf.decoder import positions
+    from neuzip.runtime.hf.load import load_model
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
     from neuzip.train.recovery import course as recovery
-    from neuzip.train.recovery.distill import Weights
+    from neuzip.train.recovery.distill import LossWeights
     from neuzip.train.recovery.latent import runnable
-    from neuzip.train.text import Windows
+    from neuzip.train.text import TrainingWindows
 
     recovery.require_room(path, output, overwrite, keep_state, from_state)
     most = positions(load_config(of_original))
     if window is not None and most is not None and window > most:
         raise UsageError(f"--window {window}: {of_original} has {most} positions", f"give at most {most}")
     length = window or min(WINDOW, most or WINDOW)
-    settings = recovery.Settings(
+    settings = recovery.RecoverySettings(
         activations=activations, group=ternary_group, scales=scales, sub_norms=sub_norms, lr=lr,
-        strength=strength, loss=Weights(kld, cross_entropy, hidden, temperature), noise=noise, length=length,
-        batch=batch, seed=seed,
+        strength=strength, loss=LossWeights(kld, cross_entropy, hidden, temperature), noise=noise,
+        length=length, batch=batch, seed=seed,
     )  # fmt: skip
     where = choose_device(device)
     tokenizer = load_tokenizer(of_original)
-    windows = Windows.of(tokenizer, text, length=length, batch=batch, seed=seed)
+    windows = TrainingWindows.of(tokenizer, text, length=length, batch=batch, seed=seed)
     judge = None
     if judged is not None:
-        judge = Yardstick(of_original, judged, max_tokens=max_tokens, device=device)
+        judge = BaselineComparison(of_original, judged, max_tokens=max_tokens, device=device)
         teacher = judge.model
     else:
         teacher = load_model(

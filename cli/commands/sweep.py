@@ -10,12 +10,13 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, percent_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import bytes_text, percent_text
 from neuzip.cli.threads import let_threads_sleep
 
 if TYPE_CHECKING:
-    from neuzip.eval.sweep import Row, Sweep
+    from neuzip.eval.sweep import Sweep, SweepRow
 
 PACKAGES = ("torch", "transformers")
 
@@ -99,9 +100,9 @@ def command(
         with work_folder(output):
             pass  # a folder that cannot be used is told before anything is read
     path = resolved_model(out, src)
-    from neuzip.eval.sweep import Setting, sweep
+    from neuzip.eval.sweep import SweepSetting, sweep
 
-    setting = Setting(
+    setting = SweepSetting(
         path, document, window, max_tokens, device, dtype, residency,
         choose(device, weight_bytes(path)), jobs,
     )  # fmt: skip
@@ -163,7 +164,7 @@ def _show(out: Output, found: Sweep) -> None:
     out.wider(left_out)
 
 
-def _original(row: Row) -> dict[str, str]:
+def _original(row: SweepRow) -> dict[str, str]:
     blank = dict.fromkeys(COLUMNS, "")
     return blank | {
         "scheme": "original",
@@ -174,7 +175,7 @@ def _original(row: Row) -> dict[str, str]:
     }
 
 
-def _cells(row: Row, on_front: bool) -> dict[str, str]:
+def _cells(row: SweepRow, on_front: bool) -> dict[str, str]:
     c = row.comparison
     difference, error = c.nll_difference.value, c.nll_difference.standard_error
     change = f"{difference:+.4f}" + ("" if error is None else f" ± {error:.4f}")

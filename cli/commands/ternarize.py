@@ -8,8 +8,9 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, seconds_text
+from neuzip.cli.output import Output
 from neuzip.cli.residency import require_device
+from neuzip.cli.text import seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError, shell
 
@@ -80,8 +81,8 @@ def command(
     out.loading()
     import time
 
+    from neuzip.compress.overwrite_guard import refuse_existing, require_free
     from neuzip.compress.source import TensorSource
-    from neuzip.compress.workspace import refuse_existing, require_free
     from neuzip.eval.measures.texts import read_text
 
     if not overwrite:
@@ -93,12 +94,13 @@ def command(
     from torch import nn
 
     from neuzip.eval.measures.comparison import read_tokens
-    from neuzip.runtime.decode.generate import choose_device
+    from neuzip.runtime.devices import choose_device
+    from neuzip.runtime.hf.config import load_config
     from neuzip.runtime.hf.decoder import decoder_layers
-    from neuzip.runtime.hf.load import load_config, load_model
+    from neuzip.runtime.hf.load import load_model
     from neuzip.train.recovery import ternary
 
-    recipe = ternary.Recipe(ternary_quantizer, _group(ternary_group))
+    recipe = ternary.TernaryRecipe(ternary_quantizer, _group(ternary_group))
     with TensorSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "decompress it first with neuzip decompress")

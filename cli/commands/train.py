@@ -12,10 +12,11 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.models import resolved_model
-from neuzip.cli.output import Output, bytes_text, error, seconds_text
+from neuzip.cli.output import Output, error
 from neuzip.cli.ranks import joined_ranks
 from neuzip.cli.residency import require_device
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from neuzip.compress.distributed import Ranks
-    from neuzip.train.configuration import Configuration
+    from neuzip.compress.ranks import Ranks
+    from neuzip.train.configuration import TrainingConfiguration
     from neuzip.train.distributed import Team
     from neuzip.train.loop import Figures
-    from neuzip.train.text import Windows
+    from neuzip.train.text import TrainingWindows
     from neuzip.train.trainer import Trainer
 
 PACKAGES = ("torch", "transformers", "matplotlib")
@@ -84,7 +85,7 @@ def command(
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.text)))
         from neuzip.eval.measures.distributed import take_a_gpu
-        from neuzip.runtime.decode.generate import choose_device
+        from neuzip.runtime.devices import choose_device
         from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
@@ -121,7 +122,7 @@ def _going_on() -> Iterator[None]:
         ) from full
 
 
-def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
+def _say_where(out: Output, asked: TrainingConfiguration, trainer: Trainer) -> None:
     """Say what is left of a run that goes on."""
     if not trainer.steps:
         out.status("the run stopped before its first checkpoint, so it starts with step 1")
@@ -134,7 +135,8 @@ def _say_where(out: Output, asked: Configuration, trainer: Trainer) -> None:
 
 
 def _train(
-    out: Output, asked: Configuration, trainer: Trainer, windows: Windows, own: Team, like: Path, *, log: bool
+    out: Output, asked: TrainingConfiguration, trainer: Trainer, windows: TrainingWindows,
+    own: Team, like: Path, *, log: bool,
 ) -> list[Figures]:  # fmt: skip
     """Take the steps that are left, with a checkpoint at the end. Ctrl-C is told here, and exits with 130."""
     from neuzip.eval.measures.convention_names import special_text
@@ -194,9 +196,9 @@ def _train(
     return figures
 
 
-def _refuse(asked: Configuration, resume: bool, overwrite: bool) -> None:
+def _refuse(asked: TrainingConfiguration, resume: bool, overwrite: bool) -> None:
     """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.workspace import refuse_nesting, require_name
+    from neuzip.compress.overwrite_guard import refuse_nesting, require_name
 
     require_name(asked.output)
     for source in (asked.model, asked.tokenizer, asked.scratch, *asked.text):
@@ -262,7 +264,7 @@ def _refuse_strangers(folder: Path) -> None:
         )
 
 
-def _begun(asked: Configuration) -> dict[str, Any]:
+def _begun(asked: TrainingConfiguration) -> dict[str, Any]:
     """What the run in a folder was begun with."""
     from neuzip.formats.safetensors_file import parse_json
 
@@ -273,7 +275,7 @@ def _begun(asked: Configuration) -> dict[str, Any]:
     return found
 
 
-def _make_room(asked: Configuration, windows: Windows) -> None:
+def _make_room(asked: TrainingConfiguration, windows: TrainingWindows) -> None:
     """Remove what is overwritten, and say which run it is."""
     import json as json_module
     import shutil
@@ -286,7 +288,7 @@ def _make_room(asked: Configuration, windows: Windows) -> None:
         write_file(asked.output / RUN, json_module.dumps(asked.to_json(windows), indent=2).encode())
 
 
-def _source(out: Output, asked: Configuration) -> Path:
+def _source(out: Output, asked: TrainingConfiguration) -> Path:
     """The folder of the model, or of the tokenizer of one that begins anew."""
     source = asked.model if asked.model is not None else asked.tokenizer
     assert source is not None
@@ -294,22 +296,22 @@ def _source(out: Output, asked: Configuration) -> Path:
 
 
 def _begin(
-    asked: Configuration, path: Path, documents: list[str], ranks: Ranks, device: torch.device
-) -> tuple[Trainer, Windows]:
+    asked: TrainingConfiguration, path: Path, documents: list[str], ranks: Ranks, device: torch.device
+) -> tuple[Trainer, TrainingWindows]:
     """The model in training, and its text."""
     import torch
 
-    from neuzip.runtime.decode.generate import positions
     from neuzip.runtime.hf.bos import bos_in_front
-    from neuzip.runtime.hf.load import load_tokenizer
-    from neuzip.train.text import Windows, tokenise
+    from neuzip.runtime.hf.decoder import positions
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
+    from neuzip.train.text import TrainingWindows, tokenise
     from neuzip.train.trainer import train_compressed
 
     tokenizer = load_tokenizer(path)
     ids = tokenise(tokenizer, documents)
     model = _model(asked, path, tokenizer)
     length = asked.window_for(positions(model.config))
-    windows = Windows.of(
+    windows = TrainingWindows.of(
         ids, length=length, batch=asked.batch_size, seed=asked.seed, front=bos_in_front(tokenizer)
     )
     torch.manual_seed((asked.seed + (ranks.rank << 32)) % (1 << 63))  # dropout
@@ -323,7 +325,7 @@ def _begin(
     return trainer, windows
 
 
-def _model(asked: Configuration, path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def _model(asked: TrainingConfiguration, path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The checkpoint of a folder, or random weights."""
     import torch
 
@@ -348,7 +350,9 @@ def _documents(sources: list[str]) -> list[str]:
     return found
 
 
-def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path, ranks: Ranks) -> None:
+def _write_model(
+    out: Output, asked: TrainingConfiguration, trainer: Trainer, like: Path, ranks: Ranks
+) -> None:
     """The trained model without the state of training, as a checkpoint or a container."""
     import shutil
 
@@ -367,9 +371,9 @@ def _write_model(out: Output, asked: Configuration, trainer: Trainer, like: Path
 
 def _report(
     out: Output,
-    asked: Configuration,
+    asked: TrainingConfiguration,
     trainer: Trainer,
-    windows: Windows,
+    windows: TrainingWindows,
     figures: list[Figures],
     seconds: float,
     world: int,

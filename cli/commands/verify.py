@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.output import Output, bytes_text, count_text
+from neuzip.cli.output import Output
 from neuzip.cli.schemes import legend
 from neuzip.cli.source import resolved
+from neuzip.cli.text import bytes_text, count_text
 
 if TYPE_CHECKING:
     from neuzip.compress.verify import TensorVerdict

@@ -26,10 +26,13 @@ import pytest
 import typer
 from safetensors import SafetensorError
 
-from neuzip.cli import commands, flags, output
+from neuzip.cli import commands, flags, progress
+from neuzip.cli.document import plain
 from neuzip.cli.main import program
 from neuzip.cli.options import JsonOption, QuietOption, SourceArgument
-from neuzip.cli.output import Output, plain, printable, render_table
+from neuzip.cli.output import Output
+from neuzip.cli.table import render_table
+from neuzip.cli.text import printable
 from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError
 
 HEAVY = ("torch", "numpy", "numba", "transformers", "matplotlib", "triton", "safetensors", "huggingface_hub")
@@ -707,22 +710,22 @@ class Clock:
         return self.now
 
 
-def lines_of(course: output.Course, clock: Clock, steps: list[tuple[float, int]]) -> list[str]:
+def lines_of(work: progress.WorkProgress, clock: Clock, steps: list[tuple[float, int]]) -> list[str]:
     """What is said after each step: the seconds it took, and what was done."""
     said = []
     for seconds, amount in steps:
         clock.now += seconds
-        course.advance(amount)
-        said.append(course.line)
+        work.advance(amount)
+        said.append(work.line)
     return said
 
 
 def test_lines_of_a_log_say_how_far_it_is_and_how_long_the_rest_takes():
     """As soon as there is something to go by; and that a tail is left when all is counted."""
     clock = Clock()
-    course = output.Course("compress", 4_000_000, "bytes", clock)
+    work = progress.WorkProgress("compress", 4_000_000, "bytes", clock)
     steps = [(30, 0), (30, 10_000), (30, 90_000), (210, 900_000), (60, 2_000_000), (0, 1_000_000), (60, 0)]
-    assert lines_of(course, clock, steps) == [
+    assert lines_of(work, clock, steps) == [
         "compress: at work after 30.0 s",
         "compress: 10.0 kB of 4.00 MB after 1 min 0 s",
         "compress: 100 kB of 4.00 MB after 1 min 30 s, about 58 min left",
@@ -735,8 +738,8 @@ def test_lines_of_a_log_say_how_far_it_is_and_how_long_the_rest_takes():
 
 def test_lines_of_a_log_do_not_guess_without_a_total():
     clock = Clock()
-    course = output.Course("eval", None, "tokens", clock)
-    assert lines_of(course, clock, [(30, 1234)]) == ["eval: 1,234 tokens after 30.0 s"]
+    work = progress.WorkProgress("eval", None, "tokens", clock)
+    assert lines_of(work, clock, [(30, 1234)]) == ["eval: 1,234 tokens after 30.0 s"]
 
 
 def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
@@ -746,16 +749,16 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
 
     class Ended(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            assert timeout == output.EVERY
+            assert timeout == progress.EVERY
             told.release()
             return pauses.get()
 
         def set(self) -> None:
             pauses.put(True)
 
-    monkeypatch.setattr(output, "Event", Ended)
-    monkeypatch.setattr(output, "seconds_text", lambda seconds: "a while")
-    monkeypatch.setattr(output, "rough_text", lambda seconds: "a while")
+    monkeypatch.setattr(progress, "Event", Ended)
+    monkeypatch.setattr(progress, "seconds_text", lambda seconds: "a while")
+    monkeypatch.setattr(progress, "rough_text", lambda seconds: "a while")
     out = Output()
 
     def pause() -> None:
@@ -779,7 +782,7 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
 
 
 def test_a_log_can_be_kept_free_of_it(capsys, monkeypatch):
-    monkeypatch.setattr(output, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
     monkeypatch.setenv("NEUZIP_NO_PROGRESS", "1")
     with Output().progress("compress", 4) as advance:
         advance(1)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neuzip.cli.schema import COMMANDS, ENVELOPE, FAILED, OBJECTS, Keys
+from neuzip.cli.schema import COMMANDS, ENVELOPE, FAILED, OBJECTS
+from neuzip.cli.schema.table import Keys
 
 SEEN: set[tuple[str, str]] = set()
 """Object and key of all that was printed so far and is not null."""
