@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launching
 from neuzip.kernels.quantizers.states import BLOCK, RngKey
 
 ROWS = 4
@@ -64,7 +64,7 @@ def adamw(
     if stochastic and weight.dtype != torch.bfloat16:
         raise ValueError(f"weights are rounded by chance to torch.bfloat16, not to {weight.dtype}")
     keys = [_signed(key) for use in range(CHANCES) for key in chance.keys(use)]
-    with torch.cuda.device_of(weight), LAUNCHING:
+    with launching(weight.device):
         _adamw_kernel[(triton.cdiv(n, ROWS * BLOCK),)](
             weight, gradient, states["first"], states["first_top"], states["second"], states["second_top"],
             weight if scale is None else scale, n, chance.element,
