@@ -365,7 +365,7 @@ def _coded_tensor(coding: Coding, numel: int, streams: dict[str, torch.Tensor]) 
     fields = streams["sign_mantissa"]
     return CodedTensor(
         fmt=coding.fmt,
-        kept=coding.mantissa_bits,
+        kept_bits=coding.mantissa_bits,
         numel=numel,
         table=coding.table,
         index=streams["index"].view(torch.int16)[: -(-numel // rans.BLOCK)],

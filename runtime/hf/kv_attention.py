@@ -42,7 +42,7 @@ def not_readable(model: PreTrainedModel) -> str | None:
     group = text.num_attention_heads // (
         getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     )
-    from neuzip.kernels.kv_cache.triton.attend import fits
+    from neuzip.kernels.kv_cache.triton.shares import fits
 
     return None if fits(width, group) else f"its heads are {group} queries of {width} numbers"
 

@@ -151,16 +151,14 @@ def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
 
 def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
     """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
-    from neuzip.kernels.device.launch import LAUNCHING
     from neuzip.kernels.rans.triton import encode as triton_encode
 
     columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
     bits = rows[bounds[0] : bounds[-1]].view(-1).view(PATTERNS[fmt.bits])
     with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
-        with LAUNCHING:
-            encoded = triton_encode.encode(bits, fmt)
+        encoded = triton_encode.encode(bits, fmt)
         coded = CodedTensor(
-            fmt, encoded.kept, bits.numel(), encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept_bits, bits.numel(), encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
         del encoded
@@ -189,9 +187,9 @@ def _decode_chunks(
     coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     if coded[0][0].memory.device.type == "cpu":
-        from neuzip.kernels.rans.triton import encode as triton_encode
+        from neuzip.kernels.rans.triton.warp import INTERPRETED
 
-        if not triton_encode.INTERPRETED.value:
+        if not INTERPRETED.value:
             raise NeuzipError(
                 "an AnsWeight on the CPU cannot be decoded",
                 "move the model to a CUDA device before it is used",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.form import TILE_ROWS
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.runtime.buffers import DecodeUnit
 from neuzip.runtime.weights.base import CompressedWeight, RowRange, matrices, parts_within, rows_at_a_time
 
@@ -54,7 +54,7 @@ class PackedWeight(CompressedWeight):
     ) -> PackedWeight:
         weight = cls._wrapper(stored, flipped, packed.dtype, packed.device)
         weight.packed, weight.first, weight.exact = packed, first, exact
-        for name in packed_ops.ARRAYS:  # for __tensor_flatten__
+        for name in ARRAYS:  # for __tensor_flatten__
             setattr(weight, name, getattr(packed, name))
         weight.parts = _packed_parts(packed, stored, first) if exact else ()
         return weight
@@ -75,7 +75,7 @@ class PackedWeight(CompressedWeight):
         return again
 
     def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in packed_ops.ARRAYS}
+        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS}
         packed = replace(self.packed, **moved)
         packed.wait()
         return self._of(packed, self.stored, self.flipped, self.first, self.exact)
@@ -113,7 +113,7 @@ class PackedWeight(CompressedWeight):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         p = self.packed
         numbers = p.shape, p.dtype, p.low_bits, p.base, p.shift
-        return [*packed_ops.ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
+        return [*ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
 
     @staticmethod
     def __tensor_unflatten__(

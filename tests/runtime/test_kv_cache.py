@@ -41,6 +41,7 @@ from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 from neuzip.kernels.kv_cache.triton import load as triton_load
+from neuzip.kernels.kv_cache.triton import shares
 from neuzip.kernels.kv_cache.triton import store as triton_store
 from neuzip.kernels.quantizers import quantize_heads
 from neuzip.runtime.decode.greedy import GreedyDecoder
@@ -442,12 +443,12 @@ def test_fragments_add_up_long_shares(bits: int, dtype: torch.dtype, device: tor
 
 
 def test_shares_keep_a_card_busy_and_are_not_more_than_there_are_steps(monkeypatch):
-    monkeypatch.setattr(triton_attend, "multiprocessors", lambda _: 132)
-    cpu = torch.device("cpu")
-    assert triton_attend._shares(32_768, 8, cpu) == 64
-    assert triton_attend._shares(32_768, 8 * 16, cpu) == 5
-    assert triton_attend._shares(100, 8, cpu) == 2
-    assert triton_attend._shares(32_768, 10_000, cpu) == 1
+    monkeypatch.setattr(shares, "multiprocessors", lambda _: 132)
+    cpu, count = torch.device("cpu"), shares.share_count.__wrapped__
+    assert count("kv_cache.attend", 32_768, 8, 64, cpu) == 64
+    assert count("kv_cache.attend", 32_768, 8 * 16, 64, cpu) == 5
+    assert count("kv_cache.attend", 100, 8, 64, cpu) == 2
+    assert count("kv_cache.attend", 32_768, 10_000, 64, cpu) == 1
 
 
 # The cache of a model

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from neuzip.errors import NeuzipError
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
-from neuzip.kernels.rans.triton import encode as triton_encode
+from neuzip.kernels.rans.triton import warp
 from neuzip.runtime import buffers
 from neuzip.runtime.weights import AnsWeight, CompressedWeight, PackedWeight, base
 
@@ -423,7 +423,7 @@ def test_small_experts_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_codes_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = AnsWeight.of(random(4, 8)).cpu()
-    monkeypatch.setattr(triton_encode.INTERPRETED, "value", False)
+    monkeypatch.setattr(warp.INTERPRETED, "value", False)
     with pytest.raises(NeuzipError, match="cannot be decoded"):
         weight + 1
 
