@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
+from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.weights import AnsWeight, PackedWeight
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 RESIDENCIES = ("dense", "packed", "ans")
 """How the weights of a live model may be kept in memory."""
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = torch_dtypes_for("packed")
 """What can be compressed in memory."""
 
 SMALLEST = 1 << 16
