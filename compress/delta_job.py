@@ -15,11 +15,11 @@ from .delta_base import DeltaBase
 from .device import CPU, Device
 from .entry_checks import refuse_other_file, refuse_unless_made
 from .overwrite_guard import refuse_existing, refuse_nesting, require_name
+from .progress import Stage, unseen
 from .reports import CompressionReport
 from .restore import decompress
 from .scheme import Rule
 from .source import TensorSource, weight_bytes
-from .verify import Stage, unseen
 from .workspace import recover, remove, writing
 
 

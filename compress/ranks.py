@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from neuzip.errors import NeuzipError, UsageError
 
-from .verify import OnBytes
+from .progress import OnBytes
 from .workers import default_jobs
 
 if TYPE_CHECKING:

@@ -20,9 +20,11 @@ from neuzip.formats.safetensors_file import TensorFile, opener
 
 from .delta_base import check_base
 from .device import CPU, Device
+from .folder_checks import verify_files
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
+from .progress import OnBytes, ignore
 from .source import Bytes, SourceTensor, TensorSource, digest
-from .verify import OnBytes, check_tensors, ignore, verify_files
+from .tensor_checks import check_tensors
 from .workers import Workers, default_jobs
 from .workspace import (
     copy_file,

@@ -35,7 +35,8 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.config_section import read_config
-from neuzip.formats.hub.push import log, resolve_source
+from neuzip.formats.hub.download import resolve_source
+from neuzip.formats.hub.notes import log
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.runtime.hf.attention import note as note_attention
 from neuzip.runtime.hf.attention import recorded as recorded_attention
