@@ -10,7 +10,7 @@
 It trains on train-mix.jsonl.gz and the first nine tenths of wiki.valid, what wikilm-26m was trained on, and
 never sees wiki.test. NEUZIP_DATA is where these lie. Work is kept in build/recovery: a section that was
 stopped (--stop-after, or a signal) goes on when it is called again, and a48 needs what b158 left there.
-Results are benchmarks/results/recovery.json, and recovery-SECTION.jsonl and .svg, the log thinned out.
+Results are benchmarks/results/recovery.json, and recovery-SECTION.svg, the losses of each training run.
 
     python benchmarks/recovery.py b158 --checkpoint eval/demo/checkpoint --train my.txt --test demo \\
         --minutes 1 --length 128 --batch 8              another model, on a CPU
@@ -35,8 +35,9 @@ from environment import ROOT, describe, describe_gpu, save_sections
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import read_text
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import picture_of_losses, read_log, run
 from neuzip.train.recovery.course import DRAWN, LOG, Recovery, RecoverySettings, recover, thinned
 from neuzip.train.recovery.distill import LossWeights
@@ -66,9 +67,6 @@ TRIES: dict[str, dict[str, Any]] = {
     "absmean, warmed up": {"scales": "absmean", "strength": 0.2},
     "SubLN": {"sub_norms": True},
 }
-
-KEPT_LINES = 500
-"""Of a log."""
 
 
 def main() -> None:
@@ -238,8 +236,6 @@ def stage(asked: argparse.Namespace, section: str) -> None:
         print(f"a4.8 after b1.58: {result['ratio_to_b158']:.4f}")
     print(f"{section}: {after['ratio']:.4f} times the original's {after['original']:.2f}")
     results = ROOT / "benchmarks" / "results"
-    lines = [json.dumps(one) for one in thinned(log, KEPT_LINES)]
-    (results / f"recovery-{section}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     picture_of_losses(thinned(log, DRAWN), results / f"recovery-{section}.svg")
     print(f"saved {save_sections('recovery', WHAT, {section: result})}")
 

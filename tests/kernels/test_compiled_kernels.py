@@ -28,10 +28,10 @@ def see(function, code, kwargs):
     before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     reads = "ld.global" in before or "cp.async" in before
     assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
-    assert bool(wait) == bool(kwargs.get("EARLY"))
+    assert bool(wait) == bool(kwargs.get("USE_PDL", kwargs.get("EARLY")))
     if "fragments" in name:
         check_lanes(code.asm["ttgir"], "mma.sync")
-    if "_decode" in name:
+    if name.startswith("decode_"):
         check_lanes(code.asm["ttgir"], "vote.sync")
         own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
         assert (own > 0) == kwargs["STREAM"] and own + code.metadata.shared <= 48 << 10
@@ -80,10 +80,8 @@ from neuzip.kernels.attention.options import Options
 
 for queries, keys, heads, width, texts, dtype, more in (
     (1, 1, 1, 64, 1, torch.bfloat16, {}),
-    (70, 300, 2, 80, 3, torch.float16, {"causal": True}),
-    (200, 1, 4, 96, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
-    (65, 129, 2, 128, 3, torch.bfloat16, {"softcap": 2.0, "smooth_v": True}),
-    (16, 16, 1, 256, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "smooth_v": True, "causal": True}),
+    (70, 300, 2, 80, 3, torch.float16, {"causal": True, "softcap": 2.0, "smooth_v": True}),
+    (16, 16, 1, 256, 1, torch.bfloat16, {"bits": 4, "smooth_q": True, "causal": True, "window": 1}),
 ):
     q = torch.zeros(1, heads, queries, width, dtype=dtype)
     k = torch.zeros(1, 1, keys, width, dtype=dtype)
@@ -96,6 +94,7 @@ print(json.dumps(shared))
 
 KV = """
 from neuzip.kernels import kv_cache
+from neuzip.kernels.device import launch
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 from neuzip.kernels.kv_cache.triton import store as triton_store
@@ -106,14 +105,12 @@ for early, bits, span, width, values, dtype in (
     (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
     (True, 8, "absmax", 64, 64, torch.float32),
 ):
-    for part in (triton_attend, triton_fragments, triton_store):
-        part.early_launches = lambda device: early
+    launch.early_launches = lambda device: early
     rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
-    for tokens in (1, 20):
+    for tokens, start in ((1, length), (20, 3)):
         states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
-        triton_store.store(rooms, states, length, first)
-        triton_store.store(rooms, states, 3, first)
-    for more in (None, mask):
+        triton_store.store(rooms, states, start, first)
+    for more in (None, mask) if early else (None,):
         query = torch.zeros(2, 8, width, dtype=dtype)
         triton_attend.attend(query, *rooms, first, scaling=1.0, length=length, mask=more)
         if triton_fragments.fits(query, *rooms):
@@ -122,11 +119,12 @@ print(json.dumps(shared))
 """
 
 STEP = """
+from neuzip.kernels.device import launch
 from neuzip.kernels.step import NORMS
 from neuzip.kernels.step.triton import step as triton_step
 
 for early in (False, True):
-    triton_step.early_launches = lambda device: early
+    launch.early_launches = lambda device: early
     for rows, columns, dtype in (
         (1, 128, torch.bfloat16), (1, 3200, torch.float16), (8, 4096, torch.float32)
     ):
@@ -143,13 +141,17 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import Part
+from neuzip.kernels.rans.coded import CodedPart
 from neuzip.kernels.rans.triton.decode import decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
-for kind in ((FORMATS["BF16"], 7, 2, 0), (FORMATS["F16"], 10, 1, 0), (FORMATS["F32"], 23, 1, 64)):
-    for parts, blocks in ((1, 0), (1, 1), (8, 1000)):
-        decode_parts([Part(kind, row, blocks, True)] * parts, [out] * parts)
+for kind, calls in (
+    ((FORMATS["BF16"], 7, 2, 0), ((1, 0), (1, 1), (8, 1000))),
+    ((FORMATS["F16"], 10, 1, 0), ((1, 1),)),
+    ((FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
+):
+    for parts, blocks in calls:
+        decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
 print(json.dumps(shared))
 """
 

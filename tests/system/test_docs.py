@@ -388,7 +388,7 @@ def test_no_page_has_words_of_our_own():
     assert found == {}
 
 
-@pytest.mark.parametrize("script", ["docs_figures", "pictures"])
+@pytest.mark.parametrize("script", ["figures", "pictures"])
 def test_figures_and_pictures_are_those_of_the_results(script: str):
     check = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / f"{script}.py", "--check"],

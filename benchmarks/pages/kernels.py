@@ -1,26 +1,18 @@
-"""Writes the numbers that pages of docs/ quote from benchmarks/results, so that none is copied by hand.
-
-python benchmarks/docs_figures.py            # rewrite what stands between the marks of every page
-python benchmarks/docs_figures.py --check    # exit 1 if a page differs, and name it
-
-A page has `<!-- figures: NAME -->` and `<!-- end of figures -->` around what BLOCKS[NAME] gives. These are a
-few numbers each; docs/measurements.md, which readme.py writes, has the tables.
-"""
+"""The small tables of docs/kernels.md and docs/explanation."""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import quoted
-import readme
-
-DOCS = readme.ROOT / "docs"
-MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+from pages import codecs, weights
+from pages.attention import attention, attention_accuracy, kv_attention, of_side
+from pages.layout import MODELS_READ, linked, load, slower, table, title_of
+from pages.quoted import BLOCKS as QUOTED
+from pages.running import generate, packed_linear
+from pages.ternary import ternary_linear
+from pages.training import linear_cross_entropy
+from pages.weights import blocks_worth
 
 FIRST = "bf16 decode, lossless, 235 M weights"
 SMALL = "bf16 decode, lossless, 16 Mi weights"
@@ -28,39 +20,9 @@ SMALL = "bf16 decode, lossless, 16 Mi weights"
 Row = dict[str, Any]
 
 
-def main() -> int:
-    """Render every page, then write or compare."""
-    differ = []
-    for page in sorted(DOCS.rglob("*.md")):
-        old = page.read_text(encoding="utf-8")
-        new = rendered(page, old)
-        if new != old:
-            differ.append((page, new))
-    if "--check" in sys.argv:
-        print(*(page.name for page, _ in differ), sep="\n", end="")
-        return int(bool(differ))
-    for page, new in differ:
-        page.write_text(new, encoding="utf-8")
-    return 0
-
-
-def rendered(page: Path, text: str) -> str:
-    """The text of a page with its numbers filled in."""
-    return MARKED.sub(lambda mark: f"{mark[1]}{from_page(page, BLOCKS[mark[2]]())}\n{mark[3]}", text)
-
-
-def from_page(page: Path, block: str) -> str:
-    """A block whose links, which are written as from the root, lead from a page."""
-    return re.sub(
-        r"\]\(((?:benchmarks|docs)/[^)#]*)",
-        lambda link: f"]({os.path.relpath(readme.ROOT / link[1], page.parent)}",
-        block,
-    )
-
-
 def measured_in(*parts: str) -> str:
     """Links to tables of docs/measurements.md."""
-    links = [readme.linked(readme.title_of(part), part) for part in parts]
+    links = [linked(title_of(part), part) for part in parts]
     return f"All results: {', '.join(links)}."
 
 
@@ -78,7 +40,7 @@ def percent(values: Iterable[float]) -> str:
 
 def times(values: Sequence[float]) -> str:
     """The least and the greatest ratio of speeds, and that some are slower."""
-    return f"{spread(values)}{readme.slower(min(values))}"
+    return f"{spread(values)}{slower(min(values))}"
 
 
 def card(environment: Row) -> str:
@@ -91,7 +53,7 @@ def card(environment: Row) -> str:
 
 def kernel_rans() -> str:
     """How near decoding and encoding come to their limit, and to nvCOMP."""
-    document = readme.load("gpu_codec")
+    document = load("gpu_codec")
     found = {(r["row"], r["by"]): r for r in document["results"] if "gb_s" in r}
     rows = []
     for what, row in (
@@ -102,28 +64,28 @@ def kernel_rans() -> str:
         rows.append(
             (
                 what, f"{ours['gb_s'] / ours['share']:,.0f} GB/s",
-                f"{ours['gb_s']:,.0f} GB/s{readme.slower(ours['gb_s'] / peer['gb_s'])}",
+                f"{ours['gb_s']:,.0f} GB/s{slower(ours['gb_s'] / peer['gb_s'])}",
                 f"{ours['share']:.0%}", f"{peer['gb_s']:,.0f} GB/s",
             )
         )  # fmt: skip
     return (
-        readme.table(("random bf16 weights", "limit", "neuzip", "share of the limit", "nvCOMP ANS"), rows)
-        + f"\n\n{card(document['environment'])} {measured_in(readme.gpu_codec(document))}"
+        table(("random bf16 weights", "limit", "neuzip", "share of the limit", "nvCOMP ANS"), rows)
+        + f"\n\n{card(document['environment'])} {measured_in(codecs.gpu_codec(document))}"
     )
 
 
 def kernel_ans() -> str:
     """A model whose weights stay coded in memory: its speed and memory."""
-    document = readme.load("generate")
+    document = load("generate")
     section = document["sections"]["llama"]
     ratio = {r["what"]: r["ratio"] for r in section["rows"] if r["by"] == "ans"}
     one, bound = ratio["decode, batch 1"], ratio["decode, batch 1, of DFloat11's bound"]
     return (
         "With random weights in Llama-3-8B's shapes, the decoding speed at batch 1 relative to bf16 is "
-        f"{one:.2f}{readme.slower(one)}. DFloat11's decoder alone would take {bound:.2f} times as long as a "
+        f"{one:.2f}{slower(one)}. DFloat11's decoder alone would take {bound:.2f} times as long as a "
         "whole step of `ans`. The peak memory is "
         f"{ratio['peak memory, load and tokens']:.2f} times that of bf16. "
-        f"{card(section['environment'])} {measured_in(readme.generate(document))}"
+        f"{card(section['environment'])} {measured_in(generate(document))}"
     )
 
 
@@ -132,7 +94,7 @@ ABOVE = "A speed above the limit means that cuBLAS itself does not reach the spe
 
 def kernel_packed() -> str:
     """How near products with packed weights come to their limit."""
-    document = readme.load("packed_linear")
+    document = load("packed_linear")
     products = document["sections"]["products"]
     bits = document["sections"]["bits"]["results"][0]["bits"]
     lossless = [r for r in products["results"] if r["kept"] == 7]
@@ -146,15 +108,15 @@ def kernel_packed() -> str:
     ]
     read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in lossless if r["rows"] == 1]
     return (
-        readme.table(("batch", "limit", "speed relative to cuBLAS, five shapes"), rows)
+        table(("batch", "limit", "speed relative to cuBLAS, five shapes"), rows)
         + f"\n\n{ABOVE} At batch 1 the kernel reads at {percent(read)} of the speed of a device copy. "
-        f"{card(products['environment'])} {measured_in(readme.packed_linear(document))}"
+        f"{card(products['environment'])} {measured_in(packed_linear(document))}"
     )
 
 
 def kernel_ternary() -> str:
     """How near products with ternary weights come to their limit."""
-    document = readme.load("ternary_linear")
+    document = load("ternary_linear")
     products = document["sections"]["products"]
     found = [r for r in products["results"] if r["activation"] == "int8"]
     limits = {
@@ -168,35 +130,35 @@ def kernel_ternary() -> str:
     ]
     read = [r["gb_s_read"] / products["device_copy_gb_s"] for r in found if r["tokens"] == 1]
     return (
-        readme.table(("batch", "limit", "speed relative to cuBLAS in bf16, INT8, four shapes"), rows)
+        table(("batch", "limit", "speed relative to cuBLAS in bf16, INT8, four shapes"), rows)
         + f"\n\n{ABOVE} At batch 1 the kernel reads at {percent(read)} of the speed of a device copy. "
-        f"{card(products['environment'])} {measured_in(readme.ternary_linear(document))}"
+        f"{card(products['environment'])} {measured_in(ternary_linear(document))}"
     )
 
 
 def kernel_attention() -> str:
     """Quantised attention and its peers."""
-    document = readme.load("attention")
+    document = load("attention")
     results = document["sections"]["kernels"]["results"]
     sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
     rows = [
         (
-            readme.of_side(side),
+            of_side(side),
             *(spread((r["tops"] for r in results if (r["side"], r["width"]) == (side, width)), 0)
               for width in (128, 64)),
         )
         for side in sides
     ]  # fmt: skip
     return (
-        readme.table(("TOPS, forward", "head size 128", "head size 64"), rows)
+        table(("TOPS, forward", "head size 128", "head size 64"), rows)
         + f"\n\n{card(document['sections']['kernels']['environment'])} "
-        + measured_in(readme.attention(document), accuracy())
+        + measured_in(attention(document), accuracy())
     )
 
 
 def kernel_kv() -> str:
     """How near attention over a quantised cache comes to its limit."""
-    document = readme.load("kv_attention")
+    document = load("kv_attention")
     rows = []
     for batch in (1, 16):
         found = [r for r in document["results"] if r["texts"] == batch]
@@ -209,15 +171,14 @@ def kernel_kv() -> str:
         )  # fmt: skip
     heads = ("batch", "reads", "share of the limit", "speed relative to PyTorch in bf16")
     return (
-        readme.table(heads, rows)
-        + f"\n\nThe limit is a device copy, {document['device_copy_gb_s']:,.0f} GB/s. "
-        f"{card(document['environment'])} {measured_in(readme.kv_attention(document))}"
+        table(heads, rows) + f"\n\nThe limit is a device copy, {document['device_copy_gb_s']:,.0f} GB/s. "
+        f"{card(document['environment'])} {measured_in(kv_attention(document))}"
     )
 
 
 def kernel_loss() -> str:
     """How near the loss of a head comes to its limit, and to its peers."""
-    document = readme.load("linear_cross_entropy")
+    document = load("linear_cross_entropy")
     section = document["sections"]["gemma"]
     found = {(r["row"], r["by"]): r for r in section["results"]}
     rows = []
@@ -231,17 +192,17 @@ def kernel_loss() -> str:
         )  # fmt: skip
     ours = found["forward", "neuzip"]
     return (
-        readme.table(("random values", "neuzip", "fastest baseline"), rows)
+        table(("random values", "neuzip", "fastest baseline"), rows)
         + f"\n\nThe head has a vocabulary of {section['vocabulary']:,} and a width of {section['width']:,}; "
         f"the batch has {section['tokens']:,} tokens. The forward limit is {ours['ms'] * ours['share']:.1f} "
         f"ms, of which the kernel reaches {ours['share']:.0%}. {card(section['environment'])} "
-        f"{measured_in(readme.linear_cross_entropy(document))}"
+        f"{measured_in(linear_cross_entropy(document))}"
     )
 
 
 def loss_tiles() -> str:
     """How many tiles the backward pass keeps with random and with trained heads."""
-    sections = readme.load("linear_cross_entropy")["sections"]
+    sections = load("linear_cross_entropy")["sections"]
     random = sections["gemma"]["kept_tiles"]["vocabulary"]
     trained = {name: part["kept_tiles"] for name, part in sections.items() if part.get("trained")}
     told = " and ".join(f"{kept['vocabulary']:.0%} ({name})" for name, kept in trained.items())
@@ -266,8 +227,8 @@ def compiled_memory(section: Row) -> float:
 
 def peers_lossless() -> str:
     """Size and speed of lossless forms of bf16, measured side by side."""
-    gpu = {(r["row"], r["by"]): r for r in readme.load("gpu_codec")["results"] if "gb_s" in r}
-    cpu = readme.load("cpu_codec")
+    gpu = {(r["row"], r["by"]): r for r in load("gpu_codec")["results"] if "gb_s" in r}
+    cpu = load("cpu_codec")
     rows = []
     for name in ("neuzip", "DFloat11 0.5.0", "nvCOMP ANS 6.0.0.12"):
         first, small = gpu[FIRST, name], gpu[SMALL, name]
@@ -284,17 +245,17 @@ def peers_lossless() -> str:
                      f"{large['decode_gb_s']:.2f}", f"{real['decode_gb_s']:.2f}",
                      f"{large['encode_gb_s']:.2f}"))  # fmt: skip
     return (
-        readme.table(("codec", "size", "decode, large", "decode, small", "encode, large"), rows)
+        table(("codec", "size", "decode, large", "decode, small", "encode, large"), rows)
         + "\n\nSpeeds are GB/s of bf16 weights. `large` is 235 M random weights on the GPU and 67 M on the "
         "CPU; sizes are those of `large`. `small` is 16 Mi random weights on the GPU, and the trained "
         "checkpoint wikilm-26m on the CPU. GPU speeds are those of kernels alone. "
-        + measured_in(readme.gpu_codec(readme.load("gpu_codec")), readme.codec(cpu))
+        + measured_in(codecs.gpu_codec(load("gpu_codec")), codecs.codec(cpu))
     )
 
 
 def residencies() -> str:
     """A model of Llama-3-8B's shapes in every residency, in short."""
-    document = readme.load("generate")
+    document = load("generate")
     section = document["sections"]["llama"]
     found = {(r["what"], r["by"]): r for r in section["rows"]}
     rows = []
@@ -302,18 +263,18 @@ def residencies() -> str:
         cells = []
         for form in ("packed", "ans"):
             ratio = found[what, form]["ratio"]
-            cells.append(f"{ratio:.2f}{'' if what == 'weights in memory' else readme.slower(ratio)}")
+            cells.append(f"{ratio:.2f}{'' if what == 'weights in memory' else slower(ratio)}")
         rows.append((what, *cells))
     return (
-        readme.table(("relative to bf16", "packed", "ans"), rows)
+        table(("relative to bf16", "packed", "ans"), rows)
         + f"\n\nRandom weights in Llama-3-8B's shapes. {card(section['environment'])} "
-        + measured_in(readme.generate(document))
+        + measured_in(generate(document))
     )
 
 
 def peers_attention() -> str:
     """Speed of quantised attention beside torch's and the released Triton kernel, in one case."""
-    document = readme.load("attention")
+    document = load("attention")
     section = document["sections"]["kernels"]
     found = {
         r["side"]: r
@@ -323,21 +284,21 @@ def peers_attention() -> str:
     sides = ("ours, 8 bits", "SDPA, cuDNN", "SDPA, flash", "sageattention")
     version = section["environment"]["packages"]["sageattention"]
     return (
-        readme.table(
-            tuple(map(readme.of_side, sides)), [tuple(f"{found[side]['tops']:,.0f} TOPS" for side in sides)]
+        table(
+            tuple(map(of_side, sides)), [tuple(f"{found[side]['tops']:,.0f} TOPS" for side in sides)]
         )
         + "\n\nForward pass, 32 heads, 32,768 tokens, head size 128, causal. The times of both quantised "
         f"kernels include smoothing and quantisation. sageattention {version} is its release for Triton. "
-        f"{card(section['environment'])} {measured_in(readme.attention(document))}"
+        f"{card(section['environment'])} {measured_in(attention(document))}"
     )  # fmt: skip
 
 
 def group_formats() -> str:
     """A plain format and mantissa bits of nearly the same size, of a strongly trained model."""
     name = "smollm2-135m"
-    formats = {r["format"]: r for r in readme.load(f"group_formats-{name}")["results"]}
+    formats = {r["format"]: r for r in load(f"group_formats-{name}")["results"]}
     plain = formats["6 bits, groups of 64, asymmetric"]
-    r = next(r for r in readme.load(f"sweep-{name}")["results"] if r["scheme"] == "k3")
+    r = next(r for r in load(f"sweep-{name}")["results"] if r["scheme"] == "k3")
     rows = [
         (
             "6-bit integers, groups of 64, asymmetric",
@@ -347,27 +308,21 @@ def group_formats() -> str:
         ("3 mantissa bits", f"{r['bits_per_weight']:.2f}", f"{r['kld']['mean']['value']:.2g}"),
     ]
     return (
-        readme.table((readme.MODELS_READ[name], "bits per weight", "KLD, nats per token"), rows)
-        + f"\n\n{measured_in(readme.group_formats())}"
+        table((MODELS_READ[name], "bits per weight", "KLD, nats per token"), rows)
+        + f"\n\n{measured_in(weights.group_formats())}"
     )
 
 
 def accuracy() -> str:
     """Accuracy of quantised attention, as docs/measurements.md has it."""
-    return readme.attention_accuracy(
-        readme.load("attention_accuracy-wikilm-26m"), readme.load("attention_accuracy-synthetic")
-    )
+    return attention_accuracy(load("attention_accuracy-wikilm-26m"), load("attention_accuracy-synthetic"))
 
 
-BLOCKS: dict[str, Callable[[], str]] = quoted.BLOCKS | {
+BLOCKS: dict[str, Callable[[], str]] = QUOTED | {
     "kernel-rans": kernel_rans, "kernel-ans": kernel_ans, "kernel-packed": kernel_packed,
     "kernel-ternary": kernel_ternary, "kernel-attention": kernel_attention, "kernel-kv": kernel_kv,
-    "kernel-loss": kernel_loss, "loss-tiles": loss_tiles, "blocks": readme.blocks_worth,
+    "kernel-loss": kernel_loss, "loss-tiles": loss_tiles, "blocks": blocks_worth,
     "peers-lossless": peers_lossless, "residencies": residencies, "peers-attention": peers_attention,
     "group-formats": group_formats,
 }  # fmt: skip
 """What a mark may name."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,11 @@
-"""The few numbers that pages of docs/how-to and docs/explanation quote, from benchmarks/results.
-
-docs/measurements.md has the tables; benchmarks/docs_figures.py fills in what BLOCKS names.
-"""
+"""The few numbers that pages of docs/how-to and docs/explanation quote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import readme
+from pages.layout import load, table
 
 
 def gpu(section: dict[str, Any]) -> str:
@@ -18,7 +15,7 @@ def gpu(section: dict[str, Any]) -> str:
 
 def one_more_bit() -> str:
     """A tied embedding at 3 bits and at 4, the rest at 3."""
-    section = readme.load("tied_embedding")["sections"]["smollm2-135m"]
+    section = load("tied_embedding")["sections"]["smollm2-135m"]
     found = {(r["mantissa_bits"], r["more_bits"]): r for r in section["results"]}
     before, after = found[3, None], found[3, 1]
     return (
@@ -30,7 +27,7 @@ def one_more_bit() -> str:
 
 def whole_commands() -> str:
     """Time and peak memory of whole commands."""
-    document = readme.load("memory")
+    document = load("memory")
     compress, decompress = document["results"]
     return (
         f"On {document['environment']['cores']} CPU cores, `compress` took {compress['seconds']:.0f} s and "
@@ -42,7 +39,7 @@ def whole_commands() -> str:
 
 def durations() -> str:
     """How long lossless compression takes, from the speed that was measured."""
-    document = readme.load("memory")
+    document = load("memory")
     speed = document["results"][0]["gb_s"]
     rows = []
     for billions in (1, 8, 70):
@@ -50,9 +47,7 @@ def durations() -> str:
         told = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
         rows.append((f"{billions} B weights in bf16, {2 * billions} GB", told))
     return (
-        readme.table(
-            ("model", f"`compress` without loss, {document['environment']['cores']} CPU cores"), rows
-        )
+        table(("model", f"`compress` without loss, {document['environment']['cores']} CPU cores"), rows)
         + f"\n\nThe times are estimates from {speed:.2f} GB/s, which was measured with verification. "
         "They assume a disk that is fast enough."
     )
@@ -60,7 +55,7 @@ def durations() -> str:
 
 def delta_sizes() -> str:
     """Deltas after few and many steps."""
-    found = {(r["name"], r["steps"]): r for r in readme.load("delta")["results"]}
+    found = {(r["name"], r["steps"]): r for r in load("delta")["results"]}
     rows = []
     for name, steps in (("adamw-master-1e-6", 1), ("adamw-master-1e-6", 100), ("adamw-master-1e-5", 100)):
         r = found[name, steps]
@@ -76,25 +71,25 @@ def delta_sizes() -> str:
         "size as a delta",
         "size compressed without a base",
     )
-    return readme.table(heads, rows)
+    return table(heads, rows)
 
 
 def in_memory() -> str:
     """Memory and speed of the lossless in-memory formats, as ratios to bf16."""
-    section = readme.load("generate")["sections"]["llama"]
+    section = load("generate")["sections"]["llama"]
     ratio = {(r["what"], r["by"]): r.get("ratio", 1) for r in section["rows"]}
     columns = ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill")
     rows = [(f"`{form}`", *(f"{ratio[what, form]:.2f}" for what in columns)) for form in ("packed", "ans")]
     heads = ("format", "weight memory", "decoding speed, batch 1", "decoding speed, batch 32", "prompt speed")
     return (
         "This table compares both formats with bf16 in transformers (1.00). The model has Llama-3-8B's "
-        f"shapes and random weights, and the GPU is an {gpu(section)}:\n\n" + readme.table(heads, rows)
+        f"shapes and random weights, and the GPU is an {gpu(section)}:\n\n" + table(heads, rows)
     )
 
 
 def gpu_memory() -> str:
     """What the weights of a model of 8 billion take on a GPU, and one of 70 billion would."""
-    section = readme.load("generate")["sections"]["llama"]
+    section = load("generate")["sections"]["llama"]
     found = {r["by"]: r["value"] for r in section["rows"] if r["what"] == "weights in memory"}
     rows = []
     for what, factor, digits in (
@@ -103,14 +98,14 @@ def gpu_memory() -> str:
     ):
         sizes = (found[by] * factor for by in ("bf16", "packed", "ans", "rounded"))
         rows.append((what, *(f"{size:.{digits}f} GB" for size in sizes)))
-    return readme.table(("weights", "`dense`", "`packed`", "`ans`", "3 mantissa bits, `packed`"), rows)
+    return table(("weights", "`dense`", "`packed`", "`ans`", "3 mantissa bits, `packed`"), rows)
 
 
 def ternary_loss() -> str:
     """What ternary weights cost without training."""
-    found = {r["step"]: r for r in readme.load("ternary-conversion-demo")["results"] if not r["rotated"]}
+    found = {r["step"]: r for r in load("ternary-conversion-demo")["results"] if not r["rotated"]}
     plain, best = found["absmean, a scale a tensor"], found["error-feedback, a scale a row"]
-    rounded = next(r for r in readme.load("sweep-demo")["results"] if r["scheme"] == "k0")
+    rounded = next(r for r in load("sweep-demo")["results"] if r["scheme"] == "k0")
     return (
         f"On the demo, plain rounding raises the perplexity from {plain['original']:.1f} to "
         f"{plain['perplexity']:,.0f}. `ternarize` reaches {best['perplexity']:.1f}, with a mean KL "
@@ -122,7 +117,7 @@ def ternary_loss() -> str:
 
 def ternary_speed() -> str:
     """Decoding of a ternary model."""
-    document = readme.load("bitnet")
+    document = load("bitnet")
     ratio = {r["by"]: r["ratio"] for r in document["rows"] if r["what"] == "decode, batch 1"}
     return (
         "A model of BitNet a4.8's 3B shapes with random weights was measured at batch 1 on an "
@@ -133,7 +128,7 @@ def ternary_speed() -> str:
 
 def recovered() -> str:
     """How near minutes of training bring a ternary model to its original."""
-    stages = readme.load("recovery")["sections"]
+    stages = load("recovery")["sections"]
     first, second = stages["b158"], stages["a48"]
     return (
         f"On wikilm-26m (26 M weights), {first['minutes']:.0f} minutes on an {gpu(first)} lowered the "
@@ -146,7 +141,7 @@ def recovered() -> str:
 def kv_loss() -> str:
     """What a quantised KV cache costs two models."""
     demo, strong = (
-        {(r["bits"], r["span"]): r for r in readme.load(f"kv_cache-{name}")["results"]}
+        {(r["bits"], r["span"]): r for r in load(f"kv_cache-{name}")["results"]}
         for name in ("demo", "smollm2-135m")
     )
     base = strong[16, None]["perplexity"]
@@ -161,13 +156,13 @@ def kv_loss() -> str:
     heads = ("KV cache", "KLD, demo", "KLD, SmolLM2-135M", "perplexity, SmolLM2-135M")
     return (
         "This table shows the mean KL divergence (KLD) in nats per token for two models. SmolLM2-135M was "
-        "trained on far more text than the demo:\n\n" + readme.table(heads, rows)
+        "trained on far more text than the demo:\n\n" + table(heads, rows)
     )
 
 
 def training_costs() -> str:
     """Memory and speed of training on compressed weights."""
-    section = readme.load("train_memory")["sections"]["llama-3-8b"]
+    section = load("train_memory")["sections"]["llama-3-8b"]
     found = {(r["method"], r["tokens"]): r for r in section["rows"]}
     ours, plain, vanilla = (found[method, 1024]["peak_gib"] for method in ("ours", "lomo", "vanilla"))
     few, many = (
@@ -184,14 +179,14 @@ def training_costs() -> str:
 
 def nats() -> str:
     """What a mean KL divergence meant for a strongly trained model."""
-    found = {r["scheme"]: r for r in readme.load("sweep-smollm2-135m")["results"]}
+    found = {r["scheme"]: r for r in load("sweep-smollm2-135m")["results"]}
     rows = []
     for bits in (5, 4, 3, 2):
         r = found[f"k{bits}"]
         kld, ratio, same = r["kld"]["mean"]["value"], r["perplexity_ratio"]["value"], r["top_1"]["value"]
         rows.append((f"{bits} mantissa bits", f"{kld:.2g}", f"{ratio - 1:+.1%}", f"{same:.0%}"))
     heads = ("SmolLM2-135M with", "mean KL divergence, nats per token", "perplexity", "top-1 agreement")
-    return readme.table(heads, rows)
+    return table(heads, rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
