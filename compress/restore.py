@@ -109,7 +109,7 @@ def decompress(
 def _restore_single(
     source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
-    """How many files there are, one, and whether it was there before."""
+    """Restore a single file: the number of files, 1, and whether it was there before."""
     (file,) = source.checkpoint.weights
     refuse_folder(dst)
     with file_workspace(dst, overwrite) as work:
@@ -126,7 +126,7 @@ def _restore_single(
 def _restore_folder(
     source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
-    """How many files there are, and whether they were there before."""
+    """Restore a folder: the number of files, and whether they were there before."""
     checkpoint = source.checkpoint
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(
