@@ -13,7 +13,7 @@ def resolved(out: Output, src: str) -> Path:
     Raises NeuzipError.
     """
     from neuzip.cli.interrupt import leaving_at_once
-    from neuzip.formats.hub.push import resolve_source
+    from neuzip.formats.hub.download import resolve_source
 
     with leaving_at_once():
         return resolve_source(src, note=out.status, progress=out.watched)

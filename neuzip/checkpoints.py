@@ -25,6 +25,7 @@ from neuzip.compress.delta_base import name_of
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import AnyDevice, choose, named
 from neuzip.compress.entry_checks import refuse_before_download
+from neuzip.compress.progress import unseen
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.reports import CompressionReport
@@ -38,13 +39,17 @@ from neuzip.compress.request import (
 from neuzip.compress.restore import DecompressionReport
 from neuzip.compress.scheme import Rule, ternary_of_options
 from neuzip.compress.source import TensorSource, weight_bytes
-from neuzip.compress.verify import VerifyReport, unseen
+from neuzip.compress.verify import VerifyReport
 from neuzip.distribution import require
 from neuzip.errors import UsageError
 from neuzip.formats.hub.connection import require_token
+from neuzip.formats.hub.ids import repository_name
+from neuzip.formats.hub.listing import find_repository
+from neuzip.formats.hub.notes import log
 from neuzip.formats.hub.private_files import refuse_private
-from neuzip.formats.hub.push import Pushed, find_repository, log, plan_push, repository_name
+from neuzip.formats.hub.push import Pushed
 from neuzip.formats.hub.push import push as push_plan
+from neuzip.formats.hub.push_plan import plan_push
 
 if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport

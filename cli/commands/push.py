@@ -63,7 +63,8 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub.connection import require_token
     from neuzip.formats.hub.private_files import listed, refuse_private
-    from neuzip.formats.hub.push import plan_push, push
+    from neuzip.formats.hub.push import push
+    from neuzip.formats.hub.push_plan import plan_push
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if dry_run and plan.private and not allow_private_files:

@@ -14,7 +14,7 @@ from neuzip.cli.source import resolved
 from neuzip.cli.text import bytes_text, count_text
 
 if TYPE_CHECKING:
-    from neuzip.compress.verify import TensorVerdict
+    from neuzip.compress.tensor_checks import TensorVerdict
 
 EXAMPLES = [
     "neuzip verify my-model.nz",
