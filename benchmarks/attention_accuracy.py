@@ -33,15 +33,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.conventions import Reading
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import read_text
 from neuzip.kernels.attention import sage_attention, supported
 from neuzip.kernels.attention.reference import exact_attention, means, quantized_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime.decode.generate import choose_device, positions
-from neuzip.runtime.hf.load import load_config
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
 
 Row = dict[str, Any]
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -144,11 +145,11 @@ def main() -> None:
 def of_checkpoint(checkpoint: Path, text: str, arguments: argparse.Namespace) -> Row:
     """All tables of a checkpoint on a text."""
     window = arguments.window or min(WINDOW, positions(load_config(checkpoint)) or WINDOW)
-    yardstick = Yardstick(
+    baseline = BaselineComparison(
         checkpoint, read_text(text), window=window, max_tokens=arguments.windows * window,
         device=arguments.device,
     )  # fmt: skip
-    reading, model = yardstick.reading, yardstick.model
+    reading, model = baseline.reading, baseline.model
     calls = [
         called(model, reading, number) for number in range(min(SIMILARITY_WINDOWS, len(reading.windows)))
     ]
@@ -162,7 +163,7 @@ def of_checkpoint(checkpoint: Path, text: str, arguments: argparse.Namespace) ->
         close += rows
     perplexities = []
     for table, forms in itertools.groupby([*smoothing_forms(), *recipes(kernel)], lambda form: form.table):
-        rows = [form.row(perplexity(yardstick, form)) for form in forms]
+        rows = [form.row(perplexity(baseline, form)) for form in forms]
         for row in rows:
             row |= verdict(row)
         show(f"{table}: perplexity", rows)
@@ -171,10 +172,10 @@ def of_checkpoint(checkpoint: Path, text: str, arguments: argparse.Namespace) ->
         "text": Path(text).name,
         "convention": reading.convention.rule,
         "windows": len(reading.windows),
-        "tokens": yardstick.tokens,
+        "tokens": baseline.tokens,
         "similarity_windows": len(calls),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(yardstick.device),
+        "device": str(baseline.device),
         "layers": layers,
         "closeness": close,
         "perplexity": perplexities,
@@ -303,9 +304,9 @@ class _Attending(HeadedModel):
         return self.form(q, k, v, causal=True, scale=scale)
 
 
-def perplexity(yardstick: Yardstick, form: Form) -> Row:
+def perplexity(baseline: BaselineComparison, form: Form) -> Row:
     """The model with attention in a form beside itself, on the same tokens."""
-    found = yardstick.compare(_Attending(yardstick.model, form))
+    found = baseline.compare(_Attending(baseline.model, form))
     difference, ratio = found.nll_difference, found.perplexity_ratio
     base = torch.tensor(found.base_nll.value).exp()
     return {

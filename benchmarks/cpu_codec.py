@@ -29,7 +29,7 @@ from environment import describe, save
 from zipnn import ZipNN
 
 from neuzip.compress import lossless
-from neuzip.compress.pipeline import SMALL
+from neuzip.compress.encode_tensor import SMALL
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS

@@ -15,7 +15,7 @@ kernels alone, those that run at the same time counted once.
 `places`: bf16 weights that lie elsewhere: in one piece of memory, as transformers loads them, in many, and
 where buffers have come and gone, as `load_model` does. All take turns.
 
-It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/results/log.md.
+It is for whoever tunes: nothing is saved, and what was learnt belongs in benchmarks/notes/step.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.runtime import buffers
 from neuzip.runtime.decode.benchmark import free_memory, prompts, run
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.residency import compress_parameters
 
 DEVICE = "cuda"

@@ -32,7 +32,7 @@ from environment import describe, save
 from zipnn import ZipNN
 
 from neuzip.compress import compress, decompress
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.source import TensorSource
 
 Bytes = npt.NDArray[np.uint8]
@@ -129,7 +129,7 @@ def measure(new: Path, base: Path, scratch: Path, rounds: int, threads: int) -> 
         for folder in (packed, restored):
             shutil.rmtree(folder, ignore_errors=True)
         began = time.perf_counter()
-        report = compress_against(new, base, packed, base.name, verify=False, jobs=threads)
+        report = compress_delta(new, base, packed, base.name, verify=False, jobs=threads)
         encode.append(time.perf_counter() - began)
         began = time.perf_counter()
         decompress(packed, restored, base=base, jobs=threads)

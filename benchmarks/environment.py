@@ -31,11 +31,11 @@ def describe_gpu() -> dict[str, object]:
     """The first GPU, its memory and its driver."""
     import torch
 
-    asked = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "name": torch.cuda.get_device_name(0),
         "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
-        "driver": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
         "cuda": torch.version.cuda,
     }
 

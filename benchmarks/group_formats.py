@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from neuzip.eval.measures.divergence import compare
 from neuzip.eval.measures.estimates import exponential
 from neuzip.eval.measures.head import HeadedModel
-from neuzip.eval.measures.perplexity import Task, prepare
+from neuzip.eval.measures.perplexity import EvaluationTask, prepare
 from neuzip.eval.measures.texts import read_text
 from neuzip.runtime.hf.load import load_model
 
@@ -111,7 +111,9 @@ def main() -> None:
     print(f"saved {path}")
 
 
-def _measure(task: Task, base: HeadedModel, other: HeadedModel, format: Format) -> dict[str, object]:
+def _measure(
+    task: EvaluationTask, base: HeadedModel, other: HeadedModel, format: Format
+) -> dict[str, object]:
     bits, weights = round_all(base.model, other.model, format)
     reading = task.readings[0]
     found = compare(base, other, reading.ids, reading.windows, reading.blocks).summary()

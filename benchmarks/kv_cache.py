@@ -24,7 +24,7 @@ from environment import describe, describe_gpu, save
 from neuzip.eval.measures.divergence import compare
 from neuzip.eval.measures.estimates import exponential
 from neuzip.eval.measures.head import HeadedModel
-from neuzip.eval.measures.perplexity import Task, prepare
+from neuzip.eval.measures.perplexity import EvaluationTask, prepare
 from neuzip.eval.measures.texts import read_text
 from neuzip.kernels import kv_cache
 from neuzip.kernels.quantizers.kv import Range
@@ -73,7 +73,7 @@ def main() -> None:
     print(f"saved {path}")
 
 
-def _measure(task: Task, base: HeadedModel, other: HeadedModel) -> dict[str, object]:
+def _measure(task: EvaluationTask, base: HeadedModel, other: HeadedModel) -> dict[str, object]:
     reading = task.compared
     began = time.monotonic()
     found = compare(base, other, reading.ids, reading.windows, reading.blocks).summary()

@@ -47,8 +47,8 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError
-from neuzip.runtime.hf.load import load_tokenizer
 from neuzip.runtime.hf.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import read_log, run, smoothed
 from neuzip.train.mix_ln import (
     LENGTH,
@@ -59,7 +59,7 @@ from neuzip.train.mix_ln import (
     new_model,
     stepper,
 )
-from neuzip.train.text import Windows, read_documents, tokenise
+from neuzip.train.text import TrainingWindows, read_documents, tokenise
 
 TINY = Recipe(32, 48, 2, 4, steps=12, tokens=0, peak=3e-3)
 """For a test of this script: nothing can be seen by it."""
@@ -205,8 +205,8 @@ def one_run(
     model = new_model(recipe.config(placement, texts.vocab_size), seed, torch.device(device))
     if settings.embed_scale != 1:
         scale_embedding(model, settings.embed_scale)
-    windows = Windows.of(texts.train, length=LENGTH, batch=settings.batch, seed=seed)
-    others = Windows.of(texts.train, length=LENGTH, batch=settings.batch, seed=PROBE_SEED)
+    windows = TrainingWindows.of(texts.train, length=LENGTH, batch=settings.batch, seed=seed)
+    others = TrainingWindows.of(texts.train, length=LENGTH, batch=settings.batch, seed=PROBE_SEED)
     probes = [others.batch(number) for number in range(PROBES)]
     first = gradient_norms(model, probes, bf16=settings.bf16)
     trained: nn.Module = torch.compile(model) if settings.compiled else model

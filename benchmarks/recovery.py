@@ -10,7 +10,7 @@
 It trains on train-mix.jsonl.gz and the first nine tenths of wiki.valid, what wikilm-26m was trained on, and
 never sees wiki.test. NEUZIP_DATA is where these lie. Work is kept in build/recovery: a section that was
 stopped (--stop-after, or a signal) goes on when it is called again, and a48 needs what b158 left there.
-Results are benchmarks/results/recovery.json, and recovery-SECTION.jsonl and .svg, the log thinned out.
+Results are benchmarks/results/recovery.json, and recovery-SECTION.svg, the losses of each training run.
 
     python benchmarks/recovery.py b158 --checkpoint eval/demo/checkpoint --train my.txt --test demo \\
         --minutes 1 --length 128 --batch 8              another model, on a CPU
@@ -32,22 +32,23 @@ from typing import Any
 import torch
 from environment import ROOT, describe, describe_gpu, save_sections
 
-from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import read_text
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import picture_of_losses, read_log, run
-from neuzip.train.recovery.course import DRAWN, LOG, Recovery, Settings, recover, thinned
-from neuzip.train.recovery.distill import Weights
+from neuzip.train.recovery.course import DRAWN, LOG, Recovery, RecoverySettings, recover, thinned
+from neuzip.train.recovery.distill import LossWeights
 from neuzip.train.recovery.latent import runnable
-from neuzip.train.text import Windows
+from neuzip.train.text import TrainingWindows
 
 WHAT = "recovery of a model with ternary weights: perplexity against the original's"
 
 STAGES = {
-    "b158": Settings(activations="b1.58", lr=5e-4, noise=0.05, length=512, batch=32),
-    "a48": Settings(activations="a4.8", lr=2e-4, noise=0.05, length=512, batch=32),
+    "b158": RecoverySettings(activations="b1.58", lr=5e-4, noise=0.05, length=512, batch=32),
+    "a48": RecoverySettings(activations="a4.8", lr=2e-4, noise=0.05, length=512, batch=32),
 }
 """BitNet a4.8 goes on with about 2/3 of the first learning rate; here less, as the course is short."""
 
@@ -59,16 +60,13 @@ TRIES: dict[str, dict[str, Any]] = {
     "four times the batch": {"batch": 128, "lr": 1e-3},
     "no noise": {"noise": 0.0},
     "noise 0.15": {"noise": 0.15},
-    "temperature 2": {"loss": Weights(temperature=2.0)},
-    "hidden states": {"loss": Weights(hidden=0.5)},
-    "cross-entropy": {"loss": Weights(cross_entropy=0.1)},
+    "temperature 2": {"loss": LossWeights(temperature=2.0)},
+    "hidden states": {"loss": LossWeights(hidden=0.5)},
+    "cross-entropy": {"loss": LossWeights(cross_entropy=0.1)},
     "a scale a row": {"group": "row"},
     "absmean, warmed up": {"scales": "absmean", "strength": 0.2},
     "SubLN": {"sub_norms": True},
 }
-
-KEPT_LINES = 500
-"""Of a log."""
 
 
 def main() -> None:
@@ -121,7 +119,7 @@ def _fill_in(asked: argparse.Namespace) -> None:
     asked.device = choose_device(asked.device)
 
 
-def settings_of(asked: argparse.Namespace, section: str) -> Settings:
+def settings_of(asked: argparse.Namespace, section: str) -> RecoverySettings:
     """Those of a stage, with what was asked for."""
     base = STAGES[section]
     given = {"length": asked.length, "batch": asked.batch, "noise": asked.noise}
@@ -129,11 +127,11 @@ def settings_of(asked: argparse.Namespace, section: str) -> Settings:
     return replace(base, lr=lr, **{name: value for name, value in given.items() if value is not None})
 
 
-def windows_of(asked: argparse.Namespace, settings: Settings) -> Windows:
+def windows_of(asked: argparse.Namespace, settings: RecoverySettings) -> TrainingWindows:
     """The training text, tokenised once."""
     if not hasattr(asked, "windows"):
         tokenizer = load_tokenizer(asked.checkpoint)
-        asked.windows = Windows.of(tokenizer, asked.train, length=1, batch=1, seed=0)
+        asked.windows = TrainingWindows.of(tokenizer, asked.train, length=1, batch=1, seed=0)
     return replace(asked.windows, length=settings.length, per_batch=settings.batch, seed=settings.seed)
 
 
@@ -143,9 +141,9 @@ def teacher_of(asked: argparse.Namespace) -> Any:
     return load_model(asked.checkpoint, dtype, asked.device, attention=False)
 
 
-def judge_of(asked: argparse.Namespace, text: str) -> Yardstick:
+def judge_of(asked: argparse.Namespace, text: str) -> BaselineComparison:
     """What compares with the original, in fp32."""
-    return Yardstick(
+    return BaselineComparison(
         asked.checkpoint, read_text(text), max_tokens=asked.max_tokens, device=asked.device.type,
         dtype="float32",
     )  # fmt: skip
@@ -238,8 +236,6 @@ def stage(asked: argparse.Namespace, section: str) -> None:
         print(f"a4.8 after b1.58: {result['ratio_to_b158']:.4f}")
     print(f"{section}: {after['ratio']:.4f} times the original's {after['original']:.2f}")
     results = ROOT / "benchmarks" / "results"
-    lines = [json.dumps(one) for one in thinned(log, KEPT_LINES)]
-    (results / f"recovery-{section}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     picture_of_losses(thinned(log, DRAWN), results / f"recovery-{section}.svg")
     print(f"saved {save_sections('recovery', WHAT, {section: result})}")
 

@@ -27,12 +27,12 @@ from environment import ROOT, describe, describe_gpu, save
 
 from neuzip.compress import compress
 from neuzip.eval.demo import split_topics
-from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans.target_values import max_kld, target_size
-from neuzip.eval.plans.targets import MAX_TOKENS, Request, find_plan
+from neuzip.eval.plans.targets import MAX_TOKENS, TargetRequest, find_plan
 from neuzip.eval.report.histogram_pictures import svg
-from neuzip.eval.sweep import Row, Setting, draw, sweep
+from neuzip.eval.sweep import SweepRow, SweepSetting, draw, sweep
 from neuzip.eval.sweep_setup import parse_schemes
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     text = read_text(arguments.text)
     text = replace(text, name=Path(text.name).name)  # not where it lies on this machine
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(
+        setting = SweepSetting(
             arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens,
             device=arguments.device,
         )  # fmt: skip
@@ -96,19 +96,19 @@ def stage(label: str, total: int, unit: str) -> Iterator[Any]:
     print(f"    {label}: {total:,} {unit} in {time.monotonic() - began:.1f} s", flush=True)
 
 
-def _without_versions(row: Row) -> dict[str, Any]:
+def _without_versions(row: SweepRow) -> dict[str, Any]:
     return {name: value for name, value in row.to_json().items() if name not in ("schema", "depends_on")}
 
 
 def _plans(
-    arguments: argparse.Namespace, rows: dict[int, Row], text: Text, folder: Path
+    arguments: argparse.Namespace, rows: dict[int, SweepRow], text: Text, folder: Path
 ) -> list[dict[str, object]]:
     """Plans of the sizes and of the divergences of the same number of bits everywhere, on a text unseen."""
     device = arguments.device
-    calibrated = Yardstick(
+    calibrated = BaselineComparison(
         arguments.checkpoint, calibration(arguments.calibration), max_tokens=MAX_TOKENS, device=device
     )
-    judge = Yardstick(
+    judge = BaselineComparison(
         arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens, device=device
     )
     results: list[dict[str, object]] = []
@@ -117,12 +117,14 @@ def _plans(
         for method in arguments.methods:
             for target in (target_size(f"{row.bytes}B", 0), max_kld(f"{divergence:.6g}")):
                 dst = folder / f"{method}-{k}-{target.kind}"
-                request = Request(arguments.checkpoint, dst, target, method)
+                request = TargetRequest(arguments.checkpoint, dst, target, method)
                 results.append(_plan(request, row, calibrated, judge))
     return results
 
 
-def _plan(request: Request, uniform: Row, calibrated: Yardstick, judge: Yardstick) -> dict[str, object]:
+def _plan(
+    request: TargetRequest, uniform: SweepRow, calibrated: BaselineComparison, judge: BaselineComparison
+) -> dict[str, object]:
     """One plan by target, beside the same number of bits everywhere."""
     began = time.monotonic()
     plan = find_plan(request, calibrated, stage)
@@ -159,11 +161,11 @@ def _plan(request: Request, uniform: Row, calibrated: Yardstick, judge: Yardstic
     }
 
 
-def _uniform_divergence(checkpoint: Path, k: int, yardstick: Yardstick, dst: Path) -> float:
+def _uniform_divergence(checkpoint: Path, k: int, baseline: BaselineComparison, dst: Path) -> float:
     """The divergence of k bits everywhere on the calibration text: the target of a plan."""
     (scheme,) = parse_schemes(f"k{k}", "")
     compress(checkpoint, dst, scheme.rules, verify=False)
-    return yardstick.run(dst).comparison.kld.mean.value
+    return baseline.run(dst).comparison.kld.mean.value
 
 
 def calibration(source: str) -> Text:

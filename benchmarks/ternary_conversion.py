@@ -24,26 +24,26 @@ import torch
 from environment import describe, describe_gpu, save
 from sweep import calibration
 
-from neuzip.eval.measures.comparison import Yardstick, read_tokens
+from neuzip.eval.measures.comparison import BaselineComparison, read_tokens
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import read_text
 from neuzip.runtime.hf.load import load_model
 from neuzip.train.recovery.rotation import rotate
-from neuzip.train.recovery.ternary import Recipe, convert
+from neuzip.train.recovery.ternary import TernaryRecipe, convert
 
-STEPS: list[tuple[bool, Recipe]] = [
-    (False, Recipe("absmean", None)),
-    (False, Recipe("least-squares", None)),
-    (False, Recipe("least-squares", "row")),
-    (False, Recipe("least-squares", 128)),
-    (False, Recipe("error-feedback", None)),
-    (False, Recipe("error-feedback", "row")),
-    (False, Recipe("error-feedback", 128)),
-    (False, Recipe("error-feedback", 64)),
-    (True, Recipe("absmean", None)),
-    (True, Recipe("least-squares", None)),
-    (True, Recipe("error-feedback", "row")),
-    (True, Recipe("error-feedback", 128)),
+STEPS: list[tuple[bool, TernaryRecipe]] = [
+    (False, TernaryRecipe("absmean", None)),
+    (False, TernaryRecipe("least-squares", None)),
+    (False, TernaryRecipe("least-squares", "row")),
+    (False, TernaryRecipe("least-squares", 128)),
+    (False, TernaryRecipe("error-feedback", None)),
+    (False, TernaryRecipe("error-feedback", "row")),
+    (False, TernaryRecipe("error-feedback", 128)),
+    (False, TernaryRecipe("error-feedback", 64)),
+    (True, TernaryRecipe("absmean", None)),
+    (True, TernaryRecipe("least-squares", None)),
+    (True, TernaryRecipe("error-feedback", "row")),
+    (True, TernaryRecipe("error-feedback", 128)),
 ]
 """Whether the model is rotated first, and how its weights are rounded."""
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    judge = Yardstick(
+    judge = BaselineComparison(
         arguments.checkpoint, read_text(arguments.text), max_tokens=arguments.max_tokens,
         device=arguments.device, dtype="float32",
     )  # fmt: skip
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def step(
-    judge: Yardstick, checkpoint: Path, rotated: bool, recipe: Recipe, windows: torch.Tensor
+    judge: BaselineComparison, checkpoint: Path, rotated: bool, recipe: TernaryRecipe, windows: torch.Tensor
 ) -> dict[str, Any]:
     """One row."""
     model = load_model(checkpoint, torch.float32, judge.device)

@@ -26,7 +26,7 @@ from environment import describe, save_sections
 from neuzip.compress import Rule, compress
 from neuzip.compress.scheme import LOSSLESS, Scheme, rules_of_options
 from neuzip.compress.source import TensorSource
-from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import read_text
 
 WHAT = "divergence and size by the mantissa bits of the embedding, where it is the output head too or is not"
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = read_text(arguments.text)
     text = replace(text, name=Path(text.name).name)  # not where it lies on this machine
-    yardstick = Yardstick(
+    baseline = BaselineComparison(
         arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens, device="cpu"
     )
     with TensorSource(arguments.checkpoint) as source:
@@ -66,7 +66,7 @@ def main() -> None:
                 finer = LOSSLESS if more is None else Scheme("truncated", k + more)
                 rules = [*(Rule(glob, finer) for glob in globs), *rules_of_options(k, "none")]
                 report = compress(arguments.checkpoint, Path(folder) / "compressed", rules, overwrite=True)
-                found = yardstick.run(report.dst).comparison
+                found = baseline.run(report.dst).comparison
                 rows.append(
                     {
                         "mantissa_bits": k,
@@ -89,7 +89,7 @@ def main() -> None:
         "tied": tied,
         "embedding_share": share,
         "text": text.name,
-        "tokens": yardstick.tokens,
+        "tokens": baseline.tokens,
         "window": arguments.window,
         "environment": describe("neuzip-toolkit", "torch", "transformers"),
         "results": rows,

@@ -52,7 +52,7 @@ def make_folders(root: Path) -> None:
 
     import neuzip
     from neuzip.compress import Rule, Scheme, compress, decompress
-    from neuzip.compress.against import compress_against
+    from neuzip.compress.delta_job import compress_delta
 
     plain, small = root / "plain", root / "small"
     torch.manual_seed(1)
@@ -88,7 +88,7 @@ def make_folders(root: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight.add_(1)
     model.save_pretrained(plain / "delta")
-    compress_against(plain / "delta", plain / "single", small / "delta", "single")
+    compress_delta(plain / "delta", plain / "single", small / "delta", "single")
 
     shutil.copytree(plain / "single", plain / "quantised")
     edit_config(plain / "quantised", quantization_config={"quant_method": "bitnet"})

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from neuzip.compress.distributed import Ranks
+    from neuzip.compress.ranks import Ranks
 
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """This process, or those that torchrun started; the one that fails first says why, the others end."""
-    from neuzip.compress.distributed import AnotherRankFailed, joined
+    from neuzip.compress.ranks import AnotherRankFailed, joined
 
     try:
         with joined() as ranks:

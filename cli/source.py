@@ -20,7 +20,7 @@ def resolved(out: Output, src: str) -> Path:
 
 
 def refuse_before_download(src: str, dst: Path, overwrite: bool) -> None:
-    """The same of `compress.pipeline`, which is not needed to print a help page."""
-    from neuzip.compress import pipeline
+    """Raise WouldOverwrite where `compress` would refuse `dst`; imported late, for the help pages."""
+    from neuzip.compress import entry_checks
 
-    pipeline.refuse_before_download(src, dst, overwrite)
+    entry_checks.refuse_before_download(src, dst, overwrite)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .pipeline import CompressionReport, compress
+from .pipeline import compress
 from .plan import Plan, make_plan
+from .reports import CompressionReport
 from .restore import decompress
 from .scheme import Rule, Scheme
 from .verify import verify

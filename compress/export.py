@@ -37,6 +37,7 @@ from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 
+from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
 from .plan import bitnet_converts, is_online
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .ternary import TORCH_DTYPES, find_exact, is_ternary, read_ternary
@@ -50,11 +51,7 @@ from .workspace import (
     permissions,
     publish,
     recover,
-    refuse_existing,
-    refuse_folder,
-    refuse_nesting,
     remove,
-    require_name,
     sync_folder,
     workspace,
     write_file,

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -30,14 +30,12 @@ from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
     ORIGINAL_FOLDER,
     OWN_FOLDER,
-    PICKLES,
     WEIGHTS_KEY,
     Checkpoint,
     StoredFile,
     config_files,
     file_checksum,
     index_files,
-    linked_from_outside,
     read_lenient,
     read_stored_files,
     rewritten_config,
@@ -47,34 +45,32 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.config_section import SECTION, own_section
 from neuzip.formats.container import STREAM_DTYPES, Container, ContainerWriter, Stream, is_container
-from neuzip.formats.hub.private_files import listed, private_files
-from neuzip.formats.hub.push import HUB_FILES, hub_id
-from neuzip.formats.manifest import VERSION, Loss, TensorRecord
-from neuzip.formats.safetensors_file import DTYPE_BITS, Header, TensorFile
-from neuzip.kernels.float_fields import FORMATS, Bits
+from neuzip.formats.hub.push import HUB_FILES
+from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.safetensors_file import DTYPE_BITS, TensorFile
 
-from . import lossless, truncated
-from .base import Base
+from .delta_base import DeltaBase
 from .device import CPU, Device
-from .distributed import ALONE, Ranks, share_out, split
-from .lossless import PIECE, Map, Read
+from .encode_tensor import SMALL, EncodedTensor, TensorEncoder
+from .entry_checks import refuse_other, require_plain
+from .lossless import Map
+from .overwrite_guard import refuse_existing
 from .plan import (
-    KEEP_ALL,
     Plan,
     PlannedTensor,
-    bitnet_converts,
     coded_streams,
     make_plan,
     online_config,
     pooled_tensors,
-    try_ternary,
 )
-from .scheme import LOSSLESS, Rule, Scheme
+from .ranks import ALONE, Ranks, share_out, split
+from .reports import CompressionReport, Key, compression_report
+from .run_identity import RUN_ID_PATH, is_of_run, run_identity
+from .scheme import LOSSLESS, Rule
 from .source import SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore
 from .workers import Workers, ahead
 from .workspace import (
-    PLAN_PATH,
     copy_file,
     file_workspace,
     files_in,
@@ -85,13 +81,9 @@ from .workspace import (
     publish_file,
     reading,
     recover,
-    refuse_existing,
-    refuse_folder,
-    refuse_nesting,
     refuse_strangers,
     remove,
     remove_scratch,
-    require_name,
     scratch_folder,
     sync_folder,
     workspace,
@@ -99,13 +91,7 @@ from .workspace import (
     writing,
 )
 
-if TYPE_CHECKING:
-    from .gpu import Gpu
-
 SCRATCH = f"{OWN_FOLDER}/scratch"
-SMALL = PIECE
-"""Weights up to which a tensor is one job; larger ones are split among the workers."""
-
 LARGE_AT_ONCE = 2
 """Large tensors on the way to a GPU, on it, or on their way back."""
 
@@ -119,64 +105,11 @@ OnFile = Callable[[str, Path], None]
 State = Literal["whole", "damaged", "other"]
 """What a file of an earlier run is: what this run would make, or damaged, or made from another source."""
 
-Key = tuple[str, str]
-"""File and name of a tensor."""
-
 _Beside = tuple[Path | bytes, Path | None]
 """A file beside containers: the file that it copies, or its content, and the file whose mode it gets."""
 
-Coded = tuple[PlannedTensor, tuple[TensorRecord, dict[str, Stream]]]
-"""A tensor with its record and streams; no streams for one that is stored raw."""
-
-
-@dataclass(frozen=True)
-class TensorReport:
-    """A tensor before and after. `scheme` is what became of it, `note` why, where that may surprise.
-
-    `loss` is None where nothing was lost; a tied tensor has that of the one whose data it shares.
-    """
-
-    file: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    scheme: str
-    original_bytes: int
-    stored_bytes: int
-    loss: Loss | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class CompressionReport:
-    """What a run did. Byte counts are of whole checkpoints, all files included; `seconds` is wall time.
-
-    `device` is where this rank coded. `private_files` were carried along and look private by their names.
-    """
-
-    src: Path
-    dst: Path
-    original_bytes: int
-    stored_bytes: int
-    weight_bytes: int
-    stored_weight_bytes: int
-    weights: int
-    tensors: tuple[TensorReport, ...] = field(repr=False)
-    seconds: float
-    device: str
-    resumed_files: int = 0
-    warnings: tuple[str, ...] = field(default=())
-    private_files: tuple[str, ...] = field(default=())
-
-    @property
-    def ratio(self) -> float:
-        """Size of the weight files after, as a share of before."""
-        return self.stored_weight_bytes / self.weight_bytes if self.weight_bytes else 1.0
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of the stored weight files a weight."""
-        return 8 * self.stored_weight_bytes / self.weights if self.weights else 0.0
+Coded = tuple[PlannedTensor, EncodedTensor]
+"""A tensor with its record and streams."""
 
 
 def compress(
@@ -193,7 +126,7 @@ def compress(
     allow_destructive: bool = False,
     activations: str | None = None,
     on_file: OnFile | None = None,
-    base: Base | None = None,
+    base: DeltaBase | None = None,
 ) -> CompressionReport:
     """Compress a checkpoint: a folder, or a single .safetensors file.
 
@@ -203,8 +136,8 @@ def compress(
     the rest when it was compared. All `ranks` of a `distributed.joined()` make the same call; rank 0's
     `on_bytes` is told for all, `jobs` are the threads of each. The bytes are the same on any `device`.
     `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is the mode
-    that config.json says for ternary weights (runtime/bitlinear.py). `on_file` is told of each container that
-    gets its final name; it needs one process. With a `base` what is stored is a delta: of
+    that config.json says for ternary weights (runtime/activations.py). `on_file` is told of each container
+    that gets its final name; it needs one process. With a `base` what is stored is a delta: of
     every tensor the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
     """
     assert on_file is None or ranks.world == 1
@@ -214,8 +147,8 @@ def compress(
         require_plain(source, dst)
         if activations is not None and "config.json" not in source.checkpoint.others:
             raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out `activations`")
-        asked = plan_file(source, rules, activations, base)
-        ranks.on_first(lambda: _refuse_other(source, dst, overwrite, asked))
+        identity = identity_of(source, rules, activations, base)
+        ranks.on_first(lambda: refuse_other(source, dst, overwrite, identity))
         plan = ranks.on_first(lambda: make_plan(source, rules, workers, allow_destructive=allow_destructive))
         job = Compression(
             source, plan, workers, verify, device, ranks.counting(on_bytes), ranks, activations, on_file, base
@@ -228,83 +161,13 @@ def compress(
         return ranks.on_first(lambda: job.report(dst, time.monotonic() - began))
 
 
-def require_plain(source: TensorSource, dst: Path) -> None:
-    """Raise NeuzipError unless `source` is a checkpoint that can be compressed to `dst`."""
-    path = source.checkpoint.path
-    if source.is_compressed:
-        raise NeuzipError(f"{path}: is compressed already", "to restore it: neuzip decompress SRC DST")
-    refuse_nesting(path, dst)
-    require_name(dst)
-    if any(f.split("/")[0] == OWN_FOLDER for f in (*source.checkpoint.weights, *source.checkpoint.others)):
-        raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
-
-
-def refuse_unless_made(dst: Path, overwrite: bool) -> None:
-    """Raise WouldOverwrite for what no run of `compress` has made of a folder: before SRC is downloaded.
-
-    What one has made may be what is asked for: `compress` finds out.
-    """
-    require_name(dst)
-    if not (dst / PLAN_PATH).is_file():
-        refuse_existing(dst, overwrite)
-
-
-def refuse_before_download(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
-    """Raise WouldOverwrite where compressing a Hub id to `dst` will be refused: it takes no weights to know.
-
-    For a path nothing is done: its own mistakes are told first.
-    """
-    if hub_id(src) is not None:
-        refuse_unless_made(dst, overwrite)
-
-
-def _refuse_other(source: TensorSource, dst: Path, overwrite: bool, asked: bytes) -> None:
-    """Raise WouldOverwrite unless `dst` is free, or what the same command made: before tensors are read."""
-    if source.checkpoint.is_file:
-        refuse_other_file(source, dst, overwrite)
-        return
-    recover(dst)
-    if overwrite or not _is_made_by(dst, asked):
-        refuse_existing(dst, overwrite)
-
-
-def refuse_other_file(source: TensorSource, dst: Path, overwrite: bool) -> None:
-    """Raise WouldOverwrite unless `dst` is free, or a container of what the one file of `source` restores to.
-
-    Whether the same options have made it takes coding it again: `compress` finds out.
-    """
-    refuse_folder(dst)
-    (file,) = source.checkpoint.weights
-    if overwrite or not _is_container_of(dst, source.header(file)):
-        refuse_existing(dst, overwrite, file=True)
-
-
-def _is_container_of(path: Path, original: Header) -> bool:
-    try:
-        with Container(path, delta=True) as container:
-            return container.original.raw == original.raw
-    except FormatError:
-        return False
-
-
-def _is_made_by(folder: Path, asked: bytes) -> bool:
-    """Whether a folder was made, or begun, by a run with this plan file."""
-    path = folder / PLAN_PATH
-    return path.is_file() and path.read_bytes() == asked
-
-
-def plan_file(
-    source: TensorSource, rules: Sequence[Rule], activations: str | None, base: Base | None
+def identity_of(
+    source: TensorSource, rules: Sequence[Rule], activations: str | None, base: DeltaBase | None
 ) -> bytes:
-    """What a workspace or a result is known by: the rules, and the sizes of the files they were used on."""
+    """The identity of a compression of `source`."""
     checkpoint = source.checkpoint
-    document = {
-        "version": VERSION,
-        "rules": [rule.to_json() for rule in rules],
-        "source": {f: source.file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)},
-    } | ({} if activations is None else {"activations": activations})
-    document |= {} if base is None else {"against": base.sizes()}
-    return (json.dumps(document, indent=2) + "\n").encode()
+    sizes = {file: source.file_bytes(file) for file in (*checkpoint.weights, *checkpoint.others)}
+    return run_identity(rules, sizes, activations, base.sizes() if base is not None else None)
 
 
 @dataclass(frozen=True)
@@ -315,7 +178,7 @@ class _Parked:
     path: Path
     streams: Mapping[str, tuple[int, int]]
 
-    def load(self) -> tuple[TensorRecord, dict[str, Stream]]:
+    def load(self) -> EncodedTensor:
         """The record and the streams themselves. Raises NeuzipError when the file is not all there."""
         streams = {}
         for name, (start, nbytes) in self.streams.items():
@@ -324,7 +187,7 @@ class _Parked:
             if part.nbytes != nbytes:
                 raise NeuzipError(f"{self.path}: is not what another rank wrote", _SHARE)
             streams[name] = Stream([part])
-        return self.record, streams
+        return EncodedTensor(self.record, streams)
 
 
 class Compression:
@@ -341,12 +204,12 @@ class Compression:
         ranks: Ranks,
         activations: str | None,
         on_file: OnFile | None = None,
-        base: Base | None = None,
+        base: DeltaBase | None = None,
     ) -> None:
         self._base = base
         self._on_file = on_file
         self._activations = activations
-        self._online = online_config(source)
+        self._encoder = TensorEncoder(source, device, base, online_config(source))
         self._source = source
         self._plan = plan
         self._workers = workers
@@ -486,15 +349,15 @@ class Compression:
         return scratch_folder(path) if self._ranks.world > 1 else path
 
     def _plan_json(self) -> bytes:
-        return plan_file(self._source, self._plan.rules, self._activations, self._base)
+        return identity_of(self._source, self._plan.rules, self._activations, self._base)
 
     def _is_ours(self, folder: Path) -> bool:
         """Whether a folder was made by the same command from a source with the same files."""
-        return _is_made_by(folder, self._plan_json())
+        return is_of_run(folder, self._plan_json())
 
     def _claim(self, work: Path, overwrite: bool) -> tuple[Path, list[str]]:
         """Begin a run in `work`, or go on with one: where its scratch is, and the weight files there."""
-        path = work / PLAN_PATH
+        path = work / RUN_ID_PATH
         if path.exists() and not self._is_ours(work):
             if not overwrite:
                 raise NeuzipError(
@@ -582,10 +445,10 @@ class Compression:
         except FormatError:
             return False
         planned = self._plan.of_file(file)
-        for t, (record, _) in self._coded(planned):
-            if records.get(t.tensor.name) != record:
+        for t, encoded in self._coded(planned):
+            if records.get(t.tensor.name) != encoded.record:
                 return False
-            self._records[file, t.tensor.name] = record
+            self._records[file, t.tensor.name] = encoded.record
         for t in planned:
             if t.alias_of is not None and records.get(t.tensor.name) != self._alias(t.tensor, t.alias_of):
                 return False
@@ -698,13 +561,13 @@ class Compression:
         """Code this rank's part of the files that all ranks make, into a scratch file of its own."""
         parked: dict[Key, _Parked] = {}
         with writing(path), open(path, "wb") as out:
-            for t, (record, streams) in self._coded(planned):
+            for t, encoded in self._coded(planned):
                 places: dict[str, tuple[int, int]] = {}
-                for name, stream in streams.items():
+                for name, stream in encoded.streams.items():
                     places[name] = out.tell(), stream.nbytes
                     for part in stream.parts:
                         out.write(part.data)
-                parked[t.tensor.file, t.tensor.name] = _Parked(record, path, places)
+                parked[t.tensor.file, t.tensor.name] = _Parked(encoded.record, path, places)
         return parked
 
     def _fetched(self, file: str, parked: Mapping[Key, _Parked]) -> Iterator[Coded]:
@@ -733,10 +596,10 @@ class Compression:
         writer = ContainerWriter(path, header, coded_streams(planned), mode, pooled)
         try:
             raw: list[tuple[PlannedTensor, TensorRecord]] = []
-            for t, (record, streams) in coded:
-                self._records[file, t.tensor.name] = record
-                if streams:
-                    writer.add(t.tensor.name, record, streams)
+            for t, encoded in coded:
+                record = self._records[file, t.tensor.name] = encoded.record
+                if encoded.streams:
+                    writer.add(t.tensor.name, record, encoded.streams)
                 elif record.needs_base:
                     writer.add_alias(t.tensor.name, record)
                 else:
@@ -798,7 +661,7 @@ class Compression:
         of = self._records.get((target.file, target.name))
         if of is None:  # another rank's: its record is needed now, and is the same here
             (planned,) = [t for t in self._plan.of_file(target.file) if t.tensor.name == target.name]
-            of = self._records[target.file, target.name] = self._encode(planned, self._workers.map)[0]
+            of = self._records[target.file, target.name] = self._encode(planned, self._workers.map).record
         return TensorRecord(
             "alias", of.checksum, original=of.original, alias_of=target.name, alias_file=other
         )
@@ -849,127 +712,11 @@ class Compression:
         with _computing(planned.tensor.name):
             return planned, self._encode(planned, map)
 
-    def _encode(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
-        """The record and streams of one tensor; no streams for one that is stored raw, or is the base's."""
-        if self._base is None or planned.is_adapter:
-            return self._encode_alone(planned, parallel)
-        found = self._base.encode(self._source, planned.tensor, parallel, code=planned.scheme.kind != "raw")
-        if found is None:
-            return self._encode_alone(planned, parallel)
-        if found.nbytes > found.least:
-            record, streams = self._encode_alone(planned, parallel)
-            if streams and _size(streams) < found.nbytes:
-                return record, streams
-        return found.record, found.streams
-
-    def _encode_alone(self, planned: PlannedTensor, parallel: Map) -> tuple[TensorRecord, dict[str, Stream]]:
-        """The same without a base."""
-        tensor, scheme = planned.tensor, planned.scheme
-        reader, nbytes = self._source.reader(tensor), tensor.info.nbytes
-        if scheme.kind == "raw":
-            return TensorRecord("raw", digest(reader, nbytes)), {}
-        if tensor.info.numel <= SMALL:
-            data = reader(0, nbytes)
-            reader = lambda start, stop: data[start:stop]  # noqa: E731
-        fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
-        size = fmt.bits // 8
-        gpu = self._device.gpu_for(numel)
-        if gpu is not None and not gpu.has_room_for(nbytes):
-            self._note(tensor, f"too large for the memory of {self._device.name}: coded on the CPU")
-            gpu = None
-
-        def read(start: int, stop: int) -> Bits:
-            return reader(start * size, stop * size).view(fmt.dtype)
-
-        as_ternary = None
-        if scheme.kind == "ternary" or try_ternary(tensor, scheme, read):
-            as_ternary = self._encode_ternary(tensor, read, scheme)
-        if as_ternary is not None and scheme.kind == "ternary":
-            return as_ternary
-        try:
-            if scheme.mantissa_bits is not None:
-                rounding = truncated.Rounding(fmt, scheme.mantissa_bits, scheme.block_size)
-                rounded = self._encode_rounded(tensor, read, rounding, parallel, gpu)
-                if rounded is not None:
-                    return rounded
-            whole = xxhash.xxh3_64()
-            kept, streams = lossless.encode(
-                read, numel, fmt, parallel, lambda bits: whole.update(bits.data), gpu
-            )
-        except lossless.NotWorthwhile:
-            return as_ternary or (TensorRecord("raw", digest(reader, nbytes)), {})
-        if as_ternary is not None and _size(as_ternary[1]) < _size(streams):
-            return as_ternary
-        return TensorRecord("lossless", whole.hexdigest(), kept, streams=checksums(streams)), streams
-
-    def _note(self, tensor: SourceTensor, note: str) -> None:
-        key = tensor.file, tensor.name
-        self._notes[key] = f"{self._notes[key]}; {note}" if key in self._notes else note
-
-    def _encode_rounded(
-        self,
-        tensor: SourceTensor,
-        read: Read,
-        rounding: truncated.Rounding,
-        parallel: Map,
-        gpu: Gpu | None,
-    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
-        """The same for a rounded tensor; None for one that stays as it is."""
-        whole = xxhash.xxh3_64()
-        try:
-            kept, streams, loss, restored = truncated.encode(
-                read, tensor.info.numel, rounding, parallel, lambda bits: whole.update(bits.data), gpu
-            )
-        except truncated.NonFinite:
-            self._note(tensor, "holds infinities or NaNs: kept lossless")
-            return None
-        original = whole.hexdigest()
-        if restored == original:
-            return None
-        return TensorRecord(
-            "truncated", restored, kept, rounding.block_size, original, loss, checksums(streams)
-        ), streams
-
-    def _encode_ternary(
-        self, tensor: SourceTensor, read: Read, scheme: Scheme
-    ) -> tuple[TensorRecord, dict[str, Stream]] | None:
-        """The same for a ternary tensor; None for one that is better, or has to be, kept as it is.
-
-        Where the scheme is lossless, every bit has to come back.
-        """
-        from . import ternary  # loads torch
-
-        exactly = scheme.kind == "lossless"
-        online = self._online is not None and bitnet_converts(tensor.name, self._online)
-        fmt, numel = FORMATS[tensor.info.dtype], tensor.info.numel
-        bits = read(0, numel)
-        try:
-            weight = ternary.as_tensor(bits, fmt, tensor.info.shape)
-            coded = (
-                ternary.encode_exact(weight)
-                if exactly
-                else ternary.encode(weight, scheme, for_absmean=online)
-            )
-        except ternary.NoTernaryForm as reason:
-            if not exactly:
-                self._note(tensor, f"{reason}: kept lossless")
-            return None
-        except lossless.NotWorthwhile:
-            if not exactly:
-                self._note(tensor, "takes no less as codes and scales: kept lossless")
-            return None
-        if coded.is_zero:
-            self._note(tensor, "all its weights are 0")
-        original = xxhash.xxh3_64_hexdigest(bits.data)
-        restored, loss = ternary.restored(coded, bits, fmt)
-        lossy, layout = restored != original, coded.layout
-        if lossy and exactly:  # zeros have signs
-            return None
-        return TensorRecord(
-            "ternary", restored, original=original if lossy else None, loss=loss if lossy else None,
-            streams=checksums(coded.streams), quantizer=coded.quantizer, packing=layout.packing,
-            scale_dtype=layout.scale_dtype, group=layout.group,
-        ), coded.streams  # fmt: skip
+    def _encode(self, planned: PlannedTensor, parallel: Map) -> EncodedTensor:
+        encoded = self._encoder.encode(planned, parallel)
+        if encoded.note:
+            self._notes[planned.tensor.file, planned.tensor.name] = encoded.note
+        return encoded
 
     def _other_files(self, work: Path, also: AbstractSet[str] = frozenset()) -> None:
         """Carry the files that are not weights, rewrite those that name weights, and list them all.
@@ -982,7 +729,7 @@ class Compression:
         # Of the copies, not of what SRC has now: it may have changed since.
         write_file(work / MANIFEST_PATH, self._manifest(self._stored_files(copied_to=work)))
         weights = self._source.checkpoint.weights
-        refuse_strangers(work, {*weights, *wanted, MANIFEST_PATH, PLAN_PATH, *also})
+        refuse_strangers(work, {*weights, *wanted, MANIFEST_PATH, RUN_ID_PATH, *also})
 
     def _beside(self, moved: AbstractSet[str] = frozenset()) -> dict[str, _Beside]:
         """What lies beside the containers of a result, by its place, but for the manifest.
@@ -1031,64 +778,9 @@ class Compression:
 
     def report(self, dst: Path, seconds: float) -> CompressionReport:
         """Read what was written, and sum it up."""
-        source, checkpoint = self._source, self._source.checkpoint
-        tensors: list[TensorReport] = []
-        losses: dict[tuple[str, str], Loss | None] = {}
-        tied: dict[int, tuple[str, str]] = {}
-        for file in checkpoint.weights:
-            path = dst if checkpoint.is_file else dst / file
-            with Container(path, delta=self._base is not None) as container:
-                for t in self._plan.of_file(file):
-                    record = container.manifest.tensors[t.tensor.name]
-                    note = self._notes.get((file, t.tensor.name), t.note)
-                    if record.needs_base:
-                        note = ""  # whatever was in the way of coding it alone
-                    elif record.scheme == "raw" and t.scheme.kind != "raw":
-                        note = "does not shrink"
-                    info = t.tensor.info
-                    losses[file, info.name] = record.loss
-                    if record.scheme == "alias":
-                        folder = file[: file.rfind("/") + 1]
-                        of = file if record.alias_file is None else folder + record.alias_file
-                        tied[len(tensors)] = of, record.alias_of or ""
-                    tensors.append(
-                        TensorReport(
-                            file,
-                            info.name,
-                            info.dtype,
-                            info.shape,
-                            describe(record, info.dtype),
-                            info.nbytes,
-                            container.stored_bytes(info.name),
-                            record.loss,
-                            note,
-                        )
-                    )
-        for number, place in tied.items():  # what is the same as a rounded tensor is rounded as well
-            tensors[number] = replace(tensors[number], loss=losses.get(place))
-        weight_paths = [dst] if checkpoint.is_file else [dst / file for file in checkpoint.weights]
-        stored_weights = sum(p.stat().st_size for p in weight_paths)
-        others = (
-            [] if checkpoint.is_file else [p for p in dst.rglob("*") if p.is_file() and p not in weight_paths]
-        )
-        private = private_files(checkpoint)
-        return CompressionReport(
-            checkpoint.path, dst, self._plan.original_bytes,
-            stored_weights + sum(p.stat().st_size for p in others),
-            sum(map(source.file_bytes, checkpoint.weights)), stored_weights,
-            sum(t.info.numel for t in source.tensors()), tuple(tensors),
-            seconds, self._device.name, self._resumed,
-            (
-                *(f"{dst / f}: missing, damaged or of an older version: made again" for f in self._mended),
-                *(f"{f}: names shards that are not here, carried along unread" for f in checkpoint.unread),
-                *(f"{f}: a pickle, carried along unopened" for f in checkpoint.others if f.endswith(PICKLES)),
-                *(f"{f}: a link out of the folder, copied" for f in linked_from_outside(checkpoint)),
-                *(f"looks private, and is carried along: {line}" for line in listed(private)),
-                *_unrounded(tensors),
-                *_unknown(tensors),
-                *_larger(sum(map(source.file_bytes, checkpoint.weights)), stored_weights, len(tensors)),
-            ),
-            tuple(private),
+        return compression_report(
+            self._source, self._plan, dst, self._notes, seconds=seconds, device=self._device.name,
+            is_delta=self._base is not None, resumed=self._resumed, made_again=self._mended,
         )  # fmt: skip
 
 
@@ -1162,60 +854,3 @@ def _is_plain(path: Path) -> bool:
             return not is_container(file)
     except FormatError:
         return False
-
-
-def _unrounded(tensors: Sequence[TensorReport]) -> list[str]:
-    """A warning if rules round, and nothing has so many mantissa bits that it was."""
-    why = sorted({t.note for t in tensors if t.note.endswith(KEEP_ALL)})
-    rounded = any(t.loss is not None for t in tensors)
-    return [] if rounded or not why else [f"nothing is rounded: {'; '.join(why)}"]
-
-
-def _larger(before: int, after: int, tensors: int) -> list[str]:
-    """A warning if weight files take more than before: names and records of small tensors outweigh them."""
-    more = after - before
-    if more <= before // 100:
-        return []
-    return [
-        f"the result is {more:,} bytes larger than `source`: names and records of its {tensors:,} tensors"
-        " take more than is saved"
-    ]
-
-
-def _unknown(tensors: Sequence[TensorReport]) -> list[str]:
-    """A warning if tensors have dtypes that are none of safetensors: they are stored as they are."""
-    counts = Counter(t.dtype for t in tensors if t.dtype not in DTYPE_BITS)
-    return [
-        f"neuzip does not know dtype {dtype}: {count:,} tensor{'' if count == 1 else 's'} stored unchanged"
-        for dtype, count in counts.items()
-    ]
-
-
-def checksums(streams: dict[str, Stream]) -> dict[str, str]:
-    """The checksum of every stream."""
-    return {name: stream.checksum for name, stream in streams.items()}
-
-
-def _size(streams: dict[str, Stream]) -> int:
-    return sum(stream.nbytes for stream in streams.values())
-
-
-def describe(record: TensorRecord, dtype: str) -> str:
-    """A record's scheme in a few words.
-
-    >>> describe(TensorRecord("lossless", "0" * 16, 7), "F32")
-    'lossless, 7 of 23 mantissa bits'
-    """
-    if record.scheme == "alias":
-        return f"same as {record.alias_of}"
-    if record.scheme == "truncated":
-        return f"k={record.mantissa_bits}" + (f" block={record.block_size}" if record.block_size else "")
-    if record.scheme == "base":
-        return "as in the base"
-    if record.scheme == "ternary":
-        group = "" if record.group is None else f" group={record.group}"
-        return f"ternary {record.quantizer}{group}" + (", lossless" if record.lossless else "")
-    fmt = FORMATS.get(dtype)
-    if record.scheme == "lossless" and fmt is not None and record.mantissa_bits < fmt.mantissa_bits:
-        return f"lossless, {record.mantissa_bits} of {fmt.mantissa_bits} mantissa bits"
-    return record.scheme

@@ -15,20 +15,10 @@ from neuzip.formats.hub.pull import RECORDS, fetch
 from neuzip.formats.hub.push import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
 from neuzip.formats.safetensors_file import LONGEST_SIGN, other_format
 
+from .overwrite_guard import refuse_existing, require_name
 from .source import weight_bytes
 from .verify import Stage, verify
-from .workspace import (
-    files_in,
-    publish,
-    recover,
-    refuse_existing,
-    refuse_strangers,
-    remove,
-    require_name,
-    workspace,
-    write_file,
-    writing,
-)
+from .workspace import files_in, publish, recover, refuse_strangers, remove, workspace, write_file, writing
 
 MARK = f"{RECORDS}/neuzip-pull"
 """What tells a later run that a workspace is one of a pull, and of which repository."""

@@ -18,8 +18,9 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.safetensors_file import TensorFile, opener
 
-from .base import check_base
+from .delta_base import check_base
 from .device import CPU, Device
+from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
 from .source import Bytes, SourceTensor, TensorSource, digest
 from .verify import OnBytes, check_tensors, ignore, verify_files
 from .workers import Workers, default_jobs
@@ -33,11 +34,7 @@ from .workspace import (
     publish,
     publish_file,
     recover,
-    refuse_existing,
-    refuse_folder,
-    refuse_nesting,
     refuse_strangers,
-    require_name,
     require_space,
     workspace,
     writing,

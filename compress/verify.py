@@ -32,8 +32,8 @@ from neuzip.formats.container import Container
 from neuzip.formats.manifest import TensorRecord
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
-from .base import check_base
 from .delta import Decoder
+from .delta_base import check_base
 from .device import CPU, Device
 from .lossless import PIECE
 from .scheme import DROPPED_LAYERS

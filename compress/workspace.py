@@ -14,20 +14,16 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError, WouldOverwrite
-from neuzip.formats.checkpoint import CHUNK, OWN_FOLDER, find_checkpoint
+from neuzip.errors import FULL, DiskFull, FormatError, NeuzipError
+from neuzip.formats.checkpoint import CHUNK
 from neuzip.formats.safetensors_file import NEW_FILE, opener
 
-from .replaceable import why_not
-
-PLAN_PATH = f"{OWN_FOLDER}/plan.json"
-"""What tells a later run that a workspace is one of a compression, and of which."""
-
+from .run_identity import RUN_ID_PATH
 
 UNSUPPORTED = frozenset(
     {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
@@ -71,7 +67,7 @@ def workspace(dst: Path, like: Path | None = None) -> Iterator[Path]:
     It has the permission bits of the folder `like`, if one is given, as far as the umask leaves them.
     """
     work = partial_name(dst)
-    _refuse_link(work)
+    refuse_link(work)
     if work.is_file():
         raise NeuzipError(
             f"{work}: is a file, and neuzip needs a folder of this name to work in",
@@ -125,7 +121,7 @@ def locked(folder: Path) -> int:
 
 @contextmanager
 def file_workspace(dst: Path, overwrite: bool) -> Iterator[Path]:
-    """The same for a `dst` that is a file; it does not stay."""
+    """The folder in which a file `dst` is prepared, locked against other runs. It does not stay."""
     with workspace(dst) as work:
         clear(work, overwrite)
         try:
@@ -137,7 +133,7 @@ def file_workspace(dst: Path, overwrite: bool) -> Iterator[Path]:
 
 def clear(work: Path, overwrite: bool) -> None:
     """Empty the workspace of a run that was killed; not that of a compression, which can go on."""
-    if (work / PLAN_PATH).exists() and not overwrite:
+    if (work / RUN_ID_PATH).exists() and not overwrite:
         raise NeuzipError(
             f"{work}: was begun by neuzip compress",
             "choose another `destination`, or give `overwrite=True` to remove it",
@@ -151,7 +147,7 @@ def publish(work: Path, dst: Path) -> None:
     with writing(dst):
         for folder in (work, *(p for p in work.rglob("*") if p.is_dir())):
             sync_folder(folder)
-        old = _old(dst)
+        old = old_name(dst)
         if os.path.lexists(dst):
             os.replace(dst, old)
         os.replace(work, dst)
@@ -162,7 +158,7 @@ def publish(work: Path, dst: Path) -> None:
 
 def recover(dst: Path) -> None:
     """Undo a `publish` that was killed half-way: the older folder gets its name back."""
-    old = _old(dst)
+    old = old_name(dst)
     if os.path.lexists(old):
         with writing(dst):
             if os.path.lexists(dst):
@@ -172,7 +168,7 @@ def recover(dst: Path) -> None:
 
 
 def publish_file(work: Path, dst: Path) -> None:
-    """The same for a file, which has the name of `dst` in its workspace."""
+    """Give a complete file its final name; in its workspace it has the name of `dst`."""
     with writing(dst):
         os.replace(work / dst.name, dst)
         sync_folder(dst.parent)
@@ -257,22 +253,7 @@ def remove_scratch(path: Path) -> None:
         remove(left)
 
 
-def require_name(dst: Path) -> None:
-    """Raise NeuzipError for a DST that nothing new can be called."""
-    if dst.name in ("", ".."):
-        raise NeuzipError(
-            f"{dst}: has no name of its own", "end `destination` with the name of what is to be made"
-        )
-    try:
-        os.lstat(partial_name(dst))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
-    _refuse_link(partial_name(dst))
-
-
-def _refuse_link(path: Path) -> None:
+def refuse_link(path: Path) -> None:
     """Raise NeuzipError for a link where neuzip works: what it leads to would be written over."""
     if path.is_symlink():
         raise NeuzipError(
@@ -280,72 +261,16 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-def refuse_folder(dst: Path) -> None:
-    """Raise NeuzipError if a file is to be written where a folder is."""
-    if dst.is_dir():
-        raise NeuzipError(
-            f"{dst}: is a folder", "end `destination` with the name of the file that is to be made"
-        )
-
-
 def refuse_strangers(work: Path, expected: set[str]) -> None:
     """Raise NeuzipError unless a finished workspace holds exactly the files that it should."""
-    found = {p.relative_to(work).as_posix() for p in files_in(work)}
-    for name in sorted(found ^ expected):
+    present = {p.relative_to(work).as_posix() for p in files_in(work)}
+    for name in sorted(present ^ expected):
         problem = (
             "is left from something else"
-            if name in found
+            if name in present
             else "was lost: are there names that differ in case?"
         )
         raise NeuzipError(f"{work / name}: {problem}", f"remove {work} and repeat the command")
-
-
-def refuse_existing(dst: Path, overwrite: bool, *, file: bool = False, known: Collection[str] = ()) -> None:
-    """Raise WouldOverwrite if there is something at `dst`, be it a link, but an empty folder.
-
-    With `overwrite` a link may be replaced, and what it leads to stays; a folder only where it holds a
-    checkpoint and nothing else but `known` files; and a file only by a `file`.
-    """
-    is_folder = dst.is_dir() and not dst.is_symlink()
-    if not os.path.lexists(dst) or (is_folder and not any(dst.iterdir())):
-        return
-    if not overwrite:
-        other = "name" if file else "`destination`"
-        raise WouldOverwrite(f"{dst}: exists already", f"choose another {other}, or give `overwrite=True`")
-    if is_folder and (reason := why_not(dst, known)) is not None:
-        raise WouldOverwrite(
-            f"{dst}: {reason}: such a folder is not replaced",
-            "choose another `destination`, or remove what is there yourself",
-        )
-    if not is_folder and not dst.is_symlink() and not file:
-        raise WouldOverwrite(
-            f"{dst}: is a file, and a folder is to be written there",
-            "choose another `destination`, or remove the file yourself",
-        )
-
-
-def require_free(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
-    """Raise NeuzipError unless a checkpoint made of `src` can be written to `dst`.
-
-    It is asked before the long work begins. Files beside the weights of `src` are expected in an older one.
-    """
-    checkpoint = find_checkpoint(src)
-    require_name(dst)
-    refuse_nesting(checkpoint.path, dst)
-    refuse_existing(dst, overwrite, known=checkpoint.others)
-
-
-def refuse_nesting(src: Path, dst: Path) -> None:
-    """Neither may contain the other: a run must not read what it writes, nor replace or remove its source."""
-    own = [] if dst.name in ("", "..") else [partial_name(dst), _old(dst)]
-    for path in (dst, *own):
-        try:
-            a, b = src.resolve(), path.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no name for a file
-            raise NeuzipError(f"{dst}: cannot be written: {error}", "choose another `destination`") from error
-        if a == b or a in b.parents or b in a.parents:
-            how = "is the same place as" if a == b else "lies within" if a in b.parents else "holds"
-            raise NeuzipError(f"{path}: {how} {src}", f"choose a `destination` outside {src}")
 
 
 def require_space(dst: Path, nbytes: int) -> None:
@@ -364,7 +289,8 @@ def partial_name(path: Path) -> Path:
     return path.with_name(path.name + ".neuzip-partial")
 
 
-def _old(path: Path) -> Path:
+def old_name(path: Path) -> Path:
+    """What an older folder is called while a new one takes its place."""
     return path.with_name(path.name + ".neuzip-old")
 
 

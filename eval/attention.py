@@ -19,23 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.compress.workspace import (
-    clear,
-    copy_file,
-    publish,
-    recover,
-    require_free,
-    workspace,
-    writing,
-)
+from neuzip.choices import AttentionMode
+from neuzip.compress.overwrite_guard import require_free
+from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
 from neuzip.errors import NeuzipError
-from neuzip.eval.measures.comparison import NotFinite, Stage, Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.distributed import batches
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
@@ -48,17 +42,17 @@ from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device, positions
 from neuzip.runtime.hf import attention as runtime
-from neuzip.runtime.hf.load import load_config, versions
-from neuzip.runtime.hf.registry import overridden
+from neuzip.runtime.hf.attention_config import record_layers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import input_device, positions
+from neuzip.runtime.hf.messages import versions
+from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Mode = Literal["auto", "8bit", "4bit"]
-
-MODES: dict[Mode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
+MODES: dict[AttentionMode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
 """Bits that a layer may get, the fewest first; full precision is always the last resort."""
 
 BITS = (8, 4)
@@ -115,7 +109,7 @@ class Closeness:
 
 
 @dataclass(frozen=True)
-class Form:
+class QuantizedAttention:
     """A layer's attention in `bits`. `kld` is in nats a token, None if not measured or not finite."""
 
     bits: int
@@ -124,24 +118,24 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionLayer:
     """A layer, and what was chosen for it: bits, or None for full precision.
 
     `refused` is why its attention cannot be quantised, in words, None if it can; then there are forms.
     """
 
     number: int
-    forms: tuple[Form, ...] = ()
+    forms: tuple[QuantizedAttention, ...] = ()
     refused: str | None = None
     bits: int | None = None
 
-    def form(self, bits: int) -> Form | None:
+    def form(self, bits: int) -> QuantizedAttention | None:
         """Its attention in so many bits, if it can have them."""
         return next((form for form in self.forms if form.bits == bits), None)
 
 
 @dataclass(frozen=True)
-class Calibration:
+class AttentionCalibration:
     """Layers with their bits, and what all of them together do to the model.
 
     Divergences are in nats a token. `limit` is the budget, None where there was none; `offered` are the bits
@@ -150,10 +144,10 @@ class Calibration:
     of the model with the choice. `special_tokens` says what stands in front of windows, as in `Convention`.
     """
 
-    mode: Mode
+    mode: AttentionMode
     limit: float | None
     offered: tuple[int, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[AttentionLayer, ...]
     sum_of_layers: float
     trials: tuple[float, ...]
     comparison: Comparison
@@ -173,7 +167,7 @@ class Calibration:
         """Those of each layer, as `runtime.attention.record` takes them."""
         return tuple(layer.bits for layer in self.layers)
 
-    def rank(self, layer: Layer, bits: int) -> int:
+    def rank(self, layer: AttentionLayer, bits: int) -> int:
         """The place of a layer, from 1, by the score of its attention in so many bits."""
         return by_score(self.layers, bits).index(layer.number) + 1
 
@@ -181,14 +175,14 @@ class Calibration:
 def calibrate(
     path: str | os.PathLike[str],
     text: Text,
-    mode: Mode,
+    mode: AttentionMode,
     stage: Stage,
     *,
     max_kld: float | None = None,
     window: int | None = None,
     max_tokens: int | None = None,
     device: str = "auto",
-) -> Calibration:
+) -> AttentionCalibration:
     """Measure the layers of a checkpoint folder on a text, and choose.
 
     `max_kld` None is AUTO_MAX_KLD in the mode "auto", and no budget in the others: there every layer that can
@@ -200,13 +194,15 @@ def calibrate(
     offered = MODES[mode] if limit is not None else MODES[mode][:1]
     if window is None:
         window = min(WINDOW, positions(load_config(path)) or WINDOW)
-    yardstick = Yardstick(path, text, window=window, max_tokens=max_tokens or MAX_TOKENS, device=device)
-    model = yardstick.model
-    layers, seen = similarities(yardstick, stage)
-    layers = divergences(yardstick, layers, offered, stage)
-    chosen, trials, comparison = choose(yardstick, layers, offered, limit, stage)
-    convention = yardstick.reading.convention
-    return Calibration(
+    baseline = BaselineComparison(
+        path, text, window=window, max_tokens=max_tokens or MAX_TOKENS, device=device
+    )
+    model = baseline.model
+    layers, seen = similarities(baseline, stage)
+    layers = divergences(baseline, layers, offered, stage)
+    chosen, trials, comparison = choose(baseline, layers, offered, limit, stage)
+    convention = baseline.reading.convention
+    return AttentionCalibration(
         mode=mode,
         limit=limit,
         offered=offered,
@@ -219,7 +215,7 @@ def calibrate(
         windows=convention.windows,
         tokens=convention.tokens,
         similarity_windows=seen,
-        device=device_name(yardstick.device),
+        device=device_name(baseline.device),
         dtype=str(model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
         special_tokens=convention.special_tokens,
@@ -235,7 +231,7 @@ def layer_count(model: PreTrainedModel) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ObservedAttention:
     """What a layer's attention is given: q [B, Hq, N, D], k and v [B, Hkv, N, D], and how it is to attend.
 
     `own` [B, Hq, N, D] is what it gives.
@@ -249,17 +245,17 @@ class Call:
     options: dict[str, Any]
 
 
-def similarities(yardstick: Yardstick, stage: Stage) -> tuple[list[Layer], int]:
+def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[AttentionLayer], int]:
     """Layers with the similarity of each form; and over how many windows.
 
     Raises NeuzipError if no layer's attention can be quantised, UsageError if it cannot be replaced at all.
     """
-    reading = yardstick.reading
+    reading = baseline.reading
     windows = reading.windows[:SIMILARITY_WINDOWS]
-    refused = refusals(yardstick.model, reading.ids[None, :TRIED])
+    refused = refusals(baseline.model, reading.ids[None, :TRIED])
     found: dict[int, dict[int, list[Similarity]]] = {}
 
-    def see(call: Call) -> None:
+    def see(call: ObservedAttention) -> None:
         if call.layer in refused:
             return
         exact, _ = exact_attention(call.q, call.k, call.v, **call.options)
@@ -272,19 +268,21 @@ def similarities(yardstick: Yardstick, stage: Stage) -> tuple[list[Layer], int]:
             of_layer = found.setdefault(call.layer, {}).setdefault(bits, [])
             of_layer += [similarity(one, right) for one, right in zip(out, exact, strict=True)]
 
-    with stage("similarity", len(windows), "windows") as advance, _watched(yardstick.model, see):
+    with stage("similarity", len(windows), "windows") as advance, _watched(baseline.model, see):
         for batch in batches(reading.ids, windows, SIMILARITY_ROWS):
-            _run(yardstick.model, batch.ids)
+            _run(baseline.model, batch.ids)
             advance(len(batch.ids))
     layers = [
-        Layer(number, refused=refused.get(number, "it has no attention"))
+        AttentionLayer(number, refused=refused.get(number, "it has no attention"))
         if number in refused or number not in found
-        else Layer(number, tuple(Form(bits, Closeness.of(found[number][bits])) for bits in BITS))
-        for number in range(layer_count(yardstick.model))
+        else AttentionLayer(
+            number, tuple(QuantizedAttention(bits, Closeness.of(found[number][bits])) for bits in BITS)
+        )
+        for number in range(layer_count(baseline.model))
     ]
     if not any(layer.forms for layer in layers):
         raise NeuzipError(
-            f"{yardstick.base.name}: the attention of no layer can be quantised: {layers[0].refused}",
+            f"{baseline.base.name}: the attention of no layer can be quantised: {layers[0].refused}",
             "it stays as it is: there is nothing to record",
         )
     return layers, len(windows)
@@ -307,7 +305,7 @@ def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, see: Callable[[Call], None]) -> Iterator[None]:
+def _watched(model: PreTrainedModel, see: Callable[[ObservedAttention], None]) -> Iterator[None]:
     """Show what each layer's attention is given and gives, at full precision."""
     with _quantised(model, [None] * layer_count(model)), _wrapped(model, lambda _: None, lambda c, _: see(c)):
         yield
@@ -325,7 +323,7 @@ def _quantised(model: PreTrainedModel, bits: Sequence[int | None]) -> Iterator[N
 
 @contextmanager
 def _wrapped(
-    model: PreTrainedModel, before: Callable[[None], Any], after: Callable[[Call, Any], None]
+    model: PreTrainedModel, before: Callable[[None], Any], after: Callable[[ObservedAttention, Any], None]
 ) -> Iterator[None]:
     """Call `before` ahead of the attention of each layer, and `after` with that and what came of it."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
@@ -345,10 +343,10 @@ def _wrapped(
                 "window": options.get("sliding_window"),
                 "softcap": options.get("softcap"),
             }
-            after(Call(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
+            after(ObservedAttention(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
         return found
 
-    with overridden(ALL_ATTENTION_FUNCTIONS, name, watch):
+    with registered(ALL_ATTENTION_FUNCTIONS, name, watch):
         yield
 
 
@@ -375,27 +373,29 @@ class _Quantised(HeadedModel):
 
 
 def divergences(
-    yardstick: Yardstick, layers: Sequence[Layer], offered: Sequence[int], stage: Stage
-) -> list[Layer]:
+    baseline: BaselineComparison, layers: Sequence[AttentionLayer], offered: Sequence[int], stage: Stage
+) -> list[AttentionLayer]:
     """Layers with the divergence of each form that is offered, measured with that layer alone quantised."""
-    model = _Quantised(yardstick.model)
+    model = _Quantised(baseline.model)
     passes = sum(form.bits in offered for layer in layers for form in layer.forms)
     found = []
-    with stage("divergence", passes * yardstick.tokens, "tokens") as advance:
+    with stage("divergence", passes * baseline.tokens, "tokens") as advance:
         for layer in layers:
             forms = []
             for form in layer.forms:
                 if form.bits in offered:
                     model.bits = [form.bits if n == layer.number else None for n in range(len(layers))]
-                    form = replace(form, kld=_kld(yardstick, model, advance))
+                    form = replace(form, kld=_kld(baseline, model, advance))
                 forms.append(form)
             found.append(replace(layer, forms=tuple(forms)))
     return found
 
 
-def _kld(yardstick: Yardstick, model: HeadedModel, on_tokens: Callable[[int], None]) -> Estimate | None:
+def _kld(
+    baseline: BaselineComparison, model: HeadedModel, on_tokens: Callable[[int], None]
+) -> Estimate | None:
     try:
-        return yardstick.compare(model, on_tokens).kld.mean
+        return baseline.compare(model, on_tokens).kld.mean
     except NotFinite:
         return None
 
@@ -404,26 +404,26 @@ def _kld(yardstick: Yardstick, model: HeadedModel, on_tokens: Callable[[int], No
 
 
 def choose(
-    yardstick: Yardstick,
-    layers: Sequence[Layer],
+    baseline: BaselineComparison,
+    layers: Sequence[AttentionLayer],
     offered: Sequence[int],
     limit: float | None,
     stage: Stage,
-) -> tuple[list[Layer], tuple[float, ...], Comparison]:
+) -> tuple[list[AttentionLayer], tuple[float, ...], Comparison]:
     """Layers with their bits, the divergence of each choice that was measured as a whole, and the last one.
 
     Without a limit each layer gets the first of the bits that are offered. With one, as few bits as the
     divergence of all together allows; that is measured, as single ones only about add up.
     """
-    model = _Quantised(yardstick.model)
+    model = _Quantised(baseline.model)
     number = 0
 
     def measured(bits: Sequence[int | None]) -> Comparison:
         nonlocal number
         number += 1
         model.bits = bits
-        with stage(f"choice {number}", yardstick.tokens, "tokens") as advance:
-            return yardstick.compare(model, advance)
+        with stage(f"choice {number}", baseline.tokens, "tokens") as advance:
+            return baseline.compare(model, advance)
 
     if limit is None:
         bits = [next((b for b in offered if usable(layer, b)), None) for layer in layers]
@@ -447,13 +447,13 @@ def choose(
     )
 
 
-def usable(layer: Layer, bits: int) -> bool:
+def usable(layer: AttentionLayer, bits: int) -> bool:
     """Whether a layer can have so many bits: its divergence was measured, and is finite."""
     form = layer.form(bits)
     return form is not None and form.kld is not None
 
 
-def within(layers: Sequence[Layer], offered: Sequence[int], budget: float) -> Allocation:
+def within(layers: Sequence[AttentionLayer], offered: Sequence[int], budget: float) -> Allocation:
     """The fewest bits whose divergences add up to at most `budget`; of equal layers those of higher score.
 
     Options of the allocation are full precision, then the bits offered that a layer can have.
@@ -464,7 +464,9 @@ def within(layers: Sequence[Layer], offered: Sequence[int], budget: float) -> Al
     return replace(found, chosen=tuple(chosen[n] for n in range(len(layers))))
 
 
-def bits_of(layers: Sequence[Layer], offered: Sequence[int], allocation: Allocation) -> list[int | None]:
+def bits_of(
+    layers: Sequence[AttentionLayer], offered: Sequence[int], allocation: Allocation
+) -> list[int | None]:
     """Bits of each layer as allocated."""
     return [
         [None, *(b for b in offered if usable(layer, b))][number]
@@ -472,28 +474,28 @@ def bits_of(layers: Sequence[Layer], offered: Sequence[int], allocation: Allocat
     ]
 
 
-def by_score(layers: Sequence[Layer], bits: int) -> list[int]:
+def by_score(layers: Sequence[AttentionLayer], bits: int) -> list[int]:
     """Numbers of layers, the most similar first: the order in which SageAttention2 takes fewer bits."""
 
-    def score(layer: Layer) -> float:
+    def score(layer: AttentionLayer) -> float:
         form = layer.form(bits)
         return -math.inf if form is None else form.closeness.score
 
     return sorted(range(len(layers)), key=lambda n: -score(layers[n]))
 
 
-def _options(layer: Layer, offered: Sequence[int]) -> list[Option]:
+def _options(layer: AttentionLayer, offered: Sequence[int]) -> list[Option]:
     forms = [layer.form(b) for b in offered]
     measured = [(form.kld.value, form.bits) for form in forms if form is not None and form.kld is not None]
     return [Option(0.0, FULL), *(Option(max(0.0, kld), bits) for kld, bits in measured)]
 
 
-def with_bits(layers: Sequence[Layer], bits: Sequence[int | None]) -> list[Layer]:
+def with_bits(layers: Sequence[AttentionLayer], bits: Sequence[int | None]) -> list[AttentionLayer]:
     """Layers with what was chosen for each."""
     return [replace(layer, bits=b) for layer, b in zip(layers, bits, strict=True)]
 
 
-def _kld_of(layer: Layer) -> float:
+def _kld_of(layer: AttentionLayer) -> float:
     form = None if layer.bits is None else layer.form(layer.bits)
     return 0.0 if form is None or form.kld is None else form.kld.value
 
@@ -522,5 +524,5 @@ def copy_patched(
             for file in (*checkpoint.weights, *checkpoint.others):
                 copy_file(checkpoint.root / file, work / file)
                 on_bytes((work / file).stat().st_size)
-            runtime.record(work, bits)
+            record_layers(work, bits)
         publish(work, dst)

@@ -30,12 +30,15 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.estimates import mean as mean_of_blocks
 from neuzip.eval.measures.head import HeadedModel, statistics
-from neuzip.eval.report.evaluation import Row
+from neuzip.eval.report.evaluation import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.push import resolve_source
-from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, quiet_transformers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 try:
     from lm_eval import evaluator
@@ -398,9 +401,9 @@ def _paired(after: Mapping[int, float], before: Mapping[int, float]) -> Estimate
     return mean_of_blocks(changes, [1] * len(changes))
 
 
-def report_rows(evaluation: TaskEvaluation) -> tuple[Row, ...]:
+def report_rows(evaluation: TaskEvaluation) -> tuple[ReportRow, ...]:
     """The scores as rows of a report."""
-    return tuple(Row(name_text(s), s.after, s.before, note_text(s)) for s in evaluation.scores)
+    return tuple(ReportRow(name_text(s), s.after, s.before, note_text(s)) for s in evaluation.scores)
 
 
 def name_text(score: TaskScore) -> str:

@@ -27,7 +27,7 @@ from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
 from neuzip.eval.measures import fingerprint
-from neuzip.eval.measures.comparison import NotFinite, Stage, Yardstick, read_tokens
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage, read_tokens
 from neuzip.eval.measures.divergence import Comparison, KLDivergence
 from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
@@ -38,8 +38,8 @@ from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.runtime.decode.benchmark import device_name, synchronize
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import versions
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.read import read_tensors
 
 from .sweep_setup import SweepScheme, work_folder
@@ -59,7 +59,7 @@ IN_WORDS = {"rule": "rule for windows", "tokens": "number of tokens"}
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSetting:
     """What a sweep is of, and how it is measured."""
 
     src: Path
@@ -74,12 +74,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """What one scheme costs and does: the content of its JSON file.
 
     `bytes`, `original_bytes` and `ratio` are of the weight files. `perplexity` is token-level, `comparison`
     the paired one with the original. `memory_bytes` is what the parameters take in memory; `peak_bytes`,
-    `load_seconds` and `tokens_per_second` are those of `yardstick.Run`, without a peak on a CPU, where one
+    `load_seconds` and `tokens_per_second` are those of `baseline.Run`, without a peak on a CPU, where one
     process has one for all schemes. `decode_bytes_per_second` counts the
     bytes of decoded weights, one tensor after the other, the faster of two times. `depends_on` is what the
     figures would change with.
@@ -108,7 +108,7 @@ class Row:
         return {"schema": SCHEMA, **values.pop("comparison"), **values}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Row:
+    def from_json(cls, values: dict[str, Any]) -> SweepRow:
         """The inverse of `to_json`. Raises KeyError or TypeError for values that are no row."""
         compared = {f.name: values[f.name] for f in fields(Comparison)}
         for name in ("base_nll", "other_nll", "nll_difference", "perplexity_ratio", "top_1", "top_k"):
@@ -148,7 +148,7 @@ class Sweep:
     text: str
     rule: str
     device: str
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     resumed: int
     failed: tuple[Failure, ...] = ()
 
@@ -159,7 +159,7 @@ class Sweep:
 
 
 def sweep(
-    setting: Setting,
+    setting: SweepSetting,
     schemes: Sequence[SweepScheme],
     out: Path | None,
     stage: Stage,
@@ -178,12 +178,12 @@ def sweep(
         known = {} if out is None else _known(out, [s.label for s in schemes], depends_on, overwrite)
         found = dict(known)
         missing = [scheme for scheme in schemes if scheme.label not in found]
-        yardstick = _yardstick(setting) if missing else None
+        baseline = _baseline(setting) if missing else None
         for scheme in missing:
-            assert yardstick is not None
-            result: Row | Failure
+            assert baseline is not None
+            result: SweepRow | Failure
             try:
-                result = _measured(setting, scheme, yardstick, work, stage, depends_on)
+                result = _measured(setting, scheme, baseline, work, stage, depends_on)
             except NotFinite as failure:
                 result = Failure(scheme.label, failure.message, depends_on)
                 remove(work / scheme.label)
@@ -195,7 +195,7 @@ def sweep(
             setting.text.name,
             depends_on["rule"],
             depends_on["device"],
-            tuple(result for result in results if isinstance(result, Row)),
+            tuple(result for result in results if isinstance(result, SweepRow)),
             len(known),
             tuple(result for result in results if isinstance(result, Failure)),
         )
@@ -222,7 +222,7 @@ def _distinct(src: Path, schemes: Sequence[SweepScheme]) -> list[SweepScheme]:
     )
 
 
-def _depends_on(setting: Setting, device: str) -> dict[str, Any]:
+def _depends_on(setting: SweepSetting, device: str) -> dict[str, Any]:
     checkpoint = find_checkpoint(setting.src)
     reading = read_tokens(setting.src, setting.text, setting.window, setting.max_tokens)
     return {
@@ -248,13 +248,13 @@ def _temporary_folder() -> Iterator[Path]:
 
 def _known(
     out: Path, labels: Sequence[str], depends_on: Mapping[str, Any], overwrite: bool
-) -> dict[str, Row | Failure]:
+) -> dict[str, SweepRow | Failure]:
     """What a folder holds of the schemes that are asked for.
 
     Raises WouldOverwrite if it holds results of something else, or pictures and no results. With
     `overwrite` there is nothing known, and such results are removed: they would stand beside ours.
     """
-    found: dict[str, Row | Failure] = {}
+    found: dict[str, SweepRow | Failure] = {}
     for path in sorted(p for p in out.iterdir() if p.suffix in (".json", ".failed")):
         try:
             result = _read(path)
@@ -282,11 +282,11 @@ def _known(
     return {} if overwrite else {label: found[label] for label in labels if label in found}
 
 
-def _read(path: Path) -> Row | Failure:
+def _read(path: Path) -> SweepRow | Failure:
     """What one file says of a scheme. Raises FormatError if it is no result."""
     try:
         values = parse_json(path.read_bytes(), path)
-        result = (Failure if path.suffix == ".failed" else Row).from_json(values)
+        result = (Failure if path.suffix == ".failed" else SweepRow).from_json(values)
         if result.scheme == path.stem and isinstance(result.depends_on, dict):
             return result
     except (FormatError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -294,10 +294,10 @@ def _read(path: Path) -> Row | Failure:
     raise FormatError(path, f"is no result of neuzip sweep for {path.stem}", hint="choose another `output`")
 
 
-def _keep(out: Path, result: Row | Failure) -> None:
+def _keep(out: Path, result: SweepRow | Failure) -> None:
     """Write what came of a scheme, in place of what was there."""
     names = [f"{result.scheme}.json", f"{result.scheme}.failed"]
-    name, stale = names if isinstance(result, Row) else reversed(names)
+    name, stale = names if isinstance(result, SweepRow) else reversed(names)
     with writing(out / name):
         text = json.dumps(result.to_json(), indent=2, allow_nan=False)
         write_file(out / name, f"{text}\n".encode())
@@ -314,32 +314,32 @@ def _keep_pictures(out: Path, found: Sweep, title: str) -> None:
 # One scheme
 
 
-def _yardstick(setting: Setting) -> Yardstick:
-    return Yardstick(
+def _baseline(setting: SweepSetting) -> BaselineComparison:
+    return BaselineComparison(
         setting.src, setting.text, window=setting.window, max_tokens=setting.max_tokens,
         device=setting.device, dtype=setting.dtype, residency=setting.residency,
     )  # fmt: skip
 
 
 def _measured(
-    setting: Setting,
+    setting: SweepSetting,
     scheme: SweepScheme,
-    yardstick: Yardstick,
+    baseline: BaselineComparison,
     work: Path,
     stage: Stage,
     depends_on: dict[str, Any],
-) -> Row:
+) -> SweepRow:
     dst = work / scheme.label
     with stage(f"{scheme.label}: compress", weight_bytes(setting.src), "bytes") as advance:
         report = compress(
             setting.src, dst, scheme.rules, jobs=setting.jobs, device=setting.coder, on_bytes=advance
         )
-    with stage(f"{scheme.label}: evaluate", yardstick.tokens, "tokens") as advance:
-        run = yardstick.run(dst, advance)
-    speed = _decode_speed(dst, yardstick.device, setting.jobs)
+    with stage(f"{scheme.label}: evaluate", baseline.tokens, "tokens") as advance:
+        run = baseline.run(dst, advance)
+    speed = _decode_speed(dst, baseline.device, setting.jobs)
     remove(dst)
     losses = [t.loss.max_relative for t in report.tensors if t.loss is not None]
-    return Row(
+    return SweepRow(
         scheme=scheme.label,
         bytes=report.stored_weight_bytes,
         original_bytes=report.weight_bytes,
@@ -351,7 +351,7 @@ def _measured(
         comparison=run.comparison,
         dtype=run.dtype,
         memory_bytes=run.weight_bytes,
-        peak_bytes=None if yardstick.device.type == "cpu" else run.peak_bytes,
+        peak_bytes=None if baseline.device.type == "cpu" else run.peak_bytes,
         load_seconds=run.load_seconds,
         decode_bytes_per_second=speed,
         tokens_per_second=run.tokens_per_second,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 import json
 import os
 import signal
@@ -50,36 +47,10 @@ if not torch.cuda.is_available():
         torch.set_num_threads(1)
 
 
-def _spare_the_interpreter_needless_work() -> None:
-    """Halve the time of Triton's interpreter, and change nothing that it computes.
-
-    It looks for the built-ins among all names of triton.language, to replace them, whenever one function of
-    a kernel calls another: here their names are looked up once. And it does all sums and products of integers
-    again in 64 bits, for an assertion that it leaves out unless debugging is on.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    @functools.cache
-    def builtin_names(place: object) -> list[str]:
-        return [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
-
-    def patch_builtin(place: object, builder: object, scope: object) -> None:
-        for name in builtin_names(place):
-            member = getattr(place, name)
-            if tl.core.is_builtin(member):  # or else it has been replaced
-                interpreter._patch_attr(place, name, member, builder, scope)
-
-    for place in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
-        builtin_names(place)  # before any of them is replaced
-    interpreter._patch_builtin = patch_builtin
-    options = interpreter.interpreter_builder.options
-    assert not options.debug
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-
-
 if not torch.cuda.is_available():
-    _spare_the_interpreter_needless_work()
+    import interpreter
+
+    interpreter.quicken()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

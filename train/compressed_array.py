@@ -23,7 +23,7 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, empty_planes, split, unpack_fields
 from neuzip.kernels.float_fields import Planes as CpuPlanes
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
-from neuzip.runtime.weights import ANS_FORMATS
+from neuzip.runtime.weights.ans import ANS_FORMATS
 
 if TYPE_CHECKING:
     from neuzip.kernels.rans.triton import decode as triton_decode
@@ -42,7 +42,7 @@ array: 0.67 MB where symbols are pairs, so this is for arrays of 21 MB and more.
 PATTERN_DTYPES = {16: (torch.int16, np.uint16), 32: (torch.int32, np.uint32)}
 
 
-class Held(Protocol):
+class StoredArray(Protocol):
     """An array of weights between its uses."""
 
     numel: int
@@ -62,24 +62,26 @@ class Held(Protocol):
         ...
 
 
-def hold(flat: Tensor, coded: bool, *, triton: bool | None = None) -> Held:
+def store_array(flat: Tensor, coded: bool, *, triton: bool | None = None) -> StoredArray:
     """Hold a one-dimensional array. `triton` codes with it, which is the rule on a GPU and otherwise a test.
 
     Raises NeuzipError for a dtype that is not coded.
     """
     if not coded:
-        return Plain(flat)
+        return PlainArray(flat)
     if flat.dtype not in ANS_FORMATS:
         raise NeuzipError(
             f"weights of {flat.dtype} cannot be held compressed",
             "train in bfloat16, float16 or float32, or without compression",
         )
-    made: Held = (CodedByTriton if flat.is_cuda or triton else CodedByNumba)(flat.numel(), flat.dtype)
+    made: StoredArray = (TritonCompressedArray if flat.is_cuda or triton else NumbaCompressedArray)(
+        flat.numel(), flat.dtype
+    )
     made.close(flat)
     return made
 
 
-class Plain:
+class PlainArray:
     """Weights as they are."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -107,10 +109,10 @@ class _OnCpu:
     kept: int
     table: rans.Table
     planes: CpuPlanes
-    encoded: rans.Encoded
+    encoded: rans.RansEncoded
 
 
-class CodedByNumba:
+class NumbaCompressedArray:
     """Weights coded in the memory of the host."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -156,7 +158,7 @@ def _patterns(flat: Tensor, fmt: FloatFormat) -> Bits:
     return patterns
 
 
-class CodedByTriton:
+class TritonCompressedArray:
     """Weights coded in the memory of a GPU; or of the host, by Triton's interpreter.
 
     A large array whose mantissas are used in full is coded again by the table that it has, to where it lies;
@@ -168,7 +170,7 @@ class CodedByTriton:
         self._fmt = FORMATS[ANS_FORMATS[dtype]]
         self._coded: CodedTensor | None = None
         self._recoder: triton_encode.Recoder | None = None
-        self._plan: triton_decode.Plan | None = None
+        self._plan: triton_decode.DecodePlan | None = None
         self._open: Tensor | None = None
         self._errors: Tensor | None = None
 
@@ -190,7 +192,7 @@ class CodedByTriton:
         self._plan.launch()
         return self._open
 
-    def _plan_for(self, out: Tensor) -> triton_decode.Plan:
+    def _plan_for(self, out: Tensor) -> triton_decode.DecodePlan:
         if self._plan is not None:
             return self._plan.into(out)
         from neuzip.kernels.rans.triton import decode as triton_decode
@@ -215,18 +217,17 @@ class CodedByTriton:
                 self._from_scratch(bits)
 
     def _from_scratch(self, bits: Tensor) -> None:
-        from neuzip.kernels.device.launch import LAUNCHING
         from neuzip.kernels.rans.triton import encode as triton_encode
 
         self._recoder = self._plan = self._open = None  # their memory may be used again
         fmt = self._fmt
-        encoded = triton_encode.encode_launched(bits, fmt, scratch=SCRATCH, lock=LAUNCHING, spare=SPARE)
+        encoded = triton_encode.encode(bits, fmt, scratch=SCRATCH, spare=SPARE)
         self._coded = CodedTensor(
-            fmt, encoded.kept, self.numel, encoded.table, encoded.index, encoded.words,
+            fmt, encoded.kept_bits, self.numel, encoded.table, encoded.index, encoded.words,
             {width: _filled_up(plane) for width, plane in encoded.planes.items()},
         )  # fmt: skip
-        if encoded.kept == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
-            self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH, lock=LAUNCHING)
+        if encoded.kept_bits == fmt.mantissa_bits and CODING_SHARE * encoded.coding.nbytes <= bits.nbytes:
+            self._recoder = triton_encode.Recoder(encoded, fmt, self.numel, scratch=SCRATCH)
 
     @property
     def errors(self) -> Tensor | None:
@@ -234,7 +235,7 @@ class CodedByTriton:
         return self._errors
 
 
-def rounded(nbytes: int) -> int:
+def aligned_bytes(nbytes: int) -> int:
     """Bytes of an array among others in a buffer: each begins at a multiple of 256."""
     return -(-nbytes // 256) * 256
 

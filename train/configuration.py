@@ -18,7 +18,7 @@ from .loop import SHAPES, Schedule
 
 if TYPE_CHECKING:
     from .optimizers import Optimizer
-    from .text import Windows
+    from .text import TrainingWindows
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,7 +49,7 @@ OLD = {
 
 
 @dataclass(frozen=True)
-class Configuration:
+class TrainingConfiguration:
     """See the module. Relative paths begin in the current folder."""
 
     text: list[str]
@@ -104,14 +104,14 @@ class Configuration:
             )
         return self.window
 
-    def to_json(self, windows: Windows) -> dict[str, Any]:
+    def to_json(self, windows: TrainingWindows) -> dict[str, Any]:
         """What a run that goes on is compared with: what it is told, and the tokens that it reads."""
         return {**self._values(), "window": windows.length, TOKENS: windows.checksum()}
 
     def _values(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "output": str(self.output)}
 
-    def require_same_text(self, before: dict[str, Any], windows: Windows) -> None:
+    def require_same_text(self, before: dict[str, Any], windows: TrainingWindows) -> None:
         """Raise UsageError where a run that goes on would read other tokens, from files of the same names."""
         if before.get(TOKENS) != windows.checksum():
             raise UsageError(
@@ -134,7 +134,7 @@ class Configuration:
                 )
 
 
-def read(path: Path, warn: Callable[[str], None]) -> Configuration:
+def read(path: Path, warn: Callable[[str], None]) -> TrainingConfiguration:
     """Read and check a file; `warn` hears of old keys. Raises UsageError that names file and key."""
     try:
         given = tomllib.loads(path.read_bytes().decode("utf-8"))
@@ -155,9 +155,9 @@ def renamed(given: dict[str, Any], file: str, warn: Callable[[str], None]) -> di
     return {OLD.get(key, key): value for key, value in given.items()}
 
 
-def checked(given: dict[str, Any], file: str) -> Configuration:
+def checked(given: dict[str, Any], file: str) -> TrainingConfiguration:
     """A configuration of what a file gives. Raises UsageError."""
-    fields = {field.name: field for field in dataclasses.fields(Configuration)}
+    fields = {field.name: field for field in dataclasses.fields(TrainingConfiguration)}
     for key in given:
         if key not in fields:
             raise unknown_key(file, key, fields)
@@ -165,7 +165,7 @@ def checked(given: dict[str, Any], file: str) -> Configuration:
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if missing:
         raise UsageError(f"{file}: lacks {', '.join(missing)}", f"add a line such as {EXAMPLES[missing[0]]}")
-    found = Configuration(**values)
+    found = TrainingConfiguration(**values)
     _require_sense(file, found)
     return found
 
@@ -199,7 +199,7 @@ def _typed(file: str, key: str, annotation: Any, value: Any) -> Any:
     return types[-1](value)
 
 
-def _require_sense(file: str, found: Configuration) -> None:
+def _require_sense(file: str, found: TrainingConfiguration) -> None:
     if (found.model is None) == (found.scratch is None):
         raise UsageError(
             f"{file}: needs either model or scratch",
@@ -230,6 +230,6 @@ def _require_sense(file: str, found: Configuration) -> None:
         ("min_lr_ratio", found.schedule == "constant", 'with schedule = "constant"'),
         ("clipping", not found.max_grad_norm, "with max_grad_norm = 0"),
     ):
-        if ignored and getattr(found, name) != getattr(Configuration, name):
+        if ignored and getattr(found, name) != getattr(TrainingConfiguration, name):
             raise UsageError(f"{file}: {name} has no effect {instead}", f"leave out {name}")
     found.rates()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neuzip.compress.distributed import Ranks
+from neuzip.compress.ranks import Ranks
 from neuzip.errors import NeuzipError, UsageError
 
 PATIENCE = timedelta(hours=1)

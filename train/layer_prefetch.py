@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 
-class Unit(Protocol):
+class PrefetchUnit(Protocol):
     """Arrays that are opened and closed together."""
 
     def decode(self, buffer: Tensor) -> list[Tensor]:
@@ -45,14 +45,14 @@ class _Slot:
     """A buffer, the unit that is or will be open there, and the job that opens it."""
 
     buffer: Tensor
-    unit: Unit | None = None
+    unit: PrefetchUnit | None = None
     opening: Future[tuple[list[Tensor], Any]] | None = None
     used: bool = False
     last: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Units that lay here when they were last open: what prepared that is still of use."""
 
 
-class Desk:
+class LayerBuffers:
     """Buffers of `room` bytes; `ahead` takes two, a stream and a thread."""
 
     def __init__(self, device: torch.device, ahead: bool) -> None:
@@ -93,7 +93,7 @@ class Desk:
 
     @contextmanager
     def opened(
-        self, unit: Unit, *, changes: bool = False, then: Unit | None = None
+        self, unit: PrefetchUnit, *, changes: bool = False, then: PrefetchUnit | None = None
     ) -> Iterator[list[Tensor]]:
         """The arrays of a unit; `changes` keeps what they have become. `then` will be opened next."""
         slot = next((slot for slot in self._slots if slot.unit is unit), None) or self._expect(unit)
@@ -128,7 +128,7 @@ class Desk:
         if self._ahead:
             self._current().wait_stream(self._own)
 
-    def _expect(self, unit: Unit) -> _Slot:
+    def _expect(self, unit: PrefetchUnit) -> _Slot:
         """Begin to open a unit in a buffer that is free."""
         free = [slot for slot in self._slots if not slot.used]
         slot = next((slot for slot in free if unit in slot.last), free[0])

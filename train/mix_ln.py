@@ -22,7 +22,7 @@ from neuzip.runtime.hf.norm_placement import NormPlacementConfig, NormPlacementF
 from .loop import Figures, Schedule
 
 if TYPE_CHECKING:
-    from .text import Windows
+    from .text import TrainingWindows
 
 LENGTH = 256
 """Tokens of a window in the paper."""
@@ -80,7 +80,7 @@ def new_model(config: NormPlacementConfig, seed: int, device: torch.device) -> N
 
 
 def stepper(
-    model: nn.Module, windows: Windows, *, clip: float = CLIP, bf16: bool = True
+    model: nn.Module, windows: TrainingWindows, *, clip: float = CLIP, bf16: bool = True
 ) -> Callable[[int, float], Figures]:
     """A step for `loop.run`: one batch, gradients clipped, Adam. The model is trained in place, in fp32.
 

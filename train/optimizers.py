@@ -31,7 +31,7 @@ from torch import Tensor
 
 from neuzip.errors import UsageError
 from neuzip.kernels.quantizers import states as quantized
-from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.kernels.quantizers.states import BLOCK, RngKey
 
 States = dict[str, Tensor]
 
@@ -44,7 +44,7 @@ FIRST, SECOND, WEIGHT = range(3)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ParameterUpdate:
     """What an update is given.
 
     weight, gradient  one-dimensional; the weight is changed in place, the gradient may be
@@ -56,7 +56,7 @@ class Part:
     weight: Tensor
     gradient: Tensor
     lr: float
-    chance: Chance
+    chance: RngKey
     scale: Tensor | None = None
     decays: bool = True
 
@@ -65,7 +65,7 @@ class Part:
         """Number of the step, from 1 on."""
         return self.chance.step
 
-    def pieces(self) -> Iterator[tuple[slice, Part]]:
+    def pieces(self) -> Iterator[tuple[slice, ParameterUpdate]]:
         """Parts of so few elements."""
         most = PIECE if self.weight.is_cuda else CPU_PIECE
         for start in range(0, self.weight.numel(), most):
@@ -91,7 +91,7 @@ class Optimizer(Protocol):
         """States of so many elements before the first step."""
         ...
 
-    def update(self, part: Part, states: States) -> None:
+    def update(self, part: ParameterUpdate, states: States) -> None:
         """Change weights and states in place."""
         ...
 
@@ -107,7 +107,7 @@ class SGD:
         """See Optimizer."""
         return {}
 
-    def update(self, part: Part, states: States) -> None:
+    def update(self, part: ParameterUpdate, states: States) -> None:
         """See Optimizer."""
         decay = self.weight_decay if part.decays else 0.0
         if (
@@ -149,7 +149,7 @@ class AdamW:
             "second_top": torch.zeros(blocks, device=device),
         }
 
-    def update(self, part: Part, states: States) -> None:
+    def update(self, part: ParameterUpdate, states: States) -> None:
         """See Optimizer."""
         if self.eight_bits and part.weight.is_cuda:
             self._update_by_triton(part, states)
@@ -159,7 +159,7 @@ class AdamW:
             mine = {name: state[blocks if name.endswith("_top") else own] for name, state in states.items()}
             self._update(piece, mine)
 
-    def _update(self, part: Part, states: States) -> None:
+    def _update(self, part: ParameterUpdate, states: States) -> None:
         gradient, weight = part.gradient32(), part.weight.float()
         first, second = self._moments(states)
         first.mul_(self.beta1).add_(gradient, alpha=1 - self.beta1)
@@ -172,7 +172,7 @@ class AdamW:
         weight = weight - size * first / spread
         _write(part, weight, self.stochastic)
 
-    def _update_by_triton(self, part: Part, states: States) -> None:
+    def _update_by_triton(self, part: ParameterUpdate, states: States) -> None:
         from neuzip.kernels.quantizers.triton import states as triton_states
 
         decay = self.weight_decay if part.decays else 0.0
@@ -191,7 +191,7 @@ class AdamW:
         first = quantized.decode(states["first"], states["first_top"])
         return first, quantized.decode(states["second"], states["second_top"])
 
-    def _keep(self, first: Tensor, second: Tensor, states: States, chance: Chance) -> None:
+    def _keep(self, first: Tensor, second: Tensor, states: States, chance: RngKey) -> None:
         if self.eight_bits:
             for name, moment, signed, use in (
                 ("first", first, True, FIRST),
@@ -202,10 +202,10 @@ class AdamW:
                 states[f"{name}_top"].copy_(top)
 
 
-def _write(part: Part, weight: Tensor, stochastic: bool) -> None:
+def _write(part: ParameterUpdate, weight: Tensor, stochastic: bool) -> None:
     """Put new weights, fp32, in their place."""
     if stochastic and part.weight.dtype == torch.bfloat16:
-        weight = quantized.round_by_chance(weight, part.weight.dtype, part.chance, WEIGHT)
+        weight = quantized.stochastic_round(weight, part.weight.dtype, part.chance, WEIGHT)
     part.weight.copy_(weight)
 
 

@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import clear, publish, recover, refuse_existing, workspace
+from neuzip.compress.workspace import clear, publish, recover, workspace
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 from neuzip.runtime.hf.load import load_model
 
 from .plain import write_plain
 from .state_file import read_state, write_state
-from .states import Pieces
-from .units import Slot
+from .states import StatePieces
+from .units import ParameterSlot
 
 if TYPE_CHECKING:
     from neuzip.train.trainer import Trainer
@@ -89,7 +90,7 @@ def _method(trainer: Trainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _kept(trainer: Trainer) -> Iterator[tuple[Slot, list[Pieces], list[int]]]:
+def _kept(trainer: Trainer) -> Iterator[tuple[ParameterSlot, list[StatePieces], list[int]]]:
     """All parameters with their states, in chunks of so many elements."""
     tables = {table.slot: table for table in (trainer.embedding, trainer.head)}
     for slot in trainer._slots():
@@ -147,7 +148,7 @@ def _require_same(path: Path, facts: dict[str, Any], trainer: Trainer) -> None:
             )
 
 
-def _of_slot(slot: Slot, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _of_slot(slot: ParameterSlot, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The states of a parameter by their own names."""
     ending = f"/{slot.name}"
     return {name.removesuffix(ending): state for name, state in tensors.items() if name.endswith(ending)}
@@ -156,8 +157,8 @@ def _of_slot(slot: Slot, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _put_back(
     path: Path,
     trainer: Trainer,
-    slot: Slot,
-    chunks: list[Pieces],
+    slot: ParameterSlot,
+    chunks: list[StatePieces],
     sizes: list[int],
     states: dict[str, Tensor],
     steps: int,

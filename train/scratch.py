@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError, is_out_of_memory
-from neuzip.runtime.hf.load import quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
 
 LONGEST = 300
 """Characters of a reason that are repeated."""

@@ -1,8 +1,8 @@
 """An optimizer's states between steps: as they are, or coded losslessly like weights.
 
-    keeper = Keeper(optimizer, device, coded=True)
-    keeper.make_room(largest)
-    keeper.update(states, part)      decodes a piece of the states, takes its step, codes it again
+    store = StateStore(optimizer, device, coded=True)
+    store.make_room(largest)
+    store.update(states, part)      decodes a piece of the states, takes its step, codes it again
 
 Moments of AdamW in fp32 are coded to about 83 % of their 8 bytes a weight: their exponents take 2.5 to 3 bits
 instead of 8, their mantissas are noise. States in 8 bits take 2.03 bytes, but are not exact; what is coded
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from neuzip.errors import UsageError
-from neuzip.train.compressed_array import Held, Plain, hold, rounded
+from neuzip.train.compressed_array import PlainArray, StoredArray, aligned_bytes, store_array
 
-from .optimizers import PIECE, Optimizer, Part
+from .optimizers import PIECE, Optimizer, ParameterUpdate
 
-HowKept = Literal["plain", "lossless"]
-HOW_KEPT: tuple[HowKept, ...] = ("plain", "lossless")
+StateStorage = Literal["plain", "lossless"]
+STATE_STORAGES: tuple[StateStorage, ...] = ("plain", "lossless")
 
-Pieces = list[dict[str, Held]]
+StatePieces = list[dict[str, StoredArray]]
 """States of a part by their names: of PIECE elements after PIECE elements if they are coded, else of all."""
 
 
-class Keeper:
+class StateStore:
     """How the states of a run are kept. Raises UsageError for an optimizer without states to be coded."""
 
     def __init__(
@@ -48,10 +48,10 @@ class Keeper:
     def make_room(self, numel: int) -> None:
         """Take a buffer for the states of parts of up to so many elements."""
         if self._coded:
-            nbytes = sum(rounded(min(numel, PIECE) * size) for size in self._sizes.values())
+            nbytes = sum(aligned_bytes(min(numel, PIECE) * size) for size in self._sizes.values())
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def update(self, states: Pieces, part: Part) -> None:
+    def update(self, states: StatePieces, part: ParameterUpdate) -> None:
         """Take a step; states that are not there yet begin as the optimizer has them."""
         if not states:
             states += self.fresh(part.weight.numel())
@@ -61,11 +61,11 @@ class Keeper:
             for name, flat in flats.items():
                 piece[name].close(flat)
 
-    def fresh(self, numel: int) -> Pieces:
+    def fresh(self, numel: int) -> StatePieces:
         """States of so many elements before the first step."""
         return [self._held(self.optimizer.new_states(size, self._device)) for _, size in self._cut(numel)]
 
-    def whole(self, chunks: list[Pieces]) -> dict[str, Tensor]:
+    def whole(self, chunks: list[StatePieces]) -> dict[str, Tensor]:
         """The states of parts that follow each other, on the CPU; none if there are none."""
         found: dict[str, list[Tensor]] = {}
         for states in chunks:
@@ -74,7 +74,7 @@ class Keeper:
                     found.setdefault(name, []).append(flat.to("cpu", copy=True))
         return {name: torch.cat(parts) for name, parts in found.items()}
 
-    def restore(self, chunks: list[Pieces], sizes: list[int], whole: Mapping[str, Tensor]) -> None:
+    def restore(self, chunks: list[StatePieces], sizes: list[int], whole: Mapping[str, Tensor]) -> None:
         """Take the states that `whole` gave for parts of so many elements.
 
         Raises KeyError with the name of a state that is missing, ValueError with one that does not fit.
@@ -101,21 +101,21 @@ class Keeper:
         starts = range(0, numel, size)
         return [(slice(at, min(at + size, numel)), min(size, numel - at)) for at in starts]
 
-    def _held(self, states: Mapping[str, Tensor]) -> dict[str, Held]:
+    def _held(self, states: Mapping[str, Tensor]) -> dict[str, StoredArray]:
         if not self._coded:
-            return {name: Plain(state) for name, state in states.items()}
-        return {name: hold(state, True, triton=self._triton) for name, state in states.items()}
+            return {name: PlainArray(state) for name, state in states.items()}
+        return {name: store_array(state, True, triton=self._triton) for name, state in states.items()}
 
-    def _opened(self, piece: Mapping[str, Held]) -> dict[str, Tensor]:
+    def _opened(self, piece: Mapping[str, StoredArray]) -> dict[str, Tensor]:
         """The states of a piece, dense; they are valid until the next one is opened."""
         flats, at = {}, 0
         for name, held in piece.items():
             flats[name] = held.open(self._room[at:])
-            at += rounded(held.numel * held.dtype.itemsize)
+            at += aligned_bytes(held.numel * held.dtype.itemsize)
         return flats
 
 
-def nbytes(states: Pieces) -> int:
+def nbytes(states: StatePieces) -> int:
     """Bytes that states take between steps."""
     return sum(held.nbytes for piece in states for held in piece.values())
 
@@ -125,6 +125,6 @@ def _all_float(optimizer: Optimizer) -> bool:
     return bool(states) and all(state.is_floating_point() for state in states)
 
 
-def _cut_out(part: Part, own: slice) -> Part:
+def _cut_out(part: ParameterUpdate, own: slice) -> ParameterUpdate:
     chance = replace(part.chance, element=part.chance.element + own.start)
     return replace(part, weight=part.weight[own], gradient=part.gradient[own], chance=chance)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, behind, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(eq=False)
-class Windows:
+class TrainingWindows:
     """Windows of a text, `batch` of them a step, every epoch all of them in another order.
 
     ids     int64 [n], the tokens of all documents
@@ -72,7 +72,7 @@ class Windows:
         batch: int,
         seed: int = 0,
         front: int | None = None,
-    ) -> Windows:
+    ) -> TrainingWindows:
         """From files that a tokenizer reads, or from ids, int64 [n], in windows behind `front`.
 
         A tokenizer that puts BOS in front of a text says itself what `front` is. Raises NeuzipError for files

@@ -49,15 +49,24 @@ from torch import Tensor, nn
 from neuzip.compress.device import AnyDevice
 from neuzip.errors import BUG_OR_MEMORY, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
-from neuzip.kernels.quantizers.states import Chance
-from neuzip.runtime.read import place_of
+from neuzip.kernels.quantizers.states import RngKey
+from neuzip.runtime.devices import place_of
 from neuzip.runtime.requirements import require_model
 from neuzip.train import saved
-from neuzip.train.compressed_array import CodedByTriton, Held, hold
-from neuzip.train.layer_prefetch import Desk
-from neuzip.train.optimizers import Optimizer, Part, optimizer_of
-from neuzip.train.states import HOW_KEPT, HowKept, Keeper, Pieces, nbytes
-from neuzip.train.units import Call, Layer, Shell, Slot, Table, inside, rows_of_chunk, slots_of
+from neuzip.train.compressed_array import StoredArray, TritonCompressedArray, store_array
+from neuzip.train.layer_prefetch import LayerBuffers
+from neuzip.train.optimizers import Optimizer, ParameterUpdate, optimizer_of
+from neuzip.train.states import STATE_STORAGES, StatePieces, StateStorage, StateStore, nbytes
+from neuzip.train.units import (
+    DecoderLayer,
+    LayerArguments,
+    ModelShell,
+    ParameterSlot,
+    TokenTable,
+    rows_inside,
+    rows_of_chunk,
+    slots_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +78,7 @@ SMALLEST_CHUNK = 64 << 20
 
 
 @dataclass(eq=False)
-class Micro:
+class MicroBatch:
     """A micro-batch on its way: B rows of T tokens, U of them different.
 
     own      int64 [B, T], where each token's row is among `rows` [U, D], the embeddings of `tokens` [U]
@@ -82,7 +91,7 @@ class Micro:
     targets: Tensor
     tokens: Tensor
     rows: nn.Parameter
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerArguments] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     chances: list[list[Tensor]] = field(default_factory=list)
     gradient: Tensor | None = None
@@ -96,7 +105,7 @@ def train_compressed(
     max_grad_norm: float | None = None,
     clipping: Clipping = "two-pass",
     micro_batch_size: int | None = None,
-    optimizer_state: HowKept = "plain",
+    optimizer_state: StateStorage = "plain",
     seed: int = 0,
     device: AnyDevice = None,
     ahead: bool | None = None,
@@ -152,7 +161,7 @@ class Trainer:
         max_grad_norm: float | None,
         clipping: Clipping,
         micro_batch_size: int | None,
-        optimizer_state: HowKept,
+        optimizer_state: StateStorage,
         seed: int,
         device: AnyDevice,
         ahead: bool | None,
@@ -172,17 +181,17 @@ class Trainer:
             raise UsageError(
                 f"`micro_batch_size={micro_batch_size}`: is no number of rows", "give 1 and more"
             )
-        if optimizer_state not in HOW_KEPT:
+        if optimizer_state not in STATE_STORAGES:
             raise UsageError(
                 f"`optimizer_state={optimizer_state!r}`: is no way to keep it",
-                f"choose from {', '.join(HOW_KEPT)}",
+                f"choose from {', '.join(STATE_STORAGES)}",
             )
         self.model, self.optimizer, self.compressed, self.seed = model, optimizer, compressed, seed
         self.clip, self.clipping, self.micro_batch = max_grad_norm, clipping, micro_batch_size
         self._filter_eps = "auto" if filter_gradients else None
         self.steps = 0
         self.norm: float | None = None
-        shell = self.shell = Shell(model)
+        shell = self.shell = ModelShell(model)
         self.device = model.device if device is None else place_of(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -193,21 +202,21 @@ class Trainer:
                 "choose sgd or adamw, or train in bfloat16",
             )
 
-        self.keeper = Keeper(optimizer, self.device, coded=optimizer_state == "lossless", triton=triton)
+        self.keeper = StateStore(optimizer, self.device, coded=optimizer_state == "lossless", triton=triton)
         ahead = compressed and (self.device.type == "cuda" if ahead is None else ahead)
-        self._desk = Desk(self.device, ahead)
+        self._desk = LayerBuffers(self.device, ahead)
 
-        def code(flat: Tensor) -> Held:
+        def code(flat: Tensor) -> StoredArray:
             with self._desk.aside():
-                return hold(flat, compressed, triton=triton)
+                return store_array(flat, compressed, triton=triton)
 
-        self.layers = [Layer(m, _own(m, slots), code, self.device) for m in shell.layers]
+        self.layers = [DecoderLayer(m, _own(m, slots), code, self.device) for m in shell.layers]
         largest = max(SMALLEST_CHUNK, *(layer.room for layer in self.layers))
 
-        def table(module: nn.Module) -> Table:
+        def table(module: nn.Module) -> TokenTable:
             slot = _slot_at(slots, module)
             rows = rows_of_chunk(slot.shape, slot.dtype.itemsize, largest)
-            return Table(slot, rows, code, self.device)
+            return TokenTable(slot, rows, code, self.device)
 
         self.embedding = table(shell.embedding)
         tied = (shell.head, "weight") in self.embedding.slot.places
@@ -252,15 +261,17 @@ class Trainer:
         slots = [slot for layer in self.layers for slot in layer.coded] + [t.slot for t in self._tables()]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
-    def _states(self) -> list[Pieces]:
+    def _states(self) -> list[StatePieces]:
         own = [slot.states for slot in self._slots()]
         return own + [states for table in self._tables() for states in table.states]
 
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[TokenTable]:
         return [self.embedding] if self.tied else [self.embedding, self.head]
 
     @contextmanager
-    def _opened(self, layer: Layer, *, changes: bool = False, then: Layer | None = None) -> Iterator[None]:
+    def _opened(
+        self, layer: DecoderLayer, *, changes: bool = False, then: DecoderLayer | None = None
+    ) -> Iterator[None]:
         """With a layer's weights in place; `then` will be the next."""
         with self._desk.opened(layer, changes=changes, then=then) as flats, layer.placed(flats):
             yield
@@ -318,7 +329,7 @@ class Trainer:
         return None if norm <= self.clip else torch.tensor(self.clip / norm, device=self.device)
 
     @torch.no_grad()
-    def _forward(self, batch: Tensor | Mapping[str, Tensor]) -> tuple[list[Micro], Tensor]:
+    def _forward(self, batch: Tensor | Mapping[str, Tensor]) -> tuple[list[MicroBatch], Tensor]:
         """Micro-batches with what goes into all layers, and the number of all tokens predicted."""
         micros = list(self._micros(batch))
         for micro in micros:
@@ -336,7 +347,7 @@ class Trainer:
         counts = [(micro.targets != IGNORED).sum() for micro in micros]
         return micros, self._summed(torch.stack(counts).sum())
 
-    def _micros(self, batch: Tensor | Mapping[str, Tensor]) -> Iterator[Micro]:
+    def _micros(self, batch: Tensor | Mapping[str, Tensor]) -> Iterator[MicroBatch]:
         ids, labels, mask = _taken_apart(batch)
         if int(ids.min()) < 0 or int(ids.max()) >= self.embedding.slot.shape[0]:
             raise NeuzipError(
@@ -351,10 +362,10 @@ class Trainer:
             tokens, places = torch.unique(part, return_inverse=True)
             rows = nn.Parameter(self.embedding.look_up(tokens, self._desk.buffer()))
             own_mask = None if mask is None else mask[own].to(self.device)
-            yield Micro(places, own_mask, labels[own].to(self.device).reshape(-1), tokens, rows)
+            yield MicroBatch(places, own_mask, labels[own].to(self.device).reshape(-1), tokens, rows)
 
     def _backward(
-        self, micros: Sequence[Micro], count: Tensor, lr: float, scale: Tensor | None, *, update: bool
+        self, micros: Sequence[MicroBatch], count: Tensor, lr: float, scale: Tensor | None, *, update: bool
     ) -> tuple[Tensor, Tensor]:
         """Loss, and the sum of the squares of all gradients. Without `update` that is all, and it can be done
         again."""
@@ -371,11 +382,11 @@ class Trainer:
         self._embedding(micros, shell, kept, update)
         return self._summed(nll), self._squares
 
-    def _rest(self) -> list[Slot]:
+    def _rest(self) -> list[ParameterSlot]:
         return [slot for slot in self.rest if slot.trainable]
 
     def _head(
-        self, micros: Sequence[Micro], count: Tensor, shell: list[Tensor | None] | None, *, update: bool,
+        self, micros: Sequence[MicroBatch], count: Tensor, shell: list[Tensor | None] | None, *, update: bool,
         gradients: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """The loss; gradients of what comes out of the layers go to `micro.gradient`.
@@ -417,7 +428,7 @@ class Trainer:
                 self._through_end(micro, end, gradient.to(end.dtype).view_as(end), shell)
         return nll, kept
 
-    def _end(self, micro: Micro, gradients: bool) -> Tensor:
+    def _end(self, micro: MicroBatch, gradients: bool) -> Tensor:
         """What the head is given; with a graph from what comes out of the layers."""
         x = micro.states[-1].detach().requires_grad_(gradients)
         with torch.set_grad_enabled(gradients), self.shell.rows(micro.rows):
@@ -426,7 +437,7 @@ class Trainer:
         return end
 
     def _through_end(
-        self, micro: Micro, end: Tensor, gradient: Tensor, shell: list[Tensor | None] | None
+        self, micro: MicroBatch, end: Tensor, gradient: Tensor, shell: list[Tensor | None] | None
     ) -> None:
         x = micro.gradient
         assert x is not None and shell is not None
@@ -434,7 +445,7 @@ class Trainer:
         micro.gradient, *found = _gradients(end, [x, *(slot.parameter for slot in slots)], gradient)
         _add_to(shell, found)
 
-    def _log_sum_exp(self, micro: Micro, hidden: Tensor) -> Tensor:
+    def _log_sum_exp(self, micro: MicroBatch, hidden: Tensor) -> Tensor:
         """Of all chunks, [N]."""
         lse: Tensor | None = None
         with torch.no_grad():
@@ -446,7 +457,7 @@ class Trainer:
         return lse
 
     def _nll(
-        self, micro: Micro, hidden: Tensor, weight: Tensor, rows: slice
+        self, micro: MicroBatch, hidden: Tensor, weight: Tensor, rows: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Negative log-likelihoods among some rows, 0 for other targets; log-sum-exps; which are here."""
         here = (micro.targets >= rows.start) & (micro.targets < rows.stop)
@@ -460,8 +471,8 @@ class Trainer:
         return *found, here
 
     def _chunk_loss(
-        self, micro: Micro, hidden: Tensor, weight: Tensor, rows: slice, lse: Tensor | None, count: Tensor,
-        shell: list[Tensor | None] | None, gradients: bool,
+        self, micro: MicroBatch, hidden: Tensor, weight: Tensor, rows: slice, lse: Tensor | None,
+        count: Tensor, shell: list[Tensor | None] | None, gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """A chunk's share of the loss, and of the gradients of hidden states and weights.
 
@@ -488,7 +499,7 @@ class Trainer:
             shell[at] = _plus(shell[at], found[-1], True)
         return loss, found[0], found[1] if weight.requires_grad else found[0]
 
-    def _layer(self, number: int, micros: Sequence[Micro], update: bool) -> None:
+    def _layer(self, number: int, micros: Sequence[MicroBatch], update: bool) -> None:
         """Through a layer, backward, and its update."""
         layer, then = self.layers[number], self.layers[number - 1] if number else None
         with self._opened(layer, changes=update, then=then):
@@ -513,7 +524,7 @@ class Trainer:
             for slot in reversed(slots):
                 self._use(slot, None, slot.parameter.data, gradients.pop(), slot.states, update)
 
-    def _layer_again(self, number: int, micro: Micro, update: bool) -> tuple[Tensor, Tensor]:
+    def _layer_again(self, number: int, micro: MicroBatch, update: bool) -> tuple[Tensor, Tensor]:
         """A layer's input and output, with its graph. With `update` the states above are forgotten."""
         x = micro.states[number].detach().requires_grad_()
         with torch.enable_grad(), self._again(micro.chances[number + 1]):
@@ -522,7 +533,9 @@ class Trainer:
             micro.states[number + 1 :] = []
         return x, out
 
-    def _through_at_once(self, number: int, micro: Micro, slots: Sequence[Slot], update: bool) -> None:
+    def _through_at_once(
+        self, number: int, micro: MicroBatch, slots: Sequence[ParameterSlot], update: bool
+    ) -> None:
         """Use each gradient as soon as it is there, while backward goes on, so that few are there at a time.
 
         A weight is changed only after its own products. The others do not notice: `data` is a view that
@@ -530,7 +543,7 @@ class Trainer:
         """
         left = set(slots)
 
-        def use(slot: Slot) -> None:
+        def use(slot: ParameterSlot) -> None:
             parameter = slot.parameter
             assert parameter.grad is not None
             gradient, parameter.grad = parameter.grad, None
@@ -553,7 +566,7 @@ class Trainer:
                 self._use(slot, None, slot.parameter.data, zeros, slot.states, update)
 
     def _embedding(
-        self, micros: Sequence[Micro], shell: list[Tensor | None], head: list[Tensor], update: bool
+        self, micros: Sequence[MicroBatch], shell: list[Tensor | None], head: list[Tensor], update: bool
     ) -> None:
         """Gradients of embeddings and of all that is left, and their updates."""
         rest, gradients = self._rest(), []
@@ -584,20 +597,20 @@ class Trainer:
                     self.embedding.close(number, weight)
 
     def _table_gradient(
-        self, micros: Sequence[Micro], gradients: Sequence[Tensor], rows: slice, head: Tensor | None
+        self, micros: Sequence[MicroBatch], gradients: Sequence[Tensor], rows: slice, head: Tensor | None
     ) -> Tensor:
         """Of some rows, in the weights' dtype or fp32: the head's, if it is tied, and those of tokens."""
         dtype = torch.float32 if self._exact(micros) else self.embedding.slot.dtype
         shape = rows.stop - rows.start, self.embedding.columns
         total = torch.zeros(shape, dtype=dtype, device=self.device) if head is None else head
         for micro, gradient in zip(micros, gradients, strict=True):
-            at, own = inside(micro.tokens, rows)
+            at, own = rows_inside(micro.tokens, rows)
             total[own] += gradient[at].to(dtype)  # a token is there once: no row is added to twice
         return total
 
     # What gradients come to.
 
-    def _exact(self, micros: Sequence[Micro]) -> bool:
+    def _exact(self, micros: Sequence[MicroBatch]) -> bool:
         """Whether gradients are summed, and so in fp32."""
         return len(micros) > 1 or self._world > 1
 
@@ -619,7 +632,13 @@ class Trainer:
         return value
 
     def _use(
-        self, slot: Slot, rows: slice | None, weight: Tensor, gradient: Tensor, states: Pieces, update: bool
+        self,
+        slot: ParameterSlot,
+        rows: slice | None,
+        weight: Tensor,
+        gradient: Tensor,
+        states: StatePieces,
+        update: bool,
     ) -> None:
         """Add a gradient to the norm, or update its weights with it."""
         if self._measured:
@@ -627,11 +646,13 @@ class Trainer:
         if not update:
             return
         first = 0 if rows is None else rows.start * weight[0].numel()
-        chance = Chance(self.seed, self.steps, slot.number, first)
+        chance = RngKey(self.seed, self.steps, slot.number, first)
         with torch.no_grad():
             self.keeper.update(
                 states,
-                Part(weight.view(-1), gradient.reshape(-1), self._lr, chance, self._factor, slot.decays),
+                ParameterUpdate(
+                    weight.view(-1), gradient.reshape(-1), self._lr, chance, self._factor, slot.decays
+                ),
             )
 
     # Dropout.
@@ -661,7 +682,7 @@ class Trainer:
         arrays = [held for unit in self.layers for _, held in unit.arrays]
         arrays += [held for table in self._tables() for _, held in table.chunks]
         arrays += [held for states in self._states() for piece in states for held in piece.values()]
-        errors = [held.errors for held in arrays if isinstance(held, CodedByTriton)]
+        errors = [held.errors for held in arrays if isinstance(held, TritonCompressedArray)]
         met = [error for error in errors if error is not None]
         if met and bool(torch.cat(met).any()):
             raise NeuzipError("a weight in memory cannot be decoded", BUG_OR_MEMORY)
@@ -727,13 +748,13 @@ class Trainer:
         """Resume from a checkpoint of `save`. Raises NeuzipError if its model or optimizer differs."""
         saved.load(self, Path(folder))
 
-    def _slots(self) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[ParameterSlot]:
         for layer in self.layers:
             yield from (*layer.coded, *layer.plain)
         yield from (table.slot for table in self._tables())
         yield from self.rest
 
-    def _all_weights(self) -> Iterator[tuple[Slot, Tensor]]:
+    def _all_weights(self) -> Iterator[tuple[ParameterSlot, Tensor]]:
         """All parameters, dense, in turn; each is valid until the next one."""
         for layer in self.layers:
             with self._opened(layer):
@@ -771,7 +792,7 @@ def checksum(weight: Tensor) -> Tensor:
     return found
 
 
-def _own(module: nn.Module, slots: Mapping[str, Slot]) -> list[Slot]:
+def _own(module: nn.Module, slots: Mapping[str, ParameterSlot]) -> list[ParameterSlot]:
     """The parameters of a layer. Raises NeuzipError if it shares one with what is outside it."""
     inside_it = set(module.modules())
     found = [slot for slot in slots.values() if any(place[0] in inside_it for place in slot.places)]
@@ -781,7 +802,7 @@ def _own(module: nn.Module, slots: Mapping[str, Slot]) -> list[Slot]:
     return found
 
 
-def _slot_at(slots: Mapping[str, Slot], module: nn.Module) -> Slot:
+def _slot_at(slots: Mapping[str, ParameterSlot], module: nn.Module) -> ParameterSlot:
     return next(slot for slot in slots.values() if (module, "weight") in slot.places)
 
 

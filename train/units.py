@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from neuzip.errors import NeuzipError
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.train.compressed_array import Held, rounded
+from neuzip.train.compressed_array import StoredArray, aligned_bytes
 
-from .states import Pieces
+from .states import StatePieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,11 +36,11 @@ ROWS = 256
 """Chunks of a table have a multiple of so many rows: whole blocks of an optimizer's states."""
 
 Place = tuple[nn.Module, str]
-Code = Callable[[Tensor], Held]
+Code = Callable[[Tensor], StoredArray]
 
 
 @dataclass(eq=False)
-class Slot:
+class ParameterSlot:
     """A parameter: its name, its number among all, where modules have it, and where it lies in its array."""
 
     name: str
@@ -50,7 +50,7 @@ class Slot:
     dtype: torch.dtype
     trainable: bool
     start: int = 0
-    states: Pieces = field(default_factory=list)
+    states: StatePieces = field(default_factory=list)
     hollow: nn.Parameter | None = None
     """A parameter without memory, once there is one."""
 
@@ -85,7 +85,7 @@ class Slot:
         return found
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
+def slots_of(model: nn.Module) -> dict[str, ParameterSlot]:
     """All parameters by name, those that are tied once."""
     places: dict[int, list[Place]] = {}
     for module in model.modules():
@@ -93,19 +93,21 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
     return {
-        name: Slot(name, number, places[id(p)], p.shape, p.dtype, p.requires_grad)
+        name: ParameterSlot(name, number, places[id(p)], p.shape, p.dtype, p.requires_grad)
         for number, (name, p) in enumerate(model.named_parameters())
     }
 
 
-class Layer:
+class DecoderLayer:
     """A decoder layer whose matrices lie in one array a dtype; `plain` are its norms and biases."""
 
-    def __init__(self, module: nn.Module, slots: Sequence[Slot], code: Code, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, slots: Sequence[ParameterSlot], code: Code, device: torch.device
+    ) -> None:
         self.module = module
         self.coded = [slot for slot in slots if len(slot.shape) >= 2]
         self.plain = [slot for slot in slots if len(slot.shape) < 2]
-        self.arrays: list[tuple[list[Slot], Held]] = []
+        self.arrays: list[tuple[list[ParameterSlot], StoredArray]] = []
         self._parameters: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for dtype in dict.fromkeys(slot.dtype for slot in self.coded):
             own = [slot for slot in self.coded if slot.dtype == dtype]
@@ -127,10 +129,10 @@ class Layer:
     @property
     def room(self) -> int:
         """Bytes of a buffer in which it can be opened."""
-        return sum(rounded(held.numel * held.dtype.itemsize) for _, held in self.arrays)
+        return sum(aligned_bytes(held.numel * held.dtype.itemsize) for _, held in self.arrays)
 
     @property
-    def trained(self) -> list[Slot]:
+    def trained(self) -> list[ParameterSlot]:
         """Parameters that have gradients, matrices first."""
         return [slot for slot in (*self.coded, *self.plain) if slot.trainable]
 
@@ -139,7 +141,7 @@ class Layer:
         flats, at = [], 0
         for _, held in self.arrays:
             flats.append(held.open(buffer[at:]))
-            at += rounded(held.numel * held.dtype.itemsize)
+            at += aligned_bytes(held.numel * held.dtype.itemsize)
         return flats
 
     def code(self, flats: list[Tensor]) -> None:
@@ -167,7 +169,7 @@ class Layer:
         """Drop the parameters of all places."""
         self._parameters.clear()
 
-    def _slots(self) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[ParameterSlot]:
         """`coded`, as they lie in the arrays."""
         return (slot for slots, _ in self.arrays for slot in slots)
 
@@ -179,7 +181,7 @@ class Layer:
                 made.append(nn.Parameter(view, requires_grad=slot.trainable))
         return made
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: LayerArguments) -> Tensor:
         """The hidden states that it makes of hidden states."""
         out = self.module(x, *call.arguments, **call.keywords)
         found = out[0] if isinstance(out, tuple) else out
@@ -187,10 +189,10 @@ class Layer:
         return found
 
 
-class Table:
+class TokenTable:
     """A matrix with a row a token, held in chunks of rows."""
 
-    def __init__(self, slot: Slot, rows: int, code: Code, device: torch.device) -> None:
+    def __init__(self, slot: ParameterSlot, rows: int, code: Code, device: torch.device) -> None:
         self.slot, self.columns = slot, math.prod(slot.shape[1:])
         total = slot.shape[0]
         weight = slot.parameter.detach()
@@ -201,7 +203,7 @@ class Table:
             )
             for start in range(0, total, rows)
         ]
-        self.states: list[Pieces] = [[] for _ in self.chunks]
+        self.states: list[StatePieces] = [[] for _ in self.chunks]
         slot.empty()
 
     @property
@@ -212,7 +214,7 @@ class Table:
     @property
     def room(self) -> int:
         """Bytes of a buffer in which a chunk can be opened."""
-        return max(rounded(held.numel * held.dtype.itemsize) for _, held in self.chunks)
+        return max(aligned_bytes(held.numel * held.dtype.itemsize) for _, held in self.chunks)
 
     def open(self, number: int, buffer: Tensor) -> Tensor:
         """The rows of a chunk, [rows, columns]."""
@@ -226,12 +228,12 @@ class Table:
         """Rows of `ids` [n], [n, columns], in memory of their own."""
         found = torch.empty(ids.numel(), self.columns, dtype=self.slot.dtype, device=ids.device)
         for number, (rows, _) in enumerate(self.chunks):
-            at, own = inside(ids, rows)
+            at, own = rows_inside(ids, rows)
             found[at] = self.open(number, buffer)[own]
         return found
 
 
-def inside(ids: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+def rows_inside(ids: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """Which of `ids` [n] are among some rows, as positions, and their places from the first row on."""
     at = torch.nonzero((ids >= rows.start) & (ids < rows.stop)).flatten()
     return at, ids[at] - rows.start
@@ -245,7 +247,7 @@ def rows_of_chunk(shape: Sequence[int], itemsize: int, nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerArguments:
     """What a layer is given beside hidden states."""
 
     arguments: tuple[Any, ...]
@@ -256,7 +258,7 @@ class _Reached(Exception):
     """The first layer was reached."""
 
 
-class Shell:
+class ModelShell:
     """A decoder without its layers, run by its own forward pass.
 
     Raises NeuzipError for a model that is not one of layers in a row with a linear head.
@@ -306,12 +308,12 @@ class Shell:
         if own.shape != logits.shape or not torch.allclose(own, logits, rtol=2e-2, atol=2e-2 * _size(logits)):
             raise NeuzipError(problem, hint)
 
-    def begin(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Call]]:
+    def begin(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[LayerArguments]]:
         """What the first layer is given, and what each is given beside: from one pass without layers."""
-        calls: dict[int, Call] = {}
+        calls: dict[int, LayerArguments] = {}
         first: list[Tensor] = []
 
-        def note(number: int, x: Tensor, call: Call) -> Tensor:
+        def note(number: int, x: Tensor, call: LayerArguments) -> Tensor:
             if not first:
                 first.append(x)
             calls[number] = call
@@ -325,7 +327,7 @@ class Shell:
         """What the first layer is given, with its graph."""
         found: list[Tensor] = []
 
-        def stop(number: int, x: Tensor, call: Call) -> Tensor:
+        def stop(number: int, x: Tensor, call: LayerArguments) -> Tensor:
             found.append(x)
             raise _Reached
 
@@ -346,13 +348,13 @@ class Shell:
         return found
 
     @contextmanager
-    def _hollow(self, stand_in: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
+    def _hollow(self, stand_in: Callable[[int, Tensor, LayerArguments], Tensor]) -> Iterator[None]:
         """With a function in place of all layers."""
 
         def forward(number: int) -> Callable[..., Any]:
             def run(*arguments: Any, **keywords: Any) -> Any:
                 x = arguments[0] if arguments else keywords.pop("hidden_states")
-                found = stand_in(number, x, Call(arguments[1:], keywords))
+                found = stand_in(number, x, LayerArguments(arguments[1:], keywords))
                 return (found,) if self._tuples else found
 
             return run

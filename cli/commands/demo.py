@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.commands.eval import estimate_text, signed_text
 from neuzip.cli.output import Output
+from neuzip.cli.show.figures import estimate_text, signed_text
 from neuzip.cli.text import bytes_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import VerificationError, WouldOverwrite
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
-    from neuzip.eval.measures.perplexity import Difference, Evaluation
+    from neuzip.eval.measures.perplexity import Evaluation, ModelDifference
 
 PACKAGES = ("torch", "transformers")
 
@@ -88,7 +88,8 @@ def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
     """Refuse a folder that holds something, or remove from it what an earlier demo left there."""
     if output.exists() and not overwrite and not (output.is_dir() and not any(output.iterdir())):
         raise WouldOverwrite(f"{output}: exists already", "choose another --output, or give --overwrite")
-    from neuzip.compress.workspace import refuse_existing, remove
+    from neuzip.compress.overwrite_guard import refuse_existing
+    from neuzip.compress.workspace import remove
 
     for path in paths:
         refuse_existing(path, overwrite)
@@ -113,7 +114,9 @@ def _inspect(out: Output, checkpoint: Path) -> float:
         "exponent bits": (e.exponent, fmt.exponent_bits),
         "mantissa bits": (e.mantissa, fmt.mantissa_bits),
     }
-    out.status("  " + ", ".join(f"{told:.2f} of {bits} {name}" for name, (told, bits) in fields.items()))
+    out.status(
+        "  " + ", ".join(f"{entropy:.2f} of {bits} {name}" for name, (entropy, bits) in fields.items())
+    )
     return (inspection.bound_bytes or 0) / inspection.nbytes
 
 
@@ -198,7 +201,7 @@ def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluatio
             out.text(f"{name}: {_difference_text(score.difference)}")
 
 
-def _difference_text(difference: Difference) -> str:
+def _difference_text(difference: ModelDifference) -> str:
     """How far two models are apart, in nats and in percent of perplexity."""
     if difference.identical:
         return "bit-identical losses in every window"

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.cli import deltas, options
+from neuzip.cli import options
+from neuzip.cli.compressing.delta import is_delta
 from neuzip.cli.output import Output
-from neuzip.cli.schemes import legend
+from neuzip.cli.show.delta import show_delta
+from neuzip.cli.show.schemes import legend
 from neuzip.cli.source import resolved
 from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import UsageError
@@ -57,10 +59,10 @@ def command(
     if plot is not None:
         pictures.check_target(plot, overwrite)
     path = resolved(out, src)
-    if deltas.is_delta(path):
+    if is_delta(path):
         if plot is not None:
             raise UsageError(f"{src} is a delta, which --plot cannot draw", "leave out --plot")
-        deltas.inspect(out, path, tensor or [])
+        show_delta(out, path, tensor or [])
         return
     title = Path(src).resolve().name if Path(src).exists() else src
     chosen = choose(device, weight_bytes(path))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,23 +28,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuzip.choices import LayerChoice
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.measures.comparison import NotFinite, Stage, Yardstick
-from neuzip.eval.measures.conventions import Reading, Window
+from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
+from neuzip.eval.measures.conventions import Reading, TokenWindow
 from neuzip.eval.measures.distributed import ROWS, batches
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate, Values, mean
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device
-from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import load_config, versions
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import decoder_layers, input_device
+from neuzip.runtime.hf.messages import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Choice = Literal["greedy", "block", "angular"]
 """How layers to drop are chosen: see `choose`."""
 
 MAX_TOKENS = 16384
@@ -90,7 +90,7 @@ class Distances:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerReport:
     """A layer, and what it is worth. `without` is the model without it, None where that is not finite.
 
     `angular_distance` is at last tokens. `gradient_norm` is None where none was asked for.
@@ -111,13 +111,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Removal:
+class LayerRemoval:
     """Layers to drop, rising, and the model without them. `order` is that in which they were chosen.
 
     `klds` are the divergences, in nats a token, after each choice. `parameters` are those that go.
     """
 
-    choice: Choice
+    choice: LayerChoice
     layers: tuple[int, ...]
     order: tuple[int, ...]
     klds: tuple[float, ...]
@@ -126,7 +126,7 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Analysis:
+class LayerAnalysis:
     """What was measured of the layers of a model.
 
     `rank_correlations` are those of each metric with the divergence of the model without the layer, None
@@ -140,11 +140,11 @@ class Analysis:
     windows: int
     tokens: int
     gradient_windows: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerReport, ...]
     last_token: Distances
     all_tokens: Distances
     rank_correlations: dict[str, float | None]
-    removal: Removal | None
+    removal: LayerRemoval | None
     parameters: int
     blocks: str
     device: str
@@ -164,20 +164,20 @@ def analyse(
     max_tokens: int | None = None,
     gradient_windows: int = GRADIENT_WINDOWS,
     drop: int | None = None,
-    choice: Choice = "greedy",
+    choice: LayerChoice = "greedy",
     device: str = "auto",
     dtype: str = "auto",
-) -> Analysis:
+) -> LayerAnalysis:
     """Measure the layers of a checkpoint folder on a text; and choose `drop` of them that it misses least.
 
     Raises NeuzipError for what is no decoder and for a text that is too short, and UsageError for windows
     that cannot be and for a `drop` that leaves no layer.
     """
     began = time.monotonic()
-    yardstick = Yardstick(
+    baseline = BaselineComparison(
         path, text, window=window, max_tokens=max_tokens or MAX_TOKENS, device=device, dtype=dtype
     )
-    model, reading = yardstick.model, yardstick.reading
+    model, reading = baseline.model, baseline.reading
     stack = decoder_layers(model)
     require_some_left(len(stack), drop)
     with stage("states", reading.convention.tokens, "tokens") as advance:
@@ -189,24 +189,24 @@ def analyse(
             norms = gradient_norms(model, reading.ids, windows, advance)
     model_without = ModelWithout(model)
     found = []
-    with stage("layers left out", len(stack) * yardstick.tokens, "tokens") as advance:
+    with stage("layers left out", len(stack) * baseline.tokens, "tokens") as advance:
         for number, layer in enumerate(stack):
             found.append(
-                Layer(
+                LayerReport(
                     number=number,
                     parameters=sum(p.numel() for p in layer.parameters()),
                     block_influence=reading.blocks.mean(geometry.influence[:, number]),
                     angular_distance=geometry.last_token.between(number),
                     angular_distance_all_tokens=geometry.all_tokens.between(number),
                     gradient_norm=None if norms is None else norms[number],
-                    without=measure_without(yardstick, model_without, [number], advance),
+                    without=measure_without(baseline, model_without, [number], advance),
                 )
             )
     removal = None
     if drop is not None:
-        removal = choose(yardstick, model_without, found, geometry.last_token, drop, choice, stage)
+        removal = choose(baseline, model_without, found, geometry.last_token, drop, choice, stage)
     convention = reading.convention
-    return Analysis(
+    return LayerAnalysis(
         text=text.name,
         window=convention.window,
         windows=convention.windows,
@@ -219,7 +219,7 @@ def analyse(
         removal=removal,
         parameters=sum(p.numel() for p in model.parameters()),
         blocks=reading.blocks.text,
-        device=device_name(yardstick.device),
+        device=device_name(baseline.device),
         dtype=str(model.dtype).removeprefix("torch."),
         stored_dtype=str(load_config(path).dtype or model.dtype).removeprefix("torch."),
         seconds=time.monotonic() - began,
@@ -342,7 +342,7 @@ def _compared(states: Sequence[Tensor], name: str) -> tuple[_Angles, Values]:
 def gradient_norms(
     model: PreTrainedModel,
     ids: Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     on_window: OnTokens = lambda count: None,
 ) -> list[Estimate]:
     """The norm of the gradient of each layer's parameters: of a window's mean loss, the mean over windows.
@@ -430,7 +430,7 @@ def _passing_on(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def measure_without(
-    yardstick: Yardstick,
+    baseline: BaselineComparison,
     model: ModelWithout,
     layers: Collection[int],
     on_tokens: OnTokens = lambda count: None,
@@ -438,7 +438,7 @@ def measure_without(
     """The model without some layers beside the whole one; None where its predictions are not finite."""
     model.left_out = layers
     try:
-        return yardstick.compare(model, on_tokens)
+        return baseline.compare(model, on_tokens)
     except NotFinite:
         return None
     finally:
@@ -446,14 +446,14 @@ def measure_without(
 
 
 def choose(
-    yardstick: Yardstick,
+    baseline: BaselineComparison,
     model: ModelWithout,
-    layers: Sequence[Layer],
+    layers: Sequence[LayerReport],
     distances: Distances,
     drop: int,
-    choice: Choice,
+    choice: LayerChoice,
     stage: Stage,
-) -> Removal:
+) -> LayerRemoval:
     """`drop` layers that are missed least.
 
     greedy   one after the other, each the one that with those before it makes the smallest divergence
@@ -469,17 +469,17 @@ def choose(
         for step in range(drop):
             candidates = [[*order, n] for n in range(len(layers)) if n not in order]
             known = [layer.without for layer in layers] if step == 0 else None
-            order, best = _least(yardstick, model, candidates, stage, f"drop {step + 1} of {drop}", known)
+            order, best = _least(baseline, model, candidates, stage, f"drop {step + 1} of {drop}", known)
             klds.append(best.kld.mean.value)
     else:
         starts: Sequence[int] = range(len(layers) - drop + 1)
         if choice == "angular":
             starts = [min(starts, key=lambda at: distances.mean[drop - 1][at])]
         blocks = [list(range(at, at + drop)) for at in starts]
-        order, best = _least(yardstick, model, blocks, stage, "blocks")
+        order, best = _least(baseline, model, blocks, stage, "blocks")
         klds.append(best.kld.mean.value)
     assert best is not None
-    return Removal(
+    return LayerRemoval(
         choice=choice,
         layers=tuple(sorted(order)),
         order=tuple(order),
@@ -490,7 +490,7 @@ def choose(
 
 
 def _least(
-    yardstick: Yardstick,
+    baseline: BaselineComparison,
     model: ModelWithout,
     candidates: Sequence[list[int]],
     stage: Stage,
@@ -499,12 +499,12 @@ def _least(
 ) -> tuple[list[int], Comparison]:
     """Of sets of layers the one without which the divergence is smallest, of equals the first."""
     if known is None:
-        with stage(label, len(candidates) * yardstick.tokens, "tokens") as advance:
-            known = [measure_without(yardstick, model, one, advance) for one in candidates]
+        with stage(label, len(candidates) * baseline.tokens, "tokens") as advance:
+            known = [measure_without(baseline, model, one, advance) for one in candidates]
     finite = [(one, found) for one, found in zip(candidates, known, strict=True) if found is not None]
     if not finite:
         raise NeuzipError(
-            f"{yardstick.base.name}: without {len(candidates[0])} of its layers no prediction is finite",
+            f"{baseline.base.name}: without {len(candidates[0])} of its layers no prediction is finite",
             "drop fewer, or try `dtype='float32'`",
         )
     return min(finite, key=lambda pair: pair[1].kld.mean.value)
@@ -513,7 +513,7 @@ def _least(
 # How well metrics predict what is measured
 
 
-def rank_correlations(layers: Sequence[Layer]) -> dict[str, float | None]:
+def rank_correlations(layers: Sequence[LayerReport]) -> dict[str, float | None]:
     """Spearman's rank correlation of each metric with the divergence of the model without the layer."""
     klds = [layer.kld for layer in layers]
     metrics: dict[str, list[float]] = {

@@ -23,7 +23,7 @@ from neuzip.compress.workspace import remove_scratch, scratch_folder, writing
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.layers.analyse import ModelWithout, measure_without
 from neuzip.eval.layers.removal import Pruned, remove_layers, require_removable
-from neuzip.eval.measures.comparison import Stage, Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.divergence import Comparison
 
 Predict = Callable[[tuple[int, ...], Comparison | None], float]
@@ -71,7 +71,7 @@ class Drops:
 
 
 def weigh(
-    yardstick: Yardstick,
+    baseline: BaselineComparison,
     source: TensorSource,
     layer_bytes: Sequence[int],
     count: int | None,
@@ -84,7 +84,7 @@ def weigh(
     """
     total = len(layer_bytes)
     _require_some_left(count, total)
-    without = ModelWithout(yardstick.model)
+    without = ModelWithout(baseline.model)
     singles: tuple[Drop, ...] = ()
     steps = [Drop((), 0, None, predict((), None))]
     rejected, refused = None, list[str]()
@@ -92,9 +92,9 @@ def weigh(
         now = steps[-1]
         sets = [tuple(sorted((*now.layers, n))) for n in range(total) if n not in now.layers]
         found = []
-        with stage(f"without {len(steps)} of {total} layers", len(sets) * yardstick.tokens, "tokens") as told:
+        with stage(f"without {len(steps)} of {total} layers", len(sets) * baseline.tokens, "tokens") as told:
             for layers in sets:
-                comparison = measure_without(yardstick, without, layers, told)
+                comparison = measure_without(baseline, without, layers, told)
                 predicted = math.inf if comparison is None else predict(layers, comparison)
                 found.append(Drop(layers, sum(layer_bytes[n] for n in layers), comparison, predicted))
         singles = singles or tuple(found)

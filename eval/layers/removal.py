@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.verify import check_tensors, verify_files
 from neuzip.compress.workers import Workers, default_jobs
@@ -33,7 +34,6 @@ from neuzip.compress.workspace import (
     permissions,
     publish,
     recover,
-    require_free,
     require_space,
     workspace,
     write_file,
@@ -49,8 +49,11 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.config_section import SECTION, own_section, read_config
 from neuzip.formats.safetensors_file import opener, parse_json
+from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import INDEX, indexed_shards, load_config, quiet_transformers, skeleton_of
+from neuzip.runtime.hf.load import skeleton_of
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.model_files import INDEX, indexed_shards
 
 NOTE = "dropped_layers"
 """What our section of config.json says of them."""

@@ -21,9 +21,12 @@ from neuzip.eval.measures.perplexity import DTYPES
 from neuzip.eval.measures.texts import Text
 from neuzip.kernels.linear_cross_entropy import Head
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, reset_peak, synchronize
-from neuzip.runtime.decode.generate import choose_device, positions
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.residency import memory
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +45,7 @@ class NotFinite(NeuzipError):
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparisonRun:
     """A model beside the original, and what it took, on one device.
 
     `load_seconds` is from the files to the live model. `tokens_per_second` is of the model up to its head, in
@@ -58,7 +61,7 @@ class Run:
     peak_bytes: int | None
 
 
-class Yardstick:
+class BaselineComparison:
     """The original, loaded, and the text, cut into windows without overlap.
 
     Each window begins with BOS where the tokenizer puts BOS in front of a text. At most `max_tokens` are
@@ -101,7 +104,7 @@ class Yardstick:
         """How many are predicted."""
         return self.reading.convention.tokens
 
-    def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> Run:
+    def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> ComparisonRun:
         """Load a checkpoint and compare it with the original. Raises NeuzipError, and NotFinite."""
         free_memory()
         reset_peak(self.device)
@@ -114,7 +117,7 @@ class Yardstick:
         other.seconds, other.fed = 0.0, 0  # without the probe
         comparison = self.compare(other, on_tokens)
         peak = peak_bytes(self.device)
-        return Run(
+        return ComparisonRun(
             comparison,
             str(model.dtype).removeprefix("torch."),
             load_seconds,
@@ -147,7 +150,7 @@ class Yardstick:
 def read_tokens(
     path: str | os.PathLike[str], text: Text, window: int | None = None, max_tokens: int | None = None
 ) -> Reading:
-    """A text as the model of a checkpoint folder reads it, cut into windows as `Yardstick` has them."""
+    """A text as a checkpoint's model reads it, in the windows of `BaselineComparison`."""
     limit = positions(load_config(path))
     return Tokenised(text, load_tokenizer(path), limit, max_tokens).read_for_comparison(window)
 

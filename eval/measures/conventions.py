@@ -36,7 +36,8 @@ from neuzip.eval.measures.convention_names import BOS, Name, special_text
 from neuzip.eval.measures.estimates import Blocks, Values, effective
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer, quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ UNKNOWN_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenWindow:
     """Tokens `start` to `stop` (excluded) are fed; the last `scored` of the predictions count."""
 
     start: int
@@ -109,7 +110,7 @@ class Reading:
 
     convention: Convention
     ids: torch.Tensor
-    windows: tuple[Window, ...]
+    windows: tuple[TokenWindow, ...]
     blocks: Blocks
     words: Values | None = None
     bytes: Values | None = None
@@ -205,7 +206,9 @@ class Tokenised:
             )
         return window, stride
 
-    def _stream(self, name: Name, window: int, stride: int | None, windows: tuple[Window, ...]) -> Reading:
+    def _stream(
+        self, name: Name, window: int, stride: int | None, windows: tuple[TokenWindow, ...]
+    ) -> Reading:
         """All documents in a row, no special tokens."""
         if not windows:
             raise TooShort(
@@ -230,10 +233,10 @@ class Tokenised:
         count = len(self.ids) if self.max_tokens is None else min(len(self.ids), self.max_tokens)
         if not count:
             raise TooShort(f"{self.text.name}: holds no token to predict")
-        ids, windows, of = list[int](), list[Window](), list[int]()
+        ids, windows, of = list[int](), list[TokenWindow](), list[int]()
         for start in range(0, count, window):
             stop = min(start + window, count)
-            windows.append(Window(len(ids), len(ids) + stop - start, stop - start))
+            windows.append(TokenWindow(len(ids), len(ids) + stop - start, stop - start))
             ids += [bos, *self.ids[start:stop]]
             of += [start, *range(start, stop)]  # to which token each belongs: BOS to the one behind it
         documents = self._documents
@@ -259,7 +262,7 @@ class Tokenised:
         if bos is not None:  # the firsts of windows are never scored
             ids = [bos if at % window == 0 else token for at, token in enumerate(ids)]
         scored = window - window // 2 - 1
-        windows = tuple(Window(at, at + window - 1, scored) for at in range(0, count * window, window))
+        windows = tuple(TokenWindow(at, at + window - 1, scored) for at in range(0, count * window, window))
         special = "none" if bos is None else "the first one BOS"
         return self._made("llama.cpp", ids, windows, documents, window, None, None, special, bos)
 
@@ -271,7 +274,7 @@ class Tokenised:
             raise TooShort(f"{self.text.name}: the tokenizer has neither BOS nor EOS to put in front of it")
         length = self.positions or UNKNOWN_POSITIONS
         ids: list[int] = []
-        windows: list[Window] = []
+        windows: list[TokenWindow] = []
         documents: list[int] = []
         units: list[Units] = []
         taken = 0
@@ -343,7 +346,7 @@ class Tokenised:
         self,
         name: Name,
         ids: Sequence[int],
-        windows: tuple[Window, ...],
+        windows: tuple[TokenWindow, ...],
         documents: np.ndarray[tuple[int], np.dtype[np.int64]] | None,
         window: int,
         stride: int | None,
@@ -413,14 +416,14 @@ def _units_of_page(page: str, tokens: int, ends: Values | None) -> Units:
     return Units(words, size, exact=ends is not None)
 
 
-def scored_places(windows: Sequence[Window]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def scored_places(windows: Sequence[TokenWindow]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Where the tokens are that windows predict and that count, window by window."""
     parts = [np.arange(w.stop - w.scored + 1, w.stop + 1) for w in windows]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def blocks_of(
-    windows: Sequence[Window], documents: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+    windows: Sequence[TokenWindow], documents: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
 ) -> Blocks:
     """The blocks of what windows score: documents if they are enough, else what windows have of each.
 
@@ -438,7 +441,7 @@ def blocks_of(
     return Blocks("window", of_parts.astype(np.int64), len(parts), len(known))
 
 
-def cut(tokens: int, window: int) -> Iterator[Window]:
+def cut(tokens: int, window: int) -> Iterator[TokenWindow]:
     """Windows of `window` predictions that share one token, so that all tokens but the first are predicted.
 
     >>> [(w.start, w.stop, w.scored) for w in cut(tokens=10, window=4)]
@@ -446,10 +449,10 @@ def cut(tokens: int, window: int) -> Iterator[Window]:
     """
     for start in range(0, tokens - 1, window):
         stop = min(start + window, tokens - 1)
-        yield Window(start, stop, stop - start)
+        yield TokenWindow(start, stop, stop - start)
 
 
-def strided(tokens: int, window: int, stride: int) -> Iterator[Window]:
+def strided(tokens: int, window: int, stride: int) -> Iterator[TokenWindow]:
     """Windows of `window` tokens, the last one among those predicted; what was scored before does not count.
 
     A window's own first token is never predicted: with `stride` = `window` every `window`-th is left out.
@@ -461,13 +464,13 @@ def strided(tokens: int, window: int, stride: int) -> Iterator[Window]:
     for start in range(0, tokens, stride):
         end = min(start + window, tokens)
         if scored := min(end - done, end - start - 1):
-            yield Window(start, end - 1, scored)
+            yield TokenWindow(start, end - 1, scored)
         done = end
         if end == tokens:
             return
 
 
-def rolling(start: int, tokens: int, length: int) -> Iterator[Window]:
+def rolling(start: int, tokens: int, length: int) -> Iterator[TokenWindow]:
     """Windows over a prefix at `start` and `tokens` behind it: all full but a first one, all tokens scored.
 
     >>> [(w.start, w.stop, w.scored) for w in rolling(0, tokens=9, length=4)]
@@ -475,7 +478,7 @@ def rolling(start: int, tokens: int, length: int) -> Iterator[Window]:
     """
     for done in range(0, tokens, length):
         end = min(done + length, tokens)
-        yield Window(start + max(0, end - length), start + end, end - done)
+        yield TokenWindow(start + max(0, end - length), start + end, end - done)
 
 
 DETOKENISING: tuple[tuple[str, str], ...] = (

@@ -29,7 +29,7 @@ Reader = Callable[[int, int], Bytes]
 
 
 @dataclass(frozen=True)
-class Side:
+class TensorSide:
     """A tensor as one checkpoint has it."""
 
     file: str
@@ -50,8 +50,8 @@ class TensorDifference:
 
     label: str
     status: str
-    a: Side | None
-    b: Side | None
+    a: TensorSide | None
+    b: TensorSide | None
     elements: int = 0
     differing: int | None = None
     not_finite: int | None = None
@@ -173,8 +173,10 @@ def compare(
     return differences
 
 
-def _side(tensor: SourceTensor | None) -> Side | None:
-    return None if tensor is None else Side(tensor.file, tensor.name, tensor.info.dtype, tensor.info.shape)
+def _side(tensor: SourceTensor | None) -> TensorSide | None:
+    return (
+        None if tensor is None else TensorSide(tensor.file, tensor.name, tensor.info.dtype, tensor.info.shape)
+    )
 
 
 def _equal_pieces(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
-from neuzip.eval.measures.conventions import Window
+from neuzip.compress.ranks import ALONE, Ranks, started_by_torchrun
+from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.estimates import Values
 
 ROWS = {"cpu": 1024, "cuda": 8192}
@@ -24,7 +24,7 @@ OnTokens = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class WindowBatch:
     """Windows of one length side by side: `ids` int64 [B, T] are fed.
 
     `rows` are those of the B * T predictions that count, `targets` int64 [N] the tokens that come there.
@@ -35,9 +35,9 @@ class Batch:
     targets: torch.Tensor
 
 
-def batches(ids: torch.Tensor, windows: Sequence[Window], rows: int) -> Iterator[Batch]:
+def batches(ids: torch.Tensor, windows: Sequence[TokenWindow], rows: int) -> Iterator[WindowBatch]:
     """Windows in order, as many of one length side by side as `rows` allow."""
-    together: list[Window] = []
+    together: list[TokenWindow] = []
     for w in windows:
         length = w.stop - w.start
         if together and (
@@ -50,13 +50,13 @@ def batches(ids: torch.Tensor, windows: Sequence[Window], rows: int) -> Iterator
         yield _batch(ids, together)
 
 
-def _batch(ids: torch.Tensor, windows: Sequence[Window]) -> Batch:
+def _batch(ids: torch.Tensor, windows: Sequence[TokenWindow]) -> WindowBatch:
     length = windows[0].stop - windows[0].start
     rows: torch.Tensor | slice = slice(None)
     if any(w.scored < length for w in windows):
         parts = [torch.arange(length - w.scored, length) + i * length for i, w in enumerate(windows)]
         rows = torch.cat(parts)
-    return Batch(
+    return WindowBatch(
         torch.stack([ids[w.start : w.stop] for w in windows]),
         rows,
         torch.cat([ids[w.stop - w.scored + 1 : w.stop + 1] for w in windows]),
@@ -64,9 +64,9 @@ def _batch(ids: torch.Tensor, windows: Sequence[Window]) -> Batch:
 
 
 def over_windows(
-    measure: Callable[[Batch], Mapping[str, torch.Tensor]],
+    measure: Callable[[WindowBatch], Mapping[str, torch.Tensor]],
     ids: torch.Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     rows: int,
     *,
     ranks: Ranks = ALONE,

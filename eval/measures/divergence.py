@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from neuzip.compress.distributed import ALONE, Ranks
+from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.errors import NeuzipError
-from neuzip.eval.measures.conventions import Window, blocks_of
-from neuzip.eval.measures.distributed import ROWS, Batch, OnTokens, over_windows
+from neuzip.eval.measures.conventions import TokenWindow, blocks_of
+from neuzip.eval.measures.distributed import ROWS, OnTokens, WindowBatch, over_windows
 from neuzip.eval.measures.estimates import Blocks, Estimate, Values, exponential
 from neuzip.eval.measures.head import HeadedModel, divergence
 
@@ -95,7 +95,7 @@ def compare(
     base: HeadedModel,
     other: HeadedModel,
     ids: torch.Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     blocks: Blocks | None = None,
     *,
     top_k: int = TOP_K,
@@ -119,7 +119,7 @@ def compare(
             one.form_logits(f"it is compared with {another.name}, of which {another.formed}")
     k = min(top_k, base.vocabulary)
 
-    def measure(batch: Batch) -> Mapping[str, torch.Tensor]:
+    def measure(batch: WindowBatch) -> Mapping[str, torch.Tensor]:
         of_base, of_other = (model.predictions(batch.ids, batch.rows) for model in (base, other))
         found = divergence(of_base, of_other, batch.targets, top_k=k)
         assert found.overlap is not None

@@ -23,9 +23,9 @@ from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.quantizers.kv import Range
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 

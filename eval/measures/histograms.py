@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.compress import Rule, make_plan
-from neuzip.compress.pipeline import describe
+from neuzip.compress.reports import describe
 from neuzip.compress.scheme import LOSSLESS, RAW
 from neuzip.compress.source import SourceTensor, TensorSource
 from neuzip.compress.workers import Workers, default_jobs

@@ -17,22 +17,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from neuzip.compress.device import AnyDevice, named
-from neuzip.compress.distributed import ALONE, Ranks, started_by_torchrun
+from neuzip.compress.ranks import ALONE, Ranks, started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES, Name
-from neuzip.eval.measures.conventions import Convention, Reading, Tokenised, TooShort, Window
-from neuzip.eval.measures.distributed import ROWS, Batch, OnTokens, over_windows, take_a_gpu
+from neuzip.eval.measures.conventions import Convention, Reading, Tokenised, TokenWindow, TooShort
+from neuzip.eval.measures.distributed import ROWS, OnTokens, WindowBatch, over_windows, take_a_gpu
 from neuzip.eval.measures.divergence import Comparison, Paired, compare, require_finite
 from neuzip.eval.measures.estimates import Blocks, Estimate, Values, exponential
 from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.measures.texts import Text
-from neuzip.runtime.bitlinear import Activations, in_use
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode.benchmark import device_name, peak_bytes, reset_peak
-from neuzip.runtime.decode.generate import choose_device, positions
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention import uses
-from neuzip.runtime.hf.attention_choice import Asked, bits_in_use, choose
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, versions
+from neuzip.runtime.hf.attention_choice import AttentionChoice, bits_in_use, choose
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.residency import memory
+from neuzip.runtime.hf.ternary_layers import activations_in_use
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +46,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Difference:
+class ModelDifference:
     """A model minus the one it is compared with, token by token, in nats a token.
 
     `identical` is whether the losses of all tokens agree to the last bit. `nll_per_word` and `nll_per_byte`
@@ -55,7 +60,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Score:
+class ModelScore:
     """What one model does under a convention: `nll` in nats a token, and the same as perplexities.
 
     `difference` is to the first model of the evaluation; that one has none.
@@ -66,20 +71,20 @@ class Score:
     word_perplexity: Estimate | None
     byte_perplexity: Estimate | None
     bits_per_byte: Estimate | None
-    difference: Difference | None
+    difference: ModelDifference | None
 
 
 @dataclass(frozen=True)
-class Measured:
+class ConventionScores:
     """A convention, what standard errors are over, and a score for each model."""
 
     convention: Convention
     blocks: str
-    scores: tuple[Score, ...]
+    scores: tuple[ModelScore, ...]
 
 
 @dataclass(frozen=True)
-class Model:
+class MeasuredModel:
     """A model as it was measured. `weight_bytes` is what its parameters take in memory.
 
     `tokens_per_second` are those fed, by all processes, up to the last hidden states. `formed` is why it had
@@ -121,8 +126,8 @@ class Evaluation:
     documents: int
     device: str
     residency: str
-    models: tuple[Model, ...]
-    measured: tuple[Measured, ...]
+    models: tuple[MeasuredModel, ...]
+    measured: tuple[ConventionScores, ...]
     skipped: Mapping[str, str]
     comparison: Comparison | None
     compared: Name | None
@@ -132,7 +137,7 @@ class Evaluation:
     versions: Mapping[str, str] = field(default_factory=versions)
     paired: Paired | None = field(default=None, repr=False)
 
-    def by(self, name: Name) -> Measured:
+    def by(self, name: Name) -> ConventionScores:
         """The measurement of one convention. Raises KeyError if it was not measured."""
         for one in self.measured:
             if one.convention.name == name:
@@ -141,7 +146,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """A text under conventions, for some models: what `prepare` makes and `evaluate` does.
 
     `compared` is the reading under which models are compared: the first of `readings`, or the reading "bos"
@@ -161,7 +166,7 @@ class Task:
     residency: str
     kv_bits: int | None = None
     activations: str | None = None
-    attention: Asked = "recorded"
+    attention: AttentionChoice = "recorded"
 
     @property
     def tokens(self) -> int:
@@ -197,8 +202,8 @@ def prepare(
     residency: str = "dense",
     activations: str | None = None,
     kv_bits: int | None = None,
-    attention: Asked = "recorded",
-) -> Task:
+    attention: AttentionChoice = "recorded",
+) -> EvaluationTask:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
     `conventions` None are all that the text is long enough for, with "bos" as the first where the tokenizer
@@ -207,8 +212,8 @@ def prepare(
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
     checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
-    runtime/bitlinear.py), and so is `attention` (see `runtime.attention_choice.choose`). Raises NeuzipError,
-    and UsageError for what the model cannot do.
+    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). Raises
+    NeuzipError, and UsageError for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
@@ -228,14 +233,14 @@ def prepare(
     compared = readings[0]
     if compared.front != tokenised.bos:
         compared = tokenised.read(BOS, window)
-    return Task(
+    return EvaluationTask(
         paths, text, tuple(readings), compared, skipped, place, kind, residency, kv_bits, activations,
         attention,
     )  # fmt: skip
 
 
 def evaluate(
-    task: Task,
+    task: EvaluationTask,
     *,
     divergence: bool = False,
     ranks: Ranks = ALONE,
@@ -277,7 +282,7 @@ def evaluate(
 def token_losses(
     model: HeadedModel,
     ids: torch.Tensor,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     *,
     ranks: Ranks = ALONE,
     on_tokens: OnTokens = lambda count: None,
@@ -288,7 +293,7 @@ def token_losses(
     """
     model.require_tokens(ids)
 
-    def measure(batch: Batch) -> dict[str, torch.Tensor]:
+    def measure(batch: WindowBatch) -> dict[str, torch.Tensor]:
         nll = statistics(model.predictions(batch.ids, batch.rows), batch.targets).nll
         require_finite(model, nll)
         return {"nll": nll}
@@ -298,8 +303,8 @@ def token_losses(
 
 
 def _together(
-    task: Task, ranks: Ranks, on_tokens: OnTokens
-) -> tuple[list[Model], list[list[Values]], Paired]:
+    task: EvaluationTask, ranks: Ranks, on_tokens: OnTokens
+) -> tuple[list[MeasuredModel], list[list[Values]], Paired]:
     """Both models at once: what they are, the losses of both for each reading, and how they compare."""
     base, other = (_load(task, number) for number in range(2))
     first, *rest = task.measured
@@ -318,8 +323,10 @@ def _together(
     return [_described(model, ranks) for model in (base, other)], losses, paired
 
 
-def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Model], list[list[Values]]]:
-    models: list[Model] = []
+def _one_by_one(
+    task: EvaluationTask, ranks: Ranks, on_tokens: OnTokens
+) -> tuple[list[MeasuredModel], list[list[Values]]]:
+    models: list[MeasuredModel] = []
     losses: list[list[Values]] = [[] for _ in task.measured]
     for number in range(len(task.paths)):
         model = _load(task, number)
@@ -330,12 +337,12 @@ def _one_by_one(task: Task, ranks: Ranks, on_tokens: OnTokens) -> tuple[list[Mod
     return models, losses
 
 
-def _load(task: Task, number: int) -> HeadedModel:
+def _load(task: EvaluationTask, number: int) -> HeadedModel:
     is_last = number == len(task.paths) - 1
     return HeadedModel(load(task, number), kv_bits=task.kv_bits if is_last else None)
 
 
-def load(task: Task, number: int) -> PreTrainedModel:
+def load(task: EvaluationTask, number: int) -> PreTrainedModel:
     """A checkpoint of a task, with weights, activations and attention as they are evaluated.
 
     Attention is quantised wherever it can be, be it slower so: it is its effect that is asked for.
@@ -349,10 +356,10 @@ def load(task: Task, number: int) -> PreTrainedModel:
     return model
 
 
-def _described(model: HeadedModel, ranks: Ranks) -> Model:
+def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
     work = ranks.all_gather((model.fed, model.seconds))
     fed, seconds = sum(fed for fed, _ in work), max(seconds for _, seconds in work)
-    return Model(
+    return MeasuredModel(
         path=model.name,
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bytes=memory(model.model).total.stored_bytes,
@@ -361,16 +368,16 @@ def _described(model: HeadedModel, ranks: Ranks) -> Model:
         kv_bits=model.kv_bits,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
-        activations=in_use(model.model),
+        activations=activations_in_use(model.model),
     )
 
 
-def _measured(reading: Reading, losses: Sequence[Values]) -> Measured:
+def _measured(reading: Reading, losses: Sequence[Values]) -> ConventionScores:
     scores = [_score(reading, own, losses[0] if i else None) for i, own in enumerate(losses)]
-    return Measured(reading.convention, reading.blocks.text, tuple(scores))
+    return ConventionScores(reading.convention, reading.blocks.text, tuple(scores))
 
 
-def _score(reading: Reading, losses: Values, first: Values | None) -> Score:
+def _score(reading: Reading, losses: Values, first: Values | None) -> ModelScore:
     c, blocks = reading.convention, reading.blocks
     nll = blocks.mean(losses)
     per_word = _per_unit(blocks, losses, c.words, reading.words)
@@ -378,13 +385,13 @@ def _score(reading: Reading, losses: Values, first: Values | None) -> Score:
     difference = None
     if first is not None:
         change = losses.astype("float64") - first
-        difference = Difference(
+        difference = ModelDifference(
             blocks.mean(change),
             losses.tobytes() == first.tobytes(),
             _per_unit(blocks, change, c.words, reading.words),
             _per_unit(blocks, change, c.bytes, reading.bytes),
         )
-    return Score(
+    return ModelScore(
         nll,
         exponential(nll),
         exponential(per_word) if per_word is not None else None,
@@ -436,7 +443,7 @@ def _tokenise(paths: Sequence[Path], text: Text, max_tokens: int | None) -> Toke
     return found
 
 
-def _kind_of_memory(task: Task) -> torch.device:
+def _kind_of_memory(task: EvaluationTask) -> torch.device:
     """Where there is the memory that counts: that of GPUs, if any are used."""
     if isinstance(task.device, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -43,9 +43,9 @@ from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.allocation import Option
 from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
 from neuzip.kernels.float_fields.values import to_float64
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.dtypes import TORCH_DTYPES, shaped
 from neuzip.runtime.hf.bos import behind
-from neuzip.runtime.read import TORCH_DTYPES, shaped
+from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,12 +64,12 @@ FINEST = 15
 OnWork = Callable[[int], None]
 
 
-def ignore(_: int) -> None:
+def ignore_progress(_: int) -> None:
     """Look away."""
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that get one scheme, and the globs that name them and no others.
 
     `aliases` are the names of those that are stored as another one, whose bytes they have.
@@ -86,7 +86,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SchemeChoice:
     """One scheme for a group: its bytes when stored, and the squared error as a share of the squares."""
 
     scheme: Scheme
@@ -95,11 +95,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class GroupCandidates:
     """A group and its choices, the lossless one first, then ever fewer mantissa bits."""
 
-    group: Group
-    choices: tuple[Choice, ...]
+    group: TensorGroup
+    choices: tuple[SchemeChoice, ...]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Sensitivity:
     """
 
     method: Method
-    candidates: tuple[Candidates, ...]
+    candidates: tuple[GroupCandidates, ...]
     divergences: tuple[tuple[float, ...], ...]
     estimated: int = 0
 
@@ -126,7 +126,7 @@ class Sensitivity:
         ]
 
 
-def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[Group]:
+def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
     """The tensors that may be rounded: matrices of floats that `rules` leave lossless, by what they are.
 
     Tensors with equal bytes go together. Raises NeuzipError if there are none.
@@ -142,7 +142,7 @@ def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -
         )
     names = [t.name for t in source.tensors()]
     return [
-        Group(
+        TensorGroup(
             _globs([t.tensor.name for t in members], names),
             tuple(t.tensor for t in members),
             frozenset(t.tensor.name for t in members if t.alias_of is not None),
@@ -172,7 +172,7 @@ def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(re.sub(r"([*?[])", r"[\1]", name) for name in dict.fromkeys(members))
 
 
-def rules_of(groups: Sequence[Group], schemes: Sequence[Scheme]) -> list[Rule]:
+def rules_of(groups: Sequence[TensorGroup], schemes: Sequence[Scheme]) -> list[Rule]:
     """The rules that give each group its scheme. What is lossless needs none."""
     return [
         Rule(glob, scheme, min_dimensions=2)
@@ -182,13 +182,13 @@ def rules_of(groups: Sequence[Group], schemes: Sequence[Scheme]) -> list[Rule]:
     ]
 
 
-def look_at(
+def predict_candidates(
     source: TensorSource,
-    groups: Sequence[Group],
+    groups: Sequence[TensorGroup],
     block_size: int | None,
     workers: Workers,
-    on_bytes: OnWork = ignore,
-) -> list[Candidates]:
+    on_bytes: OnWork = ignore_progress,
+) -> list[GroupCandidates]:
     """Count what every group is in every scheme, to know its bytes, about, and the squared error.
 
     Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
@@ -207,14 +207,14 @@ def look_at(
                 totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
             on_bytes(tensor.info.nbytes)
         choices = [
-            Choice(scheme, nbytes, squares / (original or 1.0))
+            SchemeChoice(scheme, nbytes, squares / (original or 1.0))
             for scheme, (nbytes, squares, original) in totals.items()
         ]
-        found.append(Candidates(group, tuple(choices)))
+        found.append(GroupCandidates(group, tuple(choices)))
     return found
 
 
-def schemes_of(group: Group, block_size: int | None) -> list[Scheme]:
+def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
     """What a group can become: lossless, or rounded to ever fewer bits."""
     formats = [FORMATS[t.info.dtype] for t in group.tensors]
     if not all(truncated.normalisable(fmt) for fmt in formats):
@@ -228,7 +228,7 @@ def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
     return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
 
 
-def rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:
+def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:
     """What comes back of a tensor's bit patterns once they were stored in a scheme."""
     rounding = _rounding(tensor, bits, scheme)
     if rounding is None:
@@ -277,7 +277,7 @@ def _squares(
         patterns = np.flatnonzero(counted)
         bits, counts = patterns.astype(fmt.dtype), counted[patterns]
     for scheme in schemes:
-        restored = rounded(tensor, bits, scheme, parallel)
+        restored = restore_rounded(tensor, bits, scheme, parallel)
         if restored is bits:
             yield scheme, 0.0, 0.0
         elif counts is not None:
@@ -300,14 +300,14 @@ def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> trunc
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
+class CalibrationWindows:
     """Calibration text: `fed` int64 [windows, T], and the token after each of them, `targets`."""
 
     fed: torch.Tensor
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> Windows:
+    def of(cls, ids: torch.Tensor, width: int, front: int | None = None) -> CalibrationWindows:
         """Cut tokens, int64 [n], into windows that do not overlap; what fills no window is left out.
 
         Windows begin with `front`, which is not of `ids`, if there is one.
@@ -333,12 +333,12 @@ class Windows:
             yield fed, targets.flatten()
 
 
-Places = Mapping[str, torch.nn.Parameter]
+ParametersByTensor = Mapping[str, torch.nn.Parameter]
 """The parameters that hold tensors of a checkpoint, by the tensors' names."""
 
 
-def find_places(
-    model: PreTrainedModel, source: TensorSource, groups: Sequence[Group]
+def find_parameters(
+    model: PreTrainedModel, source: TensorSource, groups: Sequence[TensorGroup]
 ) -> dict[str, torch.nn.Parameter]:
     """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -371,7 +371,7 @@ def _ending(name: str) -> str:
     return ".".join(words[max(0, last - 1) :])
 
 
-def weights_only(candidates: Sequence[Candidates]) -> Sensitivity:
+def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
     """Squared errors as shares of the squares, in place of divergences."""
     shares = [tuple(c.relative_error for c in one.choices) for one in candidates]
     return Sensitivity("weights", tuple(candidates), tuple(shares))
@@ -380,16 +380,16 @@ def weights_only(candidates: Sequence[Candidates]) -> Sensitivity:
 def measure(
     model: HeadedModel,
     source: TensorSource,
-    candidates: Sequence[Candidates],
-    windows: Windows,
-    on_tokens: OnWork = ignore,
+    candidates: Sequence[GroupCandidates],
+    windows: CalibrationWindows,
+    on_tokens: OnWork = ignore_progress,
 ) -> Sensitivity:
     """Round one group at a time in a live model, and put it back. `on_tokens` is told of tokens predicted.
 
     A scheme that makes the model give no finite divergence is left out. Raises NeuzipError if no tensor is
     found in the model.
     """
-    places = find_places(model.model, source, [one.group for one in candidates])
+    places = find_parameters(model.model, source, [one.group for one in candidates])
     _require_some(places, source)
     base = [model.predictions(fed) for fed, _ in windows.batches()]
     found: list[tuple[float, ...] | None] = []
@@ -409,7 +409,7 @@ def measure(
     return _filled("measured", candidates, found)
 
 
-def passes(candidates: Sequence[Candidates]) -> int:
+def passes(candidates: Sequence[GroupCandidates]) -> int:
     """How many passes `measure` makes at most."""
     bits = [c.scheme.mantissa_bits for one in candidates for c in one.choices]
     return sum(k is not None and k <= MEASURED_BITS for k in bits)
@@ -418,12 +418,12 @@ def passes(candidates: Sequence[Candidates]) -> int:
 def fisher(
     model: PreTrainedModel,
     source: TensorSource,
-    candidates: Sequence[Candidates],
-    windows: Windows,
-    on_tokens: OnWork = ignore,
+    candidates: Sequence[GroupCandidates],
+    windows: CalibrationWindows,
+    on_tokens: OnWork = ignore_progress,
 ) -> Sensitivity:
     """The second-order estimate, from the Fisher information. Raises NeuzipError as `measure`."""
-    places = find_places(model, source, [one.group for one in candidates])
+    places = find_parameters(model, source, [one.group for one in candidates])
     _require_some(places, source)
     information = _fisher_diagonal(model, places, windows, on_tokens)
     found: list[tuple[float, ...] | None] = []
@@ -436,7 +436,7 @@ def fisher(
         for parameter, tensor in once.items():
             bits = read_bits(source, tensor)
             for number, choice in enumerate(one.choices):
-                change = _values(tensor, rounded(tensor, bits, choice.scheme), parameter).float()
+                change = _values(tensor, restore_rounded(tensor, bits, choice.scheme), parameter).float()
                 change -= parameter.detach().float()
                 sums[number] += 0.5 * float((change.square_().mul_(information[parameter])).sum())
         found.append(tuple(sums))
@@ -444,7 +444,7 @@ def fisher(
 
 
 def _fisher_diagonal(
-    model: PreTrainedModel, places: Places, windows: Windows, on_tokens: OnWork
+    model: PreTrainedModel, places: ParametersByTensor, windows: CalibrationWindows, on_tokens: OnWork
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The mean over tokens of squared gradients of log likelihoods of tokens drawn from the model, fp32.
 
@@ -483,20 +483,20 @@ def _fisher_diagonal(
 
 @contextmanager
 def _rounded_in_place(
-    group: Group, bits: Mapping[str, Bits], scheme: Scheme, places: Places
+    group: TensorGroup, bits: Mapping[str, Bits], scheme: Scheme, places: ParametersByTensor
 ) -> Iterator[None]:
     """Have a live model compute with the rounded tensors of a group; what it had before comes back after."""
     before = {places[t.name]: places[t.name].data for t in group.tensors}
     try:
         for t in group.tensors:
-            places[t.name].data = _values(t, rounded(t, bits[t.name], scheme), places[t.name])
+            places[t.name].data = _values(t, restore_rounded(t, bits[t.name], scheme), places[t.name])
         yield
     finally:
         for parameter, data in before.items():
             parameter.data = data
 
 
-def _mean_divergence(model: HeadedModel, base: Sequence[Predictions], windows: Windows) -> float:
+def _mean_divergence(model: HeadedModel, base: Sequence[Predictions], windows: CalibrationWindows) -> float:
     """The mean of the divergences from what the model predicted before, in nats a token."""
     sums = [
         float(divergence(before, model.predictions(fed), targets).kld.double().sum())
@@ -505,7 +505,7 @@ def _mean_divergence(model: HeadedModel, base: Sequence[Predictions], windows: W
     return math.fsum(sums) / windows.tokens if all(map(math.isfinite, sums)) else math.inf
 
 
-def _completed(choices: Sequence[Choice], measured: Mapping[int, float]) -> tuple[float, ...]:
+def _completed(choices: Sequence[SchemeChoice], measured: Mapping[int, float]) -> tuple[float, ...]:
     """Divergences of all choices: what was not measured follows by squared error from the finest that was."""
     found = [measured.get(number, 0.0) for number in range(len(choices))]
     finest = min((n for n, d in measured.items() if math.isfinite(d)), default=None)
@@ -519,7 +519,7 @@ def _completed(choices: Sequence[Choice], measured: Mapping[int, float]) -> tupl
 
 
 def _filled(
-    method: Method, candidates: Sequence[Candidates], found: Sequence[tuple[float, ...] | None]
+    method: Method, candidates: Sequence[GroupCandidates], found: Sequence[tuple[float, ...] | None]
 ) -> Sensitivity:
     """Estimate what was not found by squared error, as the others are; leave out what is not finite.
 
@@ -535,7 +535,7 @@ def _filled(
         )
     ends = [(d[-1], one.choices[-1].relative_error) for one, d in known if math.isfinite(d[-1])]
     weight = sum(d for d, _ in ends) / (sum(error for _, error in ends) or 1.0)
-    kept: list[Candidates] = []
+    kept: list[GroupCandidates] = []
     divergences: list[tuple[float, ...]] = []
     for one, values in zip(candidates, found, strict=True):
         if values is None:
@@ -546,7 +546,7 @@ def _filled(
     return Sensitivity(method, tuple(kept), tuple(divergences), len(candidates) - len(known))
 
 
-def _is_blind(one: Candidates, divergences: Sequence[float]) -> bool:
+def _is_blind(one: GroupCandidates, divergences: Sequence[float]) -> bool:
     """Whether rounding changes the weights of a group, and the predictions by nothing at all."""
     changes = any(choice.relative_error for choice in one.choices)
     return changes and not any(divergences)
@@ -559,7 +559,7 @@ def _values(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tenso
     return plain.to(device=like.device, dtype=like.dtype, copy=True)
 
 
-def _require_some(places: Places, source: TensorSource) -> None:
+def _require_some(places: ParametersByTensor, source: TensorSource) -> None:
     if not places:
         raise NeuzipError(
             f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",

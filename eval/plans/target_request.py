@@ -5,43 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from neuzip.choices import Sensitivity as Sensitivity
 from neuzip.compress.device import AnyDevice, choose
-from neuzip.compress.pipeline import require_plain
+from neuzip.compress.entry_checks import require_plain
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.errors import UsageError
 from neuzip.eval.measures.texts import read_text
-from neuzip.eval.plans.target_values import Goal
+from neuzip.eval.plans.target_values import RequestedTarget
 
 if TYPE_CHECKING:
     from neuzip.compress import Rule
-    from neuzip.eval.measures.comparison import Yardstick
+    from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.texts import Text
     from neuzip.eval.plans.sensitivity import Method
-    from neuzip.eval.plans.targets import DropLayers, Reach, Request
-
-Sensitivity = Literal["auto", "measured", "fisher", "weights"]
+    from neuzip.eval.plans.targets import DropLayers, Reach, TargetRequest
 
 MOST_LAYERS = 10_000
 """More than any model has."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedSearch:
     """A target with everything that is needed to reach it.
 
     `lossless` is what sizes the checkpoint can have, where the target is a size that lossless compression
     reaches by itself, so that nothing is rounded or measured; else None.
     """
 
-    request: Request
+    request: TargetRequest
     text: Text | None
-    yardstick: Yardstick | None
+    baseline: BaselineComparison | None
     lossless: Reach | None
 
 
-def require_droppable(drop_layers: DropLayers, goal: Goal | None, sensitivity: Sensitivity) -> None:
+def require_droppable(
+    drop_layers: DropLayers, goal: RequestedTarget | None, sensitivity: Sensitivity
+) -> None:
     """Raise UsageError for a number of layers that cannot be dropped, or whose importance is not measured."""
     if drop_layers == 0:
         return
@@ -59,7 +60,9 @@ def require_droppable(drop_layers: DropLayers, goal: Goal | None, sensitivity: S
         )
 
 
-def text_for(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, needed: bool) -> str | None:
+def text_for(
+    goal: RequestedTarget | None, sensitivity: Sensitivity, text: str | None, *, needed: bool
+) -> str | None:
     """The text to measure on, the built-in one if none is given.
 
     None for a size that is reached by the weights alone, unless a text is `needed` for something else.
@@ -70,8 +73,8 @@ def text_for(goal: Goal | None, sensitivity: Sensitivity, text: str | None, *, n
     return "demo" if text is None else text
 
 
-def ask(
-    goal: Goal,
+def prepare_search(
+    goal: RequestedTarget,
     src: Path,
     dst: Path,
     rules: Sequence[Rule],
@@ -84,15 +87,15 @@ def ask(
     overwrite: bool,
     dry_run: bool = False,
     drop_layers: DropLayers = 0,
-) -> Asked:
+) -> PreparedSearch:
     """Understand a target, and load the original if it is to be compared with. Raises NeuzipError.
 
     `rules` say what may be rounded. Without a `text` nothing is measured.
     """
     target = goal.target(0)  # a slip of the pen is told before anything is read
     document = None if text is None else read_text(text)
-    from neuzip.eval.measures.comparison import Yardstick
-    from neuzip.eval.plans.targets import MAX_TOKENS, Request, reach, refuse_strangers
+    from neuzip.eval.measures.comparison import BaselineComparison
+    from neuzip.eval.plans.targets import MAX_TOKENS, TargetRequest, reach, refuse_strangers
 
     with TensorSource(src) as source:
         require_plain(source, dst)
@@ -105,18 +108,18 @@ def ask(
         within.require(target)
         if within.is_lossless(target):
             lossless, document = within, None
-    yardstick = None
+    baseline = None
     if document is not None:
-        yardstick = Yardstick(src, document, max_tokens=MAX_TOKENS, device=device)
+        baseline = BaselineComparison(src, document, max_tokens=MAX_TOKENS, device=device)
     coder = choose(device, weight_bytes(src))
-    method = _method(sensitivity, yardstick)
-    request = Request(src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers)
-    return Asked(request, document, yardstick, lossless)
+    method = _method(sensitivity, baseline)
+    request = TargetRequest(src, dst, target, method, tuple(rules), block_size, coder, jobs, drop_layers)
+    return PreparedSearch(request, document, baseline, lossless)
 
 
-def _method(sensitivity: Sensitivity, yardstick: Yardstick | None) -> Method:
-    if yardstick is None:
+def _method(sensitivity: Sensitivity, baseline: BaselineComparison | None) -> Method:
+    if baseline is None:
         return "weights"
     if sensitivity == "auto":
-        return "measured" if yardstick.device.type == "cuda" else "fisher"
+        return "measured" if baseline.device.type == "cuda" else "fisher"
     return sensitivity

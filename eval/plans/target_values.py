@@ -16,7 +16,7 @@ UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"),
 
 
 @dataclass(frozen=True)
-class Target:
+class CompressionTarget:
     """What is asked for, in nats a token, or bytes. `text` is how it was said."""
 
     kind: Kind
@@ -34,7 +34,7 @@ def parameter_of(kind: Kind) -> str:
 
 
 @dataclass(frozen=True)
-class Goal:
+class RequestedTarget:
     """One of the three targets as it was given, before the checkpoint is known that it is for."""
 
     kind: Kind
@@ -45,7 +45,7 @@ class Goal:
         """The name of the parameter that gave it."""
         return parameter_of(self.kind)
 
-    def target(self, original: int) -> Target:
+    def target(self, original: int) -> CompressionTarget:
         """What is asked for of a checkpoint with weight files of `original` bytes. Raises UsageError."""
         if self.kind == "target-size":
             return target_size(self.text, original)
@@ -54,7 +54,7 @@ class Goal:
 
 def one_goal(
     max_kld: float | str | None, max_ppl_increase: str | None, target_size: int | str | None
-) -> Goal | None:
+) -> RequestedTarget | None:
     """The target that was given, if any; a `target_size` that is a number is bytes.
 
     Raises UsageError for several.
@@ -63,7 +63,7 @@ def one_goal(
     values: tuple[tuple[Kind, float | str | None], ...] = (
         ("max-kld", max_kld), ("max-ppl-increase", max_ppl_increase), ("target-size", size),
     )  # fmt: skip
-    given = [Goal(kind, str(value)) for kind, value in values if value is not None]
+    given = [RequestedTarget(kind, str(value)) for kind, value in values if value is not None]
     if len(given) > 1:
         raise UsageError(
             f"`{given[0].parameter}` and `{given[1].parameter}` exclude each other", "give one target"
@@ -71,7 +71,7 @@ def one_goal(
     return given[0] if given else None
 
 
-def max_kld(text: str) -> Target:
+def max_kld(text: str) -> CompressionTarget:
     """The target of `max_kld`, in nats per token: `0.01`. Raises UsageError."""
     try:
         limit = float(text)
@@ -79,10 +79,10 @@ def max_kld(text: str) -> Target:
         limit = math.nan
     if not 0 <= limit < math.inf:
         raise UsageError(f"`max_kld={text!r}`: is no divergence", "give nats per token, for example 0.01")
-    return Target("max-kld", text, limit)
+    return CompressionTarget("max-kld", text, limit)
 
 
-def max_ppl_increase(text: str) -> Target:
+def max_ppl_increase(text: str) -> CompressionTarget:
     """The target of `max_ppl_increase`, as the difference of NLL that it is: `0.5%`. Raises UsageError.
 
     >>> round(max_ppl_increase("0.5%").limit, 6)
@@ -93,10 +93,10 @@ def max_ppl_increase(text: str) -> Target:
         raise UsageError(
             f"`max_ppl_increase={text!r}`: is no increase", "give it in percent, with the sign: 0.5%"
         )
-    return Target("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
+    return CompressionTarget("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
 
 
-def target_size(text: str, original: int) -> Target:
+def target_size(text: str, original: int) -> CompressionTarget:
     """The target of `target_size`, in bytes: `60%` of `original`, `6GiB`, `500 MB`. Raises UsageError.
 
     >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
@@ -108,4 +108,4 @@ def target_size(text: str, original: int) -> Target:
             f"`target_size={text!r}`: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
         )
     unit = original / 100 if found[2] == "%" else UNITS[found[2]]
-    return Target("target-size", text, math.floor(float(found[1]) * unit))
+    return CompressionTarget("target-size", text, math.floor(float(found[1]) * unit))

@@ -25,38 +25,40 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from neuzip.compress import CompressionReport, compress, make_plan
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.pipeline import refuse_unless_made
+from neuzip.compress.entry_checks import refuse_unless_made
+from neuzip.compress.overwrite_guard import refuse_existing
 from neuzip.compress.scheme import DROPPED_LAYERS, LOSSLESS, Rule, read_plan
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
-from neuzip.compress.workspace import refuse_existing, write_file, writing
+from neuzip.compress.workspace import write_file, writing
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.drops import Drop, Drops, folder_beside, pays_from, pruned, weigh
 from neuzip.eval.layers.removal import Pruned, tensors_by_layer
 from neuzip.eval.measures import fingerprint
-from neuzip.eval.measures.comparison import NotFinite, Run, Stage, Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, NotFinite, Stage
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
 from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocate
 from neuzip.eval.plans.sensitivity import (
-    Candidates,
+    CalibrationWindows,
+    GroupCandidates,
     Method,
     Sensitivity,
-    Windows,
     find_groups,
     fisher,
-    look_at,
     measure,
     passes,
+    predict_candidates,
     rules_of,
     schemes_of,
     weights_only,
 )
-from neuzip.eval.plans.target_values import Kind, Target
+from neuzip.eval.plans.target_values import CompressionTarget, Kind
 from neuzip.formats.checkpoint import config_files, file_checksum, find_checkpoint, index_files
-from neuzip.runtime.hf.load import load_model, versions
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,16 +104,16 @@ DropLayers = int | Literal["auto"]
 # The search
 
 
-Made = TypeVar("Made")
+Product = TypeVar("Product")
 
 
 @dataclass(frozen=True)
-class Attempt(Generic[Made]):
+class SearchAttempt(Generic[Product]):
     """An allocation and what came of it; `estimate` is in the unit of the target."""
 
     allocation: Allocation
     estimate: Estimate
-    made: Made
+    made: Product
 
     @property
     def value(self) -> float:
@@ -126,18 +128,18 @@ def upper(estimate: Estimate) -> float:
 
 def search(
     allocated: Callable[[float], Allocation],
-    tried: Callable[[Allocation], tuple[Estimate, Made]],
+    tried: Callable[[Allocation], tuple[Estimate, Product]],
     limit: float,
     floor: float = 0.0,
-) -> list[Attempt[Made]]:
+) -> list[SearchAttempt[Product]]:
     """Try allocations until one whose value is at most `limit` comes close to it. The last attempt holds.
 
     `allocated` gives the best allocation within a budget. `tried` gives its value, which grows with the
     budget, in about the same unit, and is `floor` for a budget of 0. If nothing else holds, that is the last.
     A value holds if it does with its standard error added.
     """
-    known: dict[tuple[int, ...], Attempt[Made]] = {}
-    holding: Attempt[Made] | None = None
+    known: dict[tuple[int, ...], SearchAttempt[Product]] = {}
+    holding: SearchAttempt[Product] | None = None
     room = limit - floor
     budget, low, high = room, 0.0, math.inf
     while room > 0 and (high - low) > NARROW * low and budget > TINY * room:
@@ -146,7 +148,7 @@ def search(
         if attempt is None:
             if len(known) == ATTEMPTS:
                 break
-            attempt = known[allocation.chosen] = Attempt(allocation, *tried(allocation))
+            attempt = known[allocation.chosen] = SearchAttempt(allocation, *tried(allocation))
         if attempt.value <= limit:
             low = budget
             if holding is None or allocation.cost < holding.allocation.cost:
@@ -160,7 +162,7 @@ def search(
     attempts = list(known.values())
     if holding is None:
         lossless = allocated(0.0)
-        holding = Attempt(lossless, *tried(lossless))
+        holding = SearchAttempt(lossless, *tried(lossless))
     else:
         attempts.remove(holding)
     return [*attempts, holding]
@@ -188,7 +190,7 @@ def _next_budget(budget: float, estimate: Estimate, limit: float, low: float, hi
 
 
 @dataclass(frozen=True)
-class Request:
+class TargetRequest:
     """What is asked for. `rules` say what may be rounded: matrices that they leave lossless.
 
     Weights are coded on `coder`, with `jobs` threads.
@@ -196,7 +198,7 @@ class Request:
 
     src: Path
     dst: Path
-    target: Target
+    target: CompressionTarget
     method: Method
     rules: tuple[Rule, ...] = (Rule("*", LOSSLESS),)
     block_size: int | None = None
@@ -218,7 +220,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The rules that reach a target, and how they were found: the last trial is theirs.
 
     `predicted_kld` is the sum over single tensors, which means nothing for the method "weights". `bytes` are
@@ -241,15 +243,15 @@ class Found:
     drops: Drops | None = None
     passed_over: Trial | None = None
     pays_from: float | None = None
-    measured: Measured | None = None
+    measured: MeasuredFiles | None = None
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFiles:
     """A compressed model beside the original, and the checksums of the weight files it was loaded from."""
 
     checksums: tuple[str, ...]
-    run: Run
+    run: ComparisonRun
 
     def holds_for(self, dst: Path) -> bool:
         """Whether a compressed checkpoint has the same weight files, so that it need not run again."""
@@ -268,7 +270,7 @@ class Stages:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: Request, show: Stage, *, trials: bool, result: bool) -> Stages:
+    def of(cls, request: TargetRequest, show: Stage, *, trials: bool, result: bool) -> Stages:
         """Those of a request: with trials or without, and with the result made in the end or not."""
         names = {
             "sizes": True,
@@ -303,11 +305,11 @@ class Reach:
     least: int
     matrices: int
 
-    def is_lossless(self, target: Target) -> bool:
+    def is_lossless(self, target: CompressionTarget) -> bool:
         """Whether a size is one for which nothing has to be rounded, and no prediction so wrong."""
         return target.limit >= self.lossless * (1 + UNCERTAIN)
 
-    def require(self, target: Target) -> None:
+    def require(self, target: CompressionTarget) -> None:
         """Raise OutOfReach for a size to which no plan comes down, and no prediction is so wrong."""
         if target.limit < self.least * (1 - UNCERTAIN):
             raise _out_of_reach(target, self.least, self.original)
@@ -327,7 +329,7 @@ def reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | 
     return Reach(original, whole, whole - saved, sum(len(group.tensors) for group in groups))
 
 
-def _out_of_reach(target: Target, least: float, original: int) -> OutOfReach:
+def _out_of_reach(target: CompressionTarget, least: float, original: int) -> OutOfReach:
     """The floor in the units of the option, rounded up."""
     megabytes, percent = math.ceil(least / 1e4) / 100, math.ceil(1000 * least / original) / 10
     return OutOfReach(
@@ -353,52 +355,57 @@ def _bytes_beside(source: TensorSource) -> int:
 
 
 def find_plan(
-    request: Request,
-    yardstick: Yardstick | None,
+    request: TargetRequest,
+    baseline: BaselineComparison | None,
     stage: Stage,
     *,
     trials: bool = True,
     result: bool = False,
-) -> Found:
+) -> SearchResult:
     """Find the plan for a target, with trials in temporary folders beside DST, or without any.
 
     `stage` is told which stage of how many each piece of work belongs to; one more of them with a `result`,
-    which is made after the search. Without a yardstick nothing is measured: then the method has to be
+    which is made after the search. Without a baseline nothing is measured: then the method has to be
     "weights", and the target a size. Raises NeuzipError, also for a size that cannot be reached.
     """
     stages = Stages.of(request, stage, trials=trials, result=result)
     if request.drop_layers:
-        assert yardstick is not None and trials, "layers are dropped by measurement"
-        return _find_without_layers(request, yardstick, stages)
+        assert baseline is not None and trials, "layers are dropped by measurement"
+        return _find_without_layers(request, baseline, stages)
     if request.target.kind == "target-size":
         within = reach(request.src, request.rules, request.block_size, request.jobs)
         within.require(request.target)
         if within.is_lossless(request.target):
             counts = ((str(LOSSLESS), within.matrices),)
-            return Found(request.rules, counts, 0.0, within.lossless, trials=(), estimated=0)
-    planner = _look(request, yardstick, None if yardstick is None else yardstick.model, stages)
+            return SearchResult(request.rules, counts, 0.0, within.lossless, trials=(), estimated=0)
+    planner = _look(request, baseline, None if baseline is None else baseline.model, stages)
     if not trials:
         return planner.untried()
     return planner.best()
 
 
 def _look(
-    request: Request, yardstick: Yardstick | None, model: PreTrainedModel | None, stages: Stages
+    request: TargetRequest,
+    baseline: BaselineComparison | None,
+    model: PreTrainedModel | None,
+    stages: Stages,
 ) -> _Planner:
     """Learn what every tensor takes in every scheme, and what it bears in `model`, that of the request."""
     with TensorSource(request.src) as source, Workers(request.jobs) as workers:
         groups = find_groups(source, workers, request.rules)
         with stages.at("sizes")("sizes", sum(g.nbytes for g in groups), "bytes") as advance:
-            candidates = look_at(source, groups, request.block_size, workers, advance)
+            candidates = predict_candidates(source, groups, request.block_size, workers, advance)
         show = stages.at("sensitivity")
-        sensitivity = _sensitivity(request.method, source, candidates, model, yardstick, show)
+        sensitivity = _sensitivity(request.method, source, candidates, model, baseline, show)
         fixed = _Fixed.of(source, request.rules, candidates, workers)
-    return _Planner(request, sensitivity, fixed, yardstick, stages.at("trials"))
+    return _Planner(request, sensitivity, fixed, baseline, stages.at("trials"))
 
 
-def _find_without_layers(request: Request, yardstick: Yardstick, stages: Stages) -> Found:
+def _find_without_layers(
+    request: TargetRequest, baseline: BaselineComparison, stages: Stages
+) -> SearchResult:
     """The better of two plans: with all layers, and without those that promise most, or that have to go."""
-    whole = _look(request, yardstick, yardstick.model, stages)
+    whole = _look(request, baseline, baseline.model, stages)
     count = None if request.drop_layers == "auto" else request.drop_layers
     with TensorSource(request.src) as source:
         layer_of = tensors_by_layer(source)
@@ -407,7 +414,7 @@ def _find_without_layers(request: Request, yardstick: Yardstick, stages: Stages)
         for tensor in source.tensors():
             if tensor.name in layer_of:
                 layer_bytes[layer_of[tensor.name]] += tensor.info.nbytes
-        drops = weigh(yardstick, source, layer_bytes, count, predictions, stages.at("layers"))
+        drops = weigh(baseline, source, layer_bytes, count, predictions, stages.at("layers"))
     chosen = drops.chosen
     if count is not None and math.isinf(chosen.predicted):
         _refuse_drop(request, chosen)
@@ -416,15 +423,15 @@ def _find_without_layers(request: Request, yardstick: Yardstick, stages: Stages)
     plans = [] if count is not None else _reached(lambda: whole.best(compare=True))
     later = stages.all_at("trials")
     with pruned(request.src, request.dst, chosen.layers, later.show) as written:
-        model = load_model(written.dst, yardstick.dtype, yardstick.device, attention=False)
-        fewer = _look(replace(request, src=written.dst), yardstick, model, later).without(chosen)
+        model = load_model(written.dst, baseline.dtype, baseline.device, attention=False)
+        fewer = _look(replace(request, src=written.dst), baseline, model, later).without(chosen)
         del model
         plans += [fewer.best(compare=True)] if not plans else _reached(lambda: fewer.best(compare=True))
     best, *others = sorted(plans, key=lambda found: _rank(request.target, found))
     return replace(best, drops=drops, passed_over=others[0].trials[-1] if others else None)
 
 
-def _reached(find: Callable[[], Found]) -> list[Found]:
+def _reached(find: Callable[[], SearchResult]) -> list[SearchResult]:
     """The plan that is found; none for a size that cannot be reached."""
     try:
         return [find()]
@@ -432,7 +439,7 @@ def _reached(find: Callable[[], Found]) -> list[Found]:
         return []
 
 
-def _rank(target: Target, found: Found) -> float:
+def _rank(target: CompressionTarget, found: SearchResult) -> float:
     """What is to be small: the divergence where a size is asked for, else the bytes; infinite if beyond."""
     trial = found.trials[-1]
     if trial.comparison is None:
@@ -443,7 +450,7 @@ def _rank(target: Target, found: Found) -> float:
     return trial.bytes if holds else math.inf
 
 
-def _refuse_drop(request: Request, drop: Drop) -> None:
+def _refuse_drop(request: TargetRequest, drop: Drop) -> None:
     """Raise NeuzipError for layers without which nothing within the target is left."""
     numbers = ", ".join(map(str, drop.layers))
     if request.target.kind == "target-size":
@@ -463,19 +470,19 @@ def _refuse_drop(request: Request, drop: Drop) -> None:
 def _sensitivity(
     method: Method,
     source: TensorSource,
-    candidates: Sequence[Candidates],
+    candidates: Sequence[GroupCandidates],
     model: PreTrainedModel | None,
-    yardstick: Yardstick | None,
+    baseline: BaselineComparison | None,
     stage: Stage,
 ) -> Sensitivity:
-    if method == "weights" or model is None or yardstick is None:
+    if method == "weights" or model is None or baseline is None:
         return weights_only(candidates)
-    ids, front = yardstick.ids, yardstick.front
+    ids, front = baseline.ids, baseline.front
     if method == "fisher":
-        windows = Windows.of(ids[: FISHER_TOKENS + 1], FISHER_WINDOW, front)
+        windows = CalibrationWindows.of(ids[: FISHER_TOKENS + 1], FISHER_WINDOW, front)
         with stage("gradients", windows.tokens, "tokens") as advance:
             return fisher(model, source, candidates, windows, advance)
-    windows = Windows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW, front)
+    windows = CalibrationWindows.of(ids[: MEASURED_TOKENS + 1], MEASURED_WINDOW, front)
     with stage("sensitivity", passes(candidates) * windows.tokens, "tokens") as advance:
         return measure(HeadedModel(model), source, candidates, windows, advance)
 
@@ -492,7 +499,7 @@ class _Fixed:
         cls,
         source: TensorSource,
         rules: Sequence[Rule],
-        candidates: Sequence[Candidates],
+        candidates: Sequence[GroupCandidates],
         workers: Workers,
     ) -> _Fixed:
         """From samples of the tensors that are not among the candidates."""
@@ -522,34 +529,34 @@ class _Planner:
 
     def __init__(
         self,
-        request: Request,
+        request: TargetRequest,
         sensitivity: Sensitivity,
         fixed: _Fixed,
-        yardstick: Yardstick | None,
+        baseline: BaselineComparison | None,
         stage: Stage,
         drop: Drop = NOTHING,
     ) -> None:
         self.request, self.sensitivity, self.fixed = request, sensitivity, fixed
-        self._yardstick, self._stage, self._drop = yardstick, stage, drop
+        self._baseline, self._stage, self._drop = baseline, stage, drop
         self._trials = 0
-        self._measured: dict[tuple[int, ...], Measured] = {}
+        self._measured: dict[tuple[int, ...], MeasuredFiles] = {}
 
     def without(self, drop: Drop) -> _Planner:
         """The same for a checkpoint that these layers were dropped of already."""
-        return _Planner(self.request, self.sensitivity, self.fixed, self._yardstick, self._stage, drop)
+        return _Planner(self.request, self.sensitivity, self.fixed, self._baseline, self._stage, drop)
 
-    def best(self, *, compare: bool = False) -> Found:
+    def best(self, *, compare: bool = False) -> SearchResult:
         """The best that is found by trials. With `compare` the last has a comparison, whatever the target."""
         return self.by_size(compare) if self.request.target.kind == "target-size" else self.by_quality()
 
-    def untried(self) -> Found:
+    def untried(self) -> SearchResult:
         """What the sum of single tensors makes of the target."""
         limit = self.request.target.limit
         if self.request.target.kind == "target-size":
             return self._found(self._within(limit))
         return self._found(allocate(self.sensitivity.options("divergence"), limit))
 
-    def by_quality(self) -> Found:
+    def by_quality(self) -> SearchResult:
         """The smallest that was found with at most the divergence, or increase of loss, that is asked for."""
         options = self.sensitivity.options("divergence")
         *others, best = search(
@@ -563,7 +570,7 @@ class _Planner:
             return 0.0
         return value_of(self.request.target.kind, self._drop.comparison).value
 
-    def by_size(self, compare: bool = False) -> Found:
+    def by_size(self, compare: bool = False) -> SearchResult:
         """The least divergence that was found in the size that is asked for."""
         limit, excess = math.floor(self.request.target.limit), 0
         while True:
@@ -599,17 +606,17 @@ class _Planner:
                     jobs=request.jobs, device=request.coder, on_bytes=advance,
                 )  # fmt: skip
             comparison = None
-            if compare and self._yardstick is not None:
+            if compare and self._baseline is not None:
                 with (
                     suppress(NotFinite),
-                    self._stage(f"{label}: compare", self._yardstick.tokens, "tokens") as advance,
+                    self._stage(f"{label}: compare", self._baseline.tokens, "tokens") as advance,
                 ):
-                    run = self._yardstick.run(report.dst, advance)
-                    self._measured[allocation.chosen] = Measured(_checksums(report.dst), run)
+                    run = self._baseline.run(report.dst, advance)
+                    self._measured[allocation.chosen] = MeasuredFiles(_checksums(report.dst), run)
                     comparison = run.comparison
         return Trial(self._divergence(allocation), report.stored_weight_bytes, comparison)
 
-    def _chosen(self, allocation: Allocation) -> list[tuple[Candidates, int]]:
+    def _chosen(self, allocation: Allocation) -> list[tuple[GroupCandidates, int]]:
         return list(zip(self.sensitivity.candidates, allocation.chosen, strict=True))
 
     def _divergence(self, allocation: Allocation) -> float:
@@ -622,12 +629,12 @@ class _Planner:
         rounded = rules_of([c.group for c, _ in chosen], [c.choices[i].scheme for c, i in chosen])
         return _before_lossless(self.request.rules, rounded)
 
-    def _found(self, allocation: Allocation, *trials: Trial) -> Found:
+    def _found(self, allocation: Allocation, *trials: Trial) -> SearchResult:
         chosen = self._chosen(allocation)
         counts = Counter[str]()
         for one, number in chosen:
             counts[str(one.choices[number].scheme)] += len(one.group.tensors)
-        return Found(
+        return SearchResult(
             rules=self._rules(allocation),
             schemes=tuple(counts.items()),
             predicted_kld=self._divergence(allocation),
@@ -761,14 +768,14 @@ def earlier_plan(dst: Path, key: str, overwrite: bool) -> tuple[tuple[Rule, ...]
     return None
 
 
-def key_of(request: Request, text: Text | None, yardstick: Yardstick | None) -> str:
+def key_of(request: TargetRequest, text: Text | None, baseline: BaselineComparison | None) -> str:
     """What a search depends on, as a short word."""
     values = {
         "checkpoint": fingerprint.of_checkpoint(find_checkpoint(request.src)),
         "text": None if text is None else fingerprint.of_text(text.content),
-        "tokens": None if yardstick is None else yardstick.tokens,
-        "rule": None if yardstick is None else yardstick.reading.convention.rule,
-        "device": None if yardstick is None else str(yardstick.device),
+        "tokens": None if baseline is None else baseline.tokens,
+        "rule": None if baseline is None else baseline.reading.convention.rule,
+        "device": None if baseline is None else str(baseline.device),
         "target": [request.target.kind, request.target.text],
         "method": request.method,
         "rules": [rule.to_json() for rule in request.rules],
@@ -780,7 +787,7 @@ def key_of(request: Request, text: Text | None, yardstick: Yardstick | None) -> 
 
 
 @dataclass(frozen=True)
-class Delivered:
+class TargetResult:
     """What was made. `found` is None where the plan of an interrupted run was taken again.
 
     `run` is the compressed checkpoint beside the original, None without a text. `holds` is whether what was
@@ -788,31 +795,31 @@ class Delivered:
     """
 
     plan: Path
-    found: Found | None
+    found: SearchResult | None
     report: CompressionReport
-    run: Run | None
+    run: ComparisonRun | None
     holds: bool
     dropped: tuple[int, ...] = ()
 
 
 def compress_to_target(
-    request: Request,
+    request: TargetRequest,
     text: Text | None,
-    yardstick: Yardstick | None,
+    baseline: BaselineComparison | None,
     stage: Stage,
     *,
     command: str = "",
     verify: bool = True,
     overwrite: bool = False,
-) -> Delivered:
+) -> TargetResult:
     """Find a plan, write it beside DST, compress with it, and measure the result. Raises NeuzipError.
 
     A result with the weight files of the last trial, byte for byte, was measured then.
     """
-    key = key_of(request, text, yardstick)
+    key = key_of(request, text, baseline)
     known, found = earlier_plan(request.dst, key, overwrite), None
     if known is None:
-        found = find_plan(request, yardstick, stage, result=True)
+        found = find_plan(request, baseline, stage, result=True)
         if found.trials:
             stage = Stages.of(request, stage, trials=True, result=True).at("result")
         known = found.rules, found.dropped
@@ -830,19 +837,19 @@ def compress_to_target(
     run = None
     if found is not None and found.measured is not None and found.measured.holds_for(request.dst):
         run = found.measured.run
-    elif yardstick is not None:
-        with stage("compare", yardstick.tokens, "tokens") as advance:
-            run = yardstick.run(request.dst, advance)
+    elif baseline is not None:
+        with stage("compare", baseline.tokens, "tokens") as advance:
+            run = baseline.run(request.dst, advance)
     if request.target.kind == "target-size":
         value: float = report.stored_weight_bytes
     else:
         assert run is not None
         value = upper(value_of(request.target.kind, run.comparison))
-    return Delivered(plan_path(request.dst), found, report, run, value <= request.target.limit, dropped)
+    return TargetResult(plan_path(request.dst), found, report, run, value <= request.target.limit, dropped)
 
 
 def _compress(
-    request: Request, rules: Sequence[Rule], stage: Stage, verify: bool, overwrite: bool
+    request: TargetRequest, rules: Sequence[Rule], stage: Stage, verify: bool, overwrite: bool
 ) -> CompressionReport:
     with stage("compress", weight_bytes(request.src), "bytes") as advance:
         return compress(

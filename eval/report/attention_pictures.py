@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.eval.attention import BITS, Calibration, Form, Layer
+from neuzip.eval.attention import BITS, AttentionCalibration, AttentionLayer, QuantizedAttention
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.histograms import visible
 from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
@@ -24,7 +24,7 @@ LABELLED, TOLD = 24, 48
 """Layers up to which each has its number, and its bits below it."""
 
 
-def draw(found: Calibration, title: str) -> Figure:
+def draw(found: AttentionCalibration, title: str) -> Figure:
     """Two panels, points by layer: filled where the layer got these bits, hollow where it did not."""
     from matplotlib import style
 
@@ -32,12 +32,12 @@ def draw(found: Calibration, title: str) -> Figure:
         return _draw(found, title)
 
 
-def drawn(found: Calibration, title: str, path: Path) -> bytes:
+def drawn(found: AttentionCalibration, title: str, path: Path) -> bytes:
     """The picture as a file, of the kind that the suffix of `path` names."""
     return (png if path.suffix == ".png" else svg)(draw(found, title))
 
 
-def _draw(found: Calibration, title: str) -> Figure:
+def _draw(found: AttentionCalibration, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), facecolor="white")
@@ -68,7 +68,7 @@ def _draw(found: Calibration, title: str) -> Figure:
     return figure
 
 
-def choice_text(found: Calibration) -> str:
+def choice_text(found: AttentionCalibration) -> str:
     """How many layers got how many bits.
 
     For example: 5 of 6 layers in 8 bits, 1 at full precision.
@@ -82,7 +82,7 @@ def choice_text(found: Calibration) -> str:
     return ", ".join([f"{number} of {total} layer{'' if total == 1 else 's'} {how}", *rest])
 
 
-def _scores(axes: Axes, found: Calibration) -> None:
+def _scores(axes: Axes, found: AttentionCalibration) -> None:
     """The mean of windows, and a line down to the worst."""
     worst = []
     for bits in BITS:
@@ -100,7 +100,7 @@ def _scores(axes: Axes, found: Calibration) -> None:
     axes.set_ylim(max(-0.02, low - 0.08 * (1 - low) - 1e-6), 1 + 0.05 * (1 - low))
 
 
-def _divergences(axes: Axes, found: Calibration) -> None:
+def _divergences(axes: Axes, found: AttentionCalibration) -> None:
     """On a logarithmic scale, with standard errors; a divergence of 0 stands at its foot."""
     values = [
         form.kld.value for layer in found.layers for form in layer.forms if form.kld and form.kld.value > 0
@@ -126,7 +126,7 @@ def _divergences(axes: Axes, found: Calibration) -> None:
         axes.set_yticks([foot, *ticks], ["0", *(f"{tick:g}" for tick in ticks)])
 
 
-def _points(found: Calibration, bits: int) -> list[tuple[float, Layer, Form]]:
+def _points(found: AttentionCalibration, bits: int) -> list[tuple[float, AttentionLayer, QuantizedAttention]]:
     forms = [(layer, layer.form(bits)) for layer in found.layers]
     return [(layer.number + OFFSETS[bits], layer, form) for layer, form in forms if form is not None]
 
@@ -139,7 +139,7 @@ def _legend(axes: Axes, bits: int) -> None:
     axes.plot([], [], color=COLORS[bits], lw=3, label=f"{bits} bits")
 
 
-def _number_layers(axes: Axes, found: Calibration) -> None:
+def _number_layers(axes: Axes, found: AttentionCalibration) -> None:
     """Numbers of layers, and the choice below them where there is room."""
     count = len(found.layers)
     if count > TOLD:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.compress.pipeline import describe
+from neuzip.compress.reports import describe
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, shell
 from neuzip.eval.measures import fingerprint
@@ -31,7 +31,13 @@ from neuzip.formats.safetensors_file import parse_json
 
 if TYPE_CHECKING:
     from neuzip.eval.measures.divergence import Comparison
-    from neuzip.eval.measures.perplexity import Difference, Evaluation, Measured, Model, PeakMemory
+    from neuzip.eval.measures.perplexity import (
+        ConventionScores,
+        Evaluation,
+        MeasuredModel,
+        ModelDifference,
+        PeakMemory,
+    )
     from neuzip.eval.measures.texts import Text
 
 SCHEMA = 1
@@ -59,7 +65,7 @@ QUANTILES = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "99.9 %": 0.999}
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A figure of the original (`before`, if it was measured) and of what was made of it.
 
     `note` is what it must be told with: its convention. `unit` is "", "bytes", "count", or what stands behind
@@ -143,7 +149,7 @@ class SweepResults:
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """All that a page tells. What was not measured is None or empty, and its section is left out.
 
     `identical` is whether all measured figures of both models agree to the last bit; `blocks` is what their
@@ -158,13 +164,13 @@ class Report:
     base: str | None = None
     setting: Mapping[str, str] = field(default_factory=dict)
     identical: bool = False
-    perplexity: tuple[Row, ...] = ()
+    perplexity: tuple[ReportRow, ...] = ()
     nll_difference: Estimate | None = None
     blocks: str = ""
-    divergence: tuple[Row, ...] = ()
+    divergence: tuple[ReportRow, ...] = ()
     distribution: Distribution | None = None
-    cost: tuple[Row, ...] = ()
-    tasks: tuple[Row, ...] = ()
+    cost: tuple[ReportRow, ...] = ()
+    tasks: tuple[ReportRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
     missing: tuple[str, ...] = ()
     inspection: Inspection | None = None
@@ -221,7 +227,7 @@ def distribution(divergences: npt.ArrayLike) -> Distribution:
     )
 
 
-def make(
+def build_report(
     evaluation: Evaluation,
     path: Path,
     base: Path | None,
@@ -231,11 +237,11 @@ def make(
     command: str,
     text: Text | None = None,
     sweep: SweepResults | None = None,
-    tasks: tuple[Row, ...] = (),
+    tasks: tuple[ReportRow, ...] = (),
     versions: Mapping[str, str] | None = None,
     read_weights: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> Report:
+) -> EvaluationReport:
     """The report of an evaluation, with what the checkpoints' files tell and, if given, a sweep's results.
 
     Without `read_weights` no weight is read, and tensors are told as the headers of the files have them.
@@ -248,7 +254,7 @@ def make(
     inspection, tensors, missing = (
         read_tensors(path, base, on_bytes=on_bytes) if read_weights else (None, _tensors_of_headers(path), ())
     )
-    report = of_evaluation(
+    report = report_of_evaluation(
         evaluation,
         title=title,
         base=base_title,
@@ -289,13 +295,13 @@ def _attention_text(bits: Sequence[int | None] | None) -> str:
     return f", attention of {', '.join(counts)}" if bits and counts else ""
 
 
-def of_evaluation(
+def report_of_evaluation(
     evaluation: Evaluation, *, title: str, command: str, base: str | None = None, **more: Any
-) -> Report:
+) -> EvaluationReport:
     """The report of an evaluation of one model, or of the original and what was made of it.
 
     `title` and `base` are what they are called, `command` is how it was asked for; `more` are fields of
-    Report that the evaluation does not have.
+    EvaluationReport that the evaluation does not have.
     """
     first, last = evaluation.models[0], evaluation.models[-1]
     before = first if len(evaluation.models) > 1 else None
@@ -311,7 +317,7 @@ def of_evaluation(
     }
     setting |= {f"not measured, {name}": reason for name, reason in evaluation.skipped.items()}
     setting |= {"logits": f"materialised in full: {last.formed}"} if last.formed else {}
-    return Report(
+    return EvaluationReport(
         title=title,
         command=command,
         base=base,
@@ -328,7 +334,7 @@ def of_evaluation(
     )
 
 
-def _perplexities(measured: Measured, both: bool) -> Iterator[Row]:
+def _perplexities(measured: ConventionScores, both: bool) -> Iterator[ReportRow]:
     """What is told under a convention: a word and a byte in lm-eval's, a token in the others."""
     c, after = measured.convention, measured.scores[-1]
     before = measured.scores[0] if both else None
@@ -352,10 +358,10 @@ def _perplexities(measured: Measured, both: bool) -> Iterator[Row]:
             told = note
             if "perplexity" in field_name and any(without_meaning(x) for x in (figure, was) if x is not None):
                 told = f"tells nothing: its error is more than half of it; use a longer text; {note}"
-            yield Row(name, figure, was, told, unit, _change(field_name, was, after.difference))
+            yield ReportRow(name, figure, was, told, unit, _change(field_name, was, after.difference))
 
 
-def _change(of: str, before: Estimate | None, difference: Difference | None) -> Estimate | None:
+def _change(of: str, before: Estimate | None, difference: ModelDifference | None) -> Estimate | None:
     """What the paired difference of losses makes of a figure, in percent."""
     if before is None or difference is None:
         return None
@@ -378,20 +384,20 @@ def _windows_compared(evaluation: Evaluation) -> str:
     return evaluation.by(evaluation.compared).convention.rule
 
 
-def _divergences(found: Comparison, windows: str) -> tuple[Row, ...]:
+def _divergences(found: Comparison, windows: str) -> tuple[ReportRow, ...]:
     exact = [("median KLD", found.kld.median), ("99.9 % KLD", found.kld.p999), ("largest KLD", found.kld.max)]
     return (
-        Row(
+        ReportRow(
             MEAN_KLD,
             found.kld.mean,
             unit="nats",
             note=f"KL(original || this model), full vocabulary; {windows}",
         ),
-        *(Row(name, Estimate(value, None), unit="nats", note="per token") for name, value in exact),
-        Row("top-1 agreement", found.top_1.times(100), unit="%", note="both rank the same token first"),
-        Row(f"top-{found.k} overlap", found.top_k.times(100), unit="%", note="in any order"),
-        Row("perplexity ratio", found.perplexity_ratio, note="this model / original, paired"),
-        Row(
+        *(ReportRow(name, Estimate(value, None), unit="nats", note="per token") for name, value in exact),
+        ReportRow("top-1 agreement", found.top_1.times(100), unit="%", note="both rank the same token first"),
+        ReportRow(f"top-{found.k} overlap", found.top_k.times(100), unit="%", note="in any order"),
+        ReportRow("perplexity ratio", found.perplexity_ratio, note="this model / original, paired"),
+        ReportRow(
             "tokens",
             Estimate(float(found.tokens), None),
             note=over(found.blocks, found.kld.mean.standard_error),
@@ -400,10 +406,10 @@ def _divergences(found: Comparison, windows: str) -> tuple[Row, ...]:
     )
 
 
-def _costs(last: Model, before: Model | None, peak: PeakMemory) -> tuple[Row, ...]:
-    def row(name: str, of: str, unit: str, note: str) -> Row:
+def _costs(last: MeasuredModel, before: MeasuredModel | None, peak: PeakMemory) -> tuple[ReportRow, ...]:
+    def row(name: str, of: str, unit: str, note: str) -> ReportRow:
         was = None if before is None else Estimate(getattr(before, of), None)
-        return Row(name, Estimate(getattr(last, of), None), was, note, unit)
+        return ReportRow(name, Estimate(getattr(last, of), None), was, note, unit)
 
     rows = [
         row("weights in memory", "weight_bytes", "bytes", "the parameters"),
@@ -411,7 +417,9 @@ def _costs(last: Model, before: Model | None, peak: PeakMemory) -> tuple[Row, ..
     ]
     if peak.bytes is not None:
         everything = peak.of + (", with both models" if before is not None else "")
-        rows.append(Row("peak memory", Estimate(float(peak.bytes), None), note=everything, unit="bytes"))
+        rows.append(
+            ReportRow("peak memory", Estimate(float(peak.bytes), None), note=everything, unit="bytes")
+        )
     return tuple(rows)
 
 
@@ -487,7 +495,7 @@ def _tensor_row(inspection: Inspection, t: TensorFigures, gap: TensorDifference 
 
 def read_sweep(folder: Path) -> SweepResults:
     """What `neuzip sweep --output` wrote. Raises NeuzipError for other folders and for rows of several."""
-    from neuzip.eval.sweep import Row as SweepRow
+    from neuzip.eval.sweep import SweepRow
 
     points = []
     first: tuple[Path, Mapping[str, Any]] | None = None

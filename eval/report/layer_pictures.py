@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neuzip.compress.workspace import write_file
-from neuzip.eval.layers.analyse import Analysis, Layer
+from neuzip.eval.layers.analyse import LayerAnalysis, LayerReport
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.histograms import visible
@@ -34,7 +34,7 @@ TICKS = 16
 """Numbers beside an axis, at most."""
 
 
-def draw(found: Analysis, title: str) -> Figure:
+def draw(found: LayerAnalysis, title: str) -> Figure:
     """The map, and beside it divergence, influence and gradient norm of each layer."""
     from matplotlib import style
 
@@ -42,12 +42,12 @@ def draw(found: Analysis, title: str) -> Figure:
         return _draw(found, title)
 
 
-def write(found: Analysis, title: str, path: Path) -> None:
+def write(found: LayerAnalysis, title: str, path: Path) -> None:
     """Write the picture, of the kind that the suffix of `path` names."""
     write_file(path, (png if path.suffix == ".png" else svg)(draw(found, title)))
 
 
-def _draw(found: Analysis, title: str) -> Figure:
+def _draw(found: LayerAnalysis, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), facecolor="white")
@@ -72,14 +72,14 @@ def _draw(found: Analysis, title: str) -> Figure:
     return figure
 
 
-def _dropped(found: Analysis) -> str:
+def _dropped(found: LayerAnalysis) -> str:
     if found.removal is None:
         return ""
     numbers = ", ".join(map(str, found.removal.layers))
     return f"; dropped: {numbers}"
 
 
-def _kld(layer: Layer) -> Estimate | None:
+def _kld(layer: LayerReport) -> Estimate | None:
     return None if layer.without is None else layer.without.kld.mean
 
 
@@ -91,7 +91,7 @@ def _plain(axes: Axes, name: str) -> None:
     axes.set_title(name, loc="left", size=10.5, color=INK, pad=8)
 
 
-def _map(figure: Figure, found: Analysis) -> None:
+def _map(figure: Figure, found: LayerAnalysis) -> None:
     layers = len(found.layers)
     axes = figure.add_axes((0.065, 0.09, 0.4, 0.735))
     _plain(axes, "Angular distance of the states before layers l and l + n, last tokens")
@@ -121,7 +121,7 @@ def _ticks(first: int, count: int) -> list[int]:
 
 
 def _bars(
-    axes: Axes, values: Sequence[Estimate | None], found: Analysis, *, logarithmic: bool = False
+    axes: Axes, values: Sequence[Estimate | None], found: LayerAnalysis, *, logarithmic: bool = False
 ) -> None:
     """A bar a layer with its standard error; those that are dropped in another colour.
 

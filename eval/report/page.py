@@ -12,12 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.compress.workspace import refuse_existing, refuse_folder, write_file
+from neuzip.compress.overwrite_guard import refuse_existing, refuse_folder
+from neuzip.compress.workspace import write_file
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.evaluation import BINS, LOWEST, Distribution, Report, pareto
+from neuzip.eval.report.evaluation import BINS, LOWEST, Distribution, EvaluationReport, pareto
 from neuzip.eval.report.text import (
     bytes_text,
     change_text,
@@ -58,19 +59,19 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise NeuzipError(f"{path}: cannot be written: {os.strerror(error.errno or errno.EIO)}") from error
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: EvaluationReport, path: Path) -> None:
     """Write the report, of the kind that the suffix of `path` names."""
     write_file(path, render(report, path.suffix))
 
 
-def render(report: Report, kind: str) -> bytes:
+def render(report: EvaluationReport, kind: str) -> bytes:
     """The report as `.html`, `.md` or `.json`."""
     if kind == ".json":
         return (json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n").encode()
     return (_html(report) if kind == ".html" else _markdown(report)).encode()
 
 
-def headlines(report: Report) -> list[tuple[str, str, str]]:
+def headlines(report: EvaluationReport) -> list[tuple[str, str, str]]:
     """What to know first: name, figure, and a remark."""
     lines = []
     if report.stored_bytes is not None:
@@ -85,7 +86,7 @@ def headlines(report: Report) -> list[tuple[str, str, str]]:
     return lines
 
 
-def verdict(report: Report) -> str:
+def verdict(report: EvaluationReport) -> str:
     """What the figures come to, in a sentence."""
     if report.unchanged:
         weights = "Every tensor is identical to the original, byte for byte"
@@ -105,7 +106,7 @@ def verdict(report: Report) -> str:
     return found
 
 
-def loss_verdict(report: Report) -> str:
+def loss_verdict(report: EvaluationReport) -> str:
     """The effect on perplexity, and then how sure it is; nothing without a paired difference of losses."""
     change = report.nll_difference
     if change is None:
@@ -141,7 +142,7 @@ def _environment(*, html: bool) -> jinja2.Environment:
     return environment
 
 
-def _fill(name: str, report: Report, *, html: bool, **more: object) -> str:
+def _fill(name: str, report: EvaluationReport, *, html: bool, **more: object) -> str:
     source = files("neuzip.eval.report").joinpath(name).read_text(encoding="utf-8")
     return (
         _environment(html=html)
@@ -156,7 +157,7 @@ def _fill(name: str, report: Report, *, html: bool, **more: object) -> str:
     )
 
 
-def _html(report: Report) -> str:
+def _html(report: EvaluationReport) -> str:
     from markupsafe import Markup
 
     from neuzip.eval.report import pictures as report_pictures
@@ -165,7 +166,7 @@ def _html(report: Report) -> str:
     return _fill("report.html.j2", report, html=True, pictures=drawn)
 
 
-def _markdown(report: Report) -> str:
+def _markdown(report: EvaluationReport) -> str:
     from neuzip.eval.report.histogram_pictures import sketch
 
     drawn = [] if report.inspection is None else [sketch(counts) for counts in report.inspection.counts]

@@ -19,7 +19,7 @@ from neuzip.eval.report.evaluation import (
     LOWEST,
     MEAN_KLD,
     Distribution,
-    Report,
+    EvaluationReport,
     SweepPoint,
     TensorRow,
     pareto,
@@ -41,7 +41,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|layer)\.(\d+)\.")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def pictures(report: Report) -> dict[str, str]:
+def pictures(report: EvaluationReport) -> dict[str, str]:
     """SVG elements by name; empty text for those for which there are no figures."""
     from matplotlib import style
 
@@ -143,7 +143,7 @@ def _percents(axes: Axes, highest: float) -> None:
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
 
 
-def _draw_pareto(report: Report) -> Figure:
+def _draw_pareto(report: EvaluationReport) -> Figure:
     """Bits a weight against mean divergence; points that no other beats are joined. 0 lies below the axis."""
     figure, axes = _axes(8, 4.2, right=0.4)
     points, own = report.sweep, _own_point(report)
@@ -190,7 +190,7 @@ def _draw_pareto(report: Report) -> Figure:
     return figure
 
 
-def _own_point(report: Report) -> list[SweepPoint]:
+def _own_point(report: EvaluationReport) -> list[SweepPoint]:
     """The model of the report itself among those of the sweep, if it was measured as they were."""
     if report.sweep_differs:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.report.evaluation import SPEED, Row
+from neuzip.eval.report.evaluation import SPEED, ReportRow
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -76,7 +76,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.{digits}f} {unit}"
 
 
-def row_text(row: Row, figure: Estimate | None) -> str:
+def row_text(row: ReportRow, figure: Estimate | None) -> str:
     """A figure as its row tells it, with its unit."""
     if figure is None or row.unit == "":
         return figure_text(figure)
@@ -89,10 +89,10 @@ def row_text(row: Row, figure: Estimate | None) -> str:
     return f"{figure_text(figure)} {row.unit}"
 
 
-def change_text(row: Row) -> str:
+def change_text(row: ReportRow) -> str:
     """What became of a figure, in percent of it; nothing where that means nothing.
 
-    >>> change_text(Row("ppl", Estimate(101.0, 0.7), Estimate(100.0, 0.7)))
+    >>> change_text(ReportRow("ppl", Estimate(101.0, 0.7), Estimate(100.0, 0.7)))
     '+1.000 %'
     """
     if row.before is None or row.after is None or not row.before.value or row.unit in ("nats", SPEED):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from neuzip.kernels.attention.options import Options
+from neuzip.kernels.attention.options import Options, empty_like_queries
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -24,18 +24,10 @@ def attention_packed(
     options: Options,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same of packed sequences."""
+    """Output and log-sum-exp (empty unless asked for) of packed sequences; operands are checked already."""
     return torch.ops.neuzip.sage_attention_packed(  # type: ignore[no-any-return]
         q, k, v, q_starts, k_starts, longest_q, longest_k, *_numbers(options), return_lse
     )
-
-
-def empty_like_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for the output [B, H, N, D], lying as q does: heads before tokens, or after."""
-    batch, heads, tokens, width = q.shape
-    if q.stride(1) < q.stride(2):
-        return torch.empty(batch, tokens, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
-    return torch.empty(q.shape, dtype=dtype, device=q.device)
 
 
 def _numbers(options: Options) -> tuple[int, bool, float, int | None, float | None, bool, bool]:

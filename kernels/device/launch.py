@@ -1,15 +1,81 @@
-"""What modules with kernels import first: an error if Triton is too old for them, and the lock for launches.
+"""How every Triton and Gluon kernel is launched: one at a time, on the device of its tensors, PDL or not.
 
-The code for the CPU does not import it, and needs no Triton.
+Kernels take two compile-time constants from here. COMPILED says that a GPU runs them and not Triton's
+interpreter, which has no inline PTX. USE_PDL says that they call `gdc_wait` (programmatic dependent launch).
+
+The code for the CPU does not import this module, and needs no Triton: importing it raises NeuzipError where
+the installed Triton is too old.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import torch
+
+from neuzip.kernels.device.properties import early_launches
 from neuzip.kernels.device.release import require_triton
 
 require_triton()
 
+import triton  # noqa: E402
+
 LAUNCHING = threading.Lock()
-"""Triton compiles a kernel when it is first launched: not for two threads at once."""
+"""Held during a launch, as the first launch of a kernel compiles it, which two threads cannot do at once."""
+
+
+class launching:  # noqa: N801  (a context manager, named as the standard library names them)
+    """Context for launches on `device`: the current CUDA device is that one, and no other thread launches.
+
+    `launch` enters it for one kernel. It is not reentrant.
+    """
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._guard = torch.cuda.device(device if device.type == "cuda" else -1)
+
+    def __enter__(self) -> None:
+        LAUNCHING.acquire()
+        try:
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            LAUNCHING.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._guard.__exit__(*error)
+        finally:
+            LAUNCHING.release()
+
+
+def is_compiled(kernel: Any) -> bool:
+    """Whether a kernel is compiled for a GPU; else Triton's interpreter runs it, or a test's stand-in."""
+    return isinstance(kernel, triton.JITFunction)
+
+
+def uses_pdl(kernel: Any, device: torch.device) -> bool:
+    """Whether `launch(..., pdl=True)` starts a kernel before its predecessor in the stream has ended."""
+    return isinstance(kernel, triton.JITFunction) and early_launches(device)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    device: torch.device,
+    pdl: bool | None = None,
+    **options: Any,
+) -> None:
+    """Launch a kernel on a grid of programs, on the current stream of `device`.
+
+    options  the kernel's constants, num_warps, num_stages, maxnreg, enable_fp_fusion
+    pdl      True for programmatic dependent launch where the card has it, False for none; with either the
+             kernel gets USE_PDL. None for kernels without that constant
+    """
+    if pdl is not None:
+        options["USE_PDL"] = options["launch_pdl"] = pdl and uses_pdl(kernel, device)
+    with launching(device):
+        kernel.run(*arguments, grid=grid, warmup=False, **options)

@@ -26,7 +26,7 @@ _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Chance:
+class RngKey:
     """Where random numbers come from: `element` is that of the first one, in its tensor."""
 
     seed: int
@@ -67,7 +67,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def encode(x: Tensor, signed: bool, chance: Chance, number: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, chance: RngKey, number: int) -> tuple[Tensor, Tensor]:
     """Codes [n], int8 or uint8, and the largest magnitudes of blocks [ceil(n / 256)], of fp32 x [n].
 
     Unsigned x are not negative. What is not finite becomes a block of NaN.
@@ -97,7 +97,7 @@ def decode(code: Tensor, top: Tensor) -> Tensor:
     return share * top.repeat_interleave(BLOCK)[: c.numel()]
 
 
-def round_by_chance(x: Tensor, dtype: torch.dtype, chance: Chance, number: int) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, chance: RngKey, number: int) -> Tensor:
     """Fp32 x [n] in bf16, one of its two neighbours by chance, so that its expectation is x.
 
     What is not finite is rounded to nearest. Raises TypeError for another dtype.

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_told_before_torch_is_imported(model: Path) -> None:
 
 
 def test_names_that_are_told_without_torch_are_those_that_there_are() -> None:
-    assert configuration.KEPT == states.HOW_KEPT
+    assert configuration.KEPT == states.STATE_STORAGES
     assert tuple(optimizers.OPTIMIZERS) == configuration.OPTIMIZERS
 
 

@@ -16,7 +16,7 @@ import pytest
 from neuzip.cli.commands import VERBS
 from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS
 from neuzip.cli.schema.table import Key, keys_of
-from neuzip.compress import compress, machine, pipeline
+from neuzip.compress import compress, machine, reports
 from neuzip.compress.export import ExportedTensor
 from neuzip.compress.verify import TensorVerdict
 from neuzip.eval import attention
@@ -31,33 +31,35 @@ from neuzip.eval.report import evaluation as report
 from neuzip.formats.hub import push as hub
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.attention.similarity import Similarity
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
+from neuzip.runtime.hf.sparsity import Sparsity
 from neuzip.train.recovery import ternary
 
 MADE_OF = {
-    "AttentionForm": attention.Form, "AttentionLayer": attention.Layer, "Activations": bitlinear.Activations,
+    "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
+    "Activations": Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
-    "CompressedTensor": pipeline.TensorReport, "Distances": layers.Distances,
+    "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
-    "EvaluatedModel": perplexity.Model, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
-    "LayerImportance": layers.Layer,
-    "Loss": Loss, "LossDifference": perplexity.Difference, "PeakMemory": perplexity.PeakMemory,
-    "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.Recipe,
-    "Removal": layers.Removal, "ReportRow": report.Row, "ReportTensor": report.TensorRow,
-    "Score": perplexity.Score, "Side": difference.Side, "Similarity": Similarity,
-    "Sparsity": bitlinear.Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
+    "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
+    "LayerImportance": layers.LayerReport,
+    "Loss": Loss, "LossDifference": perplexity.ModelDifference, "PeakMemory": perplexity.PeakMemory,
+    "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
+    "Removal": layers.LayerRemoval, "ReportRow": report.ReportRow, "ReportTensor": report.TensorRow,
+    "Score": perplexity.ModelScore, "Side": difference.TensorSide, "Similarity": Similarity,
+    "Sparsity": Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
     "Trial": targets.Trial,
 }  # fmt: skip
 """Objects that are printed field by field. Those of tasks need the harness: see test_harness.py."""
 
 WITH_MORE = {
-    "Calibration": (attention.Calibration, {"bits"}, set()),
+    "Calibration": (attention.AttentionCalibration, {"bits"}, set()),
     "InspectedTensor": (histograms.TensorFigures, {"original_bytes", "base"}, {"label", "nbytes"}),
     "RestoredTensor": (TensorVerdict, {"original_bytes"}, {"nbytes"}),
     "Report": (
-        report.Report, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
+        report.EvaluationReport, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
     ),
     "TensorDifference": (difference.TensorDifference, set(), {"label"}),
 }  # fmt: skip

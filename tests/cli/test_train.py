@@ -427,5 +427,5 @@ def test_overwrite_replaces_a_run_and_nothing_beside_it(
 def test_help_names_every_key(neuzip: Speak) -> None:
     said = neuzip("train", "--help").stdout
     words = set(re.findall(r"\w+", said[said.index("A run.toml:") :]))
-    keys = {field.name for field in dataclasses.fields(configuration.Configuration)}
+    keys = {field.name for field in dataclasses.fields(configuration.TrainingConfiguration)}
     assert keys <= words, keys - words

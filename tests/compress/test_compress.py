@@ -25,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, pipeline, verify
+from neuzip.compress.run_identity import RUN_ID_PATH
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
-from neuzip.compress.workspace import PLAN_PATH
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import read_stored_files
 from neuzip.formats.config_section import write_entry
@@ -220,7 +220,7 @@ def make_plan_of(path: Path) -> Any:
 def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.lossless, "encode", _answer(errno.ENOSPC))
+    monkeypatch.setattr("neuzip.compress.lossless.encode", _answer(errno.ENOSPC))
     with pytest.raises(NeuzipError, match=r"'?embed\.weight'?: cannot be coded") as told:
         compress(checkpoint, tmp_path / "small")
     assert "small" not in told.value.message
@@ -779,7 +779,7 @@ class TestResume:
         (target / "of the user").write_bytes(b"stays")
         before = folder_bytes(target)
         stored = {name: file.kind for name, file in read_stored_files(target).items()}
-        for name in sorted(before.keys() - {PLAN_PATH, "of the user"}):
+        for name in sorted(before.keys() - {RUN_ID_PATH, "of the user"}):
             path = target / name
             if damage == "delete":
                 path.unlink()
@@ -795,7 +795,7 @@ class TestResume:
             assert f"{path}: missing, damaged or of an older version: made again" in report.warnings
             assert not _partial(target).exists()
         assert compress(checkpoint, target).resumed_files == 3
-        (target / PLAN_PATH).write_bytes(b"{}")  # then nothing says what the folder is
+        (target / RUN_ID_PATH).write_bytes(b"{}")  # then nothing says what the folder is
         with pytest.raises(WouldOverwrite):
             compress(checkpoint, target)
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from loopback_hub import Hub
 
 from neuzip.compress import Rule, Scheme, compress, decompress, delta, verify
-from neuzip.compress.against import compress_against
-from neuzip.compress.base import name_of
+from neuzip.compress.delta_base import name_of
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import Device
 from neuzip.compress.gpu import Gpu
 from neuzip.compress.lossless import PIECE
@@ -401,7 +401,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_folder_is_restored_byte_by_byte(family: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = family
-    report = compress_against(tuned, base, tmp_path / "delta", "family/base")
+    report = compress_delta(tuned, base, tmp_path / "delta", "family/base")
     schemes = {t.name: t.scheme for t in report.tensors}
     assert schemes == {
         "model.embed.weight": "as in the base", "model.up.weight": "delta", "model.norm.weight": "raw",
@@ -428,7 +428,7 @@ def test_either_may_be_compressed(old_is_compressed: bool, family: tuple[Path, P
     base, tuned = family
     compress(base, tmp_path / "base.nz")
     compress(tuned, tmp_path / "tuned.nz")
-    compress_against(tuned, base, tmp_path / "plain", "b")
+    compress_delta(tuned, base, tmp_path / "plain", "b")
     against = tmp_path / "base.nz" if old_is_compressed else base
     stages: dict[str, list[int]] = {}
 
@@ -437,7 +437,7 @@ def test_either_may_be_compressed(old_is_compressed: bool, family: tuple[Path, P
         stages[label] = [-nbytes]
         yield stages[label].append
 
-    compress_against(tmp_path / "tuned.nz", against, tmp_path / "delta", "b", stage=stage)
+    compress_delta(tmp_path / "tuned.nz", against, tmp_path / "delta", "b", stage=stage)
     assert {label: sum(told) for label, told in stages.items()} == {"restore source": 0, "compress": 0}
     assert contents(tmp_path / "delta") == contents(tmp_path / "plain")
     for number, with_base in enumerate((base, tmp_path / "base.nz")):
@@ -450,7 +450,7 @@ def test_a_rounded_checkpoint_has_no_delta(family: tuple[Path, Path], tmp_path: 
     base, tuned = family
     compress(tuned, tmp_path / "rounded", [Rule("*", Scheme("truncated", 1), min_dimensions=2)])
     with pytest.raises(NeuzipError, match="is rounded"):
-        compress_against(tmp_path / "rounded", base, tmp_path / "delta", "b")
+        compress_delta(tmp_path / "rounded", base, tmp_path / "delta", "b")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "rounded", "tuned"]
 
 
@@ -461,24 +461,24 @@ def test_single_files(family: tuple[Path, Path], tmp_path: Path) -> None:
     old.write_bytes(recipes.Input(tensors).to_bytes())
     for number, against in enumerate((old, base)):
         packed, restored = (tmp_path / f"{step}{number}.safetensors" for step in ("packed", "restored"))
-        compress_against(new, against, packed, "b")
+        compress_delta(new, against, packed, "b")
         decompress(packed, restored, base=against)
         assert restored.read_bytes() == new.read_bytes()
         assert decoder.restore_file(packed, against) == new.read_bytes()
         assert verify(packed, new, base=against).different == []
     compress(new, tmp_path / "new.safetensors")
-    compress_against(tmp_path / "new.safetensors", old, tmp_path / "again.safetensors", "b")
+    compress_delta(tmp_path / "new.safetensors", old, tmp_path / "again.safetensors", "b")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "packed0.safetensors").read_bytes()
     for src in (new, tmp_path / "new.safetensors"):  # a run that is repeated
-        assert compress_against(src, old, tmp_path / "again.safetensors", "b").resumed_files == 1
+        assert compress_delta(src, old, tmp_path / "again.safetensors", "b").resumed_files == 1
         with pytest.raises(WouldOverwrite):
-            compress_against(src, base, tmp_path / "again.safetensors", "b")
+            compress_delta(src, base, tmp_path / "again.safetensors", "b")
     assert decompress(tmp_path / "packed0.safetensors", restored, base=old).was_there
 
 
 def test_a_base_in_other_shards_will_do(family: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = family
-    compress_against(tuned, base, tmp_path / "delta", "b")
+    compress_delta(tuned, base, tmp_path / "delta", "b")
     with TensorSource(base) as source:
         tensors = {
             t.name: recipes.Tensor(t.info.dtype, list(t.info.shape), source.read(t).tobytes())
@@ -495,7 +495,7 @@ def test_tensors_belong_to_those_of_the_same_folder(tmp_path: Path) -> None:
     old = {"unet/m.safetensors": {"w": first}, "vae/m.safetensors": {"w": second}}
     base = write(tmp_path / "base", old)
     new = write(tmp_path / "new", {"unet/x.safetensors": {"w": first}, "vae/m.safetensors": {"w": first}})
-    report = compress_against(new, base, tmp_path / "delta", "b")
+    report = compress_delta(new, base, tmp_path / "delta", "b")
     assert [t.scheme for t in report.tensors] == ["as in the base", "lossless"]
     decompress(tmp_path / "delta", tmp_path / "restored", base=base)
     assert contents(tmp_path / "restored") == contents(new)
@@ -505,7 +505,7 @@ def test_of_two_tensors_of_a_name_that_of_the_same_file_counts(tmp_path: Path) -
     first, second = (recipes.normal("BF16", 9000, seed=seed) for seed in ("a", "b"))
     base = write(tmp_path / "base", {"a.safetensors": {"w": first}, "b.safetensors": {"w": second}})
     new = write(tmp_path / "new", {"b.safetensors": {"w": second}})
-    (t,) = compress_against(new, base, tmp_path / "delta", "b").tensors
+    (t,) = compress_delta(new, base, tmp_path / "delta", "b").tensors
     assert t.scheme == "as in the base"
     decompress(tmp_path / "delta", tmp_path / "restored", base=base)
     assert contents(tmp_path / "restored") == contents(new)
@@ -516,7 +516,7 @@ def test_tensors_of_a_base_are_looked_up_and_not_searched_for(
 ) -> None:
     """A search for each of many thousands would take longer than restoring them."""
     base, tuned = family
-    compress_against(tuned, base, tmp_path / "delta", "b")
+    compress_delta(tuned, base, tmp_path / "delta", "b")
     compress(base, tmp_path / "base.nz")
     for path in (base, tmp_path / "base.nz"):
         with TensorSource(path) as source, TensorSource(tmp_path / "delta", base=source) as changed:
@@ -532,7 +532,7 @@ def test_the_lesser_of_the_two_is_stored(tmp_path: Path) -> None:
     """Where weights have little in common with those of the base, a delta is what `compress` makes."""
     base = write(tmp_path / "base", {"m.safetensors": {"w": recipes.normal("BF16", 40000, seed="a")}})
     new = write(tmp_path / "new", {"m.safetensors": {"w": recipes.normal("BF16", 40000, seed="b")}})
-    (t,) = compress_against(new, base, tmp_path / "delta", "b").tensors
+    (t,) = compress_delta(new, base, tmp_path / "delta", "b").tensors
     (alone,) = compress(new, tmp_path / "alone").tensors
     assert (t.scheme, t.stored_bytes) == (alone.scheme, alone.stored_bytes) == ("lossless", t.stored_bytes)
 
@@ -540,7 +540,7 @@ def test_the_lesser_of_the_two_is_stored(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_threads(family: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = family
     for jobs in (1, 3):
-        compress_against(tuned, base, tmp_path / f"of {jobs}", "b", jobs=jobs)
+        compress_delta(tuned, base, tmp_path / f"of {jobs}", "b", jobs=jobs)
     assert contents(tmp_path / "of 1") == contents(tmp_path / "of 3")
 
 
@@ -554,13 +554,13 @@ def test_a_killed_run_is_resumed(
 
     monkeypatch.setattr("neuzip.compress.pipeline.publish", stop)
     with pytest.raises(KeyboardInterrupt):
-        compress_against(tuned, base, tmp_path / "delta", "b")
+        compress_delta(tuned, base, tmp_path / "delta", "b")
     monkeypatch.undo()
     assert not (tmp_path / "delta").exists()
-    assert compress_against(tuned, base, tmp_path / "delta", "b").resumed_files == 1
+    assert compress_delta(tuned, base, tmp_path / "delta", "b").resumed_files == 1
     decompress(tmp_path / "delta", tmp_path / "restored", base=base)
     assert contents(tmp_path / "restored") == contents(tuned)
-    assert compress_against(tuned, base, tmp_path / "delta", "b").resumed_files == 1
+    assert compress_delta(tuned, base, tmp_path / "delta", "b").resumed_files == 1
     with pytest.raises(WouldOverwrite):
         compress(tuned, tmp_path / "delta")
 
@@ -572,7 +572,7 @@ def test_a_killed_run_is_resumed(
 def made(family: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path, Path]:
     """A delta, its base, and what it restores to."""
     base, tuned = family
-    compress_against(tuned, base, tmp_path / "delta", "family/base")
+    compress_delta(tuned, base, tmp_path / "delta", "family/base")
     return tmp_path / "delta", base, tuned
 
 
@@ -605,8 +605,8 @@ def test_whoever_has_no_base_refuses_a_delta_by_name(
         lambda: TensorSource(packed),
         lambda: Container(packed / "model.safetensors"),
         lambda: compress(packed, tmp_path / "out"),
-        lambda: compress_against(packed, base, tmp_path / "out", "b"),
-        lambda: compress_against(tuned, packed, tmp_path / "out", "b"),
+        lambda: compress_delta(packed, base, tmp_path / "out", "b"),
+        lambda: compress_delta(tuned, packed, tmp_path / "out", "b"),
         lambda: load_model(packed),
     ]
     for read in readers:
@@ -638,9 +638,9 @@ def test_no_place_lies_within_the_base(made: tuple[Path, Path, Path], tmp_path: 
     with pytest.raises(NeuzipError, match="lies within"):
         decompress(packed, base / "out", base=base)
     with pytest.raises(NeuzipError, match="lies within"):
-        compress_against(tuned, base, base / "out", "b")
+        compress_delta(tuned, base, base / "out", "b")
     with pytest.raises(NeuzipError, match="is the same place as"):
-        compress_against(base, base, tmp_path / "out", "b")
+        compress_delta(base, base, tmp_path / "out", "b")
 
 
 def test_verify_checks_a_delta_with_and_without_its_base(made: tuple[Path, Path, Path]) -> None:
@@ -745,7 +745,7 @@ def test_a_delta_goes_over_the_hub(
     base, tuned = family
     (tuned / "README.md").write_text("---\nlicense: mit\n---\nTuned.\n")
     packed, restored = tmp_path / "delta", tmp_path / "restored"
-    compress_against(tuned, base, packed, name)
+    compress_delta(tuned, base, packed, name)
     here.add("family/base", {p.name: p.read_bytes() for p in base.iterdir()})
     dry = neuzip("push", packed, "me/tuned-delta", "--dry-run", "--json").json
     said = neuzip("push", packed, "me/tuned-delta")
@@ -792,7 +792,7 @@ def test_a_delta_goes_over_the_hub(
 def test_what_a_base_is_called_is_only_text_in_a_card(family: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = family
     name = "org/x`<script>\n    rm -rf ~\n\x1b[2J"
-    compress_against(tuned, base, tmp_path / "delta", name)
+    compress_delta(tuned, base, tmp_path / "delta", name)
     card = plan_push(tmp_path / "delta", "me/delta").card
     assert "\x1b" not in card and "\n    rm" not in card
     assert "``org/x`<script>     rm -rf ~ \\x1b[2J``" in card
@@ -833,7 +833,7 @@ def test_a_step_of_training_takes_an_order_of_magnitude_less(neuzip_data: Path, 
     data[start:] = moved(weights, 0.015, 1).tobytes()
     new = tmp_path / "new.safetensors"
     new.write_bytes(data)
-    report = compress_against(new, file, tmp_path / "delta.safetensors", "wikilm-26m")
+    report = compress_delta(new, file, tmp_path / "delta.safetensors", "wikilm-26m")
     alone = compress(new, tmp_path / "alone.safetensors")
     assert report.stored_weight_bytes * 10 < alone.stored_weight_bytes
     decompress(tmp_path / "delta.safetensors", tmp_path / "back.safetensors", base=file)

@@ -32,7 +32,7 @@ from neuzip.eval.measures.histograms import inspect
 from neuzip.kernels.device import release as triton_release
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans import BLOCK
-from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.devices import choose_device
 
 Save = Callable[..., Path]
 Array = np.ndarray[Any, Any]

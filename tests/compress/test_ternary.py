@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -50,10 +51,6 @@ def ternary_values(*shape: int, dtype: torch.dtype = torch.bfloat16, group: int 
     """Weights that are -s, +0 and s already."""
     values = quantizers.absmean(randn(*shape), group=group).dequantize(dtype)
     return values.masked_fill(values == 0, 0)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

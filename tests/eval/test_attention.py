@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from neuzip.compress import compress, decompress, verify
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import attention
-from neuzip.eval.attention import Calibration, Closeness, Form, Layer
+from neuzip.eval.attention import AttentionCalibration, AttentionLayer, Closeness, QuantizedAttention
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import read_text
@@ -36,7 +36,8 @@ from neuzip.eval.report import attention_pictures
 from neuzip.kernels.attention import sage_attention
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime.hf.attention import patch_attention, recorded, unpatch_attention
+from neuzip.runtime.hf.attention import patch_attention, unpatch_attention
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,7 +74,7 @@ def no_stage(label: str, total: int, unit: str) -> Iterator[Any]:
     yield lambda count: None
 
 
-def calibrated(model: Path, mode: Any, max_kld: float | None = None) -> Calibration:
+def calibrated(model: Path, mode: Any, max_kld: float | None = None) -> AttentionCalibration:
     return attention.calibrate(
         model, read_text("demo"), mode, no_stage, max_kld=max_kld, window=WINDOW, max_tokens=TOKENS,
         device="cpu",
@@ -81,7 +82,7 @@ def calibrated(model: Path, mode: Any, max_kld: float | None = None) -> Calibrat
 
 
 @pytest.fixture(scope="module")
-def four_bits(model: Path) -> Calibration:
+def four_bits(model: Path) -> AttentionCalibration:
     """All forms measured, and a budget that not all layers in 4 bits are within."""
     loose = calibrated(model, "4bit", max_kld=1e3)
     assert loose.bits == (4, 4, 4)
@@ -100,7 +101,7 @@ def reference_logits(model: Path, bits: Sequence[int | None], ids: torch.Tensor)
 
 
 def windows_of(model: Path) -> torch.Tensor:
-    from neuzip.runtime.hf.load import load_tokenizer
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
 
     ids = load_tokenizer(model)(read_text("demo").content, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids[:TOKENS]).view(-1, WINDOW)
@@ -228,16 +229,16 @@ def _with_sinks(module: Any) -> Any:
 # The choice
 
 
-def layer(number: int, kld8: float | None, kld4: float | None = None, score: float = 0.9) -> Layer:
+def layer(number: int, kld8: float | None, kld4: float | None = None, score: float = 0.9) -> AttentionLayer:
     closeness = Closeness.of([Similarity(score, 0.0, 0.0)])
     forms = [
-        Form(bits, closeness, None if kld is None else Estimate(kld, None))
+        QuantizedAttention(bits, closeness, None if kld is None else Estimate(kld, None))
         for bits, kld in ((8, kld8), (4, kld4))
     ]
-    return Layer(number, tuple(forms))
+    return AttentionLayer(number, tuple(forms))
 
 
-def allocated(layers: Sequence[Layer], offered: Sequence[int], budget: float) -> list[int | None]:
+def allocated(layers: Sequence[AttentionLayer], offered: Sequence[int], budget: float) -> list[int | None]:
     return attention.bits_of(layers, offered, attention.within(layers, offered, budget))
 
 
@@ -264,7 +265,7 @@ def test_four_bits_where_they_are_offered_and_fit():
 
 
 def test_what_is_not_finite_or_refused_is_never_chosen():
-    layers = [layer(0, None), Layer(1, refused="so it is"), layer(2, 1e-5)]
+    layers = [layer(0, None), AttentionLayer(1, refused="so it is"), layer(2, 1e-5)]
     assert allocated(layers, (8,), 1e9) == [None, None, 8]
 
 
@@ -332,7 +333,7 @@ def test_a_container_is_patched_and_stays_one(neuzip, model, tmp_path: Path):
     compress(model, tmp_path / "small")
     said = neuzip("patch-attention", tmp_path / "small", tmp_path / "p", "--mode", "4bit", *ASKED, "--json")
     assert said.exit_code == 0, said.stderr
-    assert recorded(tmp_path / "p") == (4, 4, 4)
+    assert LAYERS_ENTRY.read(tmp_path / "p") == (4, 4, 4)
     verify(tmp_path / "p", model)
     decompress(tmp_path / "p", tmp_path / "restored")
     assert {p.name: p.read_bytes() for p in (tmp_path / "restored").iterdir()} == {
@@ -349,7 +350,7 @@ def test_compress_does_it_in_one_go(neuzip, model, tmp_path: Path):
     assert said.exit_code == 0, said.stderr
     assert said.json["attention"]["bits"] == tried.json["attention"]["bits"] == [8, 8, 8]
     assert said.json["lossless"]
-    assert recorded(dst) == (8, 8, 8)
+    assert LAYERS_ENTRY.read(dst) == (8, 8, 8)
     verify(dst, model)
 
 
@@ -413,7 +414,7 @@ def test_a_dry_run_writes_nothing_but_the_picture(neuzip, model, tmp_path: Path)
 @pytest.mark.parametrize("count", [39, 78])
 def test_a_picture_of_many_layers_and_of_refused_ones(count: int, four_bits):
     many = [replace(four_bits.layers[0], number=n, bits=(8, 4, None)[n % 3]) for n in range(count)]
-    found = replace(four_bits, layers=(*many, Layer(count, refused="so it is")))
+    found = replace(four_bits, layers=(*many, AttentionLayer(count, refused="so it is")))
     figure = attention_pictures.draw(found, "many")
     ticks = [label.get_text() for label in figure.axes[1].get_xticklabels()]
     assert ticks[:2] == ["0\n8", "\n4"] if count == 39 else ticks[:2] == ["0", "8"]

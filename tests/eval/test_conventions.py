@@ -16,8 +16,8 @@ from neuzip.eval.measures import conventions
 from neuzip.eval.measures.convention_names import NAMES
 from neuzip.eval.measures.conventions import (
     Tokenised,
+    TokenWindow,
     TooShort,
-    Window,
     blocks_of,
     cut,
     detokenised,
@@ -64,7 +64,7 @@ def tokenised(text: Text = TEXT, **options: Any) -> Tokenised:
     ],
 )
 def test_windows_without_overlap(tokens, window, expected):
-    assert list(cut(tokens, window)) == [Window(*w) for w in expected]
+    assert list(cut(tokens, window)) == [TokenWindow(*w) for w in expected]
 
 
 def guide(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
@@ -87,7 +87,7 @@ def test_strided_windows_are_those_of_the_guide(tokens, stride):
     for begin, end, labels in guide(tokens, 8, stride):
         labels = min(labels, end - begin - 1)  # a window's first token has nothing before it
         if labels:
-            expected.append(Window(begin, end - 1, labels))
+            expected.append(TokenWindow(begin, end - 1, labels))
     assert windows == expected
 
 
@@ -406,7 +406,7 @@ def test_blocks_of_the_second_halves_belong_to_what_they_predict(monkeypatch):
 
 
 def test_blocks_of_windows_without_documents():
-    blocks = blocks_of([Window(0, 4, 4), Window(2, 6, 2)])
+    blocks = blocks_of([TokenWindow(0, 4, 4), TokenWindow(2, 6, 2)])
     assert (blocks.kind, blocks.of.tolist()) == ("window", [0, 0, 0, 0, 1, 1])
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from neuzip.compress.distributed import Ranks
+from neuzip.compress.ranks import Ranks
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.measures.conventions import Window, cut, strided
-from neuzip.eval.measures.distributed import Batch, batches, over_windows
+from neuzip.eval.measures.conventions import TokenWindow, cut, strided
+from neuzip.eval.measures.distributed import WindowBatch, batches, over_windows
 
 BIN = Path(sys.executable).parent
 IDS = torch.arange(100, 200)
@@ -36,7 +36,10 @@ def test_a_window_of_more_than_all_rows_is_fed_alone():
 
 def test_rows_are_those_that_count():
     """Whatever a model says of the token at each place, the rows name the place before each target."""
-    for windows in (list(strided(100, 16, 5)), [Window(0, 8, 3), Window(8, 16, 8), Window(16, 20, 1)]):
+    for windows in (
+        list(strided(100, 16, 5)),
+        [TokenWindow(0, 8, 3), TokenWindow(8, 16, 8), TokenWindow(16, 20, 1)],
+    ):
         for batch in batches(IDS, windows, rows=48):
             assert (batch.ids.flatten()[batch.rows] + 1).tolist() == batch.targets.tolist()
 
@@ -55,7 +58,7 @@ class Gathering(Ranks):
         return [self.shares[rank] for rank in range(self.world)]
 
 
-def plus_one(batch: Batch) -> dict[str, torch.Tensor]:
+def plus_one(batch: WindowBatch) -> dict[str, torch.Tensor]:
     return {"next": batch.ids.flatten()[batch.rows] + 1, "half": batch.targets / 2}
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError
-from neuzip.eval.measures.conventions import Window, cut, strided
+from neuzip.eval.measures.conventions import TokenWindow, cut, strided
 from neuzip.eval.measures.divergence import Paired, compare
 from neuzip.eval.measures.estimates import Blocks, Estimate, exponential, mean
 from neuzip.eval.measures.head import HeadedModel
@@ -55,7 +55,7 @@ def ids() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (130,), generator=torch.Generator().manual_seed(5))
 
 
-def log_chances(model: PreTrainedModel, ids: torch.Tensor, windows: list[Window]) -> torch.Tensor:
+def log_chances(model: PreTrainedModel, ids: torch.Tensor, windows: list[TokenWindow]) -> torch.Tensor:
     """Of all tokens at each scored place, in fp64, one window at a time."""
     exact = copy.deepcopy(model).double()
     rows = []
@@ -66,7 +66,7 @@ def log_chances(model: PreTrainedModel, ids: torch.Tensor, windows: list[Window]
     return torch.cat(rows)
 
 
-def targets(ids: torch.Tensor, windows: list[Window]) -> torch.Tensor:
+def targets(ids: torch.Tensor, windows: list[TokenWindow]) -> torch.Tensor:
     return torch.cat([ids[w.stop - w.scored + 1 : w.stop + 1] for w in windows])
 
 

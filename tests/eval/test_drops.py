@@ -24,11 +24,11 @@ from neuzip.eval.layers import analyse as layers
 from neuzip.eval.layers import drops as layer_drops
 from neuzip.eval.layers.drops import Drop, weigh
 from neuzip.eval.layers.removal import remove_layers, tensors_by_layer
-from neuzip.eval.measures.comparison import Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.plans import target_values, targets
-from neuzip.eval.plans.targets import Delivered, Request, search
+from neuzip.eval.plans.targets import TargetRequest, TargetResult, search
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,29 +54,35 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def yardstick(idle: Path) -> Yardstick:
-    return Yardstick(idle, read_text("demo"), max_tokens=TOKENS, device="cpu")
+def baseline(idle: Path) -> BaselineComparison:
+    return BaselineComparison(idle, read_text("demo"), max_tokens=TOKENS, device="cpu")
 
 
-def delivered(src: Path, dst: Path, yardstick: Yardstick, target: Any, **options: Any) -> Delivered:
-    request = Request(src, dst, target, "fisher", **options)
-    return targets.compress_to_target(request, read_text("demo"), yardstick, stage)
+def delivered(
+    src: Path, dst: Path, baseline: BaselineComparison, target: Any, **options: Any
+) -> TargetResult:
+    request = TargetRequest(src, dst, target, "fisher", **options)
+    return targets.compress_to_target(request, read_text("demo"), baseline, stage)
 
 
 @pytest.fixture(scope="module")
-def dropped(idle: Path, yardstick: Yardstick, tmp_path_factory: pytest.TempPathFactory) -> Delivered:
+def dropped(
+    idle: Path, baseline: BaselineComparison, tmp_path_factory: pytest.TempPathFactory
+) -> TargetResult:
     """With auto, at a divergence that rounding could reach too."""
     dst = tmp_path_factory.mktemp("dropped") / "small"
-    return delivered(idle, dst, yardstick, target_values.max_kld("0.03"), drop_layers="auto")
+    return delivered(idle, dst, baseline, target_values.max_kld("0.03"), drop_layers="auto")
 
 
 # Fewer bits
 
 
-def test_a_layer_that_is_worth_little_gets_fewer_bits(idle: Path, yardstick: Yardstick, tmp_path: Path):
+def test_a_layer_that_is_worth_little_gets_fewer_bits(
+    idle: Path, baseline: BaselineComparison, tmp_path: Path
+):
     """What single tensors bear tells of their layer: nothing else has to."""
-    request = Request(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
-    rules = targets.find_plan(request, yardstick, stage, trials=False).rules
+    request = TargetRequest(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
+    rules = targets.find_plan(request, baseline, stage, trials=False).rules
     bits = defaultdict(list)
     with TensorSource(idle) as source:
         layer_of = tensors_by_layer(source)
@@ -86,14 +92,14 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(idle: Path, yardstick: Yar
                 bits[layer_of[tensor.name]].append(7 if k is None else k)
     assert set(bits[IDLE]) == {0}
     assert all(statistics.fmean(of_layer) > 1 for n, of_layer in bits.items() if n != IDLE), bits
-    without = layers.measure_without(yardstick, layers.ModelWithout(yardstick.model), [IDLE])
+    without = layers.measure_without(baseline, layers.ModelWithout(baseline.model), [IDLE])
     assert without is not None and without.kld.mean.value < 0.03
 
 
 # Dropped layers
 
 
-def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: Delivered, idle: Path):
+def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: TargetResult, idle: Path):
     found = dropped.found
     assert found is not None and found.drops is not None and found.passed_over is not None
     assert dropped.dropped == found.dropped == (IDLE,)
@@ -110,41 +116,43 @@ def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: D
 
 
 def test_what_is_reported_is_the_divergence_of_what_was_written(
-    dropped: Delivered, idle: Path, yardstick: Yardstick
+    dropped: TargetResult, idle: Path, baseline: BaselineComparison
 ):
     assert dropped.found is not None and dropped.run is not None
     small, whole = load_model(dropped.report.dst, torch.float32), load_model(idle, torch.float32)
     assert len(small.model.layers) == LAYERS - 1
     sums = 0.0
     with torch.no_grad():
-        for w in yardstick.reading.windows:
-            ids = yardstick.ids[None, w.start : w.stop]
+        for w in baseline.reading.windows:
+            ids = baseline.ids[None, w.start : w.stop]
             p, q = (m(input_ids=ids).logits.double().log_softmax(-1) for m in (whole, small))
             sums += float((p.exp() * (p - q)).sum())
     kld = dropped.run.comparison.kld.mean.value
-    assert kld == pytest.approx(sums / yardstick.tokens, rel=1e-3)
+    assert kld == pytest.approx(sums / baseline.tokens, rel=1e-3)
     assert kld <= 0.03
     assert dropped.found.trials[-1].comparison == dropped.run.comparison
 
 
-def test_what_dropping_costs_is_that_of_the_layer_report(dropped: Delivered, yardstick: Yardstick):
+def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, baseline: BaselineComparison):
     assert dropped.found is not None and dropped.found.drops is not None
     singles = dropped.found.drops.singles
     assert [drop.layers for drop in singles] == [(n,) for n in range(LAYERS)]
-    model = layers.ModelWithout(yardstick.model)
+    model = layers.ModelWithout(baseline.model)
     for drop in (singles[IDLE], singles[0]):
-        assert drop.comparison == layers.measure_without(yardstick, model, drop.layers)
+        assert drop.comparison == layers.measure_without(baseline, model, drop.layers)
 
 
 def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
-    yardstick: Yardstick, idle: Path, tmp_path: Path
+    baseline: BaselineComparison, idle: Path, tmp_path: Path
 ):
     """At a target below what the layer costs, and so with no layer that could go."""
-    alone = layers.measure_without(yardstick, layers.ModelWithout(yardstick.model), [IDLE])
+    alone = layers.measure_without(baseline, layers.ModelWithout(baseline.model), [IDLE])
     assert alone is not None
     target = target_values.max_kld(f"{alone.kld.mean.value / 2}")
     found = [
-        targets.find_plan(Request(idle, tmp_path / "x", target, "fisher", drop_layers=n), yardstick, stage)
+        targets.find_plan(
+            TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers=n), baseline, stage
+        )
         for n in ("auto", 0)
     ]
     assert found[0].dropped == found[1].dropped == ()
@@ -155,47 +163,51 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     assert target.limit < alone.kld.mean.value < found[0].pays_from < 0.03
 
 
-def test_a_size_that_rounding_cannot_reach(yardstick: Yardstick, idle: Path, tmp_path: Path):
+def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("21%", (idle / "model.safetensors").stat().st_size)
-    made = delivered(idle, tmp_path / "small", yardstick, target, drop_layers="auto")
+    made = delivered(idle, tmp_path / "small", baseline, target, drop_layers="auto")
     assert made.holds and IDLE in made.dropped
     assert made.report.stored_weight_bytes <= target.limit
     assert made.found is not None and made.found.drops is not None
     assert math.isinf(made.found.drops.steps[0].predicted) and made.found.passed_over is None
 
 
-def test_of_two_plans_of_a_size_the_closer_is_taken(yardstick: Yardstick, idle: Path, tmp_path: Path):
+def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("27%", (idle / "model.safetensors").stat().st_size)
-    request = Request(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
-    found = targets.find_plan(request, yardstick, stage)
+    request = TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
+    found = targets.find_plan(request, baseline, stage)
     assert found.dropped == (IDLE,) and found.passed_over is not None
     both = [found.trials[-1], found.passed_over]
     klds = [trial.comparison.kld.mean.value for trial in both if trial.comparison is not None]
     assert klds[0] < klds[1] and max(trial.bytes for trial in both) <= target.limit
 
 
-def test_as_many_layers_as_are_asked_for_go(yardstick: Yardstick, idle: Path, tmp_path: Path):
-    made = delivered(idle, tmp_path / "a", yardstick, target_values.max_kld("8"), drop_layers=2)
+def test_as_many_layers_as_are_asked_for_go(baseline: BaselineComparison, idle: Path, tmp_path: Path):
+    made = delivered(idle, tmp_path / "a", baseline, target_values.max_kld("8"), drop_layers=2)
     assert made.holds and len(made.dropped) == 2 and IDLE in made.dropped
     with pytest.raises(NeuzipError, match=r"`max_kld=0\.01`: without layers \d, \d.* before anything"):
-        delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=2)
+        delivered(idle, tmp_path / "b", baseline, target_values.max_kld("0.01"), drop_layers=2)
     with pytest.raises(UsageError, match="`drop_layers=3`: the model has 3 layers, one has to stay"):
-        delivered(idle, tmp_path / "b", yardstick, target_values.max_kld("0.01"), drop_layers=LAYERS)
+        delivered(idle, tmp_path / "b", baseline, target_values.max_kld("0.01"), drop_layers=LAYERS)
     assert not list(tmp_path.glob("b*"))
 
 
 def test_an_interrupted_run_takes_its_plan_and_its_layers_again(
-    dropped: Delivered, idle: Path, yardstick: Yardstick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dropped: TargetResult,
+    idle: Path,
+    baseline: BaselineComparison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     dst = tmp_path / dropped.report.dst.name
     shutil.copy(dropped.plan, targets.plan_path(dst))
     monkeypatch.setattr(targets, "find_plan", None)
-    again = delivered(idle, dst, yardstick, target_values.max_kld("0.03"), drop_layers="auto")
+    again = delivered(idle, dst, baseline, target_values.max_kld("0.03"), drop_layers="auto")
     assert again.found is None and again.dropped == (IDLE,)
     assert again.report.tensors == dropped.report.tensors and again.run is not None
 
 
-def test_its_plan_is_not_taken_for_one_of_the_whole_model(dropped: Delivered):
+def test_its_plan_is_not_taken_for_one_of_the_whole_model(dropped: TargetResult):
     assert dropped.found is not None
     assert read_plan(dropped.plan) == (list(dropped.found.rules), (IDLE,))
     with pytest.raises(NeuzipError, match=f"without its layers {IDLE}: what is left has other numbers"):
@@ -214,8 +226,10 @@ def test_numbers_of_layers_in_a_plan_are_checked(value: str, tmp_path: Path):
 def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
     """There every tensor is measured, in the model without the layer too."""
     text = read_text("demo")
-    on_gpu = Yardstick(idle, text, max_tokens=TOKENS, device="cuda")
-    request = Request(idle, tmp_path / "a", target_values.max_kld("0.03"), "measured", drop_layers="auto")
+    on_gpu = BaselineComparison(idle, text, max_tokens=TOKENS, device="cuda")
+    request = TargetRequest(
+        idle, tmp_path / "a", target_values.max_kld("0.03"), "measured", drop_layers="auto"
+    )
     made = targets.compress_to_target(request, text, on_gpu, stage)
     assert made.dropped == (IDLE,) and made.holds
     assert made.found is not None and made.found.passed_over is not None
@@ -225,27 +239,29 @@ def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
 # How they are chosen
 
 
-def chosen(yardstick: Yardstick, count: int | None, predict: Callable[..., float]) -> layer_drops.Drops:
-    with TensorSource(yardstick.model.config.name_or_path) as source:
-        return weigh(yardstick, source, [100] * LAYERS, count, predict, stage)
+def chosen(
+    baseline: BaselineComparison, count: int | None, predict: Callable[..., float]
+) -> layer_drops.Drops:
+    with TensorSource(baseline.model.config.name_or_path) as source:
+        return weigh(baseline, source, [100] * LAYERS, count, predict, stage)
 
 
 def test_layers_go_as_long_as_one_more_is_predicted_to_gain(
-    yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch
+    baseline: BaselineComparison, monkeypatch: pytest.MonkeyPatch
 ):
     costs = {0: 9.0, 1: 0.1, 2: 0.5}
     monkeypatch.setattr(layer_drops, "measure_without", lambda y, m, one, told: _comparison(costs, one))
-    drops = chosen(yardstick, None, lambda one, comparison: [10.0, 8.0, 9.0][len(one)])
+    drops = chosen(baseline, None, lambda one, comparison: [10.0, 8.0, 9.0][len(one)])
     assert [drop.layers for drop in drops.steps] == [(), (1,)]
     assert drops.rejected is not None and drops.rejected.layers == (1, 2)
-    assert chosen(yardstick, None, lambda one, comparison: [10.0, 8.0, 7.0][len(one)]).rejected is None
-    assert chosen(yardstick, 2, lambda one, comparison: [1.0, 2.0, 3.0][len(one)]).chosen.layers == (1, 2)
-    never = chosen(yardstick, None, lambda one, comparison: math.inf)
+    assert chosen(baseline, None, lambda one, comparison: [10.0, 8.0, 7.0][len(one)]).rejected is None
+    assert chosen(baseline, 2, lambda one, comparison: [1.0, 2.0, 3.0][len(one)]).chosen.layers == (1, 2)
+    never = chosen(baseline, None, lambda one, comparison: math.inf)
     assert never.chosen.layers == () and never.rejected is not None
 
 
 def test_where_no_layer_fits_the_target_no_two_are_measured(
-    yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch
+    baseline: BaselineComparison, monkeypatch: pytest.MonkeyPatch
 ):
     measured = []
 
@@ -254,7 +270,7 @@ def test_where_no_layer_fits_the_target_no_two_are_measured(
         return _comparison(dict.fromkeys(range(LAYERS), 1.0), one)
 
     monkeypatch.setattr(layer_drops, "measure_without", measure)
-    drops = chosen(yardstick, None, lambda one, comparison: math.inf if one else 10.0)
+    drops = chosen(baseline, None, lambda one, comparison: math.inf if one else 10.0)
     assert measured == [(n,) for n in range(LAYERS)]
     assert drops.chosen.layers == () and drops.rejected is drops.singles[0]
 
@@ -272,18 +288,20 @@ def test_a_layer_is_chosen_by_what_it_costs_a_byte(monkeypatch: pytest.MonkeyPat
         assert layer_drops._cheapest(source, drops, []) is drops[1]
 
 
-def test_layers_that_cannot_be_written_are_passed_over(yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_cannot_be_written_are_passed_over(
+    baseline: BaselineComparison, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(source: Any, dropped: Any) -> None:
         if IDLE in dropped:
             raise NeuzipError(f"layer {IDLE} cannot be dropped")
 
     monkeypatch.setattr(layer_drops, "require_removable", refuse)
-    drops = chosen(yardstick, 1, lambda one, comparison: 1.0)
+    drops = chosen(baseline, 1, lambda one, comparison: 1.0)
     assert drops.chosen.layers != (IDLE,) and drops.refused == (f"layer {IDLE} cannot be dropped",)
     monkeypatch.setattr(layer_drops, "require_removable", lambda source, one: refuse(source, [IDLE]))
     with pytest.raises(NeuzipError, match=f"`drop_layers=1`: layer {IDLE} cannot be dropped"):
-        chosen(yardstick, 1, lambda one, comparison: 1.0)
-    assert chosen(yardstick, None, lambda one, comparison: 1.0).chosen.layers == ()
+        chosen(baseline, 1, lambda one, comparison: 1.0)
+    assert chosen(baseline, None, lambda one, comparison: 1.0).chosen.layers == ()
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 6.0, 40.0])

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensors import weight_patterns
 
 from neuzip.cli import run
 from neuzip.compress import Rule, Scheme, compress
@@ -34,17 +35,6 @@ HOSTILE = '<script>alert("1")</script>\x1b[2J\n\u202e$x$\udcff'
 EVERY = np.arange(1 << 16, dtype=np.uint64)
 
 
-def gaussian(dtype: str, size: int, seed: int = 0) -> np.ndarray:  # type: ignore[type-arg]
-    """Patterns of normal weights of a deviation of 0.02."""
-    values = np.random.default_rng(seed).standard_normal(size) * 0.02
-    if dtype == "F64":
-        return values.view(np.uint64)
-    if dtype == "F16":
-        return values.astype(np.float16).view(np.uint16)
-    single = values.astype(np.float32).view(np.uint32)
-    return single if dtype == "F32" else ((single + 0x7FFF + (single >> 16 & 1)) >> 16).astype(np.uint16)
-
-
 def exponent_entropy(deviation: float) -> float:
     """Of the power of two of a normal variable: the masses between powers are differences of erf."""
     edges = [math.erf(2.0**e / deviation / math.sqrt(2)) for e in range(-60, 10)]
@@ -55,22 +45,23 @@ def exponent_entropy(deviation: float) -> float:
 def checkpoint(tmp_path: Path, save: Save) -> Path:
     """Two shards and a subfolder: all formats, a tied tensor, upcast fp32, integers, a hostile name."""
     root = tmp_path / "model"
-    tied = gaussian("BF16", 96 * 128)
+    tied = weight_patterns("BF16", 96 * 128)
     random = np.random.default_rng(1)
     save(
         root / "a.safetensors",
         {"embed": ("BF16", (96, 128), tied), "ids": ("I64", (300,), np.arange(300)),
-         "upcast": ("F32", (9000,), gaussian("BF16", 9000, 2).astype(np.uint32) << 16),
-         "empty": ("F16", (0, 4), np.zeros(0, np.uint16)), "one": ("F64", (), gaussian("F64", 1))},
+         "upcast": ("F32", (9000,), weight_patterns("BF16", 9000, seed=2).astype(np.uint32) << 16),
+         "empty": ("F16", (0, 4), np.zeros(0, np.uint16)),
+         "one": ("F64", (), weight_patterns("F64", 1))},
     )  # fmt: skip
     save(
         root / "b.safetensors",
-        {"head": ("BF16", (96, 128), tied), HOSTILE: ("BF16", (2, 3), gaussian("BF16", 6, 3)),
+        {"head": ("BF16", (96, 128), tied), HOSTILE: ("BF16", (2, 3), weight_patterns("BF16", 6, seed=3)),
          "scales": ("F8_E8M0", (16,), np.arange(16, dtype=np.uint8)),
          **{f"w.{name}": (name, (4000,), random.integers(0, 256, 4000 * fmt.bits // 8, dtype=np.uint8))
             for name, fmt in FORMATS.items()}},
     )  # fmt: skip
-    save(root / "vae" / "a.safetensors", {"embed": ("F32", (5000,), gaussian("F32", 5000))})
+    save(root / "vae" / "a.safetensors", {"embed": ("F32", (5000,), weight_patterns("F32", 5000))})
     return root
 
 
@@ -109,7 +100,7 @@ def test_every_pattern_once_has_all_the_entropy(fmt):
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
 def test_normal_weights_have_the_entropy_of_the_closed_form(dtype):
-    found = Counts.of(gaussian(dtype, 1 << 18), FORMATS[dtype]).entropies
+    found = Counts.of(weight_patterns(dtype, 1 << 18), FORMATS[dtype]).entropies
     assert found.sign == pytest.approx(1, abs=1e-4)
     # Rounding to bf16 moves weights over a power of two.
     assert found.exponent == pytest.approx(exponent_entropy(0.02), abs=0.02)
@@ -179,7 +170,7 @@ def test_rounded_tensors_show_their_loss(checkpoint, tmp_path):
 
 def test_tensors_are_read_once_and_in_pieces(tmp_path, save, monkeypatch):
     size = PIECE + 1001
-    path = save(tmp_path / "w.safetensors", {"w": ("F32", (size,), gaussian("F32", size))})
+    path = save(tmp_path / "w.safetensors", {"w": ("F32", (size,), weight_patterns("F32", size))})
     ranges = []
     told = []
 
@@ -207,7 +198,7 @@ def test_globs_match_names_and_places(checkpoint):
 
 def test_a_name_twice_in_a_folder_is_told_with_its_file(tmp_path, save):
     for file in ("a", "b"):
-        save(tmp_path / f"{file}.safetensors", {"w": ("BF16", (8,), gaussian("BF16", 8))})
+        save(tmp_path / f"{file}.safetensors", {"w": ("BF16", (8,), weight_patterns("BF16", 8))})
     with TensorSource(tmp_path) as source:
         assert labels(source.tensors()) == ["a.safetensors/w", "b.safetensors/w"]
 

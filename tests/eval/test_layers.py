@@ -30,13 +30,14 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import analyse as layers
 from neuzip.eval.layers import removal as layer_removal
-from neuzip.eval.layers.analyse import Analysis, Distances, ModelWithout, spearman
+from neuzip.eval.layers.analyse import Distances, LayerAnalysis, ModelWithout, spearman
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.report import layer_pictures
-from neuzip.runtime.hf.attention import record, recorded
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY, record_layers
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.norm_placement import NormPlacementConfig
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,13 +95,13 @@ def no_stage(label: str, total: int, unit: str) -> Iterator[Any]:
     yield lambda count: None
 
 
-def analysed(path: Path, **options: Any) -> Analysis:
+def analysed(path: Path, **options: Any) -> LayerAnalysis:
     asked = {"window": WINDOW, "max_tokens": TOKENS, "device": "cpu"} | options
     return layers.analyse(path, read_text("demo"), no_stage, **asked)
 
 
 @pytest.fixture(scope="module")
-def found(llama: Path) -> Analysis:
+def found(llama: Path) -> LayerAnalysis:
     return analysed(llama, drop=2)
 
 
@@ -129,7 +130,7 @@ def pruned_by_hand(path: Path, dropped: list[int]) -> Any:
 # What is measured
 
 
-def test_distances_are_those_of_a_naive_computation(llama: Path, found: Analysis):
+def test_distances_are_those_of_a_naive_computation(llama: Path, found: LayerAnalysis):
     """fp64 by numpy, of the states that transformers gives itself but the last, which it normalises."""
     model = load_model(llama, torch.float32)
     last: list[torch.Tensor] = []
@@ -220,7 +221,7 @@ def layers_logits(model: ModelWithout, ids: torch.Tensor) -> torch.Tensor:
     return model._run(ids)
 
 
-def test_gradient_norms_are_those_of_autograd(llama: Path, found: Analysis):
+def test_gradient_norms_are_those_of_autograd(llama: Path, found: LayerAnalysis):
     model = load_model(llama, torch.float32)
     norms = []
     for start in range(0, TOKENS, WINDOW):
@@ -260,7 +261,7 @@ def test_spearman():
     assert spearman([0, 5, 5, 9], [0, 1, 3, 2]) == pytest.approx(expected)
 
 
-def test_rank_correlations_are_with_the_divergence(found: Analysis):
+def test_rank_correlations_are_with_the_divergence(found: LayerAnalysis):
     klds = [layer.kld for layer in found.layers]
     influence = [layer.block_influence.value for layer in found.layers]
     assert found.rank_correlations["block_influence"] == spearman(influence, klds)
@@ -270,7 +271,7 @@ def test_rank_correlations_are_with_the_divergence(found: Analysis):
 # What is chosen
 
 
-def test_greedy_measures_again_after_each_drop(llama: Path, found: Analysis):
+def test_greedy_measures_again_after_each_drop(llama: Path, found: LayerAnalysis):
     removal = found.removal
     klds = [layer.kld for layer in found.layers]
     assert removal.order[0] == klds.index(min(klds))
@@ -291,7 +292,7 @@ def test_greedy_measures_again_after_each_drop(llama: Path, found: Analysis):
     assert removal.parameters == 2 * found.layers[0].parameters
 
 
-def test_blocks_are_neighbours(llama: Path, found: Analysis):
+def test_blocks_are_neighbours(llama: Path, found: LayerAnalysis):
     block = analysed(llama, drop=2, choice="block", gradient_windows=0).removal
     angular = analysed(llama, drop=2, choice="angular", gradient_windows=0).removal
     for removal in (block, angular):
@@ -302,7 +303,7 @@ def test_blocks_are_neighbours(llama: Path, found: Analysis):
     assert found.removal.klds[0] <= block.klds[0]
 
 
-def test_layers_without_which_nothing_is_finite_are_not_chosen(found: Analysis):
+def test_layers_without_which_nothing_is_finite_are_not_chosen(found: LayerAnalysis):
     """Their divergence counts as infinite; where that goes for all, nothing is chosen."""
     broken = [replace(found.layers[0], without=None), *found.layers[1:]]
     assert broken[0].kld == math.inf
@@ -412,9 +413,9 @@ def test_lists_of_a_config_are_cut(made, tmp_path: Path):
 
 def test_recorded_attention_goes_with_its_layers(llama: Path, tmp_path: Path):
     shutil.copytree(llama, tmp_path / "patched")
-    record(tmp_path / "patched", [8, 4, None, 8, 4])
+    record_layers(tmp_path / "patched", [8, 4, None, 8, 4])
     layer_removal.remove_layers(tmp_path / "patched", tmp_path / "pruned", [1, 3])
-    assert recorded(tmp_path / "pruned") == (8, None, 4)
+    assert LAYERS_ENTRY.read(tmp_path / "pruned") == (8, None, 4)
 
 
 def test_a_model_that_depends_on_numbers_is_refused(made, tmp_path: Path):
@@ -462,7 +463,7 @@ def test_mergekit():
 ASKED = ("--text", "demo", "--window", WINDOW, "--max-tokens", TOKENS, "--device", "cpu")
 
 
-def test_the_command_in_all_modes(in_all_modes, llama: Path, found: Analysis):
+def test_the_command_in_all_modes(in_all_modes, llama: Path, found: LayerAnalysis):
     said = in_all_modes("layers", llama, *ASKED)
     assert said["human"].stdout.count(" ± ") >= 5 * LAYERS
     assert "Spearman" in said["human"].stdout
@@ -476,7 +477,7 @@ def test_the_command_in_all_modes(in_all_modes, llama: Path, found: Analysis):
     assert [float(line) for line in said["quiet"].stdout.split()] == [one.kld for one in found.layers]
 
 
-def test_drop_then_eval(neuzip, llama: Path, found: Analysis, tmp_path: Path):
+def test_drop_then_eval(neuzip, llama: Path, found: LayerAnalysis, tmp_path: Path):
     """What is written is as far from the original as was promised, to the last bit."""
     dst = tmp_path / "pruned"
     told = neuzip("layers", llama, *ASKED, "--drop", 2, "--output", dst, "--gradients", 0, "--json").json
@@ -533,7 +534,7 @@ def test_what_is_no_decoder_is_refused(llama: Path):
 # The picture
 
 
-def test_the_picture(llama: Path, found: Analysis, tmp_path: Path):
+def test_the_picture(llama: Path, found: LayerAnalysis, tmp_path: Path):
     figure = layer_pictures.draw(found, "tiny")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == LAYERS * (LAYERS + 1) // 2
@@ -544,7 +545,7 @@ def test_the_picture(llama: Path, found: Analysis, tmp_path: Path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 81])
-def test_a_picture_of_few_and_of_many_layers(count: int, found: Analysis):
+def test_a_picture_of_few_and_of_many_layers(count: int, found: LayerAnalysis):
     many = tuple(replace(found.layers[0], number=n, gradient_norm=None) for n in range(count))
     broken = replace(many[0], without=None)
     rows = tuple(tuple(0.01 * n for _ in range(count - n)) for n in range(count))
@@ -574,7 +575,7 @@ def test_a_trained_model(neuzip_data: Path, tmp_path: Path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(llama: Path, found: Analysis):
+def test_on_a_gpu(llama: Path, found: LayerAnalysis):
     on_gpu = analysed(llama, device="cuda", dtype="float32", drop=2)
     for one, other in zip(on_gpu.layers, found.layers, strict=True):
         assert one.kld == pytest.approx(other.kld, rel=1e-2)

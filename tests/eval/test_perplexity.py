@@ -17,17 +17,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress.distributed import ALONE
+from neuzip.compress.ranks import ALONE
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.convention_names import NAMES
-from neuzip.eval.measures.conventions import Reading, Window, cut, strided
+from neuzip.eval.measures.conventions import Reading, TokenWindow, cut, strided
 from neuzip.eval.measures.estimates import Estimate, Values
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.perplexity import (
-    Difference,
+    ConventionScores,
     Evaluation,
-    Measured,
+    ModelDifference,
     _described,
     evaluate,
     prepare,
@@ -97,7 +97,7 @@ def rounded(checkpoint: Path) -> Path:
 # Losses
 
 
-def reference(model: LlamaForCausalLM, ids: torch.Tensor, windows: list[Window]) -> list[float]:
+def reference(model: LlamaForCausalLM, ids: torch.Tensor, windows: list[TokenWindow]) -> list[float]:
     """Token by token, in float64, one window at a time."""
     exact = LlamaForCausalLM(model.config).double()
     exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
@@ -146,7 +146,7 @@ def run(*checkpoints: Path, text: Text = TEXT, **options: Any) -> Evaluation:
     return evaluate(prepare(checkpoints, text, device="cpu", **options))
 
 
-def token(*checkpoints: Path, **options: Any) -> Measured:
+def token(*checkpoints: Path, **options: Any) -> ConventionScores:
     return run(*checkpoints, **options).by("token")
 
 
@@ -273,7 +273,7 @@ def test_lossless_gives_the_same_figures_to_the_last_bit(checkpoint: Path, lossl
     before, after = token(checkpoint, lossless, window=16).scores
     assert before.difference is None
     zero = Estimate(0.0, 0.0)
-    assert after.difference == Difference(zero, identical=True, nll_per_word=zero, nll_per_byte=zero)
+    assert after.difference == ModelDifference(zero, identical=True, nll_per_word=zero, nll_per_byte=zero)
     assert before.nll == after.nll == token(lossless, window=16).scores[0].nll
 
 
@@ -579,17 +579,17 @@ def test_weights_may_stay_compressed(neuzip, text_file):
 def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace as Some
 
-    from neuzip.cli.commands import eval as command
     from neuzip.cli.output import Output
-    from neuzip.eval.measures.perplexity import Score
+    from neuzip.cli.show.evaluation import _show_perplexities
+    from neuzip.eval.measures.perplexity import ModelScore
 
     def shown(word: Estimate) -> str:
         nll = Estimate(3.0, 0.1)
-        score = Score(nll, Estimate(20.0, 2.0), word, Estimate(3.0, 0.1), Estimate(1.6, 0.1), None)
+        score = ModelScore(nll, Estimate(20.0, 2.0), word, Estimate(3.0, 0.1), Estimate(1.6, 0.1), None)
         convention = Some(name="lm-eval", rule="documents", special_tokens="none", tokens=9, words=3, bytes=9)
         measured = Some(convention=convention, blocks="9 windows", scores=(score,))
         model = Some(formed=None, path="m")
-        command._show_perplexities(Output(), Some(models=(model,), measured=(measured,), skipped={}))
+        _show_perplexities(Output(), Some(models=(model,), measured=(measured,), skipped={}))
         return capsys.readouterr().out
 
     said = "lm-eval   tells nothing: its error is more than half of it; use a longer text\n"
@@ -598,7 +598,7 @@ def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str
 
 
 def test_the_bar_of_eval_says_what_its_tokens_are_of(checkpoint: Path) -> None:
-    from neuzip.cli.commands.eval import work_text
+    from neuzip.cli.evaluating import work_text
 
     text = read_text("demo")
     options = {"max_tokens": 64, "device": "cpu"}

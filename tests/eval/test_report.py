@@ -27,7 +27,7 @@ from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.report import evaluation as reports
 from neuzip.eval.report import page as pages
 from neuzip.eval.report import text as texts
-from neuzip.eval.report.evaluation import Report, Row, SweepPoint, TensorRow
+from neuzip.eval.report.evaluation import EvaluationReport, ReportRow, SweepPoint, TensorRow
 from neuzip.eval.report.pictures import layer_grid, pictures
 
 Speak = Callable[..., Any]
@@ -45,32 +45,34 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(rounded: Path) -> Report:
+def page(rounded: Path) -> EvaluationReport:
     """A report with every section, its figures made up but for those of the tensors."""
     inspection, tensors, _ = reports.read_tensors(rounded, CHECKPOINT)
     divergences = np.random.default_rng(0).lognormal(math.log(0.02), 1.5, 4000)
     schemes = [("lossless", 11.0, 0.0), ("k3", 7.0, 4e-4), ("k3b32", 7.4, 5e-4), ("k0", 4.0, 0.05)]
-    return Report(
+    return EvaluationReport(
         title="k1.nz",
         base="demo",
         command="neuzip eval k1.nz --original demo --text 'a b.txt' --report out.html",
         versions={"neuzip": "1.2.3", "torch": "4.5.6"},
         setting={"text": "a b.txt, 7 documents"},
         perplexity=(
-            Row(
+            ReportRow(
                 "token-level perplexity", Estimate(29.6861, 1.672), Estimate(28.6883, 1.542), "windows of 256"
             ),
-            Row("NLL a token", Estimate(3.3907, 0.0563), Estimate(3.3565, 0.0537), "windows of 256", "nats"),
+            ReportRow(
+                "NLL a token", Estimate(3.3907, 0.0563), Estimate(3.3565, 0.0537), "windows of 256", "nats"
+            ),
         ),
         nll_difference=Estimate(0.034215, 0.003749),
         blocks="7 documents",
         divergence=(
-            Row("mean KLD", Estimate(0.028409, 0.00028), unit="nats", note="KL(original || this)"),
-            Row("same top token", Estimate(86.083, 0.114), unit="%"),
+            ReportRow("mean KLD", Estimate(0.028409, 0.00028), unit="nats", note="KL(original || this)"),
+            ReportRow("same top token", Estimate(86.083, 0.114), unit="%"),
         ),
         distribution=reports.distribution([*divergences, 0.0]),
-        cost=(Row("weights in memory", Estimate(1.2e9, None), Estimate(2.4e9, None), unit="bytes"),),
-        tasks=(Row("arc_easy: acc", Estimate(0.25, 0.09), Estimate(0.26, 0.09), "0-shot"),),
+        cost=(ReportRow("weights in memory", Estimate(1.2e9, None), Estimate(2.4e9, None), unit="bytes"),),
+        tasks=(ReportRow("arc_easy: acc", Estimate(0.25, 0.09), Estimate(0.26, 0.09), "0-shot"),),
         tensors=tensors,
         inspection=inspection,
         stored_bytes=822_000,
@@ -157,7 +159,7 @@ def test_tensors_have_a_kind_and_a_layer_whatever_the_model_calls_them() -> None
 
 
 def test_errors_of_tensors_are_those_of_their_weights(rounded: Path) -> None:
-    from neuzip.runtime.hf.load import load_state_dict
+    from neuzip.runtime.read import load_state_dict
 
     inspection, rows, _ = reports.read_tensors(rounded, CHECKPOINT)
     before, after = dict(load_state_dict(CHECKPOINT)), dict(load_state_dict(rounded))
@@ -177,9 +179,9 @@ def test_a_lossless_container_is_exact_with_and_without_the_original(tmp_path: P
     compress(CHECKPOINT, tmp_path / "x")
     for base in (CHECKPOINT, None):
         _, rows, _ = reports.read_tensors(tmp_path / "x", base)
-        assert Report("x", "", {}, tensors=rows).exact
+        assert EvaluationReport("x", "", {}, tensors=rows).exact
     plain = reports.read_tensors(CHECKPOINT, None)[1]
-    assert not Report("x", "", {}, tensors=plain).exact
+    assert not EvaluationReport("x", "", {}, tensors=plain).exact
 
 
 @pytest.mark.parametrize(
@@ -193,12 +195,12 @@ def test_a_lossless_container_is_exact_with_and_without_the_original(tmp_path: P
     ],
 )
 def test_verdict_tells_the_effect_first(change: float, error: float | None, words: str) -> None:
-    assert words in pages.verdict(Report("x", "", {}, nll_difference=Estimate(change, error)))
+    assert words in pages.verdict(EvaluationReport("x", "", {}, nll_difference=Estimate(change, error)))
 
 
 @pytest.mark.parametrize("error", [0.0, math.nan])
 def test_verdict_divides_by_no_error_that_is_none(error: float) -> None:
-    verdict = pages.verdict(Report("x", "", {}, nll_difference=Estimate(0.5, error)))
+    verdict = pages.verdict(EvaluationReport("x", "", {}, nll_difference=Estimate(0.5, error)))
     assert verdict == "Perplexity changes by +64.872 %."
 
 
@@ -214,7 +216,7 @@ def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
     inspection, rows, missing = reports.read_tensors(CHECKPOINT, original)
     assert missing == ("extra_<b>",)
     assert all(row.identical for row in rows)
-    report = Report("x", "", {}, base="o", tensors=rows, missing=missing, inspection=inspection)
+    report = EvaluationReport("x", "", {}, base="o", tensors=rows, missing=missing, inspection=inspection)
     assert not report.exact
     assert pages.verdict(report).startswith("1 tensor of the original is missing.")
     for kind in pages.KINDS:
@@ -226,7 +228,7 @@ def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
 
 def test_equal_tensors_are_not_all_there_is_to_a_model() -> None:
     tensor = TensorRow("a", "BF16", (1,), "k=1", 2, 1, identical=True, relative_l2=0.0)
-    report = Report("x", "", {}, tensors=(tensor,), base="o", nll_difference=Estimate(0.5, 0.1))
+    report = EvaluationReport("x", "", {}, tensors=(tensor,), base="o", nll_difference=Estimate(0.5, 0.1))
     assert "but the measured numbers differ" in pages.verdict(report)
     assert "That is 5.0" in pages.verdict(report)
     alone = dataclasses.replace(report, nll_difference=None)
@@ -238,11 +240,11 @@ def test_equal_tensors_are_not_all_there_is_to_a_model() -> None:
 
 
 def test_nothing_is_claimed_where_nothing_was_measured() -> None:
-    assert pages.verdict(Report("x", "", {})) == ""
-    text = pages.render(Report("x", "neuzip eval x", {}), ".md").decode()
+    assert pages.verdict(EvaluationReport("x", "", {})) == ""
+    text = pages.render(EvaluationReport("x", "neuzip eval x", {}), ".md").decode()
     assert "KLD" not in text and "byte by byte" not in text
     for kind in pages.KINDS:
-        assert b"neuzip eval x" in pages.render(Report("x", "neuzip eval x", {}), kind)
+        assert b"neuzip eval x" in pages.render(EvaluationReport("x", "neuzip eval x", {}), kind)
 
 
 class _Words(HTMLParser):
@@ -283,7 +285,7 @@ def read(html: bytes) -> _Words:
     return found
 
 
-def test_all_forms_have_the_same_figures(page: Report) -> None:
+def test_all_forms_have_the_same_figures(page: EvaluationReport) -> None:
     html = read(pages.render(page, ".html")).text
     markdown = pages.render(page, ".md").decode()
     figures = [
@@ -311,9 +313,11 @@ def test_all_forms_have_the_same_figures(page: Report) -> None:
 
 
 def test_infinite_figures_are_null_in_json_and_said_elsewhere() -> None:
-    row = Row("token-level perplexity", Estimate(math.inf, math.nan))
-    report = Report("x", "", {}, perplexity=(row,), distribution=reports.distribution([math.nan, 1.0]),
-                    divergence=(Row("mean KLD", Estimate(math.nan, None), unit="nats"),))  # fmt: skip
+    row = ReportRow("token-level perplexity", Estimate(math.inf, math.nan))
+    report = EvaluationReport(
+        "x", "", {}, perplexity=(row,), distribution=reports.distribution([math.nan, 1.0]),
+        divergence=(ReportRow("mean KLD", Estimate(math.nan, None), unit="nats"),),
+    )  # fmt: skip
     data = json.loads(pages.render(report, ".json"))
     assert data["perplexity"][0]["after"] == {"value": None, "standard_error": None}
     for kind in (".html", ".md"):
@@ -322,11 +326,11 @@ def test_infinite_figures_are_null_in_json_and_said_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("kind", pages.KINDS)
-def test_the_same_report_gives_the_same_bytes(page: Report, kind: str) -> None:
+def test_the_same_report_gives_the_same_bytes(page: EvaluationReport, kind: str) -> None:
     assert pages.render(page, kind) == pages.render(page, kind)
 
 
-def test_markdown_tables_keep_their_columns_whatever_names_hold(page: Report) -> None:
+def test_markdown_tables_keep_their_columns_whatever_names_hold(page: EvaluationReport) -> None:
     nasty = TensorRow("a|b`c``\n| x", "BF16", (1,), "k=1|2", 2, 1, relative_l2=0.1)
     report = dataclasses.replace(page, tensors=(nasty,), title="t`|\n# x", base="<b>")
     columns: int | None = None
@@ -340,11 +344,11 @@ def test_markdown_tables_keep_their_columns_whatever_names_hold(page: Report) ->
     assert not re.search("^# x", pages.render(report, ".md").decode(), re.MULTILINE)
 
 
-def test_markdown_shows_names_as_they_are(page: Report) -> None:
+def test_markdown_shows_names_as_they_are(page: EvaluationReport) -> None:
     hostile = "<img src=x> *a* [b](c) `d`"
     report = dataclasses.replace(
         page, setting={"text": hostile}, versions={hostile: hostile}, blocks=hostile, when=hostile,
-        perplexity=(Row(hostile, Estimate(1.0, None), None, hostile),),
+        perplexity=(ReportRow(hostile, Estimate(1.0, None), None, hostile),),
         sweep=(dataclasses.replace(page.sweep[1], scheme=hostile),),
     )  # fmt: skip
     text = pages.render(report, ".md").decode()
@@ -354,12 +358,12 @@ def test_markdown_shows_names_as_they_are(page: Report) -> None:
     assert "arc_easy: acc" in text
 
 
-def test_page_escapes_names_and_refers_to_nothing_outside(page: Report) -> None:
+def test_page_escapes_names_and_refers_to_nothing_outside(page: EvaluationReport) -> None:
     hostile = "<script>alert(1)</script>"
     tensor = TensorRow(f"model.layers.0.{hostile}", "BF16", (1,), hostile, 2, 1, relative_l2=0.1)
     report = dataclasses.replace(
         page, title=hostile, base=hostile, command=hostile, versions={hostile: hostile}, tensors=(tensor,),
-        perplexity=(Row(hostile, Estimate(1.0, None), None, hostile, hostile),),
+        perplexity=(ReportRow(hostile, Estimate(1.0, None), None, hostile, hostile),),
         sweep=(dataclasses.replace(page.sweep[1], scheme=hostile),),
     )  # fmt: skip
     html = pages.render(report, ".html")
@@ -375,15 +379,15 @@ def test_page_escapes_names_and_refers_to_nothing_outside(page: Report) -> None:
     assert unescape(found.text).count(hostile) >= 5
 
 
-def test_pictures_are_drawn_for_what_was_measured(page: Report) -> None:
+def test_pictures_are_drawn_for_what_was_measured(page: EvaluationReport) -> None:
     drawn = pictures(page)
     assert all(drawn[name].startswith("<svg") for name in ("distribution", "pareto", "layers", "histograms"))
     assert "lossless" in drawn["pareto"] and "self_attn.q_proj" in drawn["layers"]
     assert "#" + "d55e00" not in "".join(drawn.values())  # colours are the page's
-    assert not any(pictures(Report("x", "", {})).values())
+    assert not any(pictures(EvaluationReport("x", "", {})).values())
 
 
-def test_pictures_of_exact_models_and_of_single_points(page: Report) -> None:
+def test_pictures_of_exact_models_and_of_single_points(page: EvaluationReport) -> None:
     """A sweep of which all divergences are 0, one point, and divergences that are all 0 do not fail."""
     zero = dataclasses.replace(page.sweep[0], kld=Estimate(0.0, 0.0))
     report = dataclasses.replace(page, sweep=(zero,), distribution=reports.distribution([0.0, 0.0]))
@@ -400,7 +404,7 @@ def test_a_real_evaluation_of_a_lossless_container_says_so(tmp_path: Path, one_t
     compress(CHECKPOINT, tmp_path / "x")
     task = prepare([CHECKPOINT, tmp_path / "x"], read_text("demo"), max_tokens=300, device="cpu")
     evaluation = evaluate(task, divergence=True)
-    report = reports.make(
+    report = reports.build_report(
         evaluation, tmp_path / "x", CHECKPOINT,
         title="x", base_title="demo", command="neuzip eval x", versions={"lm-eval": "9.9"},
     )  # fmt: skip
@@ -424,7 +428,7 @@ def test_one_model_alone(tmp_path: Path, one_thread: None) -> None:
     from neuzip.eval.measures.texts import read_text
 
     task = prepare([CHECKPOINT], read_text("demo"), max_tokens=100, conventions=["token"], device="cpu")
-    report = reports.make(
+    report = reports.build_report(
         evaluate(task), CHECKPOINT, None, title="x", base_title=None, command="neuzip eval x"
     )
     assert report.divergence == () and report.nll_difference is None and not report.exact
@@ -458,7 +462,7 @@ def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -
     def stage(*_: Any) -> Any:
         yield lambda count: None
 
-    setting = sweep.Setting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
+    setting = sweep.SweepSetting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
     done = sweep.sweep(setting, sweep_setup.parse_schemes("k1,lossless", ""), tmp_path, stage)
     points = reports.read_sweep(tmp_path).points
     assert [p.scheme for p in points] == ["lossless", "k1"]
@@ -482,7 +486,7 @@ def test_other_folders_are_no_sweeps(tmp_path: Path) -> None:
 
 def sweep_row(folder: Path, scheme: str, **depends_on: object) -> None:
     """A file as `neuzip sweep --output` writes it."""
-    from neuzip.eval.sweep import Row as SweepRow
+    from neuzip.eval.sweep import SweepRow
 
     one = Estimate(1.0, 0.1)
     kld = KLDivergence(mean=Estimate(0.1, 0.01), median=0.1, p999=0.2, max=0.3)
@@ -508,7 +512,7 @@ def test_rows_of_several_sweeps_are_no_sweep(tmp_path: Path, name: str, words: s
         reports.read_sweep(tmp_path)
 
 
-def test_a_sweep_of_something_else_is_told(page: Report, tmp_path: Path) -> None:
+def test_a_sweep_of_something_else_is_told(page: EvaluationReport, tmp_path: Path) -> None:
     sweep_row(tmp_path, "k3")
     found = reports.read_sweep(tmp_path)
     differs = found.differing({"checkpoint": "c", "text": "x", "rule": "r", "tokens": 9})
@@ -593,7 +597,9 @@ def browse(page: Path, *options: str) -> str:
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
-def test_a_browser_shows_it_in_light_and_dark(page: Report, tmp_path: Path, theme: str, width: int) -> None:
+def test_a_browser_shows_it_in_light_and_dark(
+    page: EvaluationReport, tmp_path: Path, theme: str, width: int
+) -> None:
     target = tmp_path / "page.html"
     pages.write(page, target)
     browse(
@@ -632,7 +638,9 @@ document.body.textContent = "SAID" + JSON.stringify(said) + "SAID";
 
 
 @needs_chromium
-def test_page_fits_a_telephone_loads_nothing_and_its_table_sorts(page: Report, tmp_path: Path) -> None:
+def test_page_fits_a_telephone_loads_nothing_and_its_table_sorts(
+    page: EvaluationReport, tmp_path: Path
+) -> None:
     target = tmp_path / "page.html"
     target.write_text(pages.render(page, ".html").decode().replace("</body>", PROBE))
     said = json.loads(unescape(browse(target, "--dump-dom", "--window-size=500,900").split("SAID")[1]))
@@ -652,7 +660,7 @@ def test_the_heat_map_has_the_shades_that_its_legend_says(errors: tuple[float, .
         TensorRow(f"layers.{at}.q.weight", "BF16", (1,), "k=3", 2, 1, relative_l2=error)
         for at, error in enumerate(errors)
     ]
-    svg = drawn.pictures(Report("x", "", {}, tensors=tuple(rows)))["layers"]
+    svg = drawn.pictures(EvaluationReport("x", "", {}, tensors=tuple(rows)))["layers"]
     low, high = drawn.shade_scale(errors)
     legend = f"shades from {texts.number_text(low)} (faint) to {texts.number_text(high)} (strong)"
     assert legend in svg
@@ -666,10 +674,10 @@ def test_the_heat_map_has_the_shades_that_its_legend_says(errors: tuple[float, .
 
 
 def test_a_speed_measured_once_is_told_roughly_and_without_a_change() -> None:
-    row = Row("speed", Estimate(1632.5, None), Estimate(1017.0, None), unit=reports.SPEED)
+    row = ReportRow("speed", Estimate(1632.5, None), Estimate(1017.0, None), unit=reports.SPEED)
     assert texts.change_text(row) == ""
     assert texts.row_text(row, row.after) == "about 1,600 tokens/s"
-    page = Report("x", "", {}, base="o", cost=(row,))
+    page = EvaluationReport("x", "", {}, base="o", cost=(row,))
     for kind in (".html", ".md"):
         text = pages.render(page, kind).decode()
         assert "60.5" not in text and "1,632" not in text and "about 1,000 tokens/s" in text
@@ -683,14 +691,14 @@ def test_a_row_whose_error_swallows_it_says_so() -> None:
 
 
 def test_the_page_has_no_more_digits_than_the_terminal() -> None:
-    from neuzip.cli.commands.eval import precise_text
+    from neuzip.cli.show.figures import precise_text
 
     for value, error in ((0.0018257, 0.0000578), (0.0090914, 0.00045452), (0.20184, 0.0013)):
         estimate = Estimate(value, error)
         assert texts.figure_text(estimate) == precise_text(estimate)
 
 
-def test_tables_and_figures_scroll_on_a_narrow_screen_and_show_it(page: Report) -> None:
+def test_tables_and_figures_scroll_on_a_narrow_screen_and_show_it(page: EvaluationReport) -> None:
     from neuzip.eval.report import histogram_pictures as pictures
 
     assert page.inspection is not None

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from neuzip.cli.commands.sweep import COLUMNS
+from neuzip.cli.show.sweep import COLUMNS
 from neuzip.compress import compress
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import sweep as sweeps
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.measures import comparison as yardstick
+from neuzip.eval.measures import comparison as baseline
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.texts import Document, Text, read_text
-from neuzip.eval.sweep import Row, Setting, draw, sweep
+from neuzip.eval.sweep import SweepRow, SweepSetting, draw, sweep
 from neuzip.eval.sweep_setup import WORK, SweepScheme, parse_schemes, work_folder
 from neuzip.runtime.hf.load import load_model
 
@@ -45,8 +45,8 @@ def stage(label: str, total: int, unit: str) -> Iterator[object]:
     yield lambda count: None
 
 
-def setting(**changes: Any) -> Setting:
-    return Setting(CHECKPOINT, read_text("demo"), **{"max_tokens": TOKENS, "device": "cpu", **changes})
+def setting(**changes: Any) -> SweepSetting:
+    return SweepSetting(CHECKPOINT, read_text("demo"), **{"max_tokens": TOKENS, "device": "cpu", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_files_hold_the_rows(made):
         values = json.loads((out / f"{row.scheme}.json").read_text())
         assert values["schema"] == 1
         assert values["kld"]["mean"]["value"] == row.comparison.kld.mean.value
-        assert Row.from_json(values) == row
+        assert SweepRow.from_json(values) == row
 
 
 def test_what_keeps_all_mantissa_bits_has_no_blocks(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_what_keeps_all_mantissa_bits_has_no_blocks(tmp_path: Path):
 def test_a_second_run_measures_nothing_again(made, monkeypatch: pytest.MonkeyPatch):
     found, out = made
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    monkeypatch.setattr(sweeps, "Yardstick", None)  # no model is loaded either
+    monkeypatch.setattr(sweeps, "BaselineComparison", None)  # no model is loaded either
     monkeypatch.setattr(sweeps, "compress", None)
     again = sweep(setting(), parse_schemes(SCHEMES, ""), out, stage)
     assert again.rows == found.rows
@@ -330,7 +330,7 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
                 model.get_parameter("model.norm.weight").fill_(math.nan)
         return model
 
-    monkeypatch.setattr(yardstick, "load_model", load)
+    monkeypatch.setattr(baseline, "load_model", load)
 
 
 def test_a_scheme_that_breaks_the_model_is_noted(

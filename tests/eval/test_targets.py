@@ -28,14 +28,14 @@ from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.measures.comparison import NotFinite, Run, Yardstick
+from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, NotFinite
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans import sensitivity, target_values, targets
 from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocate, pareto_front
-from neuzip.eval.plans.sensitivity import Candidates, Choice, Group, Windows
-from neuzip.eval.plans.targets import Request, search
+from neuzip.eval.plans.sensitivity import CalibrationWindows, GroupCandidates, SchemeChoice, TensorGroup
+from neuzip.eval.plans.targets import TargetRequest, search
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,20 +236,20 @@ def test_what_is_no_increase_is_refused(text):
 
 @pytest.fixture(scope="module")
 def text_ids() -> torch.Tensor:
-    return Yardstick(CHECKPOINT, read_text("demo"), max_tokens=1024, device="cpu").ids
+    return BaselineComparison(CHECKPOINT, read_text("demo"), max_tokens=1024, device="cpu").ids
 
 
 @pytest.fixture(scope="module")
-def some() -> list[Candidates]:
+def some() -> list[GroupCandidates]:
     """A few of the demo's tensors, of layers that differ much."""
     names = ("model.embed_tokens", "model.layers.0.mlp.down_proj", "model.layers.3.self_attn.q_proj")
     with TensorSource(CHECKPOINT) as source, Workers() as workers:
         groups = sensitivity.find_groups(source, workers, EVERYTHING)
         chosen = [g for g in groups if g.globs[0].startswith(names)]
-        return sensitivity.look_at(source, chosen, None, workers)
+        return sensitivity.predict_candidates(source, chosen, None, workers)
 
 
-def test_bytes_are_about_those_of_the_container(some: list[Candidates], tmp_path: Path):
+def test_bytes_are_about_those_of_the_container(some: list[GroupCandidates], tmp_path: Path):
     """Within 0.1 %, and the alignment of a stream: nothing was coded to know them."""
     for number in (0, 1, 4, 7):  # lossless, 6, 3 and 0 bits
         schemes = [one.choices[number].scheme for one in some]
@@ -261,7 +261,7 @@ def test_bytes_are_about_those_of_the_container(some: list[Candidates], tmp_path
             assert one.choices[number].nbytes == pytest.approx(coded, rel=1e-3, abs=64)
 
 
-def test_errors_are_those_of_verify(some: list[Candidates], tmp_path: Path):
+def test_errors_are_those_of_verify(some: list[GroupCandidates], tmp_path: Path):
     rules = sensitivity.rules_of([one.group for one in some], [Scheme("truncated", 1)] * len(some))
     compress(CHECKPOINT, tmp_path / "k1", rules, verify=False)
     found = {t.name: t for t in verify(tmp_path / "k1", CHECKPOINT).tensors}
@@ -274,9 +274,9 @@ def test_errors_are_those_of_verify(some: list[Candidates], tmp_path: Path):
 
 
 def test_a_measured_divergence_is_that_of_the_checkpoint_with_this_tensor_rounded(
-    some: list[Candidates], text_ids: torch.Tensor, tmp_path: Path
+    some: list[GroupCandidates], text_ids: torch.Tensor, tmp_path: Path
 ):
-    windows = Windows.of(text_ids, 256)
+    windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
     before = {name: p.clone() for name, p in model.named_parameters()}
     with TensorSource(CHECKPOINT) as source:
@@ -291,14 +291,14 @@ def test_a_measured_divergence_is_that_of_the_checkpoint_with_this_tensor_rounde
         assert divergences[-1] == pytest.approx(plain_divergence(model, rounded, windows), rel=2e-3)
 
 
-def plain_divergence(base: PreTrainedModel, other: PreTrainedModel, windows: Windows) -> float:
+def plain_divergence(base: PreTrainedModel, other: PreTrainedModel, windows: CalibrationWindows) -> float:
     with torch.no_grad():
         p, q = (m(input_ids=windows.fed).logits.double().log_softmax(-1) for m in (base, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_fisher_predicts_what_is_measured(some: list[Candidates], text_ids: torch.Tensor):
-    windows = Windows.of(text_ids, 256)
+def test_fisher_predicts_what_is_measured(some: list[GroupCandidates], text_ids: torch.Tensor):
+    windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
     with TensorSource(CHECKPOINT) as source:
         predicted = sensitivity.fisher(model, source, some, windows)
@@ -321,7 +321,7 @@ def test_fisher_of_one_linear_layer_is_what_arithmetic_says():
         max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    windows = Windows.of(torch.randint(16, (4001,)), 1)  # windows of one token: nothing is summed
+    windows = CalibrationWindows.of(torch.randint(16, (4001,)), 1)  # windows of one token: nothing is summed
     weight = model.lm_head.weight
     diagonal = sensitivity._fisher_diagonal(model, {"lm_head.weight": weight}, windows, lambda count: None)
     with torch.no_grad():
@@ -331,13 +331,15 @@ def test_fisher_of_one_linear_layer_is_what_arithmetic_says():
     torch.testing.assert_close(diagonal[weight], expected, rtol=0.3, atol=0.03 * float(expected.max()))
 
 
-def test_what_is_no_parameter_is_estimated_by_its_weights(some: list[Candidates], text_ids: torch.Tensor):
-    strange = Candidates(some[1].group, some[1].choices)
+def test_what_is_no_parameter_is_estimated_by_its_weights(
+    some: list[GroupCandidates], text_ids: torch.Tensor
+):
+    strange = GroupCandidates(some[1].group, some[1].choices)
     model = load_model(CHECKPOINT, torch.float32)
     with torch.no_grad():
         model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(2)  # not as in the checkpoint
     with TensorSource(CHECKPOINT) as source:
-        found = sensitivity.fisher(model, source, [some[0], strange], Windows.of(text_ids, 256))
+        found = sensitivity.fisher(model, source, [some[0], strange], CalibrationWindows.of(text_ids, 256))
     assert found.estimated == 1
     shares = [c.relative_error for c in some[1].choices]
     ratio = found.divergences[0][-1] / some[0].choices[-1].relative_error
@@ -345,8 +347,8 @@ def test_what_is_no_parameter_is_estimated_by_its_weights(some: list[Candidates]
 
 
 def test_a_scheme_that_breaks_the_model_is_left_out():
-    choices = tuple(Choice(Scheme("truncated", k), 10 + k, 0.1 * 4.0**-k) for k in (2, 1, 0))
-    one = Candidates(Group(("x",), ()), (Choice(LOSSLESS, 20, 0.0), *choices))
+    choices = tuple(SchemeChoice(Scheme("truncated", k), 10 + k, 0.1 * 4.0**-k) for k in (2, 1, 0))
+    one = GroupCandidates(TensorGroup(("x",), ()), (SchemeChoice(LOSSLESS, 20, 0.0), *choices))
     values = sensitivity._completed(one.choices, {1: 0.001, 2: 0.004, 3: math.inf})
     found = sensitivity._filled("measured", [one], [values])
     assert [c.nbytes for c in found.candidates[0].choices] == [20, 12, 11]
@@ -354,7 +356,10 @@ def test_a_scheme_that_breaks_the_model_is_left_out():
 
 
 def test_finer_schemes_follow_by_squared_error():
-    choices = (Choice(LOSSLESS, 9, 0.0), *(Choice(Scheme("truncated", k), 9, 4.0**-k) for k in (4, 3, 2)))
+    choices = (
+        SchemeChoice(LOSSLESS, 9, 0.0),
+        *(SchemeChoice(Scheme("truncated", k), 9, 4.0**-k) for k in (4, 3, 2)),
+    )
     assert sensitivity._completed(choices, {3: 0.5}) == pytest.approx((0.0, 0.5 / 16, 0.5 / 4, 0.5))
 
 
@@ -395,26 +400,30 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def yardstick() -> Yardstick:
-    return Yardstick(CHECKPOINT, read_text("demo"), max_tokens=2048, device="cpu")
+def baseline() -> BaselineComparison:
+    return BaselineComparison(CHECKPOINT, read_text("demo"), max_tokens=2048, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def uniform(yardstick: Yardstick, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[int, float]]:
+def uniform(
+    baseline: BaselineComparison, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[int, float]]:
     """Bytes of the weights and mean divergence of every matrix rounded to k bits, for two ks."""
     found = {}
     for k in (1, 2):
         folder = tmp_path_factory.mktemp("uniform") / str(k)
         report = compress(CHECKPOINT, folder, [Rule("*", Scheme("truncated", k), 2), *EVERYTHING])
-        found[k] = report.stored_weight_bytes, yardstick.run(folder).comparison.kld.mean.value
+        found[k] = report.stored_weight_bytes, baseline.run(folder).comparison.kld.mean.value
     return found
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, yardstick, tmp_path: Path):
+def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, baseline, tmp_path: Path):
     nbytes, divergence = uniform[k]
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size(f"{nbytes}B", 0), "fisher")
-    made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size(f"{nbytes}B", 0), "fisher"
+    )
+    made = targets.compress_to_target(request, read_text("demo"), baseline, stage)
     assert made.holds
     assert 0.99 * nbytes < made.report.stored_weight_bytes <= nbytes
     assert made.run is not None
@@ -426,17 +435,17 @@ WORKS = ("compress", "compare")
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere(
-    k, uniform, yardstick, tmp_path: Path
+    k, uniform, baseline, tmp_path: Path
 ):
     nbytes, divergence = uniform[k]
-    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld(f"{divergence}"), "fisher")
+    request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld(f"{divergence}"), "fisher")
     labels = []
 
     def told(label: str, total: int, unit: str) -> AbstractContextManager[object]:
         labels.append(label)
         return stage(label, total, unit)
 
-    made = targets.compress_to_target(request, read_text("demo"), yardstick, told)
+    made = targets.compress_to_target(request, read_text("demo"), baseline, told)
     assert made.holds and made.found is not None and made.run is not None
     works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.found.trials)) for work in WORKS]
     assert labels == [
@@ -453,14 +462,18 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
 
 
 def test_weights_alone_need_no_text(tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
+    )
     made = targets.compress_to_target(request, None, None, stage)
     assert made.holds and made.run is None
     assert 0.39 < made.report.ratio <= 0.4
 
 
 def test_a_size_that_cannot_be_reached_is_told(tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("20%", 2_630_760), "weights")
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("20%", 2_630_760), "weights"
+    )
     with pytest.raises(
         NeuzipError, match=r"`target_size='20%'`: the weight files take about 0\.66 MB \(24\.9 %\)"
     ):
@@ -493,8 +506,8 @@ def test_sizes_out_of_question_load_no_model(
     words: str,
     dry_run: bool,
 ):
-    monkeypatch.setattr("neuzip.eval.measures.comparison.Yardstick", None)
-    monkeypatch.setattr(targets, "look_at", None)
+    monkeypatch.setattr("neuzip.eval.measures.comparison.BaselineComparison", None)
+    monkeypatch.setattr(targets, "predict_candidates", None)
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--target-size", size, *["--dry-run"] * dry_run)
     assert said.exit_code == code, said.stderr
     assert words in said.stderr
@@ -510,59 +523,67 @@ def test_what_is_larger_than_predicted_is_allocated_anew(tmp_path: Path, monkeyp
         return replace(report, stored_weight_bytes=report.stored_weight_bytes + 20_000)
 
     monkeypatch.setattr(targets, "compress", heavier)
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
+    )
     found = targets.find_plan(request, None, stage)
     assert 0.98 * request.target.limit < found.trials[-1].bytes <= request.target.limit
 
 
 def test_what_is_delivered_beyond_the_target_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
+    )
     found = replace(targets.find_plan(request, None, stage, trials=False), rules=EVERYTHING)
     monkeypatch.setattr(targets, "find_plan", lambda *_, **__: found)
     assert not targets.compress_to_target(request, None, None, stage).holds
 
 
-def test_an_increase_is_delivered_with_its_standard_error(yardstick, tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
-    made = targets.compress_to_target(request, read_text("demo"), yardstick, stage)
+def test_an_increase_is_delivered_with_its_standard_error(baseline, tmp_path: Path):
+    request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
+    made = targets.compress_to_target(request, read_text("demo"), baseline, stage)
     assert made.holds and made.run is not None
     difference = made.run.comparison.nll_difference
     assert difference.standard_error is not None
     assert difference.value + difference.standard_error <= request.target.limit
 
 
-def test_a_plan_that_breaks_the_model_does_not_hold(yardstick, tmp_path: Path, monkeypatch):
-    run, failed = yardstick.run, []
+def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, monkeypatch):
+    run, failed = baseline.run, []
 
-    def breaks_at_first(*arguments: Any) -> Run:
+    def breaks_at_first(*arguments: Any) -> ComparisonRun:
         if not failed:
             failed.append(arguments)
             raise NotFinite("the loss of 1 of 2 tokens is nan")
         return run(*arguments)
 
-    monkeypatch.setattr(yardstick, "run", breaks_at_first)
-    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
-    found = targets.find_plan(request, yardstick, stage)
+    monkeypatch.setattr(baseline, "run", breaks_at_first)
+    request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
+    found = targets.find_plan(request, baseline, stage)
     first, *_, last = found.trials
     assert first.comparison is None and last.comparison is not None
     assert 0 < last.comparison.kld.mean.value <= 0.02
 
 
-def test_a_search_depends_on_its_text(yardstick, tmp_path: Path):
-    request = Request(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
+def test_a_search_depends_on_its_text(baseline, tmp_path: Path):
+    request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     texts = [None, *(Text("text", (Document("", content),)) for content in ("one", "two"))]
-    assert len({targets.key_of(request, text, yardstick) for text in texts}) == 3
+    assert len({targets.key_of(request, text, baseline) for text in texts}) == 3
 
 
 def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    request = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights")
+    request = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
+    )
     first = targets.compress_to_target(request, None, None, stage)
     shutil.rmtree(tmp_path / "small")
     monkeypatch.setattr(targets, "find_plan", None)
     again = targets.compress_to_target(request, None, None, stage)
     assert again.found is None
     assert again.report.tensors == first.report.tensors
-    other = Request(CHECKPOINT, tmp_path / "small", target_values.target_size("45%", 2_630_760), "weights")
+    other = TargetRequest(
+        CHECKPOINT, tmp_path / "small", target_values.target_size("45%", 2_630_760), "weights"
+    )
     with pytest.raises(WouldOverwrite):
         targets.compress_to_target(other, None, None, stage)
 
@@ -570,14 +591,14 @@ def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: py
 @pytest.mark.gpu
 def test_on_a_gpu_each_tensor_is_measured(uniform, tmp_path: Path):
     text = read_text("demo")
-    yardstick = Yardstick(CHECKPOINT, text, max_tokens=4096, device="cuda")
+    baseline = BaselineComparison(CHECKPOINT, text, max_tokens=4096, device="cuda")
     for k in (1, 2):
         folder = tmp_path / f"uniform-{k}"
         compress(CHECKPOINT, folder, [Rule("*", Scheme("truncated", k), 2), *EVERYTHING])
-        divergence = yardstick.run(folder).comparison.kld.mean.value
+        divergence = baseline.run(folder).comparison.kld.mean.value
         target = target_values.target_size(f"{uniform[k][0]}B", 0)
         made = targets.compress_to_target(
-            Request(CHECKPOINT, tmp_path / f"measured-{k}", target, "measured"), text, yardstick, stage
+            TargetRequest(CHECKPOINT, tmp_path / f"measured-{k}", target, "measured"), text, baseline, stage
         )
         assert made.holds and made.run is not None
         assert made.run.comparison.kld.mean.value < 0.8 * divergence
@@ -746,13 +767,13 @@ def test_the_time_is_that_of_planning_too(
 ):
     from neuzip.eval.plans import target_request as command
 
-    ask, waited = command.ask, 0.4
+    ask, waited = command.prepare_search, 0.4
 
     def ask_for_a_while(*arguments: Any, **options: Any) -> Any:
         time.sleep(waited)
         return ask(*arguments, **options)
 
-    monkeypatch.setattr(command, "ask", ask_for_a_while)
+    monkeypatch.setattr(command, "prepare_search", ask_for_a_while)
     said = in_all_modes("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS, "--overwrite")
     last = said["human"].stdout.splitlines()[-1]
     found = re.fullmatch(rf"{tmp_path / 'a'} in ([0-9.]+) s, planning and measuring included", last)

@@ -23,7 +23,7 @@ from loopback_hub import LARGE, READ_TOKEN, TOKEN, Answer, Handler, Hub, Refusal
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.report.evaluation import Report, Row, TensorRow
+from neuzip.eval.report.evaluation import EvaluationReport, ReportRow, TensorRow
 from neuzip.formats.card.model_card import split_card
 from neuzip.formats.card.text import ENDING
 from neuzip.formats.container import Container
@@ -805,7 +805,7 @@ def test_the_card_of_a_lossy_checkpoint_names_the_loss(original: Path, tmp_path:
     assert f"at most {float(row[1]):.3g}." in plan.card
 
 
-def evaluated(folder: Path) -> Report:
+def evaluated(folder: Path) -> EvaluationReport:
     """A report as `neuzip eval` makes it, with figures of the tests."""
     rows = []
     for path in sorted(folder.rglob("*.safetensors")):
@@ -814,19 +814,19 @@ def evaluated(folder: Path) -> Report:
                 stored = container.stored_bytes(i.name)
                 rows.append(TensorRow(i.name, i.dtype, i.shape, "lossless", i.nbytes, stored))
     how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
-    return Report(
+    return EvaluationReport(
         title=folder.name,
         command="neuzip eval small --original model --text demo --report eval.json",
         versions={"neuzip": "0.1", "torch": "2.13.0"},
         base="model",
         setting={"text": "demo (Python 3.11.7), 5 documents", "computed": "in float32 on cpu"},
         perplexity=(
-            Row("token-level perplexity", Estimate(27.797, 1.646), Estimate(27.7635, 1.6308), how),
-            Row("word|level `x`\n<b>", Estimate(1709.9, 523.3), Estimate(1704.19, 524.4), how),
+            ReportRow("token-level perplexity", Estimate(27.797, 1.646), Estimate(27.7635, 1.6308), how),
+            ReportRow("word|level `x`\n<b>", Estimate(1709.9, 523.3), Estimate(1704.19, 524.4), how),
         ),
         divergence=(
-            Row("mean KLD", Estimate(0.0090914, 0.00045452), None, "KL(original || this)", "nats"),
-            Row("median KLD", Estimate(0.006548, None), None, "of single tokens", "nats"),
+            ReportRow("mean KLD", Estimate(0.0090914, 0.00045452), None, "KL(original || this)", "nats"),
+            ReportRow("median KLD", Estimate(0.006548, None), None, "of single tokens", "nats"),
         ),
         blocks="18 windows of 3 documents",
         tensors=tuple(rows),

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from neuzip.compress import Rule, Scheme, decompress, delta, ternary, verify
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.lossless import Decoder, parse_table
 from neuzip.compress.scheme import read_plan_file
 from neuzip.compress.source import TensorSource
@@ -343,7 +343,7 @@ def run_guarded(data: bytes) -> None:
         table = parse_table(stored, fmt)
     except (NeuzipError, ValueError):
         return
-    hostile = rans.Encoded(words, np.array([words.size], np.uint16))
+    hostile = rans.RansEncoded(words, np.array([words.size], np.uint16))
     weights = np.resize(np.frombuffer(rest or b"\x78", np.uint8), numel).astype(fmt.exponent_dtype)
     wide = weights.dtype == np.uint16
     found = []
@@ -723,7 +723,7 @@ def delta_container_seeds() -> Iterator[bytes]:
             tensors[name] = (dtype, shape, pattern.tobytes())
         changed.write_bytes(bad.safetensors(tensors))
         rule = Rule("*", Scheme("lossless"))
-        compress_against(changed, base, scratch() / "delta", "base", [rule], overwrite=True)
+        compress_delta(changed, base, scratch() / "delta", "base", [rule], overwrite=True)
         yield (scratch() / "delta").read_bytes()
     alone = bad.raw("v")
     alone.manifest["requires"] = ["delta"]

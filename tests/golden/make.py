@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from neuzip.compress import Rule, Scheme, compress, decompress
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 
 HERE = Path(__file__).resolve().parent
 V1 = HERE / "v1"
@@ -313,7 +313,7 @@ def make(recipe: Callable[[], Input], folder: Path) -> Made:
     else:
         base = folder / "base.safetensors"
         base.write_bytes(Input(given.base).to_bytes())
-        compress_against(source, base, packed, "base", given.rules, overwrite=True, verify=False)
+        compress_delta(source, base, packed, "base", given.rules, overwrite=True, verify=False)
     decompress(packed, restored, overwrite=True, base=base)
     return Made(source.read_bytes(), packed.read_bytes(), restored.read_bytes())
 

@@ -16,9 +16,11 @@ from typing import Any
 import compile_only
 import pytest
 import torch
+from bits import same_numbers as same_bits
 from gluon_on_a_cpu import Hang, OnACpu, changed
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import gaussian
 from torch import Tensor
 
 from neuzip.kernels import quantizers
@@ -36,10 +38,6 @@ sizes = pytest.mark.parametrize("size", [gluon_matrix.OUT, gluon_matrix.OUT // 2
 scales = pytest.mark.parametrize("by_row", [False, True], ids=["a tensor", "rows"])
 
 
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def weights_of(out: int, columns: int, by_row: bool = False) -> Ternary:
     return quantizers.absmean(gaussian(out, columns) * 0.02, group=columns if by_row else None)
 
@@ -53,14 +51,6 @@ def x_of(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int
     x = gaussian(rows, columns, seed=seed) * torch.logspace(-2, 2, rows)[:, None]
     x[:, columns // 3] *= 30
     return x.to(dtype)
-
-
-def same_bits(y: Tensor, wanted: Tensor) -> bool:
-    """NaN is NaN, everything else has the same bits."""
-    y = y.cpu()
-    if y.shape != wanted.shape or y.dtype != wanted.dtype or not torch.equal(y.isnan(), wanted.isnan()):
-        return False
-    return torch.equal(y.nan_to_num(0).view(torch.int16), wanted.nan_to_num(0).view(torch.int16))
 
 
 def check(

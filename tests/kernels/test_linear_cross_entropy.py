@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import Tensor
 from torch.library import opcheck
 
@@ -24,6 +25,8 @@ from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistic
 from neuzip.kernels.linear_cross_entropy import ops as torch_ops
 from neuzip.kernels.linear_cross_entropy.triton import divergence as triton_divergence
 from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
+from neuzip.kernels.linear_cross_entropy.triton import tiles
+from neuzip.kernels.linear_cross_entropy.triton.tiles import tiles_at_once
 from neuzip.kernels.packed_linear import ops as packed_linear
 
 IGNORED = -100
@@ -36,8 +39,11 @@ pytestmark = pytest.mark.filterwarnings(  # what numpy says of inf - inf, for th
 )
 
 
-def gaussian(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture(autouse=True)
+def _two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter programs share work, as they do on a GPU."""
+    count = tiles.multiprocessors
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2 if device.type == "cpu" else count(device))
 
 
 def targets(tokens: int, vocabulary: int, seed: int = 3) -> Tensor:
@@ -52,11 +58,11 @@ def made(
 ) -> Head:
     """A head whose logits have a standard deviation of about 3; `bias` True has one too."""
     hidden, weight = (
-        gaussian(seed, tokens, d).to(dtype),
-        (gaussian(seed + 1, vocabulary, d) * 3 * d**-0.5).to(dtype),
+        gaussian(tokens, d, seed=seed).to(dtype),
+        (gaussian(vocabulary, d, seed=seed + 1) * 3 * d**-0.5).to(dtype),
     )
     if more.pop("bias", False):
-        more["bias"] = gaussian(seed + 2, vocabulary).to(dtype)
+        more["bias"] = gaussian(vocabulary, seed=seed + 2).to(dtype)
     return Head(hidden, weight, **more)  # type: ignore[arg-type]
 
 
@@ -218,13 +224,13 @@ def test_little_workspace(workspace: int, device: torch.device, poison):
 
 def test_chunks_fill_the_workspace():
     head = made(1, 1000, 8)
-    assert triton_forward.tiles_at_once(2000, 500, head, 128, WORKSPACE) == 500
-    assert triton_forward.tiles_at_once(2000, 999, head, 128, WORKSPACE) == 667  # thirds, not two and a rest
-    assert triton_forward.tiles_at_once(3, 0, head, 128, 1) == 1
+    assert tiles_at_once(2000, 500, head, 128, WORKSPACE) == 500
+    assert tiles_at_once(2000, 999, head, 128, WORKSPACE) == 667  # thirds, not two and a rest
+    assert tiles_at_once(3, 0, head, 128, 1) == 1
     packed = replace(
         made(1, 1000, 32, torch.bfloat16), weight=packed_linear.pack(torch.ones(1000, 32).bfloat16())
     )
-    assert triton_forward.tiles_at_once(8, 8, packed, 128, 3 * 128 * 64) == 3
+    assert tiles_at_once(8, 8, packed, 128, 3 * 128 * 64) == 3
 
 
 @pytest.mark.parametrize("tile_maxima", [True, False])
@@ -340,8 +346,8 @@ def test_other_rows_change_nothing(statistics: Statistics):
 
 
 def test_any_strides(statistics: Statistics):
-    wide, tall = gaussian(0, 60, 200).bfloat16(), gaussian(1, 96, 500).bfloat16()
-    bias = gaussian(2, 500, 2)
+    wide, tall = gaussian(60, 200, seed=0).bfloat16(), gaussian(96, 500, seed=1).bfloat16()
+    bias = gaussian(500, 2, seed=2)
     cases = [
         (wide[:, ::2][:, :96], tall.T, None),  # every other column; columns apart
         (wide[::2, 8:104], tall.T.contiguous(), bias[:, 1]),  # aligned, rows apart
@@ -398,7 +404,7 @@ def test_packed_weights(dtype: torch.dtype, device: torch.device, monkeypatch):
 
 def near(head: Head, size: float, seed: int = 9) -> Head:
     """The same head with hidden states that are off by so much of their size."""
-    noise = gaussian(seed, *head.hidden.shape) * size
+    noise = gaussian(*head.hidden.shape, seed=seed) * size
     return replace(head, hidden=(head.hidden.float() + noise).to(head.hidden.dtype))
 
 
@@ -723,7 +729,7 @@ def test_cuda_graph(device: torch.device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = lce.divergence(base, other, target, top_k=4)
-    base.hidden.copy_(gaussian(77, 64, 64))
+    base.hidden.copy_(gaussian(64, 64, seed=77))
     graph.replay()
     assert_same(found, lce.divergence(base, other, target, top_k=4))
 

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tensors import gaussian
 from torch import Tensor
 
 from neuzip.kernels import quantizers as q
@@ -51,15 +53,6 @@ def to_patterns(x: Tensor) -> list[Any]:
     """The bit patterns of fp32, as nested lists."""
     assert x.dtype == torch.float32
     return x.cpu().contiguous().numpy().view(np.uint32).tolist()
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.contiguous(), b.contiguous()
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from bits import same_numbers as same_bits
+from tensors import gaussian
 from torch import Tensor
 from torch.library import opcheck
 
@@ -41,14 +43,9 @@ from neuzip.kernels.ternary_linear.triton.vector import Launch
 
 ACTIVATIONS = ["int8", "int4", "fp4", "top_k_int8"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-INTEGERS = {2: torch.int16, 4: torch.int32}
 
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:
@@ -62,16 +59,6 @@ def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> T
 def ternary(out: int, columns: int, group: int | None = None, seed: int = 0) -> Ternary:
     """Weights with a scale for all, one a row (group = columns) or one a group."""
     return quantizers.absmean(gaussian(out, columns, seed=seed) * 0.02, group=group)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is NaN, everything else has the same bits."""
-    a, b = a.cpu().contiguous(), b.cpu().contiguous()
-    if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
-        return False
-    a, b = a.nan_to_num(0), b.nan_to_num(0)
-    kind = INTEGERS[a.element_size()]
-    return torch.equal(a.view(kind), b.view(kind))
 
 
 def kept(columns: int, share: float = 0.5) -> int:

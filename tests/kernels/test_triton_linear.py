@@ -14,22 +14,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import gaussian
 
 from neuzip.kernels.packed_linear import ops as torch_ops
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 GUARD = 100
 
 
-def gaussian(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def made(out: int, columns: int, dtype: torch.dtype, drop: int = 0) -> torch.Tensor:
     """Weights with far ones everywhere, escapes below these, and some far above in a third of the rows."""
-    weights = gaussian(0, out, columns) * 0.016
+    weights = gaussian(out, columns, seed=0) * 0.016
     weights[:, ::7] *= 2.0**-4
     weights[:, 3::29] *= 2.0**-16
     weights[::3, ::11] *= 2.0**12
@@ -64,7 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """
 
     def force(warps: int, turns: int) -> None:
-        launch = triton_linear.Launch(warps, turns, turns)
+        launch = triton_linear.OneRowLaunch(warps, turns, turns)
         monkeypatch.setattr(triton_linear, "one_row_launch", lambda *_: launch)
         monkeypatch.setattr(triton_linear, "_programs", lambda units, *_: (-(-units // turns), turns))
 
@@ -89,8 +86,8 @@ def test_any_shape(
 ):  # fmt: skip
     launches(*numbers)
     weights = made(out, columns, dtype, drop)
-    bias = guarded(gaussian(2, out).to(dtype), device) if rows % 2 else None
-    x = guarded(gaussian(1, rows, columns).to(dtype), device)
+    bias = guarded(gaussian(out, seed=2).to(dtype), device) if rows % 2 else None
+    x = guarded(gaussian(rows, columns, seed=1).to(dtype), device)
     y = triton_linear.linear(x, torch_ops.pack(weights.to(device)), bias)
     assert y.shape == (rows, out)
     assert y.dtype == dtype
@@ -101,7 +98,7 @@ def test_any_shape(
 def test_the_same_bits_every_time(rows: int, device: torch.device):
     """Whichever program comes last."""
     packed = torch_ops.pack(made(80, 700, torch.bfloat16).to(device))
-    x = gaussian(1, rows, 700).bfloat16().to(device)
+    x = gaussian(rows, 700, seed=1).bfloat16().to(device)
     first = triton_linear.linear(x, packed)
     for _ in range(50 if device.type == "cuda" else 1):
         assert torch.equal(triton_linear.linear(x, packed), first)
@@ -128,7 +125,7 @@ def test_rows_of_a_larger_tensor(rows: int, device: torch.device):
             far_index=packed.far_index[start // 16 : -(-stop // 16)],
             row_start=packed.row_start[start : stop + 1],
         )
-        x = gaussian(1, rows, 96).bfloat16().to(device)
+        x = gaussian(rows, 96, seed=1).bfloat16().to(device)
         assert_product(triton_linear.linear(x, part), x, weights[start:stop], None)
 
 
@@ -137,13 +134,13 @@ def test_rows_of_a_larger_tensor(rows: int, device: torch.device):
 def test_bias_of_any_strides(kind: str, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_ops, "_on_gpu", lambda _: True)  # the interpreter takes CPU tensors
     weights = made(48, 64, torch.bfloat16)
-    numbers = gaussian(2, 48, 2).bfloat16().to(device)
+    numbers = gaussian(48, 2, seed=2).bfloat16().to(device)
     bias = {
         "strided": numbers.flatten()[::2],
         "a column": numbers[:, 1],
         "expanded": numbers[0, :1].expand(48),
     }
-    x = gaussian(1, rows, 64).bfloat16().to(device)
+    x = gaussian(rows, 64, seed=1).bfloat16().to(device)
     packed = torch_ops.pack(weights.to(device))
     y = torch_ops.linear(x, packed, bias[kind])
     if rows > torch_ops.FEW_ROWS:  # the library's own product, which may round before it adds the bias
@@ -165,7 +162,7 @@ def test_bias_elsewhere_is_refused(device: torch.device):
 @pytest.mark.parametrize("rows", [1, 9])
 def test_infinite_x_spoils_only_its_row_and_only_where_the_weight_is_an_escape(rows: int, device):
     weights = made(32, 64, torch.bfloat16)
-    x = gaussian(1, rows, 64).bfloat16()
+    x = gaussian(rows, 64, seed=1).bfloat16()
     x[0, 5] = torch.inf
     y = triton_linear.linear(x.to(device), torch_ops.pack(weights.to(device))).cpu()
     assert_product(y[1:], x[1:], weights, None)
@@ -203,7 +200,7 @@ def layouts(kernel, **constants):
     print(len(lines), *found, sep=" | ")
 
 one, some = triton_linear._one_row, triton_linear._some_rows
-form = dict(LOW=8, HALF=False, BIAS=True, ASM=True, EARLY=True)
+form = dict(LOW=8, HALF=False, BIAS=True, COMPILED=True, USE_PDL=True)
 layouts(one, C=128, W=4, TURNS=8, AHEAD=1, UNROLLED=1, EVEN=True, **form)
 layouts(one, C=125, W=16, TURNS=2, AHEAD=2, UNROLLED=2, EVEN=False, **form | dict(HALF=True, LOW=3))
 programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)

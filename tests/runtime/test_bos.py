@@ -19,11 +19,12 @@ from neuzip.eval.measures.conventions import Tokenised
 from neuzip.eval.measures.head import TRIALS
 from neuzip.eval.measures.perplexity import evaluate, prepare
 from neuzip.eval.measures.texts import Document, Text
-from neuzip.eval.plans.sensitivity import Windows as CalibrationWindows
+from neuzip.eval.plans.sensitivity import CalibrationWindows
 from neuzip.formats.card.evaluation import read_evaluation
 from neuzip.runtime.hf.bos import bos_in_front, rows_behind
-from neuzip.runtime.hf.load import load_model, load_tokenizer
-from neuzip.train.text import Windows
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.train.text import TrainingWindows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,8 +125,8 @@ def test_every_window_that_a_command_reads_begins_with_bos(
 
 
 def test_training_windows_are_bos_and_the_text_with_nothing_left_out():
-    plain = Windows.of(torch.arange(2, 12), length=3, batch=3)
-    behind_bos = Windows.of(torch.arange(2, 12), length=3, batch=3, front=BOS)
+    plain = TrainingWindows.of(torch.arange(2, 12), length=3, batch=3)
+    behind_bos = TrainingWindows.of(torch.arange(2, 12), length=3, batch=3, front=BOS)
     assert (plain.windows, behind_bos.windows) == (3, 3)
     assert sorted(plain.batch(0).tolist()) == [[2, 3, 4, 5], [5, 6, 7, 8], [8, 9, 10, 11]]
     assert sorted(behind_bos.batch(0).tolist()) == [[BOS, 2, 3, 4], [BOS, 5, 6, 7], [BOS, 8, 9, 10]]

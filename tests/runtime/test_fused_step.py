@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import patterns
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
@@ -35,12 +36,12 @@ from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.step import reference
 from neuzip.kernels.step.triton import step as triton_step
 from neuzip.kernels.ternary_linear import TernaryWeight, ternary_linears
-from neuzip.runtime import bitlinear
 from neuzip.runtime.bitlinear import BitLinear
-from neuzip.runtime.decode import generate
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode import greedy
+from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf import fused_step
 from neuzip.runtime.hf.fused_step import FusedStep
+from neuzip.runtime.hf.ternary_layers import install
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -93,10 +94,6 @@ def special(x: Tensor) -> Tensor:
     return x
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
-
-
 # The kernels.
 
 
@@ -113,7 +110,7 @@ def test_a_norm_has_the_bits_of_the_reference(
     expected = reference.rms_norm(x, weight, 1e-5, norm, mean)
     found = triton_step.rms_norm(x, weight, 1e-5, norm)
     assert found.dtype == expected.dtype and found.shape == x.shape
-    assert torch.equal(bits(found), bits(expected))
+    assert torch.equal(patterns(found), patterns(expected))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -130,7 +127,7 @@ def test_weights_may_have_another_dtype() -> None:
         mean = reference.mean_of_squares(x.float().cpu()).to(DEVICE)
         expected = reference.rms_norm(x, weight, 1e-6, norm, mean)  # type: ignore[arg-type]
         assert found.dtype == expected.dtype == dtype
-        assert torch.equal(bits(found), bits(expected))
+        assert torch.equal(patterns(found), patterns(expected))
 
 
 def test_norms_of_other_lengths_are_left_alone() -> None:
@@ -155,7 +152,7 @@ def test_a_rotation_has_the_bits_of_torch(
         found = triton_step.rotated(q, k, cos, sin)
         for given in (apply_rotary_pos_emb(q, k, cos, sin), reference.rotated(q, k, cos, sin)):
             for y, z in zip(found, given, strict=True):
-                assert y.shape == z.shape and torch.equal(bits(y), bits(z))
+                assert y.shape == z.shape and torch.equal(patterns(y), patterns(z))
 
 
 def test_other_rotations_are_left_alone() -> None:
@@ -187,11 +184,11 @@ def test_keys_and_values_are_stored_where_they_belong(
     expected = [room.index_copy(2, places, state) for room, state in zip(rooms, states, strict=True)]
     triton_step.store(tuple(rooms), tuple(states), places)  # type: ignore[arg-type]
     for room, right in zip(rooms, expected, strict=True):
-        assert torch.equal(bits(room), bits(right))
+        assert torch.equal(patterns(room), patterns(right))
     for beyond in (9, -1):
         triton_step.store(tuple(rooms), tuple(states), torch.full_like(places, beyond))  # type: ignore[arg-type]
     for room, right in zip(rooms, expected, strict=True):
-        assert torch.equal(bits(room), bits(right))
+        assert torch.equal(patterns(room), patterns(right))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -209,7 +206,7 @@ def test_a_gated_unit_has_the_bits_of_torch(dtype: torch.dtype) -> None:
             torch.testing.assert_close(opened, F.silu(gate), equal_nan=True)
         expected = opened * up
         assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(bits(found)[~found.isnan()], bits(expected)[~found.isnan()])
+        assert torch.equal(patterns(found)[~found.isnan()], patterns(expected)[~found.isnan()])
     torch.testing.assert_close(found, reference.gated(gate, up), equal_nan=True)
 
 
@@ -281,7 +278,7 @@ def gated_unit(activation: nn.Module, use: Callable[[Tensor, Tensor], Tensor]) -
         fused.choose()
         with fused.in_place():
             found = use(activation(gate), up)
-    assert type(found) is Tensor and torch.equal(bits(found), bits(expected))
+    assert type(found) is Tensor and torch.equal(patterns(found), patterns(expected))
     assert "forward" not in vars(activation)
     return fused
 
@@ -384,7 +381,7 @@ def test_the_kind_of_a_norm_is_found_by_its_bits(
         fused.choose()
         assert fused.norms == (norm is not None)
         with fused.in_place():
-            assert torch.equal(bits(module(x)), bits(expected))
+            assert torch.equal(patterns(module(x)), patterns(expected))
     assert [list(site.chosen.values()) for site in fused._norms] == [[norm] if norm else []]
 
 
@@ -512,7 +509,7 @@ def test_a_step_has_the_same_bits(name: str) -> None:
             asked = sum("RMSNorm" in type(module).__name__ for module in model.modules())
             assert fused.norms == asked
         with fused.in_place():
-            assert torch.equal(bits(model(ids).logits), bits(expected))
+            assert torch.equal(patterns(model(ids).logits), patterns(expected))
         with pytest.raises(ZeroDivisionError), fused.in_place():
             raise ZeroDivisionError
     assert vars(place).get(fused_step.ROTARY) is before
@@ -534,7 +531,7 @@ def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     fused = decoder._fused_step()
     assert fused.rotary == (name in ROTATED)
-    steps = generate.WARM_UPS
+    steps = greedy.WARM_UPS
     assert masks == [torch.bool] * (4 * steps - 2) + [torch.bfloat16] * 2  # of two layers, in the last step
 
     @contextmanager
@@ -591,7 +588,7 @@ def test_how_a_model_attends_is_left_alone() -> None:
         with fused.in_place():
             decoder.step()
         found.append(decoder.logits.clone())
-    assert torch.equal(bits(found[0]), bits(found[1]))
+    assert torch.equal(patterns(found[0]), patterns(found[1]))
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
@@ -669,7 +666,7 @@ def test_rows_are_added_up_as_torch_does(rows: int, columns: int) -> None:
     for seed in range(10):
         x = random(rows, columns, dtype=torch.float32, seed=seed)
         found = triton_step.rms_norm(x, weight, 1e-6, "llama")
-        assert torch.equal(bits(found), bits(reference.rms_norm(x, weight, 1e-6, "llama")))
+        assert torch.equal(patterns(found), patterns(reference.rms_norm(x, weight, 1e-6, "llama")))
 
 
 # Ternary layers of one input.
@@ -700,7 +697,7 @@ def ternary_model(hidden_act: str, mode: str) -> PreTrainedModel:
         if name.endswith("_proj"):
             codes = torch.randint(-1, 2, module.weight.shape, device=DEVICE, dtype=torch.int8)  # type: ignore[operator]
             ternary[name] = TernaryWeight.of(Ternary(codes, torch.tensor(0.05, device=DEVICE)))
-    bitlinear.install(model, ternary, mode)
+    install(model, ternary, mode)
     return model
 
 
@@ -730,7 +727,7 @@ def test_ternary_layers_of_one_input_go_together(
         assert together == []
         for _ in range(2):
             with fused.in_place():
-                assert torch.equal(bits(model(ids).logits), bits(expected))
+                assert torch.equal(patterns(model(ids).logits), patterns(expected))
         assert together == sizes * 2
         with fused.in_place():  # another number of tokens: each by itself
             model(ids.expand(1, 3))
@@ -753,10 +750,10 @@ def test_a_product_is_not_that_of_an_input_before(together: list[int]) -> None:
         with fused.in_place():
             found = [layers[0](x), layers[2](other), layers[1](x), layers[2](x)]
             wanted = [expected[0][0], expected[1][2], expected[0][1], expected[0][2]]
-            assert all(torch.equal(bits(y), bits(z)) for y, z in zip(found, wanted, strict=True))
+            assert all(torch.equal(patterns(y), patterns(z)) for y, z in zip(found, wanted, strict=True))
             found = [layers[0](x), layers[1](x), layers[1](x), layers[0](other), layers[1](other)]
             wanted = [*expected[0][:2], expected[0][1], *expected[1][:2]]
-            assert all(torch.equal(bits(y), bits(z)) for y, z in zip(found, wanted, strict=True))
+            assert all(torch.equal(patterns(y), patterns(z)) for y, z in zip(found, wanted, strict=True))
     assert together == [3, 3, 3]
 
 
@@ -778,6 +775,6 @@ def test_blocks_may_share_ternary_layers(together: list[int]) -> None:
     second.mlp = first.mlp
     fused, expected = chosen(model, ids)
     with torch.no_grad(), fused.in_place():
-        assert torch.equal(bits(model(ids).logits), bits(expected))
+        assert torch.equal(patterns(model(ids).logits), patterns(expected))
     assert fused.products == 5 and together == [3, 2, 3, 2]
     assert not any("forward" in vars(module) for module in model.modules())

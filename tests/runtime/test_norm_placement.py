@@ -36,7 +36,7 @@ from neuzip.runtime.hf.norm_placement import (
 )
 from neuzip.runtime.hf.residency import is_compressed
 from neuzip.train.mix_ln import RECIPES, Recipe, gradient_norms, held_out_loss, new_model, stepper
-from neuzip.train.text import Windows
+from neuzip.train.text import TrainingWindows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -404,7 +404,7 @@ TINY = Recipe(32, 48, 2, 3, steps=30, tokens=0, peak=3e-3)
 
 def trained(placement: str, seed: int) -> tuple[list[float], NormPlacementForCausalLM]:
     made = new_model(TINY.config(placement, 96), seed, torch.device("cpu"))
-    windows = Windows.of(torch.arange(4096) % 13, length=16, batch=4, seed=seed)
+    windows = TrainingWindows.of(torch.arange(4096) % 13, length=16, batch=4, seed=seed)
     step = stepper(made, windows, bf16=False)
     schedule = TINY.schedule()
     return [step(number, schedule(number))["loss"] for number in range(TINY.steps)], made
@@ -452,7 +452,7 @@ def test_gradient_norms_of_layers():
 def test_training_on_a_gpu_in_bf16(placement: str):
     device = torch.device("cuda")
     made = new_model(TINY.config(placement, 96), 1, device)
-    windows = Windows.of(torch.arange(4096) % 13, length=16, batch=4, seed=1)
+    windows = TrainingWindows.of(torch.arange(4096) % 13, length=16, batch=4, seed=1)
     step = stepper(made, windows)
     losses = [step(number, TINY.schedule()(number))["loss"] for number in range(TINY.steps)]
     assert all(map(math.isfinite, losses)) and losses[-1] < 0.6 * losses[0]

@@ -34,11 +34,12 @@ from transformers.quantizers.base import HfQuantizer
 
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
-from neuzip.runtime.hf.quantizer import NeuzipConfig, make_quantizer, register
+from neuzip.runtime.hf.patches import make_quantizer, register
+from neuzip.runtime.hf.quantization_config import NeuzipConfig
 from neuzip.runtime.hf.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -706,7 +707,7 @@ def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
         adapter = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=16))
         adapter.save_pretrained(tmp_path / name)
     compress(tmp_path / "plain", tmp_path / "small")
-    compress_against(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
+    compress_delta(tmp_path / "plain", tmp_path / "before", tmp_path / "delta", "before")
     expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     assert max(tensor.nbytes for tensor in expected.values()) >= CODED_MINIMUM
     for name in ("small", "delta"):
@@ -811,7 +812,7 @@ def test_import_torch_bears_a_neuzip_that_cannot_be_imported(monkeypatch, caplog
 
 
 def test_where_registering_fails_folders_are_refused(small, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "neuzip.runtime.hf.quantizer", None)
+    monkeypatch.setitem(sys.modules, "neuzip.runtime.hf.patches", None)
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "neuzip", NeuzipConfig)  # put back afterwards
     neuzip._register("transformers.modeling_utils")
     assert "neuzip could not register with transformers.modeling_utils" in caplog.text

@@ -388,7 +388,7 @@ def test_no_page_has_words_of_our_own():
     assert found == {}
 
 
-@pytest.mark.parametrize("script", ["docs_figures", "pictures"])
+@pytest.mark.parametrize("script", ["figures", "pictures"])
 def test_figures_and_pictures_are_those_of_the_results(script: str):
     check = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / f"{script}.py", "--check"],
@@ -397,16 +397,3 @@ def test_figures_and_pictures_are_those_of_the_results(script: str):
         check=False,
     )
     assert check.returncode == 0, f"run python benchmarks/{script}.py: {check.stdout}{check.stderr}"
-
-
-def test_numbers_of_experiments_are_in_the_log():
-    """Kernels.md quotes experiments: every number in a list below "What did not help" is in the log."""
-    log = (ROOT / "benchmarks" / "results" / "log.md").read_text(encoding="utf-8")
-    known = set(NUMBER.findall(log))
-    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    lists = re.findall(r"^\*\*What did not help\.\*\*\n\n((?:[* ] .*\n)+)", text, re.MULTILINE)
-    assert len(lists) == text.count("**What did not help.**")
-    for found in lists:
-        assert found.count("\n* ") < 5
-        quoted = NUMBER.findall(re.sub(r"`[^`]*`", "", found))
-        assert [n for n in quoted if n.lstrip("-") not in known and len(n) > 1] == []

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from neuzip.cli.commands import VERBS
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-def test_figures_are_those_of_the_results(root: Path) -> None:
-    check = subprocess.run([sys.executable, root / "benchmarks" / "readme.py", "--check"], check=False)
-    assert check.returncode == 0, "run python benchmarks/readme.py"
+from pages import attention, codecs, layout, measurements, running, summary, ternary, training, weights
+
+Pages = SimpleNamespace
+PAGES = (attention, codecs, layout, measurements, running, summary, ternary, training, weights)
 
 
 @pytest.fixture
-def readme(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """benchmarks/readme.py, with results of its own: the others copied, those of a GPU made up."""
-    spec = importlib.util.spec_from_file_location("readme", root / "benchmarks" / "readme.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def readme(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """All functions of benchmarks/pages, with results of their own: some copied, those of a GPU made up."""
     for name in ("sweep-demo", "cpu_codec", "memory"):
         shutil.copy(root / "benchmarks" / "results" / f"{name}.json", tmp_path)
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    return module
+    monkeypatch.setattr(layout, "RESULTS", tmp_path)
+    return SimpleNamespace(**{name: value for page in PAGES for name, value in vars(page).items()})
 
 
-def test_figures_of_a_gpu_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+def test_figures_of_a_gpu_appear_with_their_file(readme: Pages, tmp_path: Path) -> None:
     without = readme.figures()
     assert "on a GPU" not in without
     measured = {"by": "neuzip", "must_gb_s": 7, "stretch_gb_s": 9, "share": 0.25, "ratio": 0.5}
@@ -77,9 +73,7 @@ CARD = {
 }  # fmt: skip
 
 
-def test_conversion_has_a_column_for_each_model_and_a_line_of_rotation(
-    readme: ModuleType, tmp_path: Path
-) -> None:
+def test_conversion_has_a_column_for_each_model_and_a_line_of_rotation(readme: Pages, tmp_path: Path) -> None:
     machine = {"cores": 2, "processor": "chip", "python": "3", "packages": {}, "commit": "abc"}
     one: dict[str, object] = {"perplexity": 1234.5, "kld": 0.25, "bits": 1.6}
     for name, factor in (("demo", 1), ("wikilm-26m", 2)):
@@ -101,7 +95,7 @@ def test_conversion_has_a_column_for_each_model_and_a_line_of_rotation(
     assert "| rotated" not in figures and "2,000 tokens of the held-out text" in figures
 
 
-def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+def test_figures_of_ternary_products_appear_with_their_file(readme: Pages, tmp_path: Path) -> None:
     shape = {"out": 64, "in": 32, "tokens": 1, "must": 4.0, "stretch": 5.0, "cublas_us": 40.0}
     products = [
         {**shape, "activation": "int8", "us": 8.0, "speedup": 5.0, "times_int8": 1.0},
@@ -141,7 +135,7 @@ def test_figures_of_ternary_products_appear_with_their_file(readme: ModuleType, 
     assert figures.count("a card, driver 1.2") == 1
 
 
-def test_figures_of_a_bitnet_model_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+def test_figures_of_a_bitnet_model_appear_with_their_file(readme: Pages, tmp_path: Path) -> None:
     speed = {"what": "decode", "unit": "tokens/s"}
     size = {"what": "weights", "unit": "GB"}
     missed = {"must": 2.5, "stretch": 4.0, "most": False, "met": False}
@@ -164,7 +158,7 @@ def test_figures_of_a_bitnet_model_appear_with_their_file(readme: ModuleType, tm
     assert "a card, driver 1.2" in figures
 
 
-def test_figures_of_attention_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+def test_figures_of_attention_appear_with_their_file(readme: Pages, tmp_path: Path) -> None:
     row = {
         "texts": 2, "tokens": 4096, "bits": 3, "bytes": 2, "bytes_bf16": 8, "sdpa_us": 9, "attend_us": 6,
         "speedup": 1.5, "store_us": 1, "sdpa_gb_s_read": 400, "gb_s_read": 1234,
@@ -180,7 +174,7 @@ def test_figures_of_attention_appear_with_their_file(readme: ModuleType, tmp_pat
     assert "12.0 us, 1,234 GB/s | 0.75, **slower** |" in figures
 
 
-def test_figures_of_quantised_attention_appear_with_their_file(readme: ModuleType, tmp_path: Path) -> None:
+def test_figures_of_quantised_attention_appear_with_their_file(readme: Pages, tmp_path: Path) -> None:
     case = {"texts": 4, "tokens": 8192, "width": 128, "causal": True}
     kernels = [
         {**case, "side": "ours, 8 bits", "tops": 661.0, "tops_without": 750.4, "must": 680, "stretch": 850},
@@ -226,7 +220,7 @@ def step(model: str, method: str, tokens: int, peak: float | None, speed: float)
     }  # fmt: skip
 
 
-def test_memory_and_speed_stand_beside_their_aims(readme: ModuleType) -> None:
+def test_memory_and_speed_stand_beside_their_aims(readme: Pages) -> None:
     llama = [
         step("llama-3-8b", "ours", 1024, 14.0, 700.0), step("llama-3-8b", "ours", 8192, 30.0, 870.0),
         step("llama-3-8b", "lomo", 1024, 19.5, 1000.0), step("llama-3-8b", "lomo", 8192, 40.0, 1000.0),
@@ -274,7 +268,7 @@ def test_memory_and_speed_stand_beside_their_aims(readme: ModuleType) -> None:
     assert "two" not in readme.train_memory({"sections": {"bits": document["sections"]["bits"]}})
 
 
-def test_recovery_stage_by_stage(readme: ModuleType) -> None:
+def test_recovery_stage_by_stage(readme: Pages) -> None:
     after = {
         "original": 96.25, "perplexity": 110.0, "ratio": 1.143, "ratio_error": 0.004, "kld": 0.2, "top_1": 0.7
     }  # fmt: skip
@@ -311,7 +305,7 @@ def placement(name: str, text: str, against: dict[str, float | None] | None) -> 
         (None, None, "too few seeds to tell Mix-LN from Pre-LN"),
     ],
 )
-def test_the_verdict_on_mix_ln(readme: ModuleType, low: float | None, high: float | None, said: str) -> None:
+def test_the_verdict_on_mix_ln(readme: Pages, low: float | None, high: float | None, said: str) -> None:
     against = {"percent": -2.0, "low": low, "high": high}
     rows = [
         row
@@ -336,7 +330,7 @@ def test_the_verdict_on_mix_ln(readme: ModuleType, low: float | None, high: floa
     assert found["Post-LN"][0] == "diverged"
 
 
-def test_a_layer_that_nothing_is_left_without(readme: ModuleType) -> None:
+def test_a_layer_that_nothing_is_left_without(readme: Pages) -> None:
     def of(value: float, error: float | None = 0.1) -> dict[str, float | None]:
         return {"value": value, "standard_error": error}
 
@@ -368,7 +362,7 @@ def test_a_layer_that_nothing_is_left_without(readme: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("speedup", "said"), [(0.64, True), (0.9949, True), (0.9951, False), (1.0, False), (1.3, False)]
 )
-def test_what_is_slower_in_the_digits_shown_says_so(speedup: float, said: bool, readme: ModuleType) -> None:
+def test_what_is_slower_in_the_digits_shown_says_so(speedup: float, said: bool, readme: Pages) -> None:
     assert (readme.slower(speedup) == ", **slower**") is said
 
 
@@ -411,7 +405,7 @@ def ratios(document: dict[str, Any], name: str) -> list[float]:
 @pytest.mark.parametrize(
     "name", ["packed_linear", "generate", "train_memory", "kv_attention", "gpu_codec", "attention"]
 )
-def test_every_row_that_is_slower_says_so(name: str, root: Path, readme: ModuleType) -> None:
+def test_every_row_that_is_slower_says_so(name: str, root: Path, readme: Pages) -> None:
     document = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
     late = [r for r in ratios(document, name) if round(r, 2) < 1]
     assert late and getattr(readme, name)(document).count("**slower**") == len(late)
@@ -425,7 +419,7 @@ EVERYTHING = (
 
 
 def test_readme_has_the_speed_of_prompts_and_models_that_lose_more(
-    root: Path, readme: ModuleType, tmp_path: Path
+    root: Path, readme: Pages, tmp_path: Path
 ) -> None:
     copy_results(root, tmp_path, *EVERYTHING)
     few = readme.short()
@@ -446,7 +440,7 @@ def test_readme_has_the_speed_of_prompts_and_models_that_lose_more(
     assert next(iter(results)) == "what" and list(results)[2].startswith("[lossless bf16, wikilm-26m]")
 
 
-def test_what_is_slower_or_missed_is_said_to_lose(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_what_is_slower_or_missed_is_said_to_lose(root: Path, readme: Pages, tmp_path: Path) -> None:
     """Nobody chooses: a row with a label stands there, and no other."""
     copy_results(root, tmp_path, *EVERYTHING)
     few = readme.short()
@@ -455,7 +449,7 @@ def test_what_is_slower_or_missed_is_said_to_lose(root: Path, readme: ModuleType
     assert len(rows) >= 6 and all("**slower**" in row or "**missed**" in row for row in rows)
 
 
-def test_every_speed_of_synthetic_weights_says_so(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_every_speed_of_synthetic_weights_says_so(root: Path, readme: Pages, tmp_path: Path) -> None:
     copy_results(root, tmp_path, *EVERYTHING)
     lines = "\n".join(readme.short().values()).splitlines()
     units = (" GB/s", " tokens/s", " TOPS", " ms,", "x; batch 32", "x; batch 16", "3B shapes")
@@ -463,7 +457,7 @@ def test_every_speed_of_synthetic_weights_says_so(root: Path, readme: ModuleType
     assert len(speeds) >= 13 and all("synthetic" in line for line in speeds)
 
 
-def test_a_scaled_embedding_stands_below_the_headline(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_a_scaled_embedding_stands_below_the_headline(root: Path, readme: Pages, tmp_path: Path) -> None:
     document = json.loads((root / "benchmarks" / "results" / "mix_ln-once.json").read_text())
     assert "Scaled embedding" not in readme.mix_ln(document)
     copy_results(root, tmp_path, "mix_ln-small", "mix_ln-small-scaled")
@@ -471,7 +465,7 @@ def test_a_scaled_embedding_stands_below_the_headline(root: Path, readme: Module
     assert {"unscaled", "times 50"} <= set(rows_of(readme.mix_ln(document)))
 
 
-def test_plain_formats_are_of_the_same_tokens(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_plain_formats_are_of_the_same_tokens(root: Path, readme: Pages, tmp_path: Path) -> None:
     copy_results(root, tmp_path, "group_formats-wikilm-26m", "sweep-wikilm-26m")
     lines = [line for line in readme.group_formats().splitlines() if re.match(r"\| \d", line)]
     sizes = [float(line.split("|")[2]) for line in lines]
@@ -507,7 +501,7 @@ def test_the_python_names_exist(root: Path) -> None:
             assert hasattr(neuzip, name), f"{page.name}: {name}"
 
 
-def test_links_of_the_readme_lead_to_headings(root: Path, readme: ModuleType) -> None:
+def test_links_of_the_readme_lead_to_headings(root: Path, readme: Pages) -> None:
     text = (root / "README.md").read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]*)\)", text)
     assert links
@@ -521,7 +515,7 @@ def copy_results(root: Path, folder: Path, *names: str) -> None:
         shutil.copy(root / "benchmarks" / "results" / f"{name}.json", folder)
 
 
-def test_the_few_figures_are_those_of_the_results(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_the_few_figures_are_those_of_the_results(root: Path, readme: Pages, tmp_path: Path) -> None:
     """With no result of a GPU there is no speed; a missed target is said in the cell beside it."""
     few = readme.short()
     assert "[lossless bf16, wikilm-26m]" in few["results"] and "3 mantissa bits" in few["results"]
@@ -547,7 +541,7 @@ def test_the_few_figures_are_those_of_the_results(root: Path, readme: ModuleType
     assert few["modes"].endswith(f"are from one {document['environment']['gpu']['name']} (decompression).")
 
 
-def row_with(readme: ModuleType, what: str) -> str:
+def row_with(readme: Pages, what: str) -> str:
     """The one row of README that has these words."""
     lines = "\n".join(readme.short().values()).splitlines()
     (line,) = (line for line in lines if what in line)
@@ -572,7 +566,7 @@ def row_with(readme: ModuleType, what: str) -> str:
     ],
 )
 def test_ratios_are_judged_by_their_aims(
-    name: str, change: Any, row: str, told: str, root: Path, readme: ModuleType, tmp_path: Path
+    name: str, change: Any, row: str, told: str, root: Path, readme: Pages, tmp_path: Path
 ) -> None:
     copy_results(root, tmp_path, name)
     document = json.loads((tmp_path / f"{name}.json").read_text())
@@ -590,7 +584,7 @@ def test_ratios_are_judged_by_their_aims(
 
 @pytest.mark.parametrize("missed", [False, True])
 def test_ternary_models_are_judged_by_their_aims(
-    missed: bool, root: Path, readme: ModuleType, tmp_path: Path
+    missed: bool, root: Path, readme: Pages, tmp_path: Path
 ) -> None:
     copy_results(root, tmp_path, "recovery", "ternary-conversion-wikilm-26m")
     document = json.loads((tmp_path / "recovery.json").read_text())
@@ -604,7 +598,7 @@ def test_ternary_models_are_judged_by_their_aims(
 
 @pytest.mark.parametrize("missed", [False, True])
 def test_memory_and_time_are_judged_as_at_most(
-    missed: bool, root: Path, readme: ModuleType, tmp_path: Path
+    missed: bool, root: Path, readme: Pages, tmp_path: Path
 ) -> None:
     loss = json.loads((root / "benchmarks" / "results" / "linear_cross_entropy.json").read_text())
     for r in loss["sections"]["gemma"]["results"]:
@@ -625,7 +619,7 @@ def test_memory_and_time_are_judged_as_at_most(
     assert "our trainer with plain weights (method of LOMO): " in line and "torch's SGD: " in line
 
 
-def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType, tmp_path: Path) -> None:
+def test_the_page_of_measurements_has_every_table(root: Path, readme: Pages, tmp_path: Path) -> None:
     for path in (root / "benchmarks" / "results").glob("*.json"):
         shutil.copy(path, tmp_path)
     page = (root / "docs" / "measurements.md").read_text()
@@ -637,9 +631,7 @@ def test_the_page_of_measurements_has_every_table(root: Path, readme: ModuleType
     assert len({readme.title_of(part) for part in parts}) == len(parts)
 
 
-def test_every_table_names_its_command_machine_and_commit(
-    root: Path, readme: ModuleType, tmp_path: Path
-) -> None:
+def test_every_table_names_its_command_machine_and_commit(root: Path, readme: Pages, tmp_path: Path) -> None:
     for path in (root / "benchmarks" / "results").glob("*.json"):
         shutil.copy(path, tmp_path)
     for part in readme.parts():

@@ -13,7 +13,7 @@ import pytest
 
 import neuzip
 from neuzip.cli.commands import VERBS
-from neuzip.train.configuration import Configuration
+from neuzip.train.configuration import TrainingConfiguration
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_public_name_has_a_section(root: Path) -> None:
 def test_every_key_of_train_is_there_with_its_default(root: Path) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| [^|]*\|$", page(root, "config"), re.MULTILINE)
     told = dict(rows)
-    for field in dataclasses.fields(Configuration):
+    for field in dataclasses.fields(TrainingConfiguration):
         default = "required" if field.default is dataclasses.MISSING else f"`{json.dumps(field.default)}`"
         assert told[field.name] == ("none" if field.default is None else default), field.name
 

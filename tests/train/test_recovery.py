@@ -18,16 +18,16 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.kernels import quantizers
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import read_log
-from neuzip.train.recovery.course import STATE_FILE, Recovery, Settings, recover, thinned
-from neuzip.train.recovery.distill import Weights, head_loss, hidden_loss
+from neuzip.train.recovery.course import STATE_FILE, Recovery, RecoverySettings, recover, thinned
+from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
 from neuzip.train.recovery.latent import require_plain_head, runnable
 from neuzip.train.recovery.straight_through import LatentLinear, inside, integer_product
-from neuzip.train.recovery.ternary import Recipe, convert, save
-from neuzip.train.text import Windows
+from neuzip.train.recovery.ternary import TernaryRecipe, convert, save
+from neuzip.train.text import TrainingWindows
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "checkpoint"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -75,7 +75,7 @@ def test_gradients_pass_the_quantisers_as_if_they_were_not_there(activation: str
     weights = numbers(10, 24, seed=2)
     (layer(x) * weights).sum().backward()
     ternary = layer.ternary()
-    quantised = bitlinear.ACTIVATIONS[activation](x.detach()).dequantize()  # type: ignore[misc]
+    quantised = ACTIVATIONS[activation](x.detach()).dequantize()  # type: ignore[misc]
     seen = (x + strength * (quantised - x)).detach().requires_grad_()
     dense = layer.weight.detach() + strength * (ternary.dequantize() - layer.weight.detach())
     dense.requires_grad_()
@@ -130,10 +130,12 @@ def test_sums_are_exact(shape, device):
 
 
 @pytest.mark.parametrize(
-    "weights", [Weights(), Weights(0.7, 0.3, temperature=2.5), Weights(0.0, 1.0)], ids=["kl", "both", "ce"]
+    "weights",
+    [LossWeights(), LossWeights(0.7, 0.3, temperature=2.5), LossWeights(0.0, 1.0)],
+    ids=["kl", "both", "ce"],
 )
 @pytest.mark.parametrize("rows", [7, 100])
-def test_head_loss_is_what_autograd_says(weights: Weights, rows: int):
+def test_head_loss_is_what_autograd_says(weights: LossWeights, rows: int):
     hidden, head = numbers(30, 16).requires_grad_(), numbers(50, 16, seed=1).requires_grad_()
     teacher, its = numbers(30, 12, seed=2), numbers(50, 12, seed=3)
     targets = torch.arange(30)
@@ -169,8 +171,8 @@ def corpus() -> Tensor:
     return torch.tensor(ids)
 
 
-def windows(batch: int = 8, length: int = 32) -> Windows:
-    return Windows.of(corpus(), length=length, batch=batch, seed=1)
+def windows(batch: int = 8, length: int = 32) -> TrainingWindows:
+    return TrainingWindows.of(corpus(), length=length, batch=batch, seed=1)
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +202,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(original: Path, src: Path | None = None, **settings) -> Recovery:
     base = load_model(original, torch.float32)
-    return Recovery.begin(src or original, base, windows(), Settings(**{"lr": 2e-3, **settings}))
+    return Recovery.begin(src or original, base, windows(), RecoverySettings(**{"lr": 2e-3, **settings}))
 
 
 def kld(original: Path, model: nn.Module) -> float:
@@ -220,7 +222,7 @@ def kld(original: Path, model: nn.Module) -> float:
         {"scales": "absmean", "strength": 0.3},
         {"sub_norms": True},
         {"activations": "a4.8"},
-        {"loss": Weights(1.0, 0.2, 0.5, 2.0), "noise": 0.05},
+        {"loss": LossWeights(1.0, 0.2, 0.5, 2.0), "noise": 0.05},
     ],
     ids=["learned", "rows", "absmean", "sub-norms", "a4.8", "all-losses"],
 )
@@ -235,7 +237,7 @@ def test_a_course_recovers(settings, original: Path, tmp_path: Path):
     assert kld(original, model) < 0.5 * before
     assert len(found.figures) == found.steps == 100
     assert found.is_complete
-    assert bitlinear.recorded(tmp_path / "r") == bitlinear.Activations(settings.get("activations", "b1.58"))
+    assert ACTIVATIONS_ENTRY.read(tmp_path / "r") == Activations(settings.get("activations", "b1.58"))
     plain = load_model(tmp_path / "r")
     assert isinstance(plain, BitNetForCausalLM) == ("sub_norms" in settings)
     assert len(found.ternary) == 14
@@ -265,7 +267,7 @@ def test_what_runs_is_what_was_trained(original: Path, tmp_path: Path):
 
 def test_it_goes_on_from_a_converted_checkpoint(original: Path, tmp_path: Path):
     model = load_model(original, torch.float32)
-    found = convert(model, Recipe("error-feedback", "row"), windows().ids[:2048].view(-1, 32))
+    found = convert(model, TernaryRecipe("error-feedback", "row"), windows().ids[:2048].view(-1, 32))
     nn.Module.to(model, dtype=torch.bfloat16)
     save(model, original, tmp_path / "converted")
     course = begin(original, tmp_path / "converted", group="tensor")
@@ -276,7 +278,7 @@ def test_it_goes_on_from_a_converted_checkpoint(original: Path, tmp_path: Path):
 
 def test_another_model_that_is_not_ternary_is_refused(original: Path, tmp_path: Path):
     model = load_model(original, torch.float32)
-    convert(model, Recipe("least-squares", 8))  # a scale for a part of a row
+    convert(model, TernaryRecipe("least-squares", 8))  # a scale for a part of a row
     nn.Module.to(model, dtype=torch.bfloat16)
     save(model, original, tmp_path / "converted")
     with pytest.raises(NeuzipError, match="a scale a tensor or a row"):
@@ -291,18 +293,20 @@ def test_thinned_logs_keep_the_last_step():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"activations": "a4.8", "loss": Weights(1.0, 0.1, 0.1)}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"activations": "a4.8", "loss": LossWeights(1.0, 0.1, 0.1)}], ids=str
+)
 def test_a_course_on_a_gpu(settings, original: Path, tmp_path: Path):
     """In bf16, by the kernels of inference, with a fused optimizer whose moments come back as they were."""
     base = load_model(original, None, "cuda")
-    course = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
+    course = Recovery.begin(original, base, windows(), RecoverySettings(lr=2e-3, **settings))
     before = kld(original, course.student.cpu())
-    course = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
+    course = Recovery.begin(original, base, windows(), RecoverySettings(lr=2e-3, **settings))
     course.fit(1.0)  # compiles the kernels, which takes as long as it takes
     assert course.fit(10.0) > 40
     recover(course, original, tmp_path / "r", steps=100, keep_state=tmp_path / "state")
     assert kld(original, runnable(tmp_path / "r", None, "cpu", torch.float32)) < 0.5 * before
-    again = Recovery.begin(original, base, windows(), Settings(lr=2e-3, **settings))
+    again = Recovery.begin(original, base, windows(), RecoverySettings(lr=2e-3, **settings))
     assert again.load_state(tmp_path / "state") == 100
     moments = again.optimizer.state[again.latent["model.layers.0.mlp.up_proj"].weight]
     assert all(value.is_cuda for value in moments.values())
@@ -316,7 +320,7 @@ def test_head_loss_on_a_gpu_is_that_of_a_cpu():
     results = []
     for device in ("cpu", "cuda"):
         own = [x.to(device, copy=True).requires_grad_(n < 2) for n, x in enumerate(arrays)]
-        found = head_loss(*own, torch.arange(300, device=device), Weights(1.0, 0.5), 128)
+        found = head_loss(*own, torch.arange(300, device=device), LossWeights(1.0, 0.5), 128)
         found.total.backward()
         results.append([x.cpu() for x in (found.total.detach(), own[0].grad, own[1].grad)])
     for one, other in zip(*results, strict=True):
@@ -347,7 +351,7 @@ def test_a_stopped_course_goes_on_as_if_it_had_not_been(original: Path, tmp_path
     with pytest.raises(UsageError, match="for 20 steps"):
         recover(begin(original, **settings), original, tmp_path / "r", steps=30)
     other = begin(original, **settings)
-    other.windows = Windows.of(corpus()[:3000], length=32, batch=8, seed=1)
+    other.windows = TrainingWindows.of(corpus()[:3000], length=32, batch=8, seed=1)
     with pytest.raises(UsageError, match="begun with another text"):
         recover(other, original, tmp_path / "r", steps=20)
     found = recover(begin(original, **settings), original, tmp_path / "r", steps=20)
@@ -369,9 +373,9 @@ def test_a_course_goes_on_only_with_the_models_that_it_began_with(original: Path
     nn.Module.to(other, dtype=torch.bfloat16).save_pretrained(tmp_path / "other")
     base = load_model(original, torch.float32)
     model = load_model(original, torch.float32)
-    convert(model, Recipe("absmean"))
+    convert(model, TernaryRecipe("absmean"))
     save(nn.Module.to(model, dtype=torch.bfloat16), original, tmp_path / "converted")
-    settings = Settings(lr=2e-3)
+    settings = RecoverySettings(lr=2e-3)
     for src, teacher, changed in (
         (original, load_model(tmp_path / "other", torch.float32), "original"),
         (tmp_path / "converted", base, "source"),
@@ -461,7 +465,7 @@ def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_p
     assert float(moments["exp_avg_sq"].sum()) > 0
     recover(second, tmp_path / "b158", tmp_path / "a48", steps=5, from_state=tmp_path / "state")
     assert second.optimizer.state[layer.weight]["step"] == 20
-    assert bitlinear.recorded(tmp_path / "a48") == bitlinear.Activations("a4.8")
+    assert ACTIVATIONS_ENTRY.read(tmp_path / "a48") == Activations("a4.8")
 
 
 def test_a_budget_of_time_decides_how_many_steps_there_are(
@@ -510,7 +514,7 @@ def test_another_base_is_refused(original: Path):
     other = load_model(DEMO, torch.float32)
     other.config.name_or_path = str(original)
     with pytest.raises(NeuzipError, match="has another shape there"):
-        Recovery.begin(original, other, windows(), Settings())
+        Recovery.begin(original, other, windows(), RecoverySettings())
 
 
 def test_heads_that_are_more_than_a_matrix_are_refused(original: Path):
@@ -527,14 +531,14 @@ def test_heads_that_are_more_than_a_matrix_are_refused(original: Path):
     ("settings", "said"),
     [
         ({"noise": 1.5}, "noise is 1.5"),
-        ({"loss": Weights(0.0)}, "nothing is to be learned"),
-        ({"loss": Weights(temperature=0.0)}, "temperature"),
+        ({"loss": LossWeights(0.0)}, "nothing is to be learned"),
+        ({"loss": LossWeights(temperature=0.0)}, "temperature"),
         ({"activations": "a2"}, "no activation mode"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, said: str):
     with pytest.raises(UsageError, match=said):
-        Settings(**settings)
+        RecoverySettings(**settings)
 
 
 # The command

@@ -18,7 +18,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels import quantizers
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.train.recovery.rotation import orthogonal, rotate
-from neuzip.train.recovery.ternary import Recipe, _Feed, convert
+from neuzip.train.recovery.ternary import TernaryRecipe, _Feed, convert
 
 
 def correlated(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -110,7 +110,7 @@ WINDOWS = torch.randint(97, (12, 20), generator=torch.Generator().manual_seed(4)
 def test_all_linear_weights_of_layers_become_ternary(model, quantizer, group):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers = []
-    found = convert(model, Recipe(quantizer, group), WINDOWS, on_layer=lambda: layers.append(1))
+    found = convert(model, TernaryRecipe(quantizer, group), WINDOWS, on_layer=lambda: layers.append(1))
     assert len(layers) == 3
     assert len(found) == 3 * 7
     after = model.state_dict()
@@ -145,13 +145,13 @@ def test_each_layer_sees_what_the_changed_ones_give(model):
 
 def test_a_text_is_needed_for_feedback(model):
     with pytest.raises(UsageError, match="needs a text"):
-        convert(model, Recipe("error-feedback"))
+        convert(model, TernaryRecipe("error-feedback"))
 
 
 def test_a_model_without_layers_is_refused(model):
     model.config.num_hidden_layers = 5
     with pytest.raises(NeuzipError, match="no list of 5 layers"):
-        convert(model, Recipe("absmean"))
+        convert(model, TernaryRecipe("absmean"))
 
 
 def test_layers_are_those_of_the_decoder(model):

@@ -25,16 +25,16 @@ import neuzip
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
 from neuzip.kernels.quantizers import states as quantized
-from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.kernels.quantizers.states import BLOCK, RngKey
 from neuzip.kernels.rans.coded import PATTERNS
 from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.train import compressed_array as holding
 from neuzip.train import states as kept
 from neuzip.train import trainer as compressed
-from neuzip.train.compressed_array import CodedByNumba, CodedByTriton, hold
+from neuzip.train.compressed_array import NumbaCompressedArray, TritonCompressedArray, store_array
 from neuzip.train.deterministic import deterministic_algorithms
-from neuzip.train.layer_prefetch import Desk
-from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, Part, optimizer_of
+from neuzip.train.layer_prefetch import LayerBuffers
+from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, ParameterUpdate, optimizer_of
 from neuzip.train.trainer import Trainer, checksum, train_compressed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,8 +110,10 @@ def plain(
             norm = math.sqrt(float(squares))
             scale = torch.tensor(clip / norm) if norm > clip else None
         for number, (name, p) in enumerate(parameters):
-            chance = Chance(0, step, number)
-            part = Part(p.detach().view(-1), gradients[name].view(-1), lr, chance, scale, p.dim() > 1)
+            chance = RngKey(0, step, number)
+            part = ParameterUpdate(
+                p.detach().view(-1), gradients[name].view(-1), lr, chance, scale, p.dim() > 1
+            )
             optimizer.update(part, states[name])
             p.grad = None
     return losses, bits(model)
@@ -138,8 +140,8 @@ def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device
     flat = (torch.randn(17_000) * 0.02).to(dtype)
     flat[:6] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-30]).to(dtype)
     flat = flat.to(device if triton else "cpu")
-    held = hold(flat.clone(), True, triton=triton)
-    assert isinstance(held, CodedByTriton if triton else CodedByNumba)
+    held = store_array(flat.clone(), True, triton=triton)
+    assert isinstance(held, TritonCompressedArray if triton else NumbaCompressedArray)
     for fill in (0, 255):
         buffer = torch.full((flat.nbytes + 512,), fill, dtype=torch.uint8, device=flat.device)
         found = held.open(buffer)
@@ -166,8 +168,8 @@ def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) ->
     """In the same memory, without a census, and decoded in either of two buffers."""
     numel = 2000
     flat = (torch.randn(numel) * 0.02).bfloat16().to(device)
-    held = hold(flat, True, triton=True)
-    assert isinstance(held, CodedByTriton) and held._coded is not None
+    held = store_array(flat, True, triton=True)
+    assert isinstance(held, TritonCompressedArray) and held._coded is not None
     table, words, nbytes = held._coded.table, held._coded.words.data_ptr(), held.nbytes
     buffers = [torch.empty(2 * numel + 100, dtype=torch.uint8, device=device) for _ in range(2)]
     for step in range(3):
@@ -190,8 +192,8 @@ def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) ->
 def test_words_that_outgrow_their_room_get_a_new_table(device: torch.device) -> None:
     flat = (torch.randn(700) * 0.02).bfloat16().to(device)
     buffer = torch.empty(2000, dtype=torch.uint8, device=device)
-    held = hold(flat, True, triton=True)
-    assert isinstance(held, CodedByTriton) and held._coded is not None
+    held = store_array(flat, True, triton=True)
+    assert isinstance(held, TritonCompressedArray) and held._coded is not None
     held.open(buffer)
     before, flat = held._coded.table, flat * 2**40
     held.close(flat)
@@ -206,8 +208,8 @@ def test_words_that_outgrow_their_room_get_a_new_table(device: torch.device) -> 
 def test_weights_that_use_less_bits_are_coded_from_scratch(device: torch.device) -> None:
     """States are zeros before the first step, and then numbers of many bits."""
     buffer = torch.empty(3000, dtype=torch.uint8, device=device)
-    held = hold(torch.zeros(600, device=device), True, triton=True)
-    assert isinstance(held, CodedByTriton)
+    held = store_array(torch.zeros(600, device=device), True, triton=True)
+    assert isinstance(held, TritonCompressedArray)
     zeros, some = torch.zeros(600), torch.randn(600)
     for flat in (torch.ones(600), some, some.roll(1), zeros, some):
         held.close(flat.to(device))
@@ -217,8 +219,8 @@ def test_weights_that_use_less_bits_are_coded_from_scratch(device: torch.device)
 
 def test_a_small_array_has_no_table_at_hand(device: torch.device) -> None:
     """It would take more than it saves."""
-    held = hold((torch.randn(2000) * 0.02).bfloat16().to(device), True, triton=True)
-    assert isinstance(held, CodedByTriton) and held._recoder is None
+    held = store_array((torch.randn(2000) * 0.02).bfloat16().to(device), True, triton=True)
+    assert isinstance(held, TritonCompressedArray) and held._recoder is None
 
 
 @pytest.mark.usefixtures("recodes")
@@ -226,7 +228,7 @@ def test_what_could_not_be_coded_again_is_not_decoded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = torch.randn(300).bfloat16().to(device)
-    held = hold(flat, True, triton=True)
+    held = store_array(flat, True, triton=True)
     buffer = torch.empty(1000, dtype=torch.uint8, device=device)
     held.open(buffer)
 
@@ -251,8 +253,8 @@ def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
     """40 million weights and some, changed a little in each round; at last so much that the table is new."""
     torch.manual_seed(0)
     flat = (torch.randn(40_000_000 + 12_345, device="cuda") * 0.02).to(dtype)
-    held = hold(flat, True)
-    assert isinstance(held, CodedByTriton) and held._coded is not None
+    held = store_array(flat, True)
+    assert isinstance(held, TritonCompressedArray) and held._coded is not None
     table, nbytes = held._coded.table, held.nbytes
     buffers = [torch.empty(flat.nbytes + 512, dtype=torch.uint8, device="cuda") for _ in range(2)]
     for step in range(4):
@@ -273,7 +275,7 @@ def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(NeuzipError, match=r"weights of torch\.float64 cannot be held compressed"):
-        hold(torch.zeros(10, dtype=torch.float64), True)
+        store_array(torch.zeros(10, dtype=torch.float64), True)
 
 
 # The same bits.
@@ -332,17 +334,17 @@ def test_states_in_coded_pieces_are_those_of_the_optimizer(
     where, optimizer = device if triton else torch.device("cpu"), AdamW(stochastic=True)
     one, gradient = (torch.randn(1000).bfloat16().to(where) for _ in range(2))
     other, dense = one.clone(), optimizer.new_states(1000, where)
-    keeper = kept.Keeper(optimizer, where, coded=True, triton=triton)
+    keeper = kept.StateStore(optimizer, where, coded=True, triton=triton)
     keeper.make_room(1000)
-    pieces: kept.Pieces = []
+    pieces: kept.StatePieces = []
     for step in (1, 2):
-        keeper.update(pieces, Part(one, gradient * step, 0.01, Chance(0, step, 0)))
-        optimizer.update(Part(other, gradient * step, 0.01, Chance(0, step, 0)), dense)
+        keeper.update(pieces, ParameterUpdate(one, gradient * step, 0.01, RngKey(0, step, 0)))
+        optimizer.update(ParameterUpdate(other, gradient * step, 0.01, RngKey(0, step, 0)), dense)
         whole = keeper.whole([pieces])
         assert torch.equal(one, other)
         assert all(torch.equal(whole[name], dense[name].cpu()) for name in ("first", "second"))
         keeper.restore([pieces], [1000], whole)
-    assert isinstance(pieces[0]["first"], CodedByTriton if triton else CodedByNumba)
+    assert isinstance(pieces[0]["first"], TritonCompressedArray if triton else NumbaCompressedArray)
 
 
 @pytest.mark.usefixtures("recodes")
@@ -447,7 +449,7 @@ def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
 
     for number in (4, 5):
         units = [Unit() for _ in range(number)]
-        desk = Desk(torch.device("cpu"), ahead=True)
+        desk = LayerBuffers(torch.device("cpu"), ahead=True)
         desk.make_room(64)
         for _ in range(2):
             for way in (units, units[::-1]):
@@ -544,10 +546,10 @@ def test_checksums_tell_weights_apart() -> None:
 def test_what_fails_beside_the_work_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = train_compressed(llama(), ahead=True)
 
-    def fail(self: CodedByNumba, flat: Tensor) -> None:
+    def fail(self: NumbaCompressedArray, flat: Tensor) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(CodedByNumba, "close", fail)
+    monkeypatch.setattr(NumbaCompressedArray, "close", fail)
     with pytest.raises(MemoryError, match="no room"):
         trainer.step(batches(1)[0], 0.1)
 
@@ -565,14 +567,14 @@ def test_a_failed_decode_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None
     trainer = train_compressed(llama(), ahead=True)
     (batch,) = batches(1)
     once = [MemoryError()]
-    decode = CodedByNumba.open
+    decode = NumbaCompressedArray.open
 
-    def failing(self: CodedByNumba, buffer: Tensor) -> Tensor:
+    def failing(self: NumbaCompressedArray, buffer: Tensor) -> Tensor:
         if once:
             raise once.pop()
         return decode(self, buffer)
 
-    monkeypatch.setattr(CodedByNumba, "open", failing)
+    monkeypatch.setattr(NumbaCompressedArray, "open", failing)
     with pytest.raises(MemoryError):
         trainer.loss(batch)
     assert math.isfinite(trainer.loss(batch))
@@ -596,7 +598,7 @@ def test_a_norm_that_is_no_number_changes_no_weight(monkeypatch: pytest.MonkeyPa
 
 def test_errors_of_decoding_outlive_the_plan(device: torch.device) -> None:
     flat = torch.randn(4096, dtype=torch.bfloat16, device=device)
-    held = CodedByTriton(flat.numel(), flat.dtype)
+    held = TritonCompressedArray(flat.numel(), flat.dtype)
     held.close(flat)
     buffer = torch.empty(2 * flat.numel(), dtype=torch.uint8, device=device)
     held.open(buffer)
@@ -1042,7 +1044,7 @@ def updated(optimizer: Optimizer, weight: Tensor, gradients: list[Tensor], lr: f
     weight = weight.clone()
     states = optimizer.new_states(weight.numel(), weight.device)
     for step, gradient in enumerate(gradients, 1):
-        optimizer.update(Part(weight, gradient, lr, Chance(0, step, 0)), states)
+        optimizer.update(ParameterUpdate(weight, gradient, lr, RngKey(0, step, 0)), states)
     return weight
 
 
@@ -1085,10 +1087,10 @@ def test_an_update_does_not_depend_on_how_a_tensor_is_cut(name: str) -> None:
         optimizer.new_states(3 * BLOCK + 7, weight.device),
     ]
     for step in (1, 2):
-        optimizer.update(Part(whole, gradient, 0.01, Chance(4, step, 9)), states)
+        optimizer.update(ParameterUpdate(whole, gradient, 0.01, RngKey(4, step, 9)), states)
         for own, mine in zip((slice(0, 2 * BLOCK), slice(2 * BLOCK, None)), parts, strict=True):
-            chance = Chance(4, step, 9, own.start)
-            optimizer.update(Part(cut[own], gradient[own], 0.01, chance), mine)
+            chance = RngKey(4, step, 9, own.start)
+            optimizer.update(ParameterUpdate(cut[own], gradient[own], 0.01, chance), mine)
     assert torch.equal(whole, cut)
     assert not torch.equal(whole, weight)
 
@@ -1115,9 +1117,9 @@ def test_triton_takes_the_same_step_of_adamw(decays: bool, device: torch.device)
     for step in (1, 2, 3):
         gradient = (torch.randn(n) * 10 ** torch.empty(n).uniform_(-3, 0)).bfloat16()
         gradient[0], gradient[BLOCK] = 0.0, -0.0
-        chance = Chance(8, step, 5, 3 * BLOCK)
-        optimizer.update(Part(one, gradient, 0.01, chance, scale, decays), states)
-        there = Part(other, gradient.to(device), 0.01, chance, scale.to(device), decays)
+        chance = RngKey(8, step, 5, 3 * BLOCK)
+        optimizer.update(ParameterUpdate(one, gradient, 0.01, chance, scale, decays), states)
+        there = ParameterUpdate(other, gradient.to(device), 0.01, chance, scale.to(device), decays)
         optimizer._update_by_triton(there, theirs)
         for name, state in states.items():
             a, b = state.float(), theirs[name].cpu().float()
@@ -1134,7 +1136,7 @@ def test_triton_makes_nan_of_blocks_that_are_not_finite(device: torch.device) ->
     weight, gradient = torch.ones(2, 3 * BLOCK, device=device).bfloat16()
     gradient[BLOCK + 7], gradient[2 * BLOCK] = math.nan, math.inf
     states = optimizer.new_states(3 * BLOCK, weight.device)
-    optimizer._update_by_triton(Part(weight, gradient, 0.01, Chance(0, 1, 0)), states)
+    optimizer._update_by_triton(ParameterUpdate(weight, gradient, 0.01, RngKey(0, 1, 0)), states)
     assert states["first_top"].isfinite().tolist() == [True, False, False]
     assert weight[:BLOCK].isfinite().all() and weight[BLOCK + 7].isnan()
 
@@ -1145,7 +1147,9 @@ def test_decay_is_for_matrices() -> None:
         for decays in (True, False):
             own = weight.clone()
             states = optimizer.new_states(300, own.device)
-            optimizer.update(Part(own, torch.zeros(300), 0.5, Chance(0, 1, 0), decays=decays), states)
+            optimizer.update(
+                ParameterUpdate(own, torch.zeros(300), 0.5, RngKey(0, 1, 0), decays=decays), states
+            )
             assert torch.allclose(own, torch.full((300,), 0.95 if decays else 1.0))
 
 
@@ -1157,7 +1161,7 @@ def test_codes_are_right_in_expectation() -> None:
     for signed in (True, False):
         x = torch.randn(4 * BLOCK) if signed else torch.randn(4 * BLOCK).square()
         decoded = [
-            quantized.decode(*quantized.encode(x, signed, Chance(0, step, 0), 0)) for step in range(400)
+            quantized.decode(*quantized.encode(x, signed, RngKey(0, step, 0), 0)) for step in range(400)
         ]
         one, mean = decoded[0], torch.stack(decoded).mean(0)
         top = x.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
@@ -1169,7 +1173,7 @@ def test_a_moment_that_decays_slowly_does_decay() -> None:
     x = torch.full((BLOCK,), 0.5)
     x[0] = 1.0  # keeps the scale of the block
     for step in range(1000):
-        x = quantized.decode(*quantized.encode(x * 0.999, False, Chance(0, step, 0), 0))
+        x = quantized.decode(*quantized.encode(x * 0.999, False, RngKey(0, step, 0), 0))
         x[0] = 1.0
     assert float(x[1:].mean()) == pytest.approx(0.5 * 0.999**1000, rel=0.1)
 
@@ -1177,7 +1181,7 @@ def test_a_moment_that_decays_slowly_does_decay() -> None:
 def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
     x = torch.zeros(3 * BLOCK - 5)
     x[BLOCK + 3], x[2 * BLOCK] = math.inf, 2.0
-    found = quantized.decode(*quantized.encode(x, True, Chance(0, 1, 0), 0))
+    found = quantized.decode(*quantized.encode(x, True, RngKey(0, 1, 0), 0))
     assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
     assert found[BLOCK : 2 * BLOCK].isnan().all()
     assert found[2 * BLOCK] == 2.0 and torch.equal(found[2 * BLOCK + 1 :], torch.zeros(BLOCK - 6))
@@ -1186,7 +1190,7 @@ def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
 def test_weights_rounded_by_chance_are_neighbours_and_right_in_expectation() -> None:
     x = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 1.0, 0.0, math.inf, math.nan, 3e38])
     found = torch.stack(
-        [quantized.round_by_chance(x, torch.bfloat16, Chance(0, step, 0), 2).float() for step in range(2000)]
+        [quantized.stochastic_round(x, torch.bfloat16, RngKey(0, step, 0), 2).float() for step in range(2000)]
     )
     assert set(found[:, 0].tolist()) == {1.0, 1.0 + 2**-7}
     assert found[:, 0].mean() == pytest.approx(1 + 2**-9, abs=3e-4)
@@ -1194,7 +1198,7 @@ def test_weights_rounded_by_chance_are_neighbours_and_right_in_expectation() -> 
     assert (found[:, 2] == 1).all() and (found[:, 3] == 0).all()
     assert (found[:, 4] == math.inf).all() and found[:, 5].isnan().all()
     with pytest.raises(TypeError):
-        quantized.round_by_chance(x, torch.float16, Chance(0, 1, 0), 2)
+        quantized.stochastic_round(x, torch.float16, RngKey(0, 1, 0), 2)
 
 
 def test_small_updates_are_lost_only_when_rounded_to_nearest() -> None:
@@ -1202,20 +1206,20 @@ def test_small_updates_are_lost_only_when_rounded_to_nearest() -> None:
     for name, expected in (("sgd", 1.0), ("sgd-stochastic", 0.9)):
         own = weight.clone()
         for step in range(1, 101):
-            part = Part(own, torch.ones_like(own), 1e-3, Chance(0, step, 0))
+            part = ParameterUpdate(own, torch.ones_like(own), 1e-3, RngKey(0, step, 0))
             optimizer_of(name).update(part, {})
         assert float(own.float().mean()) == pytest.approx(expected, abs=2e-3)
 
 
 def test_chance_is_a_function_of_its_place() -> None:
     device = torch.device("cpu")
-    words = Chance(1, 2, 3).words(1 << 16, 0, device)
-    assert torch.equal(words[5000:5010], Chance(1, 2, 3, 5000).words(10, 0, device))
+    words = RngKey(1, 2, 3).words(1 << 16, 0, device)
+    assert torch.equal(words[5000:5010], RngKey(1, 2, 3, 5000).words(10, 0, device))
     assert words.unique().numel() == words.numel()
-    for other in (Chance(0, 2, 3), Chance(1, 1, 3), Chance(1, 2, 0)):
+    for other in (RngKey(0, 2, 3), RngKey(1, 1, 3), RngKey(1, 2, 0)):
         assert (other.words(1000, 0, device) == words[:1000]).sum() < 3
-    assert (Chance(1, 2, 3).words(1000, 1, device) == words[:1000]).sum() < 3
-    assert not torch.equal(Chance(1, 2, 3, 1 << 32).words(10, 0, device), words[:10])
+    assert (RngKey(1, 2, 3).words(1000, 1, device) == words[:1000]).sum() < 3
+    assert not torch.equal(RngKey(1, 2, 3, 1 << 32).words(10, 0, device), words[:10])
     ones = torch.stack([(words >> bit & 1).float().mean() for bit in range(32)])
     assert ((ones - 0.5).abs() < 0.01).all()
     neighbours = torch.corrcoef(torch.stack([words[:-1], words[1:]]).float())

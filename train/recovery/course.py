@@ -30,32 +30,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from neuzip.choices import ScaleTraining, WholeGroup
+from neuzip.compress.overwrite_guard import refuse_nesting, require_free
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import (
-    clear,
-    partial_name,
-    publish,
-    refuse_nesting,
-    remove,
-    require_free,
-    workspace,
-    write_file,
-)
+from neuzip.compress.workspace import clear, partial_name, publish, remove, workspace, write_file
 from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
-from neuzip.runtime import bitlinear
-from neuzip.runtime.hf.load import load_config, load_model
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
 from neuzip.train.plain import write_plain
-from neuzip.train.recovery.distill import Weights, head_loss, hidden_loss
+from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
 from neuzip.train.recovery.latent import (
     dense_layer,
     head_weight,
@@ -65,9 +59,9 @@ from neuzip.train.recovery.latent import (
 )
 from neuzip.train.recovery.straight_through import Group, LatentLinear
 from neuzip.train.recovery.sub_norms import with_sub_norms
-from neuzip.train.recovery.ternary import Recipe, convert
+from neuzip.train.recovery.ternary import TernaryRecipe, convert
 from neuzip.train.state_file import read_state, write_state
-from neuzip.train.text import Windows
+from neuzip.train.text import TrainingWindows
 from neuzip.train.trainer import checksum
 
 if TYPE_CHECKING:
@@ -96,7 +90,7 @@ DRAWN = 2000
 
 
 @dataclass(frozen=True)
-class Settings:
+class RecoverySettings:
     """How a model is recovered.
 
     activations   a mode of `bitlinear`: what inputs are quantised to
@@ -114,8 +108,8 @@ class Settings:
     """
 
     activations: str = "b1.58"
-    group: Literal["tensor", "row"] = "tensor"
-    scales: Literal["learned", "absmean"] = "learned"
+    group: WholeGroup = "tensor"
+    scales: ScaleTraining = "learned"
     sub_norms: bool = False
     lr: float = 3e-4
     scale_lr: float = 1.0
@@ -123,7 +117,7 @@ class Settings:
     shape: Shape = "cosine"
     least: float = 0.02
     strength: float = 0.0
-    loss: Weights = field(default_factory=Weights)
+    loss: LossWeights = field(default_factory=LossWeights)
     noise: float = 0.0
     clip: float = 1.0
     decay: float = 0.0
@@ -132,7 +126,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bitlinear.Activations.of(self.activations)
+        Activations.of(self.activations)
         for name in ("lr_warm_up", "strength", "noise", "least"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it is a share, from 0 to 1")
@@ -157,8 +151,8 @@ class Recovery:
         self,
         student: PreTrainedModel,
         base: PreTrainedModel,
-        windows: Windows,
-        settings: Settings,
+        windows: TrainingWindows,
+        settings: RecoverySettings,
         dtype: torch.dtype,
         source: str,
     ) -> None:
@@ -180,8 +174,8 @@ class Recovery:
         cls,
         src: str | os.PathLike[str],
         base: PreTrainedModel,
-        windows: Windows,
-        settings: Settings,
+        windows: TrainingWindows,
+        settings: RecoverySettings,
     ) -> Recovery:
         """From a checkpoint that is ternary, or is made so now; on the device of `base`.
 
@@ -202,7 +196,7 @@ class Recovery:
         if settings.sub_norms:
             student = with_sub_norms(student, _seen(windows, base.device))
         if not starts and settings.scales == "learned":
-            recipe = Recipe("error-feedback", "row" if settings.group == "row" else None)
+            recipe = TernaryRecipe("error-feedback", "row" if settings.group == "row" else None)
             found = convert(student, recipe, _seen(windows, base.device))
             starts = {name.removesuffix(".weight"): one for name, one in found.items()}
         group: Group = "row" if settings.group == "row" else None
@@ -422,7 +416,7 @@ class Recovery:
             self.student.set_submodule(name, dense_layer(layer, found[name]))
         nn.Module.to(self.student, dtype=self.dtype)
         write_plain(self.student, folder, src)
-        bitlinear.record(folder, self.settings.activations)
+        ACTIVATIONS_ENTRY.write(folder, Activations.of(self.settings.activations))
         return found
 
 
@@ -560,6 +554,6 @@ def _spent(log: Path, taken: int) -> float:
     return sum(figures["seconds"] for figures in read_log(log) if figures["step"] <= taken)
 
 
-def _seen(windows: Windows, device: torch.device) -> Tensor:
+def _seen(windows: TrainingWindows, device: torch.device) -> Tensor:
     """The first windows of a text, for a conversion."""
     return windows.first(min(SEEN_WINDOW, windows.length), SEEN_TOKENS).to(device)

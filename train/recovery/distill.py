@@ -19,7 +19,7 @@ LOGITS = 64 << 20
 
 
 @dataclass(frozen=True)
-class Weights:
+class LossWeights:
     """What counts how much in a loss.
 
     divergence     of T^2 KL(teacher || student), logits divided by the temperature T (Hinton et al. 2015)
@@ -34,7 +34,7 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Losses:
+class HeadLosses:
     """Means over tokens: `total` has gradients, the others are what it was made of, T^2 left out."""
 
     total: Tensor
@@ -48,16 +48,16 @@ def head_loss(
     of_teacher: Tensor,
     weight_of_teacher: Tensor,
     targets: Tensor,
-    weights: Weights,
+    weights: LossWeights,
     rows: int | None = None,
-) -> Losses:
+) -> HeadLosses:
     """The losses of logits hidden @ weight.T against those of the teacher and against targets.
 
     hidden [N, D] and weight [V, D], fp32; of_teacher [N, D'] and its weight [V, D'], of any dtype; targets
     int64 [N]. Products are fp32, on a GPU of TF32 inputs. `rows` tokens are worked on at a time.
     """
     rows = rows or max(1, LOGITS // weight.shape[0])
-    return Losses(
+    return HeadLosses(
         *_HeadLoss.apply(hidden, weight, of_teacher, weight_of_teacher, targets, weights, rows)  # type: ignore[no-untyped-call]
     )
 
@@ -73,7 +73,7 @@ class _HeadLoss(torch.autograd.Function):
         of_teacher: Tensor,
         weight_of_teacher: Tensor,
         targets: Tensor,
-        weights: Weights,
+        weights: LossWeights,
         rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sums = hidden.new_zeros(2, dtype=torch.float64)
@@ -101,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
         return of_hidden * gradients[0], of_weight * gradients[0], None, None, None, None, None
 
 
-def _of_logits(logits: Tensor, base: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+def _of_logits(logits: Tensor, base: Tensor, targets: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor]:
     """Sums of both losses, fp64 [2], and the gradient of the weighted sum for the logits [n, V]."""
     t = weights.temperature
     ours, theirs = ((x / t).log_softmax(-1) for x in (logits, base))

@@ -13,9 +13,10 @@ from neuzip.compress import ternary as forms
 from neuzip.errors import NeuzipError
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.ternary_layers import install
 from neuzip.train.recovery.straight_through import Group, LatentLinear
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def runnable(
     found = ternary_layers(model)
     if not found:
         raise NeuzipError(f"{path}: has no ternary weights", "neuzip recover makes them")
-    mode = activations or bitlinear.recorded(path) or "b1.58"
-    bitlinear.install(model, {n: TernaryWeight.of(t, device) for n, t in found.items()}, mode)
+    mode = activations or ACTIVATIONS_ENTRY.read(path) or "b1.58"
+    install(model, {n: TernaryWeight.of(t, device) for n, t in found.items()}, mode)
     return model
 
 
@@ -77,7 +78,7 @@ def make_latent(
     `starts`, and scales are those of it, of values of `dtype`. Raises NeuzipError for another base.
     """
     originals = dict(linear_layers(base))
-    by_site = bitlinear.Activations.of(activations)
+    by_site = Activations.of(activations)
     for name, linear in list(linear_layers(student)):
         if name not in originals or originals[name].weight.shape != linear.weight.shape:
             raise NeuzipError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuzip.kernels.quantizers import QuantizedTokens, Ternary, top_k_count
 from neuzip.kernels.ternary_linear.reference import quantize
-from neuzip.runtime.bitlinear import ACTIVATIONS, CLAMPED
+from neuzip.runtime.activations import ACTIVATIONS, CLAMPED
 
 Group = Literal["row"] | None
 

@@ -19,14 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neuzip.choices import ConversionQuantizer
+from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import (
-    clear,
-    publish,
-    recover,
-    require_free,
-    workspace,
-)
+from neuzip.compress.workspace import clear, publish, recover, workspace
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import quantizers
@@ -37,18 +33,16 @@ from neuzip.train.plain import write_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Quantizer = Literal["absmean", "least-squares", "error-feedback"]
-
 
 @dataclass(frozen=True)
-class Recipe:
+class TernaryRecipe:
     """How weights become ternary.
 
     quantizer  "absmean" as in b1.58, "least-squares", or "error-feedback", which needs a text
     group      weights of a row that share a scale; "row" for all of them, None for one a tensor
     """
 
-    quantizer: Quantizer = "error-feedback"
+    quantizer: ConversionQuantizer = "error-feedback"
     group: int | Literal["row"] | None = "row"
 
     def apply(self, weight: Tensor, gram: Tensor | None) -> Ternary:
@@ -66,7 +60,7 @@ class Recipe:
 @torch.no_grad()
 def convert(
     model: PreTrainedModel,
-    recipe: Recipe,
+    recipe: TernaryRecipe,
     windows: Tensor | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> dict[str, Ternary]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from neuzip.kernels.device.launch import LAUNCHING
-from neuzip.kernels.quantizers.states import BLOCK, Chance
+from neuzip.kernels.quantizers.states import BLOCK, RngKey
 
 ROWS = 4
 """Blocks of states that a program works on."""
@@ -44,7 +44,7 @@ class Rates:
 
 
 def adamw(
-    weight: Tensor, gradient: Tensor, states: dict[str, Tensor], rates: Rates, chance: Chance,
+    weight: Tensor, gradient: Tensor, states: dict[str, Tensor], rates: Rates, chance: RngKey,
     scale: Tensor | None = None, *, stochastic: bool,
 ) -> None:  # fmt: skip
     """Change a weight [n] and its states in place.

@@ -45,7 +45,7 @@ class Launch:
 
 
 def launch_of(tokens: int) -> Launch:
-    """What was fastest on an H200 (benchmarks/results/log.md): programs that take turns beat larger tiles."""
+    """What was fastest on an H200 (benchmarks/notes): programs that take turns beat larger tiles."""
     if tokens <= 256:
         return Launch(64, 128, 128, 4, 4, programs=3)
     return Launch(128, 128, 128, 4, 3, programs=2)

@@ -1,0 +1,1 @@
+"""The pages that show results: rendered from benchmarks/results by benchmarks/figures.py."""
