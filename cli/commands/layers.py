@@ -142,6 +142,12 @@ def command(
     elif analysis.removal is not None:
         out.status("nothing was written; --output DST writes this model")
     out.result(
-        {"src": path, **vars(analysis), "mergekit": recipe, "written": pruned, "plot": plot},
+        {
+            "src": path,
+            **vars(analysis),
+            "mergekit": recipe,
+            "written": None if pruned is None else pruned.to_json(),
+            "plot": plot,
+        },
         quiet=quiet_lines(analysis, output),
     )

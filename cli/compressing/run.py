@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from neuzip.compress import Plan, Rule
     from neuzip.compress.ranks import Ranks
     from neuzip.eval.attention import AttentionCalibration
+    from neuzip.eval.plans.plan_request import DropLayers
     from neuzip.eval.plans.target_values import RequestedTarget
-    from neuzip.eval.plans.targets import DropLayers
 
 TIED_MEASURED = range(1, 5)
 """Mantissa bits K for which benchmarks/tied_embedding.py has measured what K + 1 for a tied embedding do."""
@@ -177,7 +177,7 @@ def _compress_to_target(
         _record_attention(out, options.dst, calibration)
     show_report(
         out, replace(result.report, seconds=time.monotonic() - began),
-        {"target": target_json(search, result.found, result), **more},
+        {"target": target_json(search, result.search, result), **more},
         dropped=bool(result.dropped), measured=True, verified=options.verify,
     )  # fmt: skip
     raise typer.Exit(0 if result.holds else 1)
@@ -190,13 +190,13 @@ def _calibrate(out: Output, path: Path, options: CompressOptions, text: str) -> 
     from neuzip.compress.source import TensorSource
     from neuzip.eval.attention import calibrate
     from neuzip.eval.measures.texts import read_text
-    from neuzip.eval.plans.targets import refuse_strangers
+    from neuzip.eval.plans.plan_file import refuse_other_files
 
     assert options.attention is not None
     with TensorSource(path) as source:
         require_plain(source, options.dst)
     if not options.dry_run:
-        refuse = refuse_strangers if options.goal is not None else refuse_existing
+        refuse = refuse_other_files if options.goal is not None else refuse_existing
         refuse(options.dst, options.overwrite)
     calibration = calibrate(path, read_text(text), options.attention, out.stage, device=options.device)
     show_calibration(out, calibration)

@@ -13,9 +13,11 @@ from neuzip.cli.show.target import show_result
 from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
+    from neuzip.eval.plans.deliver import TargetResult
+    from neuzip.eval.plans.plan_request import DropLayers
+    from neuzip.eval.plans.plan_trials import SearchResult
     from neuzip.eval.plans.target_request import PreparedSearch
     from neuzip.eval.plans.target_values import RequestedTarget
-    from neuzip.eval.plans.targets import DropLayers, SearchResult, TargetResult
 
 _HINTS = {
     "--attention": "run neuzip patch-attention on the result",
@@ -72,7 +74,7 @@ def nothing_kept(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
 def predict(out: Output, search: PreparedSearch) -> SearchResult:
     """The plan as far as it can be known without trying it, for --dry-run."""
-    from neuzip.eval.plans.targets import find_plan
+    from neuzip.eval.plans.plan_search import find_plan
 
     result = find_plan(search.request, search.baseline, out.stage, trials=False)
     if search.request.method != "weights":
@@ -84,7 +86,8 @@ def predict(out: Output, search: PreparedSearch) -> SearchResult:
 
 def reach(out: Output, search: PreparedSearch, *, verify: bool, overwrite: bool) -> TargetResult:
     """Find the plan, compress and measure; show the target next to the result."""
-    from neuzip.eval.plans.targets import compress_to_target, is_search_of, key_of
+    from neuzip.eval.plans.deliver import compress_to_target, key_of
+    from neuzip.eval.plans.plan_file import is_search_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, baseline = search.request, search.text, search.baseline

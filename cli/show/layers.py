@@ -97,7 +97,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
         out.warning(warning)
     out.text()
     sizes = f"weights {bytes_text(pruned.source_bytes)} -> {bytes_text(pruned.bytes)}"
-    out.text(f"{pruned.dst}: {count_text(len(pruned.kept), 'layer')}; {sizes}")
+    out.text(f"{pruned.dst}: {count_text(len(pruned.remaining), 'layer')}; {sizes}")
 
 
 def _row(layer: LayerReport) -> list[str]:

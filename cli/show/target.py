@@ -14,9 +14,10 @@ from neuzip.cli.text import bytes_text, count_text, percent_text
 if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
+    from neuzip.eval.plans.deliver import TargetResult
+    from neuzip.eval.plans.plan_trials import SearchResult, Trial
     from neuzip.eval.plans.target_request import PreparedSearch
     from neuzip.eval.plans.target_values import CompressionTarget
-    from neuzip.eval.plans.targets import SearchResult, TargetResult, Trial
 
 METHODS = {
     "measured": "one run per tensor and precision",
@@ -42,7 +43,7 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
     """Say what was asked for next to the result, and by which plan."""
     from neuzip.eval.measures.estimates import errors_text
 
-    target, report, solution = search.request.target, result.report, result.found
+    target, report, solution = search.request.target, result.report, result.search
     size = f"{bytes_text(report.stored_weight_bytes)}, {percent_text(report.ratio, 1)}"
     rows = []
     if result.run is not None:
@@ -92,7 +93,7 @@ def show_result(out: Output, search: PreparedSearch, result: TargetResult) -> No
 
 def _show_layers(out: Output, search: PreparedSearch, result: TargetResult) -> None:
     """Which layers were dropped, beside what was predicted with one less and one more; or why none were."""
-    solution, target = result.found, search.request.target
+    solution, target = result.search, search.request.target
     dropped = _numbers(result.dropped)
     if solution is None or solution.drops is None:
         out.text(f"dropped layers: {dropped}, as in the earlier run")
@@ -155,10 +156,10 @@ def _limit_text(target: CompressionTarget, limit: float) -> str:
 
 def _warn_of_errors(out: Output, target: CompressionTarget, result: TargetResult) -> None:
     """Say if it is the length of the text that decided: for the result, or for a plan refused."""
-    from neuzip.eval.plans.targets import MAX_TOKENS
+    from neuzip.eval.plans.deliver import MAX_TOKENS
 
     assert result.run is not None
-    trials = result.found.trials if result.found is not None else ()
+    trials = result.search.trials if result.search is not None else ()
     tried = [trial.comparison.nll_difference for trial in trials if trial.comparison is not None]
     known = [result.run.comparison.nll_difference, *(d for d in tried if d.value <= target.limit)]
     error = max(difference.standard_error or 0.0 for difference in known)

@@ -168,12 +168,12 @@ class _Remembering(HeadedModel):
         known = self._known.get(key)
         if known is not None and self.formed is None:
             return known
-        found = super().predictions(ids, rows)
-        if isinstance(found, Head):
-            self._room -= found.hidden.nbytes
+        predictions = super().predictions(ids, rows)
+        if isinstance(predictions, Head):
+            self._room -= predictions.hidden.nbytes
             if self._room >= 0:
-                self._known[key] = found
-        return found
+                self._known[key] = predictions
+        return predictions
 
 
 def _bytes_in_use(device: torch.device) -> int | None:

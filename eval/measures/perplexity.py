@@ -330,8 +330,10 @@ def _one_by_one(
     losses: list[list[Values]] = [[] for _ in task.measured]
     for number in range(len(task.paths)):
         model = _load(task, number)
-        for reading, found in zip(task.measured, losses, strict=True):
-            found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
+        for reading, losses_of_reading in zip(task.measured, losses, strict=True):
+            losses_of_reading.append(
+                token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens)
+            )
         models.append(_described(model, ranks))
         del model  # before the next one is loaded
     return models, losses
@@ -430,17 +432,17 @@ def _tokenise(paths: Sequence[Path], text: Text, max_tokens: int | None) -> Toke
     """The text as the tokenizers of all checkpoints cut it. Raises NeuzipError if they do not agree."""
     limits = [positions(load_config(path)) for path in paths]
     limit = min((n for n in limits if n is not None), default=None)
-    found: Tokenised | None = None
+    first: Tokenised | None = None
     for path in paths:
         tokenised = Tokenised(text, load_tokenizer(path), limit, max_tokens)
-        if found is not None and (tokenised.ids, tokenised.bos) != (found.ids, found.bos):
+        if first is not None and (tokenised.ids, tokenised.bos) != (first.ids, first.bos):
             raise NeuzipError(
                 f"{paths[0]} and {path} have tokenizers that cut the text differently",
                 "their figures cannot be compared token by token; evaluate them one by one",
             )
-        found = found or tokenised
-    assert found is not None
-    return found
+        first = first or tokenised
+    assert first is not None
+    return first
 
 
 def _kind_of_memory(task: EvaluationTask) -> torch.device:
@@ -452,8 +454,8 @@ def _kind_of_memory(task: EvaluationTask) -> torch.device:
 
 def _peak(device: torch.device, ranks: Ranks) -> PeakMemory:
     """Of the process that needed most."""
-    found = [nbytes for nbytes in ranks.all_gather(peak_bytes(device)) if nbytes is not None]
+    peaks = [nbytes for nbytes in ranks.all_gather(peak_bytes(device)) if nbytes is not None]
     on_gpu = device.type == "cuda"
     return PeakMemory(
-        max(found, default=None), "GPU memory that torch allocated" if on_gpu else "resident memory"
+        max(peaks, default=None), "GPU memory that torch allocated" if on_gpu else "resident memory"
     )

@@ -332,7 +332,7 @@ def test_a_pruned_checkpoint_is_the_model_without_the_layers(kind: str, made, tm
     """transformers itself loads it, and predicts and generates as the live model that was cut by hand."""
     dst = tmp_path / "pruned"
     written = layer_removal.remove_layers(made(kind), dst, [1, 3])
-    assert written.kept == (0, 2, 4)
+    assert written.remaining == (0, 2, 4)
     model, told = AutoModelForCausalLM.from_pretrained(dst, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values()), told
     expected = pruned_by_hand(made(kind), [1, 3])
@@ -426,7 +426,7 @@ def test_a_model_that_depends_on_numbers_is_refused(made, tmp_path: Path):
     (odd / "config.json").write_text(json.dumps(config))
     with pytest.raises(NeuzipError, match=r"layer 2 would become another: attn\.scaling"):
         layer_removal.remove_layers(odd, tmp_path / "x", [1])
-    assert layer_removal.remove_layers(odd, tmp_path / "y", [4]).kept == (0, 1, 2, 3)
+    assert layer_removal.remove_layers(odd, tmp_path / "y", [4]).remaining == (0, 1, 2, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["odd", "y"]
 
 
