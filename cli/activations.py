@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from neuzip.cli.output import Output
-from neuzip.runtime.requirements import require_quantisable as require_quantisable
 
 
 def warn_of_plain_inputs(

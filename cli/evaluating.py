@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName, Residency
 from neuzip.cli import options
-from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
-from neuzip.cli.models import resolved_model
+from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.output import Output
 from neuzip.cli.ranks import joined_ranks
-from neuzip.cli.residency import require_device
 from neuzip.cli.show.evaluation import give_result, show_evaluation, show_sparsity, show_tasks
+from neuzip.cli.source import resolved_model
 from neuzip.cli.text import count_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError, shell
+from neuzip.runtime.requirements import require_device, require_quantisable
 
 if TYPE_CHECKING:
     from torch import Tensor

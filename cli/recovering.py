@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.choices import Activations, DeviceName, ScaleTraining, WholeGroup
-from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
 from neuzip.cli.show.recovery import show_comparison, show_recovery, warn_if_worse
+from neuzip.cli.source import resolved_model
 from neuzip.cli.text import count_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import NeuzipError, UsageError
+from neuzip.runtime.requirements import require_device
 
 if TYPE_CHECKING:
     from torch import device as Device

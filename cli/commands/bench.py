@@ -9,12 +9,12 @@ import typer
 from neuzip.choices import Attention, Residency
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
-from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
 from neuzip.cli.show.speeds import show_speeds
+from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
+from neuzip.runtime.requirements import require_device
 
 if TYPE_CHECKING:
     pass

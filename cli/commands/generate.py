@@ -10,15 +10,14 @@ from typing import Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
-from neuzip.cli.models import resolved_model
+from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
+from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.decode.sampling import Sampling
-from neuzip.runtime.requirements import require_seed, require_stop
+from neuzip.runtime.requirements import require_device, require_quantisable, require_seed, require_stop
 
 PACKAGES = ("torch", "transformers")
 

@@ -9,11 +9,11 @@ import typer
 
 from neuzip.choices import DtypeName
 from neuzip.cli import options
-from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
 from neuzip.cli.show.sweep import show_sweep
+from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
+from neuzip.runtime.requirements import require_device
 
 if TYPE_CHECKING:
     pass

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output, error
 from neuzip.cli.ranks import joined_ranks
-from neuzip.cli.residency import require_device
-from neuzip.cli.source import resolved
-from neuzip.cli.text import bytes_text, seconds_text
+from neuzip.cli.run_folder import CHECKPOINT, LOG, MODEL, PICTURE, begun_settings, make_folder, refuse_folder
+from neuzip.cli.show.training import show_training
+from neuzip.cli.source import resolved, resolved_model
+from neuzip.cli.text import bytes_text
 from neuzip.cli.threads import let_threads_sleep
-from neuzip.errors import DiskFull, FormatError, NeuzipError, UsageError, WouldOverwrite
+from neuzip.errors import DiskFull, NeuzipError, UsageError
+from neuzip.runtime.requirements import require_device
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +52,6 @@ EXAMPLES = [
     "tokenizer, dtype",
 ]
 
-CHECKPOINT, MODEL, LOG, PICTURE, RUN = "checkpoint", "model", "log.jsonl", "loss.svg", "run.json"
-LAST = 20
-"""Steps whose mean loss is the result: single ones differ by their windows."""
-
 
 def command(
     config: Annotated[
@@ -82,7 +78,7 @@ def command(
         out = Output(json=json, quiet=quiet, silent=not ranks.is_first)
         settings = configuration.read(config, out.warning)
         require_device(settings.device)
-        ranks.on_first(lambda: _refuse(settings, resume, overwrite))
+        ranks.on_first(lambda: refuse_folder(settings, resume, overwrite))
         like, documents = ranks.first_before_others(
             lambda: (_source(out, settings), _documents(settings.text))
         )
@@ -101,19 +97,19 @@ def command(
             trainer, windows = _begin(settings, like, documents, ranks, device)
             own.require_same("texts or tokenizers", windows.checksum())
             if resume:
-                settings.require_same_text(_begun(settings), windows)
+                settings.require_same_text(begun_settings(settings), windows)
                 if (settings.output / CHECKPOINT).is_dir():
                     trainer.load(settings.output / CHECKPOINT)
                 _say_where(out, settings, trainer)
             else:
-                ranks.on_first(lambda: _make_room(settings, windows))
+                ranks.on_first(lambda: make_folder(settings, windows))
             with _going_on():
                 figures = _train(out, settings, trainer, windows, own, like, log=ranks.is_first)
                 _write_model(out, settings, trainer, like, ranks)
         if ranks.is_first:
             with _going_on():
                 picture_of_losses(figures, settings.output / PICTURE)
-            _report(out, settings, trainer, windows, figures, time.monotonic() - began, ranks.world)
+            show_training(out, settings, trainer, windows, figures, time.monotonic() - began, ranks.world)
 
 
 @contextmanager
@@ -202,98 +198,6 @@ def _train(
     return figures
 
 
-def _refuse(settings: TrainingConfiguration, resume: bool, overwrite: bool) -> None:
-    """Raise for a folder that holds something, something needed, or another run than this one."""
-    from neuzip.compress.overwrite_guard import refuse_nesting, require_name
-
-    require_name(settings.output)
-    for source in (settings.model, settings.tokenizer, settings.scratch, *settings.text):
-        if source is not None and Path(source).exists():
-            refuse_nesting(Path(source), settings.output)
-    if resume:
-        _refuse_to_go_on(settings.output)
-        settings.require_same(_begun(settings))
-    elif not _is_free(settings.output):
-        if not overwrite:
-            is_run = (settings.output / RUN).is_file()
-            raise WouldOverwrite(
-                f"{settings.output}: exists already",
-                "--resume resumes the run there; --overwrite deletes it and starts again"
-                if is_run
-                else "choose another output",
-            )
-        _refuse_strangers(settings.output)
-
-
-def _is_free(out: Path) -> bool:
-    """Whether a run can begin in a folder: it is not there, or holds at most the first file of one, begun."""
-    from neuzip.compress.workspace import partial_name
-
-    if not out.is_dir():
-        return not os.path.lexists(out)
-    return {path.name for path in out.iterdir()} <= {partial_name(out / RUN).name}
-
-
-def _refuse_to_go_on(out: Path) -> None:
-    """Raise NeuzipError unless a run can go on in a folder, from a checkpoint or from its first step.
-
-    A run that was killed before its first checkpoint begins anew, and loses nothing. A model without a
-    checkpoint stays as it is.
-    """
-    from neuzip.compress.workspace import recover
-
-    if not (out / RUN).is_file():
-        raise NeuzipError(
-            f"{out}: has no run to resume",
-            "leave out --resume" if _is_free(out) else "choose another output",
-        )
-    recover(out / CHECKPOINT)
-    if (out / MODEL).exists() and not (out / CHECKPOINT).is_dir():
-        raise NeuzipError(
-            f"{out}: has a trained model but no checkpoint to resume from",
-            "to train this model further, give it as `model` with another output; --overwrite starts again",
-        )
-
-
-def _refuse_strangers(folder: Path) -> None:
-    """Raise WouldOverwrite for a folder that is not of a run, or that holds more than a run leaves there."""
-    if not (folder / RUN).is_file():
-        raise WouldOverwrite(
-            f"{folder}: is not from neuzip train, so it is not removed", "choose another output"
-        )
-    left = {CHECKPOINT, MODEL, f"{MODEL}-plain", LOG, PICTURE, RUN}
-    names = {path.name.partition(".neuzip-")[0]: path.name for path in folder.iterdir()}
-    if others := sorted(names[name] for name in names.keys() - left):
-        raise WouldOverwrite(
-            f"{folder}: holds {others[0]!r}, which is not from neuzip train",
-            "move it away, or choose another output",
-        )
-
-
-def _begun(settings: TrainingConfiguration) -> dict[str, Any]:
-    """What the run in a folder was begun with."""
-    from neuzip.formats.safetensors_file import parse_json
-
-    path = settings.output / RUN
-    record = parse_json(path.read_bytes(), path)
-    if not isinstance(record, dict):
-        raise FormatError(path, "is not from neuzip train")
-    return record
-
-
-def _make_room(settings: TrainingConfiguration, windows: TrainingWindows) -> None:
-    """Remove what is overwritten, and say which run it is."""
-    import json as json_module
-    import shutil
-
-    from neuzip.compress.workspace import write_file, writing
-
-    with writing(settings.output):
-        if settings.output.exists():
-            shutil.rmtree(settings.output)
-        write_file(settings.output / RUN, json_module.dumps(settings.to_json(windows), indent=2).encode())
-
-
 def _source(out: Output, settings: TrainingConfiguration) -> Path:
     """The folder of the model, or of the tokenizer of one that begins anew."""
     source = settings.model if settings.model is not None else settings.tokenizer
@@ -376,49 +280,3 @@ def _write_model(
     if ranks.is_first:
         compress(plain, target, overwrite=True)
         shutil.rmtree(plain)
-
-
-def _report(
-    out: Output,
-    settings: TrainingConfiguration,
-    trainer: Trainer,
-    windows: TrainingWindows,
-    figures: list[Figures],
-    seconds: float,
-    world: int,
-) -> None:
-    import statistics
-
-    if not figures:
-        raise NeuzipError(
-            f"{settings.output / LOG}: has no steps",
-            "it was removed or emptied; start again with --overwrite",
-        )
-    last = [one["loss"] for one in figures[-LAST:]]
-    loss = statistics.fmean(last)
-    speed = statistics.median(one["tokens_per_second"] for one in figures)
-    peak = max(int(one["memory_bytes"]) for one in figures)
-    steps = len(figures)
-    out.text(f"loss     {loss:.4f} nats per token, mean of the last {len(last)} of {steps:,} steps")
-    out.text(f"speed    {speed:,.0f} tokens/s")
-    sizes = f"weights {bytes_text(trainer.stored_bytes)}, states {bytes_text(trainer.state_bytes)}"
-    out.text(f"memory   peak {bytes_text(peak)}; between steps {sizes}")
-    out.text(f"time     {seconds_text(seconds)}")
-    out.text(f"model    {settings.output / MODEL}")
-    out.text(f"plot     {settings.output / PICTURE}")
-    if steps < settings.steps:
-        out.hint(
-            f"the time limit ended the run after {steps} of {settings.steps} steps; resume with --resume"
-        )
-    out.result(
-        {
-            "model": settings.output / MODEL, "checkpoint": settings.output / CHECKPOINT,
-            "log": settings.output / LOG, "picture": settings.output / PICTURE,
-            "steps": steps, "loss": loss, "loss_of_steps": len(last),
-            "tokens_per_second": speed, "peak_bytes": peak, "weight_bytes": trainer.stored_bytes,
-            "dense_weight_bytes": trainer.dense_bytes, "state_bytes": trainer.state_bytes,
-            "special_tokens": windows.special_tokens, "device": str(trainer.device), "processes": world,
-            "seconds": seconds,
-        },
-        quiet=[settings.output / MODEL],
-    )  # fmt: skip
