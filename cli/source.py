@@ -19,6 +19,18 @@ def resolved(out: Output, src: str) -> Path:
         return resolve_source(src, note=out.status, progress=out.watched)
 
 
+def resolved_model(out: Output, src: str) -> Path:
+    """The path of a model; what is no checkpoint is refused at once, before torch is imported.
+
+    Raises NeuzipError.
+    """
+    from neuzip.formats.checkpoint import find_checkpoint
+
+    path = resolved(out, src)
+    find_checkpoint(path)
+    return path
+
+
 def refuse_before_download(src: str, dst: Path, overwrite: bool) -> None:
     """Raise WouldOverwrite where `compress` would refuse `dst`; imported late, for the help pages."""
     from neuzip.compress import entry_checks

@@ -9,7 +9,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output
-from neuzip.cli.schemes import legend
+from neuzip.cli.show.schemes import legend
 from neuzip.cli.source import resolved
 from neuzip.cli.text import bytes_text, count_text
 
