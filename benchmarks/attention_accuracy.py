@@ -40,8 +40,9 @@ from neuzip.eval.measures.texts import read_text
 from neuzip.kernels.attention import sage_attention, supported
 from neuzip.kernels.attention.reference import exact_attention, means, quantized_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime.decode.generate import choose_device, positions
-from neuzip.runtime.hf.load import load_config
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
 
 Row = dict[str, Any]
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

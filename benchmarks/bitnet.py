@@ -27,9 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime.bitlinear import bit_linears, install
+from neuzip.runtime.bitlinear import bit_linears
 from neuzip.runtime.decode.benchmark import prompts, run
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf.ternary_layers import install
 
 Row = dict[str, Any]
 

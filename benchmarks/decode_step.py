@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.runtime import buffers
 from neuzip.runtime.decode.benchmark import free_memory, prompts, run
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.residency import compress_parameters
 
 DEVICE = "cuda"

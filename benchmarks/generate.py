@@ -49,9 +49,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from neuzip.compress import compress
 from neuzip.compress.device import CPU, choose
 from neuzip.compress.scheme import rules_of_options
+from neuzip.runtime.decode.agreement import agreement
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak, run, synchronize
-from neuzip.runtime.decode.generate import GreedyDecoder, agreement
-from neuzip.runtime.hf.load import load_model, quiet_transformers
+from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import quiet_transformers
 from neuzip.runtime.hf.residency import memory
 
 Row = dict[str, Any]

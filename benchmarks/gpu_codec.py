@@ -400,7 +400,9 @@ def gaussian(numel: int) -> Tensor:
 def encode(bits: Tensor, fmt: FloatFormat = BF16) -> CodedTensor:
     """Code on the GPU."""
     coded = triton_encode.encode(bits, fmt)
-    return CodedTensor(fmt, coded.kept, bits.numel(), coded.table, coded.index, coded.words, coded.planes)
+    return CodedTensor(
+        fmt, coded.kept_bits, bits.numel(), coded.table, coded.index, coded.words, coded.planes
+    )
 
 
 def require_bytes_of_cpu(tensor: CodedTensor, bits: Tensor) -> None:
@@ -410,7 +412,7 @@ def require_bytes_of_cpu(tensor: CodedTensor, bits: Tensor) -> None:
         _, streams = lossless.encode(
             lambda start, stop: array[start:stop], array.size, tensor.fmt, workers.map
         )
-    planes = torch.cat([tensor.planes[width] for width in plane_widths(1 + tensor.kept)])
+    planes = torch.cat([tensor.planes[width] for width in plane_widths(1 + tensor.kept_bits)])
     coded = {"index": tensor.index, "words": tensor.words[: word_count(tensor)], "sign_mantissa": planes}
     for name, mine in coded.items():
         theirs = np.concatenate([part.view(np.uint8).reshape(-1) for part in streams[name].parts])
@@ -429,7 +431,9 @@ def size(tensor: CodedTensor) -> tuple[int, int]:
     """Bytes of a tensor's streams in a container, and of its exponents': table, index and words."""
     table = lossless.TABLE_HEAD + tensor.table.palette.size + tensor.table.frequencies.size
     parts = sum(lossless.padded(2 * n) for n in (table, tensor.index.numel(), word_count(tensor)))
-    planes = sum(lossless.padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept))
+    planes = sum(
+        lossless.padded(plane_bytes(width, tensor.numel)) for width in plane_widths(1 + tensor.kept_bits)
+    )
     normaliser = 0 if tensor.normaliser is None else lossless.padded(tensor.normaliser.numel())
     return parts + planes + normaliser, parts
 

@@ -43,7 +43,8 @@ from neuzip.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     token_statistics,
 )  # fmt: skip
-from neuzip.kernels.linear_cross_entropy.triton.backward import COLUMNS, candidates, mean_logit_order
+from neuzip.kernels.linear_cross_entropy.triton.candidates import COLUMNS, candidates
+from neuzip.kernels.linear_cross_entropy.triton.vocabulary import mean_logit_order
 
 Tensor = torch.Tensor
 Row = dict[str, Any]

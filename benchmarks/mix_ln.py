@@ -47,8 +47,8 @@ from torch import Tensor, nn
 
 from neuzip.compress.workspace import write_file
 from neuzip.errors import NeuzipError
-from neuzip.runtime.hf.load import load_tokenizer
 from neuzip.runtime.hf.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import read_log, run, smoothed
 from neuzip.train.mix_ln import (
     LENGTH,

@@ -33,7 +33,7 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.kernels.packed_linear import ops as torch_ops
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.read import read_tensor
 
 Tensor = torch.Tensor

@@ -35,8 +35,9 @@ from environment import ROOT, describe, describe_gpu, save_sections
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import read_text
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import picture_of_losses, read_log, run
 from neuzip.train.recovery.course import DRAWN, LOG, Recovery, RecoverySettings, recover, thinned
 from neuzip.train.recovery.distill import LossWeights

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ def warn_of_plain_inputs(
     """
     from neuzip.compress.source import TensorSource
     from neuzip.compress.ternary import is_ternary
-    from neuzip.runtime.bitlinear import Activations, recorded
+    from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 
-    says = recorded(path) if asked is None else Activations(asked)
+    says = ACTIVATIONS_ENTRY.read(path) if asked is None else Activations(asked)
     if says is None or says.mode == "none":
         return
     with TensorSource(path) as source:

@@ -134,7 +134,7 @@ def _push_as_ready(
     more: dict[str, Any],
 ) -> None:
     from neuzip.compress.device import choose
-    from neuzip.compress.hub_job import compress_and_push
+    from neuzip.compress.draft_job import compress_and_push
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub.connection import require_token
 

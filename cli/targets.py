@@ -16,9 +16,11 @@ from neuzip.errors import DiskFull, NeuzipError, UsageError, shell
 if TYPE_CHECKING:
     from neuzip.eval.layers.drops import Drop
     from neuzip.eval.measures.estimates import Estimate
+    from neuzip.eval.plans.deliver import TargetResult
+    from neuzip.eval.plans.plan_request import DropLayers
+    from neuzip.eval.plans.plan_trials import SearchResult, Trial
     from neuzip.eval.plans.target_request import PreparedSearch, Sensitivity
     from neuzip.eval.plans.target_values import CompressionTarget, RequestedTarget
-    from neuzip.eval.plans.targets import DropLayers, SearchResult, TargetResult, Trial
 
 METHODS = {
     "measured": "one run per tensor and precision",
@@ -95,7 +97,7 @@ def tell(out: Output, asked: PreparedSearch) -> None:
 
 def find(out: Output, asked: PreparedSearch) -> SearchResult:
     """The plan as far as it can be known without trying it, for --dry-run."""
-    from neuzip.eval.plans.targets import find_plan
+    from neuzip.eval.plans.plan_search import find_plan
 
     found = find_plan(asked.request, asked.baseline, out.stage, trials=False)
     if asked.request.method != "weights":
@@ -107,7 +109,8 @@ def find(out: Output, asked: PreparedSearch) -> SearchResult:
 
 def deliver(out: Output, asked: PreparedSearch, *, verify: bool, overwrite: bool) -> TargetResult:
     """Find the plan, compress, measure; say what was asked for next to what was delivered."""
-    from neuzip.eval.plans.targets import compress_to_target, is_search_of, key_of
+    from neuzip.eval.plans.deliver import compress_to_target, key_of
+    from neuzip.eval.plans.plan_file import is_search_of
 
     command = shell("neuzip", *sys.argv[1:])  # also of `python -m neuzip.cli`
     request, text, baseline = asked.request, asked.text, asked.baseline
@@ -128,7 +131,7 @@ def deliver(out: Output, asked: PreparedSearch, *, verify: bool, overwrite: bool
 def _show(out: Output, asked: PreparedSearch, delivered: TargetResult) -> None:
     from neuzip.eval.measures.estimates import errors_text
 
-    target, report, found = asked.request.target, delivered.report, delivered.found
+    target, report, found = asked.request.target, delivered.report, delivered.search
     size = f"{bytes_text(report.stored_weight_bytes)}, {percent_text(report.ratio, 1)}"
     rows = []
     if delivered.run is not None:
@@ -178,7 +181,7 @@ def _show(out: Output, asked: PreparedSearch, delivered: TargetResult) -> None:
 
 def _show_layers(out: Output, asked: PreparedSearch, delivered: TargetResult) -> None:
     """Which layers were dropped, beside what was predicted with one less and one more; or why none were."""
-    found, target = delivered.found, asked.request.target
+    found, target = delivered.search, asked.request.target
     dropped = _numbers(delivered.dropped)
     if found is None or found.drops is None:
         out.text(f"dropped layers: {dropped}, as in the earlier run")
@@ -240,10 +243,10 @@ def _limit_text(target: CompressionTarget, limit: float) -> str:
 
 def _warn_of_errors(out: Output, target: CompressionTarget, delivered: TargetResult) -> None:
     """Say if it is the length of the text that decided: for what was delivered, or for a plan refused."""
-    from neuzip.eval.plans.targets import MAX_TOKENS
+    from neuzip.eval.plans.deliver import MAX_TOKENS
 
     assert delivered.run is not None
-    trials = delivered.found.trials if delivered.found is not None else ()
+    trials = delivered.search.trials if delivered.search is not None else ()
     tried = [trial.comparison.nll_difference for trial in trials if trial.comparison is not None]
     known = [delivered.run.comparison.nll_difference, *(d for d in tried if d.value <= target.limit)]
     error = max(difference.standard_error or 0.0 for difference in known)

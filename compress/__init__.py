@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pipeline import compress
+from .checkpoint_job import compress
 from .plan import Plan, make_plan
 from .reports import CompressionReport
 from .restore import decompress

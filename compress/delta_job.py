@@ -10,11 +10,11 @@ from pathlib import Path
 
 from neuzip.errors import NeuzipError
 
+from .checkpoint_job import DEFAULT_RULES, compress
 from .delta_base import DeltaBase
 from .device import CPU, Device
 from .entry_checks import refuse_other_file, refuse_unless_made
 from .overwrite_guard import refuse_existing, refuse_nesting, require_name
-from .pipeline import DEFAULT_RULES, compress
 from .reports import CompressionReport
 from .restore import decompress
 from .scheme import Rule

@@ -31,6 +31,12 @@ def require_plain(source: TensorSource, dst: Path) -> None:
         raise NeuzipError(f"{path}: has something called {OWN_FOLDER!r} of its own", "rename it first")
 
 
+def require_config(source: TensorSource, activations: str | None) -> None:
+    """Raise NeuzipError for `activations` of a checkpoint that has no config.json to hold them."""
+    if activations is not None and "config.json" not in source.checkpoint.others:
+        raise NeuzipError(f"{source.checkpoint.path}: has no config.json", "leave out `activations`")
+
+
 def refuse_unless_made(dst: Path, overwrite: bool) -> None:
     """Raise WouldOverwrite for a `dst` that no run of `compress` has made: before the source is downloaded.
 

@@ -25,7 +25,6 @@ import torch
 
 from neuzip.errors import NeuzipError
 from neuzip.kernels import rans
-from neuzip.kernels.device.launch import LAUNCHING
 from neuzip.kernels.float_fields import Bits, FloatFormat
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
@@ -207,14 +206,13 @@ class Coder:
     def finish(self) -> Coded:
         """Code what was sent. To be called once."""
         with self._gpu._in(self._gpu._coding):
-            with LAUNCHING:
-                encoded = triton_encode.encode(self._bits, self._fmt)
+            encoded = triton_encode.encode(self._bits, self._fmt)
             del self._bits
             index, words = self._fetch(encoded.index), self._fetch(encoded.words)
             planes = {width: self._fetch(plane) for width, plane in encoded.planes.items()}
             self._gpu._wait_for(self._gpu._coding)
         return Coded(
-            encoded.kept,
+            encoded.kept_bits,
             encoded.table,
             [part.view("<u2") for part in index],
             [part.view("<u2") for part in words],

@@ -145,7 +145,7 @@ def encode(
 
     planes = empty_planes(numel, kept)
 
-    def code(piece: tuple[int, int]) -> rans.Encoded:
+    def code(piece: tuple[int, int]) -> rans.RansEncoded:
         start, stop = piece
         exponents = _scratch.exponents_for(fmt, stop - start)[: stop - start]
         part = {

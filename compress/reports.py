@@ -15,10 +15,8 @@ from neuzip.formats.safetensors_file import DTYPE_BITS
 from neuzip.kernels.float_fields import FORMATS
 
 from .plan import KEEP_ALL, Plan, PlannedTensor
+from .results import RunOutcome, TensorKey
 from .source import TensorSource
-
-Key = tuple[str, str]
-"""File and name of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +73,15 @@ def compression_report(
     source: TensorSource,
     plan: Plan,
     dst: Path,
-    notes: Mapping[Key, str],
-    *,
-    seconds: float,
+    outcome: RunOutcome,
     device: str,
+    seconds: float,
+    *,
     is_delta: bool = False,
-    resumed: int = 0,
-    made_again: Sequence[str] = (),
 ) -> CompressionReport:
-    """Read the result at `dst`, and sum up the run that made it.
-
-    `notes` are what coding had to say of tensors. `resumed` counts the files that an earlier run had
-    finished, and `made_again` are those of a finished result that this run had to replace.
-    """
+    """Read the result at `dst`, and sum up the run that made it. `device` is the name of where it coded."""
     checkpoint = source.checkpoint
-    tensors = tensor_reports(plan, checkpoint, dst, notes, is_delta=is_delta)
+    tensors = tensor_reports(plan, checkpoint, dst, outcome.results.notes, is_delta=is_delta)
     weight_paths = [dst] if checkpoint.is_file else [dst / file for file in checkpoint.weights]
     weight_bytes = sum(map(source.file_bytes, checkpoint.weights))
     stored_weight_bytes = sum(p.stat().st_size for p in weight_paths)
@@ -108,9 +100,9 @@ def compression_report(
         tensors=tuple(tensors),
         seconds=seconds,
         device=device,
-        resumed_files=resumed,
+        resumed_files=outcome.resumed_files,
         warnings=(
-            *(f"{dst / f}: missing, damaged or of an older version: made again" for f in made_again),
+            *(f"{dst / f}: missing, damaged or of an older version: made again" for f in outcome.made_again),
             *_file_warnings(checkpoint, private),
             *_unrounded(tensors),
             *_unknown(tensors),
@@ -121,12 +113,12 @@ def compression_report(
 
 
 def tensor_reports(
-    plan: Plan, checkpoint: Checkpoint, dst: Path, notes: Mapping[Key, str], *, is_delta: bool
+    plan: Plan, checkpoint: Checkpoint, dst: Path, notes: Mapping[TensorKey, str], *, is_delta: bool
 ) -> list[TensorReport]:
     """What became of every tensor, by the records of the containers at `dst`."""
     reports: list[TensorReport] = []
-    losses: dict[Key, Loss | None] = {}
-    tied: dict[int, Key] = {}
+    losses: dict[TensorKey, Loss | None] = {}
+    tied: dict[int, TensorKey] = {}
     for file in checkpoint.weights:
         path = dst if checkpoint.is_file else dst / file
         with Container(path, delta=is_delta) as container:

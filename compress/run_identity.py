@@ -6,10 +6,10 @@ It is stored as `neuzip/plan.json` in the workspace and in the result.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from neuzip.formats.checkpoint import OWN_FOLDER
+from neuzip.formats.checkpoint import OWN_FOLDER, Checkpoint
 from neuzip.formats.manifest import VERSION
 
 from .scheme import Rule
@@ -20,19 +20,20 @@ RUN_ID_PATH = f"{OWN_FOLDER}/plan.json"
 
 def run_identity(
     rules: Sequence[Rule],
-    sizes: Mapping[str, int],
+    checkpoint: Checkpoint,
+    file_bytes: Callable[[str], int],
     activations: str | None = None,
     base_sizes: Mapping[str, int] | None = None,
 ) -> bytes:
-    """The identity of a run: its rules and options, and the sizes in bytes of the files they were used on.
+    """The identity of a run: its rules and options, and the sizes of the files that they were used on.
 
-    `sizes` are those of all files of the source, weights first. `base_sizes` are those of the restored weight
-    files of the base, if a delta is made.
+    `file_bytes` gives the size of a file of `checkpoint`, the source. `base_sizes` are those of the restored
+    weight files of the base, if a delta is made.
     """
     document: dict[str, object] = {
         "version": VERSION,
         "rules": [rule.to_json() for rule in rules],
-        "source": dict(sizes),
+        "source": {f: file_bytes(f) for f in (*checkpoint.weights, *checkpoint.others)},
     }
     document |= {} if activations is None else {"activations": activations}
     document |= {} if base_sizes is None else {"against": dict(base_sizes)}

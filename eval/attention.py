@@ -35,16 +35,19 @@ from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
 from neuzip.eval.plans.allocation import Allocation, Option, allocate
-from neuzip.eval.plans.targets import search, value_of
+from neuzip.eval.plans.search import search_budget
+from neuzip.eval.plans.target_values import value_of
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device, positions
 from neuzip.runtime.hf import attention as runtime
-from neuzip.runtime.hf.load import load_config, versions
-from neuzip.runtime.hf.registry import overridden
+from neuzip.runtime.hf.attention_config import record_layers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import input_device, positions
+from neuzip.runtime.hf.messages import versions
+from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -252,7 +255,7 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
     reading = baseline.reading
     windows = reading.windows[:SIMILARITY_WINDOWS]
     refused = refusals(baseline.model, reading.ids[None, :TRIED])
-    found: dict[int, dict[int, list[Similarity]]] = {}
+    by_layer: dict[int, dict[int, list[Similarity]]] = {}
 
     def see(call: ObservedAttention) -> None:
         if call.layer in refused:
@@ -264,7 +267,7 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
         for bits in BITS:
             out = kernels.sage_attention(call.q, call.k, call.v, bits=bits, **call.options)
             assert isinstance(out, Tensor)
-            of_layer = found.setdefault(call.layer, {}).setdefault(bits, [])
+            of_layer = by_layer.setdefault(call.layer, {}).setdefault(bits, [])
             of_layer += [similarity(one, right) for one, right in zip(out, exact, strict=True)]
 
     with stage("similarity", len(windows), "windows") as advance, _watched(baseline.model, see):
@@ -273,9 +276,9 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
             advance(len(batch.ids))
     layers = [
         AttentionLayer(number, refused=refused.get(number, "it has no attention"))
-        if number in refused or number not in found
+        if number in refused or number not in by_layer
         else AttentionLayer(
-            number, tuple(QuantizedAttention(bits, Closeness.of(found[number][bits])) for bits in BITS)
+            number, tuple(QuantizedAttention(bits, Closeness.of(by_layer[number][bits])) for bits in BITS)
         )
         for number in range(layer_count(baseline.model))
     ]
@@ -333,19 +336,22 @@ def _wrapped(
     ) -> Any:
         layer = getattr(module, "layer_idx", None)
         noticed = before(None)
-        found = attend(module, query, key, value, *rest, **options)
+        output = attend(module, query, key, value, *rest, **options)
         if isinstance(layer, int):
             causal = options.get("is_causal")
-            asked = {
+            attention_options = {
                 "causal": getattr(module, "is_causal", True) if causal is None else causal,
                 "scale": options.get("scaling"),
                 "window": options.get("sliding_window"),
                 "softcap": options.get("softcap"),
             }
-            after(ObservedAttention(layer, query, key, value, found[0].transpose(1, 2), asked), noticed)
-        return found
+            after(
+                ObservedAttention(layer, query, key, value, output[0].transpose(1, 2), attention_options),
+                noticed,
+            )
+        return output
 
-    with overridden(ALL_ATTENTION_FUNCTIONS, name, watch):
+    with registered(ALL_ATTENTION_FUNCTIONS, name, watch):
         yield
 
 
@@ -377,7 +383,7 @@ def divergences(
     """Layers with the divergence of each form that is offered, measured with that layer alone quantised."""
     model = _Quantised(baseline.model)
     passes = sum(form.bits in offered for layer in layers for form in layer.forms)
-    found = []
+    measured_layers = []
     with stage("divergence", passes * baseline.tokens, "tokens") as advance:
         for layer in layers:
             forms = []
@@ -386,8 +392,8 @@ def divergences(
                     model.bits = [form.bits if n == layer.number else None for n in range(len(layers))]
                     form = replace(form, kld=_kld(baseline, model, advance))
                 forms.append(form)
-            found.append(replace(layer, forms=tuple(forms)))
-    return found
+            measured_layers.append(replace(layer, forms=tuple(forms)))
+    return measured_layers
 
 
 def _kld(
@@ -431,18 +437,18 @@ def choose(
 
     def tried(allocation: Allocation) -> tuple[Estimate, Comparison | None]:
         try:
-            found = measured(bits_of(layers, offered, allocation))
+            comparison = measured(bits_of(layers, offered, allocation))
         except NotFinite:
             return Estimate(math.inf, None), None
-        return value_of("max-kld", found), found
+        return value_of("max-kld", comparison), comparison
 
-    attempts = search(lambda budget: within(layers, offered, budget), tried, limit)
+    attempts = search_budget(lambda budget: within(layers, offered, budget), tried, limit)
     last = attempts[-1]
-    assert last.made is not None  # at full precision it is the model itself
+    assert last.product is not None  # at full precision it is the model itself
     return (
         with_bits(layers, bits_of(layers, offered, last.allocation)),
         tuple(attempt.estimate.value for attempt in attempts),
-        last.made,
+        last.product,
     )
 
 
@@ -458,9 +464,9 @@ def within(layers: Sequence[AttentionLayer], offered: Sequence[int], budget: flo
     Options of the allocation are full precision, then the bits offered that a layer can have.
     """
     order = by_score(layers, offered[0])
-    found = allocate([_options(layers[n], offered) for n in order], budget)
-    chosen = dict(zip(order, found.chosen, strict=True))
-    return replace(found, chosen=tuple(chosen[n] for n in range(len(layers))))
+    allocation = allocate([_options(layers[n], offered) for n in order], budget)
+    chosen = dict(zip(order, allocation.chosen, strict=True))
+    return replace(allocation, chosen=tuple(chosen[n] for n in range(len(layers))))
 
 
 def bits_of(
@@ -523,5 +529,5 @@ def copy_patched(
             for file in (*checkpoint.weights, *checkpoint.others):
                 copy_file(checkpoint.root / file, work / file)
                 on_bytes((work / file).stat().st_size)
-            runtime.record(work, bits)
+            record_layers(work, bits)
         publish(work, dst)

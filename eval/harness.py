@@ -33,9 +33,12 @@ from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.report.evaluation import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.push import resolve_source
-from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, quiet_transformers
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 try:
     from lm_eval import evaluator
@@ -130,20 +133,20 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As the backend `hf` has it."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._has_no_bars)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._has_no_bars)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As the backend `hf` has it."""
-        found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._has_no_bars)
-        return found
+        scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._has_no_bars)
+        return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """As the backend `hf` has it."""
-        found: list[str] = super().generate_until(requests, disable_tqdm or self._has_no_bars)
+        texts: list[str] = super().generate_until(requests, disable_tqdm or self._has_no_bars)
         if self._on_requests is not None:
             self._on_requests(len(requests))
-        return found
+        return texts
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
         """As the backend `hf` has it, but a generation config may name strings that end a text."""
@@ -174,15 +177,15 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
         answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
         sequences = sorted(sharing, key=lambda fed: (-len(fed), fed))
         for batch in self._batches(sequences, override_bs):
-            asked = [(line, number) for line, fed in enumerate(batch) for number in sharing[fed]]
-            found = self._score(batch, [(line, requests[number][2]) for line, number in asked])
-            for (_, number), answer in zip(asked, found, strict=True):
+            places = [(line, number) for line, fed in enumerate(batch) for number in sharing[fed]]
+            scores = self._score(batch, [(line, requests[number][2]) for line, number in places])
+            for (_, number), answer in zip(places, scores, strict=True):
                 answers[number] = answer
                 key = requests[number][0]
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answer)
             if self._on_requests is not None:
-                self._on_requests(len(asked))
+                self._on_requests(len(places))
         return answers
 
     def _batches(
@@ -199,7 +202,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
 
     @torch.inference_mode()
     def _score(
-        self, batch: Sequence[tuple[int, ...]], asked: Sequence[tuple[int, list[int]]]
+        self, batch: Sequence[tuple[int, ...]], continuations: Sequence[tuple[int, list[int]]]
     ) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations, each of the last tokens after a line of the batch."""
         width = len(batch[0])
@@ -208,13 +211,15 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
             ids[line, : len(fed)] = torch.tensor(fed)
         rows = [
             torch.arange(len(batch[line]) - len(tokens), len(batch[line])) + line * width
-            for line, tokens in asked
+            for line, tokens in continuations
         ]
-        targets = torch.tensor([token for _, tokens in asked for token in tokens])
-        found = statistics(self._headed.predictions(ids, torch.cat(rows).to(self._headed.device)), targets)
-        gains = (found.target_logit - found.lse).double().cpu()
-        greedy = found.argmax.cpu() == targets
-        lengths = [len(tokens) for _, tokens in asked]
+        targets = torch.tensor([token for _, tokens in continuations for token in tokens])
+        token_statistics = statistics(
+            self._headed.predictions(ids, torch.cat(rows).to(self._headed.device)), targets
+        )
+        gains = (token_statistics.target_logit - token_statistics.lse).double().cpu()
+        greedy = token_statistics.argmax.cpu() == targets
+        lengths = [len(tokens) for _, tokens in continuations]
         answers = []
         for part, right in zip(torch.split(gains, lengths), torch.split(greedy, lengths), strict=True):
             total = float(part.sum())
@@ -286,10 +291,10 @@ def evaluate_tasks(
                 os.fspath(path), residency=residency, device=str(place), device_map=device_map, dtype=dtype,
                 batch_size=batch_size, on_requests=on_requests,
             )  # fmt: skip
-            found = evaluator.simple_evaluate(
+            result = evaluator.simple_evaluate(
                 model, tasks=_load(manager, tasks), task_manager=manager, limit=limit
             )
-            results.append(found)
+            results.append(result)
             del model  # before the next one is loaded
     before = results[0] if len(results) > 1 else None
     return TaskEvaluation(tuple(_scores(results[-1], before)), str(results[-1].get("lm_eval_version", "")))
@@ -298,12 +303,12 @@ def evaluate_tasks(
 @contextmanager
 def _without_git() -> Iterator[None]:
     """Keep the harness from asking git for the commit of the current folder: git complains if it has none."""
-    asked = evaluator.get_git_commit_hash
+    get_commit = evaluator.get_git_commit_hash
     evaluator.get_git_commit_hash = lambda: None
     try:
         yield
     finally:
-        evaluator.get_git_commit_hash = asked
+        evaluator.get_git_commit_hash = get_commit
 
 
 def _is_file(task: str) -> bool:
@@ -331,16 +336,16 @@ def _load(manager: Any, tasks: Sequence[str]) -> list[Any]:
     for task in tasks:
         for name in [str(Path(task).absolute())] if _is_file(task) else manager.match_tasks([task]):
             try:
-                found = manager.load([name])
+                loaded_tasks = manager.load([name])
             except Exception as error:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 raise NeuzipError(
                     f"`tasks={task!r}`: cannot be loaded: {lines[0].rstrip('.')}",
                     "the data of most tasks come from the Hugging Face Hub, once; then HF_HUB_OFFLINE=1 does",
                 ) from error
-            inner = {child for children in found.get("group_map", {}).values() for child in children}
-            groups = [group for key, group in found.get("groups", {}).items() if key not in inner]
-            loaded += groups or list(found["tasks"].values())
+            inner = {child for children in loaded_tasks.get("group_map", {}).values() for child in children}
+            groups = [group for key, group in loaded_tasks.get("groups", {}).items() if key not in inner]
+            loaded += groups or list(loaded_tasks["tasks"].values())
     return loaded
 
 
@@ -381,12 +386,12 @@ def _per_document(
 ) -> dict[int, float] | None:
     """A metric of each document, if the task's is their mean."""
     samples = [s for s in results.get("samples", {}).get(task, ()) if s["filter"] == filtered]
-    found = {s["doc_id"]: s.get(metric) for s in samples}
-    if len(found) != len(samples) or not found:
+    by_document = {s["doc_id"]: s.get(metric) for s in samples}
+    if len(by_document) != len(samples) or not by_document:
         return None
-    if not all(isinstance(x, bool | int | float) for x in found.values()):
+    if not all(isinstance(x, bool | int | float) for x in by_document.values()):
         return None
-    numbers = {document: float(x) for document, x in found.items()}
+    numbers = {document: float(x) for document, x in by_document.items()}
     mean = math.fsum(numbers.values()) / len(numbers)
     value = float(results["results"][task][f"{metric},{filtered}"])
     return numbers if math.isclose(mean, value, rel_tol=1e-9, abs_tol=1e-12) else None

@@ -38,8 +38,8 @@ from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.runtime.decode.benchmark import device_name, synchronize
-from neuzip.runtime.decode.generate import choose_device
-from neuzip.runtime.hf.load import versions
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.read import read_tensors
 
 from .sweep_setup import SweepScheme, work_folder
@@ -176,8 +176,8 @@ def sweep(
         device = choose_device(setting.device)
         depends_on = _depends_on(setting, device_name(device))
         known = {} if out is None else _known(out, [s.label for s in schemes], depends_on, overwrite)
-        found = dict(known)
-        missing = [scheme for scheme in schemes if scheme.label not in found]
+        by_label = dict(known)
+        missing = [scheme for scheme in schemes if scheme.label not in by_label]
         baseline = _baseline(setting) if missing else None
         for scheme in missing:
             assert baseline is not None
@@ -187,11 +187,11 @@ def sweep(
             except NotFinite as failure:
                 result = Failure(scheme.label, failure.message, depends_on)
                 remove(work / scheme.label)
-            found[scheme.label] = result
+            by_label[scheme.label] = result
             if out is not None:
                 _keep(out, result)
-        results = [found[scheme.label] for scheme in schemes]
-        made = Sweep(
+        results = [by_label[scheme.label] for scheme in schemes]
+        outcome = Sweep(
             setting.text.name,
             depends_on["rule"],
             depends_on["device"],
@@ -199,14 +199,14 @@ def sweep(
             len(known),
             tuple(result for result in results if isinstance(result, Failure)),
         )
-        if not made.rows:
+        if not outcome.rows:
             raise NeuzipError(
-                f"every scheme breaks the model: {made.failed[0].scheme}: {made.failed[0].reason}",
+                f"every scheme breaks the model: {outcome.failed[0].scheme}: {outcome.failed[0].reason}",
                 "try more mantissa bits, or `dtype='float32'`",
             )
         if out is not None:
-            _keep_pictures(out, made, setting.src.resolve().name)
-    return made
+            _keep_pictures(out, outcome, setting.src.resolve().name)
+    return outcome
 
 
 def _distinct(src: Path, schemes: Sequence[SweepScheme]) -> list[SweepScheme]:
@@ -254,7 +254,7 @@ def _known(
     Raises WouldOverwrite if it holds results of something else, or pictures and no results. With
     `overwrite` there is nothing known, and such results are removed: they would stand beside ours.
     """
-    found: dict[str, SweepRow | Failure] = {}
+    known: dict[str, SweepRow | Failure] = {}
     for path in sorted(p for p in out.iterdir() if p.suffix in (".json", ".failed")):
         try:
             result = _read(path)
@@ -271,15 +271,15 @@ def _known(
                 f"{path}: was measured with another {' and another '.join(others)}",
                 "choose another `output`, or give `overwrite=True`",
             )
-        found[result.scheme] = result
-    if not found and not overwrite:
+        known[result.scheme] = result
+    if not known and not overwrite:
         for name in PICTURES:
             if os.path.lexists(out / name):
                 raise WouldOverwrite(
                     f"{out / name}: exists already, and no results of a sweep beside it",
                     "choose another `output`, or give `overwrite=True`",
                 )
-    return {} if overwrite else {label: found[label] for label in labels if label in found}
+    return {} if overwrite else {label: known[label] for label in labels if label in known}
 
 
 def _read(path: Path) -> SweepRow | Failure:
@@ -304,8 +304,8 @@ def _keep(out: Path, result: SweepRow | Failure) -> None:
         (out / stale).unlink(missing_ok=True)
 
 
-def _keep_pictures(out: Path, found: Sweep, title: str) -> None:
-    figure = draw(found, title)
+def _keep_pictures(out: Path, results: Sweep, title: str) -> None:
+    figure = draw(results, title)
     for name, data in zip(PICTURES, (svg(figure), png(figure)), strict=True):
         with writing(out / name):
             write_file(out / name, data)
@@ -380,22 +380,22 @@ SERIES = (EXPONENT, OTHERS, "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colours of block sizes, told apart by every kind of colour vision; the first is without blocks."""
 
 
-def draw(found: Sweep, title: str) -> Figure:
+def draw(results: Sweep, title: str) -> Figure:
     """Size against divergence and against perplexity, with the schemes that no other beats joined."""
     from matplotlib import style
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
-        return _draw(found, title)
+        return _draw(results, title)
 
 
-def _draw(found: Sweep, title: str) -> Figure:
+def _draw(results: Sweep, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), facecolor="white")
-    tokens = found.rows[0].comparison.tokens
+    tokens = results.rows[0].comparison.tokens
     figure.text(0.04, 0.94, visible(title), color=INK, size=15, weight="bold", va="center", parse_math=False)
-    said = f"{visible(found.text)}: {tokens:,} tokens, {found.rule}"
-    figure.text(0.04, 0.885, said, color=MUTED, size=10, va="center", parse_math=False)
+    subtitle = f"{visible(results.text)}: {tokens:,} tokens, {results.rule}"
+    figure.text(0.04, 0.885, subtitle, color=MUTED, size=10, va="center", parse_math=False)
     panels = (
         (0.075, "KL divergence from the original, nats per token", _divergences),
         (0.565, "Perplexity, token-level", _perplexities),
@@ -409,7 +409,7 @@ def _draw(found: Sweep, title: str) -> Figure:
         axes.set_axisbelow(True)
         axes.set_title(name, loc="left", size=10.5, color=INK, pad=10)
         axes.set_xlabel("stored bits per weight", size=9, color=MUTED)
-        panel(axes, found)
+        panel(axes, results)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="upper right", bbox_to_anchor=(0.98, 0.975), ncols=len(labels), frameon=False,
@@ -418,36 +418,36 @@ def _draw(found: Sweep, title: str) -> Figure:
     return figure
 
 
-def _divergences(axes: Axes, found: Sweep) -> None:
+def _divergences(axes: Axes, results: Sweep) -> None:
     """On a logarithmic scale; a divergence of 0, of what is lossless, stands at its foot."""
-    values = {row.scheme: row.comparison.kld.mean.value for row in found.rows}
+    values = {row.scheme: row.comparison.kld.mean.value for row in results.rows}
     positive = [v for v in values.values() if v > 0]
     foot = 10.0 ** math.floor(math.log10(min(positive, default=1e-6)) - 0.5)
     axes.set_yscale("log")
     axes.minorticks_off()
-    _points(axes, found, {name: max(v, foot) for name, v in values.items()})
+    _points(axes, results, {name: max(v, foot) for name, v in values.items()})
     if len(positive) < len(values):
         ticks = [t for t in axes.get_yticks() if foot * 2 < t <= 2 * max(positive, default=1.0)]
         axes.set_yticks([foot, *ticks], ["0", *(f"{t:g}" for t in ticks)])
     axes.set_ylim(foot / 2, 3 * max(positive, default=1.0))
 
 
-def _perplexities(axes: Axes, found: Sweep) -> None:
-    original = exponential(found.rows[0].comparison.base_nll).value
-    _points(axes, found, {row.scheme: row.perplexity.value for row in found.rows})
+def _perplexities(axes: Axes, results: Sweep) -> None:
+    original = exponential(results.rows[0].comparison.base_nll).value
+    _points(axes, results, {row.scheme: row.perplexity.value for row in results.rows})
     axes.axhline(original, color=INK, linewidth=0.9, dashes=(4, 3), zorder=1)
     axes.annotate(
         f"original: {original:.2f}", (0, original), (4, 4), ("axes fraction", "data"), "offset points",
         size=8.5, color=INK,
     )  # fmt: skip
-    highest = max(row.perplexity.value for row in found.rows)
+    highest = max(row.perplexity.value for row in results.rows)
     if highest > 3 * original:
         axes.set_yscale("log")
 
 
-def _points(axes: Axes, found: Sweep, heights: dict[str, float]) -> None:
+def _points(axes: Axes, results: Sweep, heights: dict[str, float]) -> None:
     """The schemes by size, a colour for each block size, and a line along those that no other beats."""
-    bits = {row.scheme: row.bits_per_weight for row in found.rows}
+    bits = {row.scheme: row.bits_per_weight for row in results.rows}
     names = list(bits)
     front = [names[i] for i in pareto_front([Option(bits[name], heights[name]) for name in names])]
     axes.plot(

@@ -55,7 +55,7 @@ def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
     sizes = [
         _block_size("blocks", size) for size in (BLOCKS if blocks is None else blocks).split(",") if size
     ]
-    found: list[SweepScheme] = []
+    rows: list[SweepScheme] = []
     for name in filter(None, (part.strip() for part in schemes.split(","))):
         parts = re.fullmatch(r"lossless|k(\d{1,2})(?:b(\d+))?", name)
         if parts is None:
@@ -63,21 +63,21 @@ def parse_schemes(schemes: str, blocks: str | None) -> list[SweepScheme]:
                 f"`schemes`: there is no scheme {name!r}", "write lossless, k3 for 3 mantissa bits, or k3b512"
             )
         if parts[1] is None:
-            found.append(SweepScheme())
+            rows.append(SweepScheme())
         elif parts[2] is not None:
-            found.append(SweepScheme(int(parts[1]), _block_size("schemes", parts[2])))
+            rows.append(SweepScheme(int(parts[1]), _block_size("schemes", parts[2])))
         else:
-            found += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
-    if blocks and not any(one.mantissa_bits is not None for one in found if one.block_size is None):
+            rows += [SweepScheme(int(parts[1]), size) for size in (None, *sizes)]
+    if blocks and not any(one.mantissa_bits is not None for one in rows if one.block_size is None):
         raise UsageError(
             f"`blocks={blocks!r}` has no effect: no scheme of {schemes} has mantissa bits and no block size",
             "add one such as k3, or leave out `blocks`",
         )
-    if not found:
+    if not rows:
         raise UsageError("`schemes`: names none", f"for example `schemes={SCHEMES!r}`")
-    for scheme in found:
+    for scheme in rows:
         _ = scheme.rules  # which says of a number of bits that there is none
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(rows))
 
 
 def _block_size(parameter: str, text: str) -> int:

@@ -309,7 +309,7 @@ def rewritten_config(
 
     transformers without neuzip warns of the `quant_method` and goes on; what is in `transformers_weights` it
     takes for the name of a file, and refuses one with this ending. And in ours the config.json says how
-    `activations` are to be quantised where weights are ternary (runtime/bitlinear.py).
+    `activations` are to be quantised where weights are ternary (runtime/activations.py).
     """
     path = checkpoint.root / config
     document = read_lenient(path)

@@ -1,7 +1,7 @@
 """What we write into a model's config.json: the object "neuzip", an entry a matter.
 
-    activations     how the inputs of ternary layers are quantised (runtime/bitlinear.py)
-    attention       in how many bits each layer attends (runtime/hf/attention.py)
+    activations     how the inputs of ternary layers are quantised (runtime/activations.py)
+    attention       in how many bits each layer attends (runtime/hf/attention_config.py)
     dropped_layers  which layers a model was made without (eval/layers/removal.py)
 
 Loaders of others ignore it. A compressed folder has its own beside that of the original.

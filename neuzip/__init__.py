@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from neuzip.runtime.hf.attention import unpatch_attention as unpatch_attention
     from neuzip.runtime.hf.kv_cache import KVCache as KVCache
     from neuzip.runtime.hf.load import load_model as load_model
-    from neuzip.runtime.hf.quantizer import NeuzipConfig as NeuzipConfig
+    from neuzip.runtime.hf.quantization_config import NeuzipConfig as NeuzipConfig
     from neuzip.runtime.load_file import load_file as load_file
     from neuzip.runtime.load_file import safe_open as safe_open
     from neuzip.train.trainer import train_compressed as train_compressed
@@ -77,7 +77,7 @@ _ROOMS = ("cli", "compress", "eval", "formats", "kernels", "runtime", "train")
 
 _HOME = {
     "KVCache": "neuzip.runtime.hf.kv_cache",
-    "NeuzipConfig": "neuzip.runtime.hf.quantizer",
+    "NeuzipConfig": "neuzip.runtime.hf.quantization_config",
     "NeuzipError": "neuzip.errors",
     "Rule": "neuzip.compress.scheme",
     "Scheme": "neuzip.compress.scheme",
@@ -141,7 +141,7 @@ def _register_config() -> None:
 
 def _register_quantizer_and_attention() -> None:
     try:
-        import_module("neuzip.runtime.hf.quantizer")
+        import_module("neuzip.runtime.hf.patches")
     except Exception as failure:
         _refuse_compressed_folders(failure)
         raise
@@ -166,7 +166,7 @@ def _refuse_compressed_folders(reason: Exception) -> None:
 
 
 def _register_norm_placement() -> None:
-    import_module("neuzip.runtime.hf.lazy_config").register_later()
+    import_module("neuzip.runtime.hf.lazy_config").register_lazily()
 
 
 _REGISTER = {

@@ -50,9 +50,10 @@ if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
     from neuzip.eval.measures.difference import CheckpointDifference
     from neuzip.eval.measures.histograms import Inspection
+    from neuzip.eval.plans.deliver import TargetResult
+    from neuzip.eval.plans.plan_request import DropLayers
     from neuzip.eval.plans.target_request import Sensitivity
     from neuzip.eval.plans.target_values import RequestedTarget
-    from neuzip.eval.plans.targets import DropLayers, TargetResult
 
 
 MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
@@ -412,8 +413,8 @@ def _reach(
     overwrite: bool,
 ) -> TargetResult:
     """Compress to a target."""
+    from neuzip.eval.plans.deliver import compress_to_target
     from neuzip.eval.plans.target_request import prepare_search, text_for
-    from neuzip.eval.plans.targets import compress_to_target
 
     asked = prepare_search(
         goal, path, dst, rules, block_size=block_size,

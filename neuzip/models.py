@@ -21,13 +21,13 @@ from neuzip.eval.measures.convention_names import BOS, NAMES
 from neuzip.eval.measures.perplexity import DTYPES, Evaluation, prepare
 from neuzip.eval.measures.perplexity import evaluate as evaluate_task
 from neuzip.eval.measures.texts import read_text
-from neuzip.runtime.decode.generate import Generation, choose_device
+from neuzip.runtime.decode.generate import Generation
 from neuzip.runtime.decode.generate import generate as generate_from
-from neuzip.runtime.decode.generate import prepare as prepare_prompt
+from neuzip.runtime.decode.prompt import prepare as prepare_prompt
 from neuzip.runtime.decode.sampling import Sampling
+from neuzip.runtime.devices import DEVICE_MAPS, choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.read import DEVICE_MAPS
 from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
     one stream         | decode 1, 2, 3 | | product 1 | | product 2 | | product 3 | | decode 4, 5, 6 | ...
 
 A launch for one matrix leaves much of a GPU idle, so weights that follow each other are decoded together, as
-many as there is room for. Which weights come next is learnt: each remembers its successor. After a wrong
+many as fit into that memory. Which weights come next is learnt: each remembers its successor. After a wrong
 guess, which costs the time of a decode, the same one has to follow twice before it is believed again.
 
 Streams of a device share its memory: each waits for what the one before does there. Threads take turns.
@@ -27,77 +27,79 @@ from typing import Any, TypeVar
 import torch
 
 from neuzip.kernels.rans.coded import TOGETHER
-from neuzip.runtime.cuda_capture import capture_of as _graph_of
+from neuzip.runtime.cuda_capture import capture_id
 
 T = TypeVar("T")
 
-ROOM = 3.25
-"""How many of the largest weights there is memory for: beside parts of 128 MiB, a layer of Llama 3 8B."""
+CAPACITY = 3.25
+"""Largest weights that a ring has memory for: with parts of 128 MiB, a layer of Llama 3 8B."""
 
 AHEAD = TOGETHER
 """Weights that are decoded together at most: as many as a launch takes."""
 
 ALIGNMENT = 512
-"""Bytes: where weights begin."""
+"""Bytes that the start of a weight is a multiple of."""
 
 
 @dataclass(eq=False)
-class Unit:
+class DecodeUnit:
     """Weights that are decoded as a whole, alone or with others of the same `decode`.
 
-    That is given what units hold `coded`, and for each of them uint8 memory of `room` bytes, to the beginning
-    of which it writes them; it returns them as they are there. Where it is given None, they have memory of
-    their own. `sources` is what it reads.
+    `decode` takes what units hold `coded`, and for each of them uint8 memory of `capacity` bytes, to the
+    beginning of which it writes their weights; it returns the weights as they are there. For None instead of
+    memory they get memory of their own. `sources` is what it reads.
     """
 
-    room: int
+    capacity: int
     sources: tuple[torch.Tensor, ...]
     coded: Any
     decode: Callable[[Sequence[Any], Sequence[torch.Tensor | None]], list[torch.Tensor]]
-    _successor: weakref.ref[Unit] | None = None
-    _sure: bool = True
-    _known_on: set[Any] = field(default_factory=set)
+    successor: weakref.ref[DecodeUnit] | None = field(default=None, init=False)
+    """What was used after it last."""
+
+    is_sure: bool = field(default=True, init=False)
+    """Whether that followed the only time, or twice in a row."""
+
+    known_streams: set[Any] = field(default_factory=set, init=False)
+    """Streams for which the memory of `sources` is kept."""
 
     def dense(self) -> torch.Tensor:
         """The weights, in memory of their own."""
         return self.decode([self.coded], [None])[0]
 
-    def followed_by(self, unit: Unit) -> None:
+    def followed_by(self, unit: DecodeUnit) -> None:
         """Learn what was used after this one."""
-        same = self._successor is not None and self._successor() is unit
-        self._sure = same or self._successor is None
+        same = self.successor is not None and self.successor() is unit
+        self.is_sure = same or self.successor is None
         if not same:
-            self._successor = weakref.ref(unit)
+            self.successor = weakref.ref(unit)
 
-    def next(self) -> Unit | None:
+    def next(self) -> DecodeUnit | None:
         """What will probably be used after this one, if that is known."""
-        return self._successor() if self._sure and self._successor is not None else None
+        return self.successor() if self.is_sure and self.successor is not None else None
 
     def stay_for(self, stream: Any) -> None:
         """Keep the memory that is read from being used again before `stream` has done with it."""
-        if stream not in self._known_on:
+        if stream not in self.known_streams:
             for source in self.sources:
                 keep(source, stream)
-            self._known_on.add(stream)
+            self.known_streams.add(stream)
 
 
-def use(unit: Unit, product: Callable[[torch.Tensor], T], *, ahead: bool = True) -> T:
+def use(unit: DecodeUnit, product: Callable[[torch.Tensor], T], *, ahead: bool = True) -> T:
     """What `product` makes of a unit's dense weights. They are another's as soon as it returns.
 
     Others are decoded `ahead`, together with them. Beside a product of many rows nothing is gained; memory
-    that is only used without has room for one.
+    that is only used without holds one unit.
     """
-    ring = _ring_of(unit.sources[0].device)
+    ring = _pool.ring(unit.sources[0].device)
     with ring.lock:
         return ring.use(unit, product, ahead)
 
 
 def release() -> None:
     """Give the memory of all devices back. It comes again when it is needed."""
-    with _changing:
-        _eager.clear()
-        _captured.clear()
-        _wanted.clear()
+    _pool.release()
 
 
 def make_way(device: torch.device) -> None:
@@ -105,88 +107,109 @@ def make_way(device: torch.device) -> None:
 
     So is that of a capture that failed.
     """
-    with _changing:
-        _captured.pop(device, None)
-        ring = _eager.pop(device, None)
-        if ring is not None:
-            _wanted[device] = ring.size
+    _pool.make_way(device)
 
 
 @dataclass(frozen=True)
-class Room:
+class CaptureMemory:
     """The memory that a graph decodes to, and the units that it reads: some may be another model's."""
 
     memory: torch.Tensor
-    units: frozenset[Unit]
+    units: frozenset[DecodeUnit]
 
 
-def room_of_capture(device: torch.device) -> Room | None:
+def memory_of_capture(device: torch.device) -> CaptureMemory | None:
     """At the end of a capture on the current stream; None if it decodes nothing.
 
     To be kept as long as the graph is replayed: nobody else does.
     """
-    graph = _graph_of(device)
-    with _changing:
-        if device not in _captured or _captured[device][0] != graph:
-            return None
-        _, ring = _captured.pop(device)
-        return Room(ring.memory, frozenset(ring.units))
+    return _pool.end_capture(device)
 
 
 @contextmanager
-def within(room: Room | None) -> Iterator[None]:
+def within(reserved: CaptureMemory | None) -> Iterator[None]:
     """Let eager calls of this thread decode to the memory of a graph.
 
     All are on the stream that the graph is replayed on, which is not until this ends.
     """
-    if room is None:
+    if reserved is None:
         yield
         return
-    device, before = room.memory.device, _lent.rings
-    _lent.rings = {**before, device: _Ring(device, memory=room.memory)}
+    device, before = reserved.memory.device, _pool.lent.rings
+    _pool.lent.rings = {**before, device: _Ring(device, memory=reserved.memory)}
     try:
         yield
     finally:
-        _lent.rings = before
+        _pool.lent.rings = before
 
 
-_changing = threading.Lock()
-_eager: dict[torch.device, _Ring] = {}
-_captured: dict[torch.device, tuple[int, _Ring]] = {}
-_wanted: dict[torch.device, int] = {}
-"""Bytes of rings that made way for a capture."""
-
-
-class _Lent(threading.local):
-    """By device, rings in a graph's memory, of one thread."""
+class _LentRings(threading.local):
+    """Rings in a graph's memory, by device, of one thread."""
 
     def __init__(self) -> None:
         self.rings: dict[torch.device, _Ring] = {}
 
 
-_lent = _Lent()
+class _Pool:
+    """The rings of a process.
+
+    eager     the ring of eager calls, by device
+    captured  the ring of the CUDA graph that is captured on a device, and the number of that graph
+    wanted    bytes of eager rings that made way for a capture, by device
+    lent      rings of one thread that take the place of eager ones
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self.eager: dict[torch.device, _Ring] = {}
+        self.captured: dict[torch.device, tuple[int, _Ring]] = {}
+        self.wanted: dict[torch.device, int] = {}
+        self.lent = _LentRings()
+
+    def ring(self, device: torch.device) -> _Ring:
+        """The ring of a device, or that of the CUDA graph that its current stream is captured for."""
+        graph = capture_id(device)
+        with self._changing:
+            if not graph:
+                if device in self.lent.rings:
+                    return self.lent.rings[device]
+                if device not in self.eager:
+                    self.eager[device] = _Ring(device)
+                return self.eager[device]
+            number, last = self.captured.get(device, (0, None))
+            if last is not None and number == graph:
+                return last
+            # Others give their memory to that of the graph. Kernels still at work there keep it.
+            self.captured.pop(device, None)
+            others = [other.size for other in (last, self.eager.pop(device, None)) if other is not None]
+            last = None
+            ring = _Ring(device, max([*others, self.wanted.pop(device, 0)]), graph)
+            self.captured[device] = graph, ring
+            return ring
+
+    def release(self) -> None:
+        with self._changing:
+            self.eager.clear()
+            self.captured.clear()
+            self.wanted.clear()
+
+    def make_way(self, device: torch.device) -> None:
+        with self._changing:
+            self.captured.pop(device, None)
+            ring = self.eager.pop(device, None)
+            if ring is not None:
+                self.wanted[device] = ring.size
+
+    def end_capture(self, device: torch.device) -> CaptureMemory | None:
+        graph = capture_id(device)
+        with self._changing:
+            if device not in self.captured or self.captured[device][0] != graph:
+                return None
+            _, ring = self.captured.pop(device)
+            return CaptureMemory(ring.memory, frozenset(ring.units))
 
 
-def _ring_of(device: torch.device) -> _Ring:
-    """The ring of a device, or that of the CUDA graph that its current stream is captured for."""
-    graph = _graph_of(device)
-    with _changing:
-        if not graph:
-            if device in _lent.rings:
-                return _lent.rings[device]
-            if device not in _eager:
-                _eager[device] = _Ring(device)
-            return _eager[device]
-        number, last = _captured.get(device, (0, None))
-        if last is not None and number == graph:
-            return last
-        # Others make room for that of the graph. Kernels still at work there keep their memory.
-        _captured.pop(device, None)
-        others = [other.size for other in (last, _eager.pop(device, None)) if other is not None]
-        last = None
-        ring = _Ring(device, max([*others, _wanted.pop(device, 0)]), graph)
-        _captured[device] = graph, ring
-        return ring
+_pool = _Pool()
 
 
 def _nothing() -> None:
@@ -209,16 +232,18 @@ class _Ring:
         # A CPU has streams and events as well, that do nothing.
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu
         self.memory: torch.Tensor
-        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()  # of a graph, which reads them in each replay
+        self.units: weakref.WeakSet[DecodeUnit] = (
+            weakref.WeakSet()
+        )  # of a graph, which reads them in each replay
         self._is_kept: bool  # by a graph, or by who has lent it
         self._outgrown: list[torch.Tensor] = []
         self._known_on: set[Any]
-        self._held: list[tuple[weakref.ref[Unit], torch.Tensor]] = []
+        self._resident: list[tuple[weakref.ref[DecodeUnit], torch.Tensor]] = []
         self._done = self._backend.Event()  # whatever was given to a stream here
-        self._first: Callable[[], Unit | None] = _nothing
-        self._last: Callable[[], Unit | None] = _nothing
+        self._first: Callable[[], DecodeUnit | None] = _nothing
+        self._last: Callable[[], DecodeUnit | None] = _nothing
         self._take(size, self._stream, memory)
-        self._largest = int(self.size / ROOM) // ALIGNMENT * ALIGNMENT
+        self._largest = int(self.size / CAPACITY) // ALIGNMENT * ALIGNMENT
 
     @property
     def size(self) -> int:
@@ -229,12 +254,12 @@ class _Ring:
     def _stream(self) -> Any:
         return self._backend.current_stream(self._device)
 
-    def use(self, unit: Unit, product: Callable[[torch.Tensor], T], ahead: bool) -> T:
-        """See the function."""
+    def use(self, unit: DecodeUnit, product: Callable[[torch.Tensor], T], ahead: bool) -> T:
+        """What `product` makes of a unit's dense weights; others are decoded `ahead` with them."""
         stream = self._stream
         self._done.wait(stream)  # of several streams each waits for the one before
         try:
-            self._make_room(unit.room, ahead, stream)
+            self._reserve(unit.capacity, ahead, stream)
             self._keep(stream)
             dense = self._dense(unit)
             if dense is None:
@@ -246,10 +271,10 @@ class _Ring:
         finally:
             self._done.record(stream)
 
-    def _dense(self, unit: Unit) -> torch.Tensor | None:
-        return next((dense for other, dense in self._held if other() is unit), None)
+    def _dense(self, unit: DecodeUnit) -> torch.Tensor | None:
+        return next((dense for other, dense in self._resident if other() is unit), None)
 
-    def _learn(self, unit: Unit) -> None:
+    def _learn(self, unit: DecodeUnit) -> None:
         last = self._last()
         if last is None:
             self._first = weakref.ref(unit)
@@ -257,48 +282,48 @@ class _Ring:
             last.followed_by(unit)
         self._last = weakref.ref(unit)
 
-    def _from(self, unit: Unit, limit: int) -> list[Unit]:
+    def _from(self, unit: DecodeUnit, limit: int) -> list[DecodeUnit]:
         """A unit, and those that will follow it, in `limit` bytes together."""
-        units, size = [unit], _aligned(unit.room)
+        units, size = [unit], _aligned(unit.capacity)
         while len(units) < AHEAD and (following := self._following(units[-1])) is not None:
-            size += _aligned(following.room)
+            size += _aligned(following.capacity)
             if following in units or size > limit:
                 break
             units.append(following)
         return units
 
-    def _following(self, unit: Unit) -> Unit | None:
+    def _following(self, unit: DecodeUnit) -> DecodeUnit | None:
         following = unit.next()
         if following is None or following.sources[0].device != self._device:
             return None
         # Behind the last of a step comes something that believes nothing.
         return None if self._ends and following is self._first() else following
 
-    def _decode(self, units: list[Unit], stream: Any) -> None:
+    def _decode(self, units: list[DecodeUnit], stream: Any) -> None:
         """Decode units together, over what was there."""
-        self._held.clear()
+        self._resident.clear()
         if self._graph:
             self.units.update(units)
         else:
             for unit in units:
                 unit.stay_for(stream)
-        starts = accumulate((_aligned(unit.room) for unit in units), initial=0)
-        held: list[tuple[weakref.ref[Unit], torch.Tensor]] = []
+        starts = accumulate((_aligned(unit.capacity) for unit in units), initial=0)
+        resident: list[tuple[weakref.ref[DecodeUnit], torch.Tensor]] = []
         for decode, some in groupby(zip(units, starts, strict=False), key=lambda place: place[0].decode):
             together = list(some)
-            memories = [self.memory[at : at + unit.room] for unit, at in together]
+            memories = [self.memory[at : at + unit.capacity] for unit, at in together]
             dense = decode([unit.coded for unit, _ in together], memories)
-            held += [(weakref.ref(unit), d) for (unit, _), d in zip(together, dense, strict=True)]
-        self._held = held
+            resident += [(weakref.ref(unit), d) for (unit, _), d in zip(together, dense, strict=True)]
+        self._resident = resident
 
-    def _make_room(self, room: int, ahead: bool, stream: Any) -> None:
+    def _reserve(self, capacity: int, ahead: bool, stream: Any) -> None:
         """Take more memory if a unit finds too little."""
-        self._largest = max(self._largest, _aligned(room))
-        needed = int(ROOM * self._largest) if ahead else self._largest
+        self._largest = max(self._largest, _aligned(capacity))
+        needed = int(CAPACITY * self._largest) if ahead else self._largest
         if self.size < needed:
             if self._graph:  # where nobody says which streams still read there
                 self._outgrown.append(self.memory)
-            self._held.clear()
+            self._resident.clear()
             self.memory = torch.empty(0, dtype=torch.uint8)  # so that its memory may come again
             self._take(needed, stream)
 

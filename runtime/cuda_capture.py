@@ -8,11 +8,11 @@ from functools import cache
 import torch
 
 
-def capture_of(device: torch.device) -> int:
+def capture_id(device: torch.device) -> int:
     """A number for the graph that the current stream of a device, with its index, is captured for, or 0."""
     if device.type != "cuda":
         return 0
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # asked for every product: without an object
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # for every product: without an object
     if not stream:
         return 0  # the legacy default stream is never captured
     status, number = ctypes.c_int(), ctypes.c_uint64()

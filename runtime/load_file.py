@@ -24,7 +24,9 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import UsageError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import is_container_metadata
-from neuzip.runtime.read import read_range, read_tensor, read_tensors, require_place, shaped, torch_dtype
+from neuzip.runtime.devices import require_place
+from neuzip.runtime.dtypes import shaped, torch_dtype
+from neuzip.runtime.read import read_range, read_tensor, read_tensors
 
 TORCH = ("pt", "torch", "pytorch")
 

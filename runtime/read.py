@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import xxhash
@@ -12,58 +12,9 @@ import xxhash
 from neuzip.compress import ternary
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.workers import Workers
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels.quantizers import Ternary
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
-    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
-    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
-"""What safetensors' dtypes are in torch."""
-
-
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Words for device maps that accelerate computes."""
-
-
-def place_of(device: Any) -> torch.device:
-    """One device by its name or number; None is the CPU. Raises UsageError for one that torch has not."""
-    is_number = isinstance(device, int) and not isinstance(device, bool)
-    try:
-        place = torch.device("cpu" if device is None else f"cuda:{device}" if is_number else device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"`device={device!r}`: torch knows no such device",
-            f"give 'cpu', 'cuda', 'cuda:1', the number of a GPU, or a device map:"
-            f" {', '.join(map(repr, DEVICE_MAPS))}",
-        ) from error
-    require_place(place)
-    return place
-
-
-def require_place(place: torch.device) -> None:
-    """Raise UsageError for a GPU that torch does not find."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.type == "cuda" and (place.index or 0) >= found:
-        count = f"{found} CUDA device{'' if found == 1 else 's'}" if found else "no CUDA device"
-        raise UsageError(f"`device={str(place)!r}`: torch finds {count}", "give another, or `device='cpu'`")
-
-
-def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
-    """A tensor's dtype in torch. Raises FormatError where torch has none."""
-    dtype = TORCH_DTYPES.get(tensor.info.dtype)
-    if dtype is None:
-        raise FormatError(
-            source.checkpoint.root / tensor.file,
-            f"torch {torch.__version__} has no dtype for {tensor.info.dtype}",
-            tensor=tensor.name,
-            field="dtype",
-        )
-    return dtype
+from neuzip.runtime.dtypes import shaped, torch_dtype
 
 
 def read_tensors(
@@ -90,7 +41,7 @@ def read_tensors(
             )  # fmt: skip
     stored = list({(t.file, t.name): t for t in targets}.values())
     if device.type == "cuda" and torch.version.cuda is not None:  # AMD's cards are called cuda as well
-        from neuzip.runtime.read_gpu import read_on
+        from neuzip.runtime.read_gpu import read_on  # needs Triton
 
         loaded = read_on(device, source, stored, verify=verify)
     else:
@@ -124,10 +75,10 @@ def read_ternary(
     for extent in source.extents(target):
         stored = torch.empty(extent.nbytes, dtype=torch.uint8)
         source.read_into(target.file, extent.start, stored.numpy())
-        found = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
-        if found != extent.checksum:
+        checksum = xxhash.xxh3_64(stored.numpy().data).hexdigest() if verify else extent.checksum
+        if checksum != extent.checksum:
             raise FormatError(
-                path, f"has the checksum {found} instead of {extent.checksum}: the file is damaged",
+                path, f"has the checksum {checksum} instead of {extent.checksum}: the file is damaged",
                 tensor=target.name, field=extent.stream,
             )  # fmt: skip
         streams[extent.stream or ""] = stored.to(device)
@@ -141,6 +92,25 @@ def read_ternary(
         raise
     except NeuzipError as error:
         raise FormatError(path, error.message, tensor=target.name) from error
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by name, one at a time, with their own dtypes, on the CPU.
+
+    A folder's subfolders are part of it. Raises NeuzipError for a name that is in two files, and FormatError
+    for damaged files and for dtypes that torch does not have.
+    """
+    with TensorSource(path) as source, Workers() as workers:
+        files: dict[str, str] = {}
+        for tensor in source.tensors():
+            if tensor.name in files:
+                raise NeuzipError(
+                    f"{path}: the tensor {tensor.name!r} is in {files[tensor.name]} and in {tensor.file}",
+                    "give one of these files, or the subfolder",
+                )
+            files[tensor.name] = tensor.file
+        for tensor in source.tensors():
+            yield tensor.name, read_tensor(source, tensor, workers)
 
 
 def read_range(
@@ -201,8 +171,3 @@ def _read_on_cpu(
     return [
         shaped(data, torch_dtype(source, t), t.info.shape) for data, t in zip(memory, tensors, strict=True)
     ]
-
-
-def shaped(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Bytes seen as a tensor of a dtype and shape."""
-    return data.view(dtype).view(shape)

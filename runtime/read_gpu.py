@@ -5,7 +5,7 @@
 
 A reader takes a whole stream, as a checksum goes from its first byte to its last, and many readers take many.
 The largest tensors come first, so that nobody waits for one long stream in the end. A part is a few hundred
-megabytes of stored tensors, or one tensor that is larger. A few parts are under way at a time, which bounds
+megabytes of stored tensors, or one tensor that is larger. A few parts are in flight at a time, which bounds
 the memory for what is compressed, and each is decoded when it has arrived. Tensors that are stored as they
 are go straight to their place.
 
@@ -33,7 +33,7 @@ from neuzip.kernels import rans
 from neuzip.kernels.float_fields import plane_bytes
 from neuzip.kernels.rans.coded import PATTERNS, CodedTensor
 from neuzip.kernels.rans.triton.decode import decode
-from neuzip.runtime.read import shaped, torch_dtype
+from neuzip.runtime.dtypes import shaped, torch_dtype
 
 CHUNK = 16 << 20
 """Bytes that are read, hashed and sent at once, and of a pinned buffer."""
@@ -41,7 +41,7 @@ CHUNK = 16 << 20
 PART = 256 << 20
 """Stored bytes of a part, if it has more than one tensor."""
 
-UNDER_WAY = 4
+IN_FLIGHT = 4
 """Parts that may be read at a time."""
 
 READERS = 12
@@ -144,7 +144,7 @@ class _Job:
 
 @dataclass
 class _Part:
-    """Tensors under way, by their numbers: where their streams arrive, and the jobs that are not done."""
+    """Tensors in flight, by their numbers: where their streams arrive, and the jobs that are not done."""
 
     numbers: list[int]
     streams: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class _Load:
         self._extents = [sorted(source.extents(t), key=lambda e: e.start) for t in tensors]
         self._sizes = [sum(e.nbytes for e in extents) for extents in self._extents]
         self._memory: dict[int, torch.Tensor] = {}
-        self._room = min(CHUNK, sum(self._sizes))
+        self._chunk = min(CHUNK, sum(self._sizes))
         self._readers = max(1, min(READERS, default_jobs(), -(-sum(self._sizes) // CHUNK)))
         self._done: SimpleQueue[_Job | BaseException] = SimpleQueue()
         self._free: SimpleQueue[_Staging | None] = SimpleQueue()
@@ -178,18 +178,18 @@ class _Load:
 
     def run(self) -> list[torch.Tensor]:
         """The bytes of all tensors, as they come: kernels may still be writing."""
-        under_way = 0
+        in_flight = 0
         decoded: list[tuple[list[int], torch.Tensor]] = []
         pool = ThreadPoolExecutor(self._readers, thread_name_prefix="neuzip-read")
         try:
             parts = self._parts()
             for part in parts:
                 self._start(part, pool)
-                under_way += 1
-                while under_way == UNDER_WAY:
-                    under_way -= self._take(decoded)
-            while under_way:
-                under_way -= self._take(decoded)
+                in_flight += 1
+                while in_flight == IN_FLIGHT:
+                    in_flight -= self._take(decoded)
+            while in_flight:
+                in_flight -= self._take(decoded)
         finally:
             pool.shutdown(cancel_futures=True)
         for numbers, errors in decoded:
@@ -202,13 +202,13 @@ class _Load:
         """All tensors, large ones first, neighbours together."""
         order = sorted(range(len(self._tensors)), key=self._rank)
         numbers: list[int] = []
-        room = PART
+        left = PART
         for number in order:
-            if numbers and self._sizes[number] > room:
+            if numbers and self._sizes[number] > left:
                 yield _Part(numbers)
-                numbers, room = [], PART
+                numbers, left = [], PART
             numbers.append(number)
-            room -= self._sizes[number]
+            left -= self._sizes[number]
         if numbers:
             yield _Part(numbers)
 
@@ -216,7 +216,7 @@ class _Load:
         return -self._sizes[number], self._tensors[number].file, self._extents[number][0].start
 
     def _start(self, part: _Part, pool: ThreadPoolExecutor) -> None:
-        """Make room for a part, and set the readers on it."""
+        """Allocate what a part needs, and set the readers on it."""
         coded = sum(padded(e.nbytes) for n in part.numbers for e in self._extents[n] if e.stream is not None)
         buffer = torch.empty(coded, dtype=torch.uint8, device=self._queues.device)
         stored: list[_Stored] = []
@@ -257,7 +257,7 @@ class _Load:
             staging = self._free.get()
             try:
                 if staging is None:
-                    memory = torch.empty(self._room, dtype=torch.uint8, pin_memory=self._queues.on_gpu)
+                    memory = torch.empty(self._chunk, dtype=torch.uint8, pin_memory=self._queues.on_gpu)
                     staging = _Staging(memory, self._queues.event())
                 elif staging.left is not None:
                     staging.left.synchronize()
@@ -287,7 +287,7 @@ class _Load:
                 )
 
     def _take(self, decoded: list[tuple[list[int], torch.Tensor]]) -> int:
-        """Wait for a reader; if that completes a part, decode it. How many parts are no longer under way."""
+        """Wait for a reader; if that completes a part, decode it. How many parts are no longer in flight."""
         job = self._done.get()
         if isinstance(job, BaseException):
             raise job
@@ -365,7 +365,7 @@ def _coded_tensor(coding: Coding, numel: int, streams: dict[str, torch.Tensor]) 
     fields = streams["sign_mantissa"]
     return CodedTensor(
         fmt=coding.fmt,
-        kept=coding.mantissa_bits,
+        kept_bits=coding.mantissa_bits,
         numel=numel,
         table=coding.table,
         index=streams["index"].view(torch.int16)[: -(-numel // rans.BLOCK)],

@@ -51,9 +51,9 @@ def require_device(device: str, residency: str = "dense") -> None:
 
     missing = not driver_devices()
     if residency == "ans" and (missing or device == "cpu"):
-        found = "not with `device='cpu'`" if device == "cpu" else "and NVIDIA's driver finds no device"
+        why = "not with `device='cpu'`" if device == "cpu" else "and NVIDIA's driver finds no device"
         raise UsageError(
-            f"`residency='ans'`: is decoded on a GPU, {found}",
+            f"`residency='ans'`: is decoded on a GPU, {why}",
             "give `residency='packed'`, which runs on a CPU too",
         )
     if device == "cuda" and missing:

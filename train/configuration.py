@@ -89,10 +89,10 @@ class TrainingConfiguration:
         """The optimizer."""
         from .optimizers import optimizer_of
 
-        found = optimizer_of(self.optimizer)
+        optimizer = optimizer_of(self.optimizer)
         if self.weight_decay is None:
-            return found
-        return dataclasses.replace(found, weight_decay=self.weight_decay)  # type: ignore[type-var]
+            return optimizer
+        return dataclasses.replace(optimizer, weight_decay=self.weight_decay)  # type: ignore[type-var]
 
     def window_for(self, positions: int | None) -> int:
         """Tokens of a window for a model of so many positions. Raises UsageError for more than it has."""
@@ -137,37 +137,37 @@ class TrainingConfiguration:
 def read(path: Path, warn: Callable[[str], None]) -> TrainingConfiguration:
     """Read and check a file; `warn` hears of old keys. Raises UsageError that names file and key."""
     try:
-        given = tomllib.loads(path.read_bytes().decode("utf-8"))
+        document = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: is not TOML: {error}") from error
-    return checked(renamed(given, str(path), warn), str(path))
+    return checked(renamed(document, str(path), warn), str(path))
 
 
-def renamed(given: dict[str, Any], file: str, warn: Callable[[str], None]) -> dict[str, Any]:
+def renamed(document: dict[str, Any], file: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """What a file gives, by the keys of today. Raises UsageError for one key by both of its names."""
     for old, new in OLD.items():
-        if old in given:
-            if new in given:
+        if old in document:
+            if new in document:
                 raise UsageError(f"{file}: {old} and {new} are one key", f"leave out {old}")
             warn(f"{file}: {old} is now called {new}; version 0.2 removes the old name")
-    return {OLD.get(key, key): value for key, value in given.items()}
+    return {OLD.get(key, key): value for key, value in document.items()}
 
 
-def checked(given: dict[str, Any], file: str) -> TrainingConfiguration:
+def checked(document: dict[str, Any], file: str) -> TrainingConfiguration:
     """A configuration of what a file gives. Raises UsageError."""
     fields = {field.name: field for field in dataclasses.fields(TrainingConfiguration)}
-    for key in given:
+    for key in document:
         if key not in fields:
             raise unknown_key(file, key, fields)
-    values = {key: _typed(file, key, fields[key].type, value) for key, value in given.items()}
+    values = {key: _typed(file, key, fields[key].type, value) for key, value in document.items()}
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if missing:
         raise UsageError(f"{file}: lacks {', '.join(missing)}", f"add a line such as {EXAMPLES[missing[0]]}")
-    found = TrainingConfiguration(**values)
-    _require_sense(file, found)
-    return found
+    config = TrainingConfiguration(**values)
+    _require_sense(file, config)
+    return config
 
 
 EXAMPLES = {
@@ -199,37 +199,37 @@ def _typed(file: str, key: str, annotation: Any, value: Any) -> Any:
     return types[-1](value)
 
 
-def _require_sense(file: str, found: TrainingConfiguration) -> None:
-    if (found.model is None) == (found.scratch is None):
+def _require_sense(file: str, config: TrainingConfiguration) -> None:
+    if (config.model is None) == (config.scratch is None):
         raise UsageError(
             f"{file}: needs either model or scratch",
             "model trains a checkpoint further, scratch starts from random weights",
         )
-    if (found.scratch is None) != (found.tokenizer is None):
+    if (config.scratch is None) != (config.tokenizer is None):
         raise UsageError(f"{file}: tokenizer belongs to scratch", "give both, or only model")
     for name in ("steps", "window", "batch_size"):
-        if (value := getattr(found, name)) is not None and value < 1:
-            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give at least 1")
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UsageError(f"{file}: {name} is {getattr(config, name)}", "give at least 1")
     for name in ("seed", "weight_decay", "checkpoint_every"):
-        if (getattr(found, name) or 0) < 0:
-            raise UsageError(f"{file}: {name} is {getattr(found, name)}", "give at least 0")
-    if found.budget_minutes is not None and not found.budget_minutes > 0:
+        if (getattr(config, name) or 0) < 0:
+            raise UsageError(f"{file}: {name} is {getattr(config, name)}", "give at least 0")
+    if config.budget_minutes is not None and not config.budget_minutes > 0:
         raise UsageError(
-            f"{file}: budget_minutes is {found.budget_minutes}", "give more than 0, or leave it out"
+            f"{file}: budget_minutes is {config.budget_minutes}", "give more than 0, or leave it out"
         )
     for name, choices in (
         ("schedule", SHAPES), ("clipping", ("two-pass", "running")), ("device", ("auto", "cpu", "cuda")),
         ("dtype", ("bfloat16", "float16", "float32")), ("optimizer_state", KEPT), ("optimizer", OPTIMIZERS),
     ):  # fmt: skip
-        if getattr(found, name) not in choices:
+        if getattr(config, name) not in choices:
             raise UsageError(
-                f"{file}: there is no {name} {getattr(found, name)!r}", f"choose from {', '.join(choices)}"
+                f"{file}: there is no {name} {getattr(config, name)!r}", f"choose from {', '.join(choices)}"
             )
     for name, ignored, instead in (
-        ("dtype", found.scratch is None, "with model, whose weights have their own"),
-        ("min_lr_ratio", found.schedule == "constant", 'with schedule = "constant"'),
-        ("clipping", not found.max_grad_norm, "with max_grad_norm = 0"),
+        ("dtype", config.scratch is None, "with model, whose weights have their own"),
+        ("min_lr_ratio", config.schedule == "constant", 'with schedule = "constant"'),
+        ("clipping", not config.max_grad_norm, "with max_grad_norm = 0"),
     ):
-        if ignored and getattr(found, name) != getattr(TrainingConfiguration, name):
+        if ignored and getattr(config, name) != getattr(TrainingConfiguration, name):
             raise UsageError(f"{file}: {name} has no effect {instead}", f"leave out {name}")
-    found.rates()
+    config.rates()

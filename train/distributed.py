@@ -42,9 +42,9 @@ class Team:
         """The largest of the numbers of all processes, as `loop.run` asks for it."""
         if self._ranks.world == 1:
             return number
-        found = torch.tensor(number, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        largest = torch.tensor(number, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
     def require_same(self, what: str, value: str) -> None:
         """Raise NeuzipError unless all processes have the same."""

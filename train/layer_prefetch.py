@@ -1,18 +1,18 @@
-"""Where layers lie open: one buffer, or two with which a GPU decodes ahead and codes behind.
+"""Buffers in which layers lie decoded: one, or two with which a GPU prefetches layers.
 
     caller's stream | forward, backward of layer 7      | of layer 6                        | of layer 5
-    own stream      | code 8, decode 6                  | code 7, decode 5                  | code 6 ...
+    side stream     | encode 8, decode 6                | encode 7, decode 5                | encode 6 ...
     buffers         | 7 in one, 8 and then 6 in the other, ...
 
-Coding waits for its own kernels on the host, so a thread starts what runs on that stream. Each job begins
-after all that the caller's stream had been given when the job was ordered, and jobs follow each other:
-nothing else is needed to keep the two apart. Memory of coded layers belongs to the own stream.
+The encoder waits on the host for its own kernels, so a thread submits the work of the side stream. A job
+starts after all work that the caller's stream had when the job was submitted, and jobs run one after another.
+The two streams need no other synchronisation. Memory of encoded layers belongs to the side stream.
 
-Tables are no units: the caller opens and closes them in `buffer`, on its own stream. Their memory may belong
-to either. `buffer` waits until no job is left, so none takes memory that they give back while the caller's
-stream still reads it.
+Tables of tokens are not prefetched: the caller decodes and encodes them in `buffer`, on its own stream, and
+their memory may belong to either stream. `buffer` waits until no job is left, so no job can reuse memory that
+the caller's stream still reads.
 
-On a CPU nothing overlaps; two buffers are for tests there.
+On a CPU nothing overlaps. Two buffers there serve tests.
 """
 
 from __future__ import annotations
@@ -29,118 +29,127 @@ from torch import Tensor
 
 
 class PrefetchUnit(Protocol):
-    """Arrays that are opened and closed together."""
+    """Arrays that are decoded and encoded together."""
 
     def decode(self, buffer: Tensor) -> list[Tensor]:
-        """Its arrays, dense, in `buffer` or where they always are."""
+        """The dense arrays, in `buffer` or where they lie anyway."""
         ...
 
-    def code(self, flats: list[Tensor]) -> None:
-        """Keep what the arrays have become."""
+    def encode(self, flats: list[Tensor]) -> None:
+        """Store the present values of the dense arrays."""
         ...
 
 
 @dataclass(eq=False)
-class _Slot:
-    """A buffer, the unit that is or will be open there, and the job that opens it."""
+class _Place:
+    """A buffer, the unit that lies in it or will, and the job that decodes this unit."""
 
     buffer: Tensor
     unit: PrefetchUnit | None = None
-    opening: Future[tuple[list[Tensor], Any]] | None = None
+    decoding: Future[tuple[list[Tensor], Any]] | None = None
     used: bool = False
     last: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Units that lay here when they were last open: what prepared that is still of use."""
+    """Units whose last decoding was into this buffer: launches prepared for it can be reused."""
 
 
 class LayerBuffers:
-    """Buffers of `room` bytes; `ahead` takes two, a stream and a thread."""
+    """One buffer for decoded layers; with `prefetch` two, and a stream and a thread that fill them."""
 
-    def __init__(self, device: torch.device, ahead: bool) -> None:
-        self._device, self._ahead = device, ahead
+    def __init__(self, device: torch.device, prefetch: bool) -> None:
+        self._device, self._prefetches = device, prefetch
         on_gpu = device.type == "cuda"
         self._backend: Any = torch.cuda if on_gpu else torch.cpu
-        self._own: Any = self._backend.Stream(*[device] if on_gpu else []) if ahead else None
-        given = device, self._own
-        self._thread = ThreadPoolExecutor(1, initializer=_begin, initargs=given) if ahead else None
-        self._slots: list[_Slot] = []
-        self._closing: list[Future[Any]] = []
+        self._side: Any = self._backend.Stream(*[device] if on_gpu else []) if prefetch else None
+        arguments = device, self._side
+        self._thread = (
+            ThreadPoolExecutor(1, initializer=_use_stream, initargs=arguments) if prefetch else None
+        )
+        self._places: list[_Place] = []
+        self._encoding: list[Future[Any]] = []
 
-    def make_room(self, room: int) -> None:
-        """Take the buffers."""
-        self._slots = [
-            _Slot(torch.empty(room, dtype=torch.uint8, device=self._device)) for _ in range(1 + self._ahead)
+    def reserve(self, nbytes: int) -> None:
+        """Allocate the buffers, of `nbytes` each."""
+        self._places = [
+            _Place(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            for _ in range(1 + self._prefetches)
         ]
-        if self._ahead and self._device.type == "cuda":
-            for slot in self._slots:  # a step that failed may leave a job behind
-                slot.buffer.record_stream(self._own)
+        if self._prefetches and self._device.type == "cuda":
+            for place in self._places:  # a step that failed may leave a job behind
+                place.buffer.record_stream(self._side)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """With the own stream as the current one, so that what is allocated belongs to it."""
-        if not self._ahead:
+    def on_side_stream(self) -> Iterator[None]:
+        """Context in which the side stream is the current one, so that allocations belong to it."""
+        if not self._prefetches:
             yield
             return
         current = self._current()
-        self._own.wait_stream(current)
-        with self._backend.stream(self._own):
+        self._side.wait_stream(current)
+        with self._backend.stream(self._side):
             yield
-        current.wait_stream(self._own)
+        current.wait_stream(self._side)
 
     def buffer(self) -> Tensor:
-        """A buffer for the caller alone, until the next layer is opened or expected."""
-        self.settle()
-        return self._slots[0].buffer
+        """A buffer for the caller alone, until the next unit is opened or prefetched."""
+        self.wait()
+        return self._places[0].buffer
 
     @contextmanager
     def opened(
-        self, unit: PrefetchUnit, *, changes: bool = False, then: PrefetchUnit | None = None
+        self, unit: PrefetchUnit, *, changes: bool = False, next_unit: PrefetchUnit | None = None
     ) -> Iterator[list[Tensor]]:
-        """The arrays of a unit; `changes` keeps what they have become. `then` will be opened next."""
-        slot = next((slot for slot in self._slots if slot.unit is unit), None) or self._expect(unit)
-        assert slot.opening is not None
+        """Context with the dense arrays of a unit.
+
+        changes    encodes them afterwards
+        next_unit  is prefetched
+        """
+        place = next((p for p in self._places if p.unit is unit), None) or self._decode(unit)
+        assert place.decoding is not None
         try:
-            flats, ready = slot.opening.result()
+            flats, ready = place.decoding.result()
         except BaseException:
-            slot.unit, slot.opening = None, None
+            place.unit, place.decoding = None, None
             raise
-        slot.used = True
+        place.used = True
         if ready is not None:
             ready.wait(self._current())
-        if then is not None and self._ahead:
-            self._expect(then)
+        if next_unit is not None and self._prefetches:
+            self._decode(next_unit)
         try:
             yield flats
         finally:
-            slot.unit, slot.opening, slot.used = None, None, False
+            place.unit, place.decoding, place.used = None, None, False
         if changes:
-            self._closing = [job for job in self._closing if not _done(job)]
-            self._closing.append(self._order(lambda: unit.code(flats)))
+            self._encoding = [job for job in self._encoding if not _is_done(job)]
+            self._encoding.append(self._submit(lambda: unit.encode(flats)))
 
-    def settle(self) -> None:
-        """Wait until nothing is being decoded or coded; what was expected is forgotten."""
-        for slot in self._slots:
-            if slot.opening is not None and not slot.used:
-                opening, slot.unit, slot.opening = slot.opening, None, None
-                opening.result()
-        closing, self._closing = self._closing, []
-        for job in closing:
+    def wait(self) -> None:
+        """Wait until no job is left. A unit that was prefetched and not yet opened is dropped."""
+        for place in self._places:
+            if place.decoding is not None and not place.used:
+                decoding, place.unit, place.decoding = place.decoding, None, None
+                decoding.result()
+        encoding, self._encoding = self._encoding, []
+        for job in encoding:
             job.result()
-        if self._ahead:
-            self._current().wait_stream(self._own)
+        if self._prefetches:
+            self._current().wait_stream(self._side)
 
-    def _expect(self, unit: PrefetchUnit) -> _Slot:
-        """Begin to open a unit in a buffer that is free."""
-        free = [slot for slot in self._slots if not slot.used]
-        slot = next((slot for slot in free if unit in slot.last), free[0])
-        for other in self._slots:
+    def _decode(self, unit: PrefetchUnit) -> _Place:
+        """Submit the decoding of a unit into a free buffer, if possible the one that it was in before."""
+        free = [place for place in self._places if not place.used]
+        place = next((p for p in free if unit in p.last), free[0])
+        for other in self._places:
             other.last.discard(unit)
-        slot.last.add(unit)
-        slot.unit, slot.opening = unit, self._order(lambda: unit.decode(slot.buffer))
-        return slot
+        place.last.add(unit)
+        place.unit, place.decoding = unit, self._submit(lambda: unit.decode(place.buffer))
+        return place
 
-    def _order(self, job: Callable[[], Any]) -> Future[Any]:
-        """Do a job on the own stream, after all that the current one has been given; what it returns, and an
-        event. Without an own stream it is done at once."""
+    def _submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Run a job on the side stream, after all present work of the current one; at once if there is none.
+
+        The future holds what the job returns, and an event that is recorded behind its work.
+        """
         if self._thread is None:
             done: Future[Any] = Future()
             done.set_result((job(), None))
@@ -149,10 +158,10 @@ class LayerBuffers:
         before.record(self._current())
 
         def run() -> tuple[Any, Any]:
-            before.wait(self._own)
-            found, after = job(), self._backend.Event()
-            after.record(self._own)
-            return found, after
+            before.wait(self._side)
+            output, after = job(), self._backend.Event()
+            after.record(self._side)
+            return output, after
 
         return self._thread.submit(run)
 
@@ -160,15 +169,15 @@ class LayerBuffers:
         return self._backend.current_stream(self._device)
 
 
-def _begin(device: torch.device, own: Any) -> None:
-    """In the thread, whose stream it is. It must not know the desk: it would keep it for ever."""
+def _use_stream(device: torch.device, stream: Any) -> None:
+    """Make a stream the current one of the thread. A method would keep LayerBuffers alive for ever."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(own)
+        torch.cuda.set_stream(stream)
 
 
-def _done(job: Future[Any]) -> bool:
-    """Whether a job is done; raises what it raised."""
+def _is_done(job: Future[Any]) -> bool:
+    """Whether a job is done. Raises what the job raised."""
     if job.done():
         job.result()
         return True

@@ -101,7 +101,7 @@ def run(
     weights could become a checkpoint.
     """
     earlier = _earlier(log, start)
-    found = list(earlier)
+    records = list(earlier)
     began = time.monotonic()
     saved, why = start, 0
     with _log(log, earlier) as note, _signals() as caught:
@@ -111,7 +111,7 @@ def run(
             if why:
                 break
             figures = _measured(step, number, schedule(number), device)
-            found.append(figures)
+            records.append(figures)
             note(figures)
             progress(number, figures)
             _require_finite(figures)
@@ -120,14 +120,14 @@ def run(
                 saved = number + 1
         else:
             why = agree(caught[0] if caught else 0)
-        taken = start + len(found) - len(earlier)
+        taken = start + len(records) - len(earlier)
         if checkpoint is not None and saved < taken and (taken < steps or why):
             checkpoint(taken)
     if caught or why > OVER:
         stopped(taken)
         signal.raise_signal(max([why, *caught]))
         raise KeyboardInterrupt  # another process was told to stop, by a signal that this one ignores
-    return found
+    return records
 
 
 def _require_finite(figures: Figures) -> None:
@@ -163,17 +163,17 @@ def peak_memory(device: torch.device | None) -> int:
 
 def read_log(path: Path) -> list[Figures]:
     """The figures of a log. Raises NeuzipError for what is none; a last line cut short is left out."""
-    found: list[Figures] = []
+    records: list[Figures] = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             if line:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number == len(lines):  # a run was killed while it wrote
                 break
             raise NeuzipError(f"{path}: line {number} is not JSON: {error.msg}") from error
-    return found
+    return records
 
 
 def _earlier(log: Path | None, start: int) -> list[Figures]:

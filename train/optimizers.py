@@ -1,23 +1,22 @@
-"""Optimizers that are applied part by part: to a unit's weights as soon as their gradients are there.
+"""Optimizers that update one array at a time, as soon as its gradient exists.
 
-    states = optimizer.new_states(part)
-    optimizer.update(part, states)
+    states = optimizer.new_states(numel, device)
+    optimizer.update(update, states)
 
-A part is a tensor or whole blocks of its elements, in flat order. What becomes of an element depends on
-nothing outside its part and its block, so it does not matter how a tensor is cut.
+An update is of a tensor or of whole blocks of its elements, in flat order. The result for an element depends
+on its block only, so a tensor can be cut anywhere between blocks.
 
 | name             | states, bytes a weight | rounding of bf16 weights          |
 |------------------|------------------------|-----------------------------------|
 | sgd              | 0                      | to nearest even, as NeuZip does   |
-| sgd-stochastic   | 0                      | by chance                         |
+| sgd-stochastic   | 0                      | stochastic                        |
 | adamw            | 8, fp32; or coded, 6.7 | to nearest even                   |
-| adamw8bit        | 2.03, 8 bits by blocks | by chance                         |
+| adamw8bit        | 2.03, 8 bits by blocks | stochastic                        |
 
-On a GPU Triton takes the step of adamw8bit, the others are torch's. How states are kept between steps is
-said in `states`.
+On a GPU a Triton kernel runs adamw8bit, and torch the others. `states` stores states between steps.
 
-By chance: at learning rates of 1e-5 most updates are smaller than half a step of bf16 and are lost when they
-are rounded to nearest; by chance they are there in expectation.
+Stochastic rounding: at learning rates of 1e-5 most updates are smaller than half a step of bf16. Rounding to
+nearest loses them; stochastic rounding keeps them in expectation.
 """
 
 from __future__ import annotations
@@ -36,42 +35,48 @@ from neuzip.kernels.quantizers.states import BLOCK, RngKey
 States = dict[str, Tensor]
 
 PIECE, CPU_PIECE = 1 << 24, 1 << 16
-"""Elements that are worked on at a time in fp32, 64 MB an array; on a CPU so few that caches hold them. Both
-are multiples of BLOCK."""
+"""Elements that are updated at a time in fp32: 64 MB an array on a GPU, and what caches hold on a CPU.
+
+Both are multiples of BLOCK.
+"""
 
 FIRST, SECOND, WEIGHT = range(3)
-"""Uses of random numbers."""
+"""Numbers of the uses of random numbers in a step: for each moment, and for the weight."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterUpdate:
-    """What an update is given.
+    """An update of some weights by their gradient.
 
-    weight, gradient  one-dimensional; the weight is changed in place, the gradient may be
+    weight, gradient  [n]; the weight is changed in place, and the gradient may be
+    rng_key           key of stochastic rounding
     scale             fp32 scalar that the gradient is multiplied with, or None
-    decays            whether it is weights of a matrix, which decay
-    step              counts from 1
+    decays            whether weight decay applies, as for matrices
     """
 
     weight: Tensor
     gradient: Tensor
     lr: float
-    chance: RngKey
+    rng_key: RngKey
     scale: Tensor | None = None
     decays: bool = True
 
     @property
     def step(self) -> int:
         """Number of the step, from 1 on."""
-        return self.chance.step
+        return self.rng_key.step
 
     def pieces(self) -> Iterator[tuple[slice, ParameterUpdate]]:
-        """Parts of so few elements."""
-        most = PIECE if self.weight.is_cuda else CPU_PIECE
-        for start in range(0, self.weight.numel(), most):
-            own = slice(start, start + most)
-            chance = replace(self.chance, element=self.chance.element + start)
-            yield own, replace(self, weight=self.weight[own], gradient=self.gradient[own], chance=chance)
+        """The update in pieces of PIECE or CPU_PIECE elements, with the place of each."""
+        size = PIECE if self.weight.is_cuda else CPU_PIECE
+        for start in range(0, self.weight.numel(), size):
+            span = slice(start, start + size)
+            yield span, self.cut(span)
+
+    def cut(self, span: slice) -> ParameterUpdate:
+        """The update of some of the elements."""
+        key = replace(self.rng_key, element=self.rng_key.element + span.start)
+        return replace(self, weight=self.weight[span], gradient=self.gradient[span], rng_key=key)
 
     def gradient32(self) -> Tensor:
         """The scaled gradient in fp32, in memory of its own."""
@@ -80,18 +85,18 @@ class ParameterUpdate:
 
 
 class Optimizer(Protocol):
-    """What `update` does to a part, with the states that it keeps for it."""
+    """A rule that changes weights by their gradients, and the states that it needs for it."""
 
     @property
     def stochastic(self) -> bool:
-        """Whether weights are rounded by chance, which is for bf16."""
+        """Whether weights are rounded stochastically, which is for bf16."""
         ...
 
     def new_states(self, numel: int, device: torch.device) -> States:
-        """States of so many elements before the first step."""
+        """States of `numel` elements before the first step."""
         ...
 
-    def update(self, part: ParameterUpdate, states: States) -> None:
+    def update(self, update: ParameterUpdate, states: States) -> None:
         """Change weights and states in place."""
         ...
 
@@ -104,26 +109,26 @@ class SGD:
     stochastic: bool = False
 
     def new_states(self, numel: int, device: torch.device) -> States:
-        """See Optimizer."""
+        """No states."""
         return {}
 
-    def update(self, part: ParameterUpdate, states: States) -> None:
-        """See Optimizer."""
-        decay = self.weight_decay if part.decays else 0.0
+    def update(self, update: ParameterUpdate, states: States) -> None:
+        """Change weights and states in place."""
+        decay = self.weight_decay if update.decays else 0.0
         if (
-            part.scale is None
+            update.scale is None
             and not decay
             and not self.stochastic
-            and part.gradient.dtype == part.weight.dtype
+            and update.gradient.dtype == update.weight.dtype
         ):
-            part.weight.add_(part.gradient, alpha=-part.lr)  # in fp32, rounded once: one kernel
+            update.weight.add_(update.gradient, alpha=-update.lr)  # in fp32, rounded once: one kernel
             return
-        for _, piece in part.pieces():
+        for _, piece in update.pieces():
             weight = piece.weight.to(torch.float32, copy=True)
             step = piece.gradient32()
             if decay:
                 step.add_(weight, alpha=decay)
-            _write(piece, weight.add_(step, alpha=-part.lr), self.stochastic)
+            _write(piece, weight.add_(step, alpha=-update.lr), self.stochastic)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class AdamW:
     stochastic: bool = False
 
     def new_states(self, numel: int, device: torch.device) -> States:
-        """See Optimizer."""
+        """Both moments of `numel` elements, zero; in 8 bits with a scale per block."""
         if not self.eight_bits:
             return {name: torch.zeros(numel, device=device) for name in ("first", "second")}
         blocks = -(-numel // BLOCK)
@@ -149,40 +154,42 @@ class AdamW:
             "second_top": torch.zeros(blocks, device=device),
         }
 
-    def update(self, part: ParameterUpdate, states: States) -> None:
-        """See Optimizer."""
-        if self.eight_bits and part.weight.is_cuda:
-            self._update_by_triton(part, states)
+    def update(self, update: ParameterUpdate, states: States) -> None:
+        """Change weights and states in place."""
+        if self.eight_bits and update.weight.is_cuda:
+            self._update_by_triton(update, states)
             return
-        for own, piece in part.pieces():
-            blocks = slice(own.start // BLOCK, -(-own.stop // BLOCK))
-            mine = {name: state[blocks if name.endswith("_top") else own] for name, state in states.items()}
-            self._update(piece, mine)
+        for span, piece in update.pieces():
+            blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+            piece_states = {
+                name: state[blocks if name.endswith("_top") else span] for name, state in states.items()
+            }
+            self._update(piece, piece_states)
 
-    def _update(self, part: ParameterUpdate, states: States) -> None:
-        gradient, weight = part.gradient32(), part.weight.float()
+    def _update(self, update: ParameterUpdate, states: States) -> None:
+        gradient, weight = update.gradient32(), update.weight.float()
         first, second = self._moments(states)
         first.mul_(self.beta1).add_(gradient, alpha=1 - self.beta1)
         second.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        self._keep(first, second, states, part.chance)
-        size = part.lr / (1 - self.beta1**part.step)
-        spread = second.div(1 - self.beta2**part.step).sqrt_().add_(self.epsilon)
-        if part.decays and self.weight_decay:
-            weight = weight * (1 - part.lr * self.weight_decay)
+        self._store(first, second, states, update.rng_key)
+        size = update.lr / (1 - self.beta1**update.step)
+        spread = second.div(1 - self.beta2**update.step).sqrt_().add_(self.epsilon)
+        if update.decays and self.weight_decay:
+            weight = weight * (1 - update.lr * self.weight_decay)
         weight = weight - size * first / spread
-        _write(part, weight, self.stochastic)
+        _write(update, weight, self.stochastic)
 
-    def _update_by_triton(self, part: ParameterUpdate, states: States) -> None:
+    def _update_by_triton(self, update: ParameterUpdate, states: States) -> None:
         from neuzip.kernels.quantizers.triton import states as triton_states
 
-        decay = self.weight_decay if part.decays else 0.0
+        decay = self.weight_decay if update.decays else 0.0
         rates = triton_states.Rates(
-            self.beta1, self.beta2, self.epsilon, part.lr / (1 - self.beta1**part.step),
-            1 / (1 - self.beta2**part.step), 1 - part.lr * decay,
+            self.beta1, self.beta2, self.epsilon, update.lr / (1 - self.beta1**update.step),
+            1 / (1 - self.beta2**update.step), 1 - update.lr * decay,
         )  # fmt: skip
         triton_states.adamw(
-            part.weight, part.gradient.contiguous(), states, rates, part.chance, part.scale,
-            stochastic=self.stochastic and part.weight.dtype == torch.bfloat16,
+            update.weight, update.gradient.contiguous(), states, rates, update.rng_key, update.scale,
+            stochastic=self.stochastic and update.weight.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def _moments(self, states: States) -> tuple[Tensor, Tensor]:
@@ -191,22 +198,22 @@ class AdamW:
         first = quantized.decode(states["first"], states["first_top"])
         return first, quantized.decode(states["second"], states["second_top"])
 
-    def _keep(self, first: Tensor, second: Tensor, states: States, chance: RngKey) -> None:
+    def _store(self, first: Tensor, second: Tensor, states: States, key: RngKey) -> None:
         if self.eight_bits:
             for name, moment, signed, use in (
                 ("first", first, True, FIRST),
                 ("second", second, False, SECOND),
             ):
-                code, top = quantized.encode(moment, signed, chance, use)
+                code, top = quantized.encode(moment, signed, key, use)
                 states[name].copy_(code)
                 states[f"{name}_top"].copy_(top)
 
 
-def _write(part: ParameterUpdate, weight: Tensor, stochastic: bool) -> None:
-    """Put new weights, fp32, in their place."""
-    if stochastic and part.weight.dtype == torch.bfloat16:
-        weight = quantized.stochastic_round(weight, part.weight.dtype, part.chance, WEIGHT)
-    part.weight.copy_(weight)
+def _write(update: ParameterUpdate, weight: Tensor, stochastic: bool) -> None:
+    """Store new weights, fp32, in the dtype of the parameter."""
+    if stochastic and update.weight.dtype == torch.bfloat16:
+        weight = quantized.stochastic_round(weight, update.weight.dtype, update.rng_key, WEIGHT)
+    update.weight.copy_(weight)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from neuzip.compress.workspace import copy_file, permissions
 from neuzip.formats.checkpoint import PICKLES, find_checkpoint
-from neuzip.runtime.hf.load import quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

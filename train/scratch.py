@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError, is_out_of_memory
-from neuzip.runtime.hf.load import quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
 
 LONGEST = 300
 """Characters of a reason that are repeated."""
@@ -24,11 +24,11 @@ def random_model(config: Path, vocabulary: int, dtype: torch.dtype, seed: int) -
     """
     try:
         with quiet_transformers(), torch.random.fork_rng():
-            found = AutoConfig.from_pretrained(config, trust_remote_code=False)
-            _require_room(config, getattr(found, "vocab_size", vocabulary), vocabulary)
+            parsed = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            _require_room(config, getattr(parsed, "vocab_size", vocabulary), vocabulary)
             torch.manual_seed(seed)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                found, dtype=dtype, trust_remote_code=False
+                parsed, dtype=dtype, trust_remote_code=False
             )
             _require_weights(config, model)
             with torch.no_grad():

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, behind, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ class TrainingWindows:
     def _window(self, number: int) -> int:
         epoch, place = divmod(number, self.windows)
         if epoch not in self._orders:
-            for old in [kept for kept in self._orders if kept != epoch - 1]:
+            for old in [known for known in self._orders if known != epoch - 1]:
                 del self._orders[old]
             chance = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._orders[epoch] = chance.permutation(self.windows)
@@ -144,8 +144,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Te
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     with naming_tokenizer(tokenizer):
-        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(found, dtype=torch.int64)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _field(path: Path, number: int, line: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise NeuzipError(f"{path}: line {number} is not JSON: {error.msg}") from error
-    found = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(found, str):
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
         raise NeuzipError(f'{path}: line {number} has no field "text" that is a string')
-    return found
+    return text

@@ -17,7 +17,7 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuzip.runtime.decode.benchmark import Plan, Speed, Speeds
+    from neuzip.runtime.decode.benchmark import BenchmarkPlan, Speed, Speeds
 
 PACKAGES = ("torch", "transformers")
 
@@ -82,7 +82,7 @@ def command(
         require_device(device, name)
     path = resolved_model(out, src)
     from neuzip.runtime.decode.benchmark import make_plan, measure
-    from neuzip.runtime.decode.generate import choose_device
+    from neuzip.runtime.devices import choose_device
 
     place = choose_device(device)
     plan = make_plan(
@@ -121,7 +121,7 @@ def command(
     )
 
 
-def report(out: Output, plan: Plan, speeds: Speeds) -> None:
+def report(out: Output, plan: BenchmarkPlan, speeds: Speeds) -> None:
     """Say what was run, and show a row for each residency and batch."""
     packages = ", ".join(f"{name} {version}" for name, version in speeds.versions.items())
     graphed = {row.graphed for row in speeds.rows}

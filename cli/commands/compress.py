@@ -373,7 +373,7 @@ def command(
                 return
             delivered = targets.deliver(out, asked, verify=verify, overwrite=overwrite)
             _record(out, dst, calibrated)
-            said = {"target": targets.result_of(asked, delivered.found, delivered)}
+            said = {"target": targets.result_of(asked, delivered.search, delivered)}
             report = replace(delivered.report, seconds=time.monotonic() - began)
             _report(out, report, said | more, dropped=bool(delivered.dropped), measured=True, verified=verify)
             raise typer.Exit(0 if delivered.holds else 1)
@@ -416,12 +416,12 @@ def _calibrate(
     from neuzip.compress.source import TensorSource
     from neuzip.eval import attention
     from neuzip.eval.measures.texts import read_text
-    from neuzip.eval.plans.targets import refuse_strangers
+    from neuzip.eval.plans.plan_file import refuse_other_files
 
     with TensorSource(path) as source:
         require_plain(source, dst)
     if not dry_run:
-        (refuse_strangers if for_target else refuse_existing)(dst, overwrite)
+        (refuse_other_files if for_target else refuse_existing)(dst, overwrite)
     found = attention.calibrate(path, read_text(text), mode, out.stage, device=device)
     show(out, found)
     out.text()
@@ -449,9 +449,9 @@ def _record(out: Output, dst: Path, calibrated: AttentionCalibration | None) -> 
     """Write the choice of bits to the config.json of what was compressed."""
     if calibrated is None:
         return
-    from neuzip.runtime.hf.attention import record
+    from neuzip.runtime.hf.attention_config import record_layers
 
-    record(dst, calibrated.bits)
+    record_layers(dst, calibrated.bits)
     out.status(f"{dst}: config.json records the attention precision of the layers")
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.estimates import Estimate
     from neuzip.eval.measures.perplexity import ConventionScores, Evaluation, EvaluationTask, ModelDifference
     from neuzip.eval.report.evaluation import EvaluationReport
-    from neuzip.runtime.bitlinear import Sparsity
+    from neuzip.runtime.hf.sparsity import Sparsity
 
 COUNTED_TOKENS = 8192
 """Tokens that the inputs of layers are counted for."""
@@ -285,7 +285,7 @@ def work_text(task: EvaluationTask) -> str:
 def count_zeros(out: Output, task: EvaluationTask) -> Sparsity:
     """How sparse the inputs of layers are, of the last checkpoint on the first tokens of the text."""
     from neuzip.eval.measures.perplexity import load
-    from neuzip.runtime.bitlinear import sparsity
+    from neuzip.runtime.hf.sparsity import sparsity
 
     reading = task.compared
     model = load(task, len(task.paths) - 1)

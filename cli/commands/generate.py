@@ -112,12 +112,14 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
-    from neuzip.runtime.bitlinear import in_use
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
-    from neuzip.runtime.decode.generate import choose_device, generate, prepare
+    from neuzip.runtime.decode.generate import generate
+    from neuzip.runtime.decode.prompt import prepare
+    from neuzip.runtime.devices import choose_device
     from neuzip.runtime.hf.attention import uses
     from neuzip.runtime.hf.attention_choice import choose
     from neuzip.runtime.hf.load import load_model
+    from neuzip.runtime.hf.ternary_layers import activations_in_use
 
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
@@ -136,7 +138,7 @@ def command(
             on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
     peak = peak_bytes(place)
-    inputs = in_use(model)
+    inputs = activations_in_use(model)
     kept = residency if inputs is None else f"{residency}, activations {inputs.text}"
     out.status(f"loaded in {seconds_text(load_seconds)}; {_summary(made, peak, kept, place.type)}")
     if place.type == "cuda":

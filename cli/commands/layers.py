@@ -139,7 +139,13 @@ def command(
     elif found.removal is not None:
         out.status("nothing was written; --output DST writes this model")
     out.result(
-        {"src": path, **vars(found), "mergekit": recipe, "written": pruned, "plot": plot},
+        {
+            "src": path,
+            **vars(found),
+            "mergekit": recipe,
+            "written": None if pruned is None else pruned.to_json(),
+            "plot": plot,
+        },
         quiet=quiet_lines(found, output),
     )
 
@@ -216,7 +222,7 @@ def show_pruned(out: Output, pruned: Pruned) -> None:
         out.warning(warning)
     out.text()
     sizes = f"weights {bytes_text(pruned.source_bytes)} -> {bytes_text(pruned.bytes)}"
-    out.text(f"{pruned.dst}: {count_text(len(pruned.kept), 'layer')}; {sizes}")
+    out.text(f"{pruned.dst}: {count_text(len(pruned.remaining), 'layer')}; {sizes}")
 
 
 def _row(layer: LayerReport) -> list[str]:

@@ -179,8 +179,11 @@ def command(
 
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.head import HeadedModel
-    from neuzip.runtime.decode.generate import choose_device, positions
-    from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer
+    from neuzip.runtime.devices import choose_device
+    from neuzip.runtime.hf.config import load_config
+    from neuzip.runtime.hf.decoder import positions
+    from neuzip.runtime.hf.load import load_model
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
     from neuzip.train.recovery import course as recovery
     from neuzip.train.recovery.distill import LossWeights
     from neuzip.train.recovery.latent import runnable

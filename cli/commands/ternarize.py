@@ -94,9 +94,10 @@ def command(
     from torch import nn
 
     from neuzip.eval.measures.comparison import read_tokens
-    from neuzip.runtime.decode.generate import choose_device
+    from neuzip.runtime.devices import choose_device
+    from neuzip.runtime.hf.config import load_config
     from neuzip.runtime.hf.decoder import decoder_layers
-    from neuzip.runtime.hf.load import load_config, load_model
+    from neuzip.runtime.hf.load import load_model
     from neuzip.train.recovery import ternary
 
     recipe = ternary.TernaryRecipe(ternary_quantizer, _group(ternary_group))

@@ -85,7 +85,7 @@ def command(
         ranks.on_first(lambda: _refuse(asked, resume, overwrite))
         like, documents = ranks.first_before_others(lambda: (_source(out, asked), _documents(asked.text)))
         from neuzip.eval.measures.distributed import take_a_gpu
-        from neuzip.runtime.decode.generate import choose_device
+        from neuzip.runtime.devices import choose_device
         from neuzip.train.deterministic import deterministic_algorithms
         from neuzip.train.distributed import team
         from neuzip.train.loop import picture_of_losses
@@ -301,9 +301,9 @@ def _begin(
     """The model in training, and its text."""
     import torch
 
-    from neuzip.runtime.decode.generate import positions
     from neuzip.runtime.hf.bos import bos_in_front
-    from neuzip.runtime.hf.load import load_tokenizer
+    from neuzip.runtime.hf.decoder import positions
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
     from neuzip.train.text import TrainingWindows, tokenise
     from neuzip.train.trainer import train_compressed
 

@@ -59,12 +59,12 @@ def _first_occurrences(documents: Iterable[str], seen: set[str]) -> list[str]:
     """Drop the paragraphs that are in `seen`, add the others to it, and leave out documents without any."""
     kept_documents = []
     for document in documents:
-        kept = []
+        lines = []
         for paragraph in document.split("\n\n"):
             words = " ".join(paragraph.split())
             if words and words not in seen:
                 seen.add(words)
-                kept.append(paragraph.strip("\n"))
-        if kept:
-            kept_documents.append("\n\n".join(kept))
+                lines.append(paragraph.strip("\n"))
+        if lines:
+            kept_documents.append("\n\n".join(lines))
     return kept_documents

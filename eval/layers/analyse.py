@@ -37,9 +37,9 @@ from neuzip.eval.measures.estimates import Estimate, Values, mean
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.decode.generate import input_device
-from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import load_config, versions
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import decoder_layers, input_device
+from neuzip.runtime.hf.messages import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,10 +188,10 @@ def analyse(
         with stage("gradients", len(windows), "windows") as advance:
             norms = gradient_norms(model, reading.ids, windows, advance)
     model_without = ModelWithout(model)
-    found = []
+    reports = []
     with stage("layers left out", len(stack) * baseline.tokens, "tokens") as advance:
         for number, layer in enumerate(stack):
-            found.append(
+            reports.append(
                 LayerReport(
                     number=number,
                     parameters=sum(p.numel() for p in layer.parameters()),
@@ -204,7 +204,7 @@ def analyse(
             )
     removal = None
     if drop is not None:
-        removal = choose(baseline, model_without, found, geometry.last_token, drop, choice, stage)
+        removal = choose(baseline, model_without, reports, geometry.last_token, drop, choice, stage)
     convention = reading.convention
     return LayerAnalysis(
         text=text.name,
@@ -212,10 +212,10 @@ def analyse(
         windows=convention.windows,
         tokens=convention.tokens,
         gradient_windows=len(windows),
-        layers=tuple(found),
+        layers=tuple(reports),
         last_token=geometry.last_token,
         all_tokens=geometry.all_tokens,
-        rank_correlations=rank_correlations(found),
+        rank_correlations=rank_correlations(reports),
         removal=removal,
         parameters=sum(p.numel() for p in model.parameters()),
         blocks=reading.blocks.text,
@@ -418,8 +418,8 @@ def _passing_on(layers: Sequence[nn.Module]) -> Iterator[None]:
     """
 
     def pass_on(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        given = _states_given(arguments, keywords)
-        return (given, *output[1:]) if isinstance(output, tuple) else given
+        states = _states_given(arguments, keywords)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
 
     hooks = [layer.register_forward_hook(pass_on, with_kwargs=True) for layer in layers]
     try:
@@ -501,7 +501,9 @@ def _least(
     if known is None:
         with stage(label, len(candidates) * baseline.tokens, "tokens") as advance:
             known = [measure_without(baseline, model, one, advance) for one in candidates]
-    finite = [(one, found) for one, found in zip(candidates, known, strict=True) if found is not None]
+    finite = [
+        (one, comparison) for one, comparison in zip(candidates, known, strict=True) if comparison is not None
+    ]
     if not finite:
         raise NeuzipError(
             f"{baseline.base.name}: without {len(candidates[0])} of its layers no prediction is finite",

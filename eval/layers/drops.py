@@ -91,14 +91,16 @@ def weigh(
     while len(steps) <= (total - 1 if count is None else count):
         now = steps[-1]
         sets = [tuple(sorted((*now.layers, n))) for n in range(total) if n not in now.layers]
-        found = []
-        with stage(f"without {len(steps)} of {total} layers", len(sets) * baseline.tokens, "tokens") as told:
+        drops = []
+        with stage(
+            f"without {len(steps)} of {total} layers", len(sets) * baseline.tokens, "tokens"
+        ) as advance:
             for layers in sets:
-                comparison = measure_without(baseline, without, layers, told)
+                comparison = measure_without(baseline, without, layers, advance)
                 predicted = math.inf if comparison is None else predict(layers, comparison)
-                found.append(Drop(layers, sum(layer_bytes[n] for n in layers), comparison, predicted))
-        singles = singles or tuple(found)
-        best = _cheapest(source, found, refused)
+                drops.append(Drop(layers, sum(layer_bytes[n] for n in layers), comparison, predicted))
+        singles = singles or tuple(drops)
+        best = _cheapest(source, drops, refused)
         if best is None and count is not None:
             reason = refused[0] if refused else "without more of its layers no prediction is finite"
             raise NeuzipError(f"`drop_layers={count}`: {reason}", "drop fewer layers")

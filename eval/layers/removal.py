@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,11 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.config_section import SECTION, own_section, read_config
 from neuzip.formats.safetensors_file import opener, parse_json
+from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import INDEX, indexed_shards, load_config, quiet_transformers, skeleton_of
+from neuzip.runtime.hf.load import skeleton_of
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.model_files import INDEX, indexed_shards
 
 NOTE = "dropped_layers"
 """What our section of config.json says of them."""
@@ -74,14 +77,23 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was written: layers left of those that there were, and bytes of weights."""
+    """A checkpoint that was written without some layers.
+
+    dropped, remaining    numbers of layers of the original
+    source_bytes, bytes   of the weights of the original, and of those written
+    """
 
     dst: Path
     dropped: tuple[int, ...]
-    kept: tuple[int, ...]
+    remaining: tuple[int, ...]
     source_bytes: int
     bytes: int
     warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `neuzip layers --json` prints."""
+        fields = asdict(self)
+        return {"kept" if key == "remaining" else key: value for key, value in fields.items()}
 
 
 def kept_ranges(layers: int, dropped: Sequence[int]) -> list[tuple[int, int]]:
@@ -92,8 +104,8 @@ def kept_ranges(layers: int, dropped: Sequence[int]) -> list[tuple[int, int]]:
     """
     gone = set(dropped)
     runs = groupby(range(layers), key=lambda n: n in gone)
-    found = [list(run) for is_gone, run in runs if not is_gone]
-    return [(run[0], run[-1] + 1) for run in found]
+    ranges = [list(run) for is_gone, run in runs if not is_gone]
+    return [(run[0], run[-1] + 1) for run in ranges]
 
 
 def mergekit_yaml(model: str, layers: int, dropped: Sequence[int], dtype: str) -> str:
@@ -141,7 +153,7 @@ def remove_layers(
         return Pruned(
             dst,
             tuple(sorted(set(dropped))),
-            plan.kept,
+            plan.remaining,
             sum(t.info.nbytes for file in plan.read for t in source.tensors(file)),
             sum(t.info.nbytes for tensors in plan.files.values() for t, _ in tensors),
             tuple(plan.warnings),
@@ -168,7 +180,7 @@ def tensors_by_layer(source: TensorSource) -> dict[str, int]:
 class _Plan:
     """What goes where: tensors with their new names by file, documents that are rewritten, files carried."""
 
-    kept: tuple[int, ...]
+    remaining: tuple[int, ...]
     read: tuple[str, ...]
     files: dict[str, list[tuple[SourceTensor, str]]]
     documents: dict[str, bytes]
@@ -187,14 +199,14 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
             f"{checkpoint.path}: layers {list(dropped)} cannot be dropped: it has layers 0 to {layers - 1}",
             "name some of them, and not all",
         )
-    kept = tuple(n for n in range(layers) if n not in dropped)
-    document = _new_config(checkpoint, config, kept, warnings)
-    _require_the_same(checkpoint.path, old, config, document, kept)
+    remaining = tuple(n for n in range(layers) if n not in dropped)
+    document = _new_config(checkpoint, config, remaining, warnings)
+    _require_the_same(checkpoint.path, old, config, document, remaining)
     read, index = _weight_files(checkpoint)
     prefix = _prefix(source, old)
     _refuse_named_layers(checkpoint.path, document, prefix)
     files = {
-        file: [(t, name) for t in source.tensors(file) if (name := _renamed(t.name, prefix, kept))]
+        file: [(t, name) for t in source.tensors(file) if (name := _renamed(t.name, prefix, remaining))]
         for file in read
     }
     files = {file: tensors for file, tensors in files.items() if tensors}
@@ -208,7 +220,7 @@ def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
     others = [f for f in checkpoint.others if f not in indices and f.split("/")[0] != OWN_FOLDER]
     warnings += [f"{f}: a pickle, not carried along" for f in others if f.endswith(PICKLES)]
     carried = [f for f in others if f != "config.json" and not f.endswith(PICKLES)]
-    return _Plan(kept, tuple(read), files, documents, tuple(carried), warnings)
+    return _Plan(remaining, tuple(read), files, documents, tuple(carried), warnings)
 
 
 # Tensors
@@ -241,8 +253,8 @@ def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers
     numbers: dict[str, set[int]] = {}
     for file in files:
         for tensor in source.tensors(file):
-            if found := pattern.match(tensor.name):
-                numbers.setdefault(found[1], set()).add(int(found[2]))
+            if match := pattern.match(tensor.name):
+                numbers.setdefault(match[1], set()).add(int(match[2]))
     fitting = [prefix for prefix, known in numbers.items() if known == set(range(layers))]
     exact = [prefix for prefix in fitting if f"{path}.".endswith(prefix) or prefix.endswith(f"{path}.")]
     chosen = exact if len(fitting) > 1 else fitting
@@ -254,7 +266,7 @@ def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers
     return chosen[0]
 
 
-def _renamed(name: str, prefix: str, kept: Sequence[int]) -> str | None:
+def _renamed(name: str, prefix: str, remaining: Sequence[int]) -> str | None:
     """The name of a tensor in the new checkpoint; None where its layer is dropped.
 
     >>> _renamed("model.layers.3.experts.2.weight", "model.layers.", [0, 3])
@@ -263,7 +275,7 @@ def _renamed(name: str, prefix: str, kept: Sequence[int]) -> str | None:
     if not name.startswith(prefix):
         return name
     number, _, rest = name[len(prefix) :].partition(".")
-    return f"{prefix}{kept.index(int(number))}.{rest}" if int(number) in kept else None
+    return f"{prefix}{remaining.index(int(number))}.{rest}" if int(number) in remaining else None
 
 
 def _write_weights(
@@ -331,7 +343,7 @@ def _new_index(path: Path, files: dict[str, list[tuple[SourceTensor, str]]]) -> 
 
 
 def _new_config(
-    checkpoint: Checkpoint, config: PreTrainedConfig, kept: Sequence[int], warnings: list[str]
+    checkpoint: Checkpoint, config: PreTrainedConfig, remaining: Sequence[int], warnings: list[str]
 ) -> dict[str, Any]:
     """config.json with the layers that stay, and a note of those that do not."""
     path = checkpoint.root / "config.json"
@@ -341,18 +353,18 @@ def _new_config(
         document = read_config(checkpoint.root / ORIGINAL_FOLDER / "config.json")
     document = copy.deepcopy(document)
     text = config.get_text_config(decoder=True)
-    _take_out_layers(_section_of(document, config, text), text, kept)
+    _take_out_layers(_section_of(document, config, text), text, remaining)
     layers = text.num_hidden_layers
     own = {**own_section(document, path), **own_section(root, path)}
     attention = own.get("attention")
     if isinstance(attention, dict) and isinstance(attention.get("layers"), list):
-        own["attention"] = attention | {"layers": [attention["layers"][n] for n in kept]}
+        own["attention"] = attention | {"layers": [attention["layers"][n] for n in remaining]}
     if own.pop("activations", None) is not None:
         warnings.append(
             "config.json says how activations of ternary layers are quantised: this is not carried along"
         )
     earlier = own.get(NOTE)
-    gone = [n for n in range(layers) if n not in kept]
+    gone = [n for n in range(layers) if n not in remaining]
     own[NOTE] = [*(earlier if isinstance(earlier, list) else []), {"layers": gone, "of": layers}]
     return document | {SECTION: own}
 
@@ -369,24 +381,24 @@ def _section_of(document: dict[str, Any], config: PreTrainedConfig, text: PreTra
     raise NeuzipError(f"{config.name_or_path}: config.json does not say where its decoder is described")
 
 
-def _take_out_layers(section: dict[str, Any], config: PreTrainedConfig, kept: Sequence[int]) -> None:
+def _take_out_layers(section: dict[str, Any], config: PreTrainedConfig, remaining: Sequence[int]) -> None:
     """Write what a config says of the layers that stay. What it derives from their number is written too."""
     layers = config.num_hidden_layers
-    section[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    section[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(remaining)
     for name in BY_LAYER:
         values = getattr(config, name, None)
         if isinstance(values, list | tuple) and len(values) == layers:
-            section[name] = [values[n] for n in kept]
+            section[name] = [values[n] for n in remaining]
     for name in NUMBERS:
         numbers = getattr(config, name, None)
         if isinstance(numbers, list | tuple) and numbers:
-            section[name] = [kept.index(n) for n in numbers if n in kept]
+            section[name] = [remaining.index(n) for n in numbers if n in remaining]
     for name in FIRST_FEW:
         bound = getattr(config, name, None)
         if isinstance(bound, int) and 0 < bound < layers:
-            section[name] = sum(n < bound for n in kept)
+            section[name] = sum(n < bound for n in remaining)
     if hasattr(config, "kept_layers") and hasattr(config, "trained_layers"):  # see runtime/norm_placement
-        section["kept_layers"] = [(config.kept_layers or range(layers))[n] for n in kept]
+        section["kept_layers"] = [(config.kept_layers or range(layers))[n] for n in remaining]
         section["trained_layers"] = config.trained_layers or layers
 
 
@@ -417,7 +429,7 @@ def _require_the_same(
     old: PreTrainedModel,
     config: PreTrainedConfig,
     document: dict[str, Any],
-    kept: Sequence[int],
+    remaining: Sequence[int],
 ) -> None:
     """Raise NeuzipError unless the model of the new config is the old one without some layers."""
     try:
@@ -428,9 +440,9 @@ def _require_the_same(
         raise _not_without(path, f"transformers refuses its new config: {reason}") from error
     new = _laid_out(new_config, path)
     before, after = decoder_layers(old), decoder_layers(new)
-    if len(after) != len(kept):
-        raise _not_without(path, f"it would have {len(after)} layers in place of {len(kept)}")
-    for number, (at, layer) in enumerate(zip(kept, after, strict=True)):
+    if len(after) != len(remaining):
+        raise _not_without(path, f"it would have {len(after)} layers in place of {len(remaining)}")
+    for number, (at, layer) in enumerate(zip(remaining, after, strict=True)):
         if difference := _difference(before[at], layer, at, number):
             raise _not_without(path, f"layer {at} would become another: {difference}")
     if _rest(old) != _rest(new):
@@ -438,7 +450,7 @@ def _require_the_same(
     types = [
         getattr(c.get_text_config(decoder=True), "layer_types", None) or [] for c in (config, new_config)
     ]
-    if types[0] and [types[0][n] for n in kept] != list(types[1]):
+    if types[0] and [types[0][n] for n in remaining] != list(types[1]):
         raise _not_without(path, f"its layers would be {types[1]}")
 
 

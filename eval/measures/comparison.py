@@ -21,9 +21,12 @@ from neuzip.eval.measures.perplexity import DTYPES
 from neuzip.eval.measures.texts import Text
 from neuzip.kernels.linear_cross_entropy import Head
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, reset_peak, synchronize
-from neuzip.runtime.decode.generate import choose_device, positions
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.residency import memory
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,12 +168,12 @@ class _Remembering(HeadedModel):
         known = self._known.get(key)
         if known is not None and self.formed is None:
             return known
-        found = super().predictions(ids, rows)
-        if isinstance(found, Head):
-            self._room -= found.hidden.nbytes
+        predictions = super().predictions(ids, rows)
+        if isinstance(predictions, Head):
+            self._room -= predictions.hidden.nbytes
             if self._room >= 0:
-                self._known[key] = found
-        return found
+                self._known[key] = predictions
+        return predictions
 
 
 def _bytes_in_use(device: torch.device) -> int | None:

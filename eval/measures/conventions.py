@@ -36,7 +36,8 @@ from neuzip.eval.measures.convention_names import BOS, Name, special_text
 from neuzip.eval.measures.estimates import Blocks, Values, effective
 from neuzip.eval.measures.texts import Text
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
-from neuzip.runtime.hf.load import naming_tokenizer, quiet_transformers
+from neuzip.runtime.hf.messages import quiet_transformers
+from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,8 +242,8 @@ class Tokenised:
         documents = self._documents
         units = None
         if self._ends is not None:
-            found = units_of(self.text.content, self._ends[:count])
-            units = Units(found.words[of], found.bytes[of])
+            per_token = units_of(self.text.content, self._ends[:count])
+            units = Units(per_token.words[of], per_token.bytes[of])
         return self._made(
             BOS, ids, tuple(windows), None if documents is None else documents[of], window, None, units,
             IN_FRONT_OF_EACH, bos,
@@ -407,8 +408,8 @@ def _units_of_page(page: str, tokens: int, ends: Values | None) -> Units:
     """Those of a prefix, which has none, and of a page behind it, as lm-evaluation-harness counts words."""
     words, size = np.zeros((2, tokens + 1), np.int64)
     if ends is not None:
-        found = units_of(page, ends)
-        words[1:], size[1:] = found.words, found.bytes
+        units = units_of(page, ends)
+        words[1:], size[1:] = units.words, units.bytes
     # An empty word before a blank at the beginning counts, and one behind a blank at the end.
     words[-1] += len(re.split(r"\s+", page)) - words.sum()
     size[-1] += len(page.encode("utf-8")) - size.sum()

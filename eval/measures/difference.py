@@ -158,18 +158,20 @@ def compare(
     differences = []
     with Workers(jobs) as workers:
         for label, (x, y) in zip(names, pairs, strict=True):
-            found = TensorDifference(label, "", _side(x), _side(y))
+            difference = TensorDifference(label, "", _side(x), _side(y))
             if x is None or y is None:
-                found = replace(found, status="only_a" if y is None else "only_b")
+                difference = replace(difference, status="only_a" if y is None else "only_b")
             elif (kind := _kind(x, y)) is not None:
-                found = replace(found, status=kind)
+                difference = replace(difference, status=kind)
             else:
                 readers = a.reader(x), b.reader(y)
                 equal = _equal_pieces(x, *readers, workers, on_bytes)
-                found = replace(found, status="identical", elements=x.info.numel)
+                difference = replace(difference, status="identical", elements=x.info.numel)
                 if equal < len(x.pieces()):
-                    found = _measured(found, _gap(x, *readers, workers, on_bytes, equal), x.info.dtype)
-            differences.append(found)
+                    difference = _measured(
+                        difference, _gap(x, *readers, workers, on_bytes, equal), x.info.dtype
+                    )
+            differences.append(difference)
     return differences
 
 
@@ -229,15 +231,15 @@ def _gap_of(dtype: str, a: Bytes, b: Bytes) -> _Gap:
     return _Gap(int(differ.sum()), not_finite, max_absolute, Error(*error_sums(values_x, values_y)))
 
 
-def _measured(found: TensorDifference, gap: _Gap, dtype: str) -> TensorDifference:
+def _measured(difference: TensorDifference, gap: _Gap, dtype: str) -> TensorDifference:
     """A difference with its numbers, as far as they mean something for a dtype."""
     whole = DTYPE_BITS.get(dtype, 1) % 8 == 0
-    found = replace(found, status="different", differing=gap.differing if whole else None)
+    difference = replace(difference, status="different", differing=gap.differing if whole else None)
     if dtype not in FORMATS:
-        return found
+        return difference
     error = gap.error
     return replace(
-        found,
+        difference,
         not_finite=gap.not_finite,
         max_absolute=gap.max_absolute,
         max_relative=error.max_relative,

@@ -121,21 +121,21 @@ def compare(
 
     def measure(batch: WindowBatch) -> Mapping[str, torch.Tensor]:
         of_base, of_other = (model.predictions(batch.ids, batch.rows) for model in (base, other))
-        found = divergence(of_base, of_other, batch.targets, top_k=k)
-        assert found.overlap is not None
-        for model, statistics in ((base, found.base), (other, found.other)):
+        step = divergence(of_base, of_other, batch.targets, top_k=k)
+        assert step.overlap is not None
+        for model, statistics in ((base, step.base), (other, step.other)):
             require_finite(model, statistics.nll)
-        require_finite(other, found.kld, "divergence")
+        require_finite(other, step.kld, "divergence")
         return {
-            "base_nll": found.base.nll,
-            "other_nll": found.other.nll,
-            "kld": found.kld,
-            "agrees": found.base.argmax == found.other.argmax,
-            "shared": found.overlap,
+            "base_nll": step.base.nll,
+            "other_nll": step.other.nll,
+            "kld": step.kld,
+            "agrees": step.base.argmax == step.other.argmax,
+            "shared": step.overlap,
         }
 
-    found = over_windows(measure, ids, windows, ROWS[base.device.type], ranks=ranks, on_tokens=on_tokens)
-    return Paired(**found, k=k, blocks=blocks or blocks_of(windows))
+    measured = over_windows(measure, ids, windows, ROWS[base.device.type], ranks=ranks, on_tokens=on_tokens)
+    return Paired(**measured, k=k, blocks=blocks or blocks_of(windows))
 
 
 def require_finite(model: HeadedModel, values: torch.Tensor, what: str = "loss") -> None:

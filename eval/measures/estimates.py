@@ -51,8 +51,8 @@ class Blocks:
     @property
     def text(self) -> str:
         """What standard errors are over, in words."""
-        told = f"{self.count:,} {self.kind}{'' if self.count == 1 else 's'}"
-        return told if self.documents is None else f"{told} of {self.documents:,} documents"
+        text = f"{self.count:,} {self.kind}{'' if self.count == 1 else 's'}"
+        return text if self.documents is None else f"{text} of {self.documents:,} documents"
 
     def mean(self, values: Values) -> Estimate:
         """The mean over all tokens, and its standard error over blocks."""

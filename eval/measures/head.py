@@ -23,9 +23,9 @@ from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.kernels import linear_cross_entropy as kernels
 from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistics, sums
 from neuzip.kernels.linear_cross_entropy.head import DTYPES
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.quantizers.kv import Range
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.weights import CompressedWeight, PackedWeight
 
@@ -125,12 +125,12 @@ class HeadedModel:
         if self.formed is None:
             with self._intercepted(torch.zeros(())) as seen:
                 self._run(ids)
-            found: Predictions = self._head(self._hidden(seen, ids)[rows])
+            predictions: Predictions = self._head(self._hidden(seen, ids)[rows])
         else:
-            found = FormedLogits(self._run(ids).flatten(0, 1)[rows])
+            predictions = FormedLogits(self._run(ids).flatten(0, 1)[rows])
         self.seconds += self._now() - began
         self.fed += ids.numel()
-        return found
+        return predictions
 
     def _now(self) -> float:
         """The time at which the GPUs have done what they were asked for."""
@@ -282,14 +282,14 @@ def _moved(head: Head, place: torch.device) -> Head:
 
 def _scale_and_softcap(answers: list[float]) -> tuple[float, float | None] | None:
     """What turned TRIALS into `answers`: x -> scale * x, capped or not; None if that is not all."""
-    given = dict(zip(TRIALS, answers, strict=True))
-    scale, limit = given[SMALL] / SMALL, abs(given[LARGE])
+    known = dict(zip(TRIALS, answers, strict=True))
+    scale, limit = known[SMALL] / SMALL, abs(known[LARGE])
     if not math.isfinite(scale) or scale == 0:
         return None
     softcap = limit if limit < 0.5 * abs(scale) * LARGE else None
     if softcap == 0:
         return None
-    for x, answer in given.items():
+    for x, answer in known.items():
         expected = scale * x if softcap is None else softcap * math.tanh(scale * x / softcap)
         if not abs(answer - expected) <= CLOSE * abs(expected):
             return None
@@ -303,9 +303,9 @@ def _reproduces(head: Head, own: Tensor) -> bool:
         return False  # some tokens are never given, or the weights are broken
     slack = max(2 * torch.finfo(own.dtype).eps, SLACK) * max(largest, 1.0)
     for target in (own.argmax(dim=1), torch.zeros(own.shape[0], dtype=torch.int64, device=own.device)):
-        found = kernels.token_statistics(head, target.to(head.hidden.device))
+        recomputed = kernels.token_statistics(head, target.to(head.hidden.device))
         logits = own.float().gather(1, target[:, None])[:, 0]
-        for ours, theirs in ((found.lse, own.float().logsumexp(1)), (found.target_logit, logits)):
+        for ours, theirs in ((recomputed.lse, own.float().logsumexp(1)), (recomputed.target_logit, logits)):
             if not bool(((ours - theirs.to(ours.device)).abs() <= slack).all()):
                 return False
     return True

@@ -115,9 +115,9 @@ class Counts:
             rest = [torch.bincount(rows[:, i], minlength=256) for i in reversed(range(fmt.bits // 8 - 2))]
             return torch.cat([torch.bincount(top, minlength=1 << min(fmt.bits, TOP_BITS)), *rest])
 
-        found = gpu.compute(bits, count)
+        counts = gpu.compute(bits, count)
         size = 1 << min(fmt.bits, TOP_BITS)
-        return cls(fmt, found[:size].copy(), found[size:].reshape(-1, 256).copy())
+        return cls(fmt, counts[:size].copy(), counts[size:].reshape(-1, 256).copy())
 
     @classmethod
     def none(cls, fmt: FloatFormat) -> Counts:
@@ -215,8 +215,8 @@ class TensorFigures:
     def to_json(self) -> dict[str, Any]:
         """The fields, the label excepted; sizes are called as `compress` calls them."""
         values = {key: value for key, value in asdict(self).items() if key != "label"}
-        told = {"original_bytes" if key == "nbytes" else key: value for key, value in values.items()}
-        return {**told, "base": None}
+        fields = {"original_bytes" if key == "nbytes" else key: value for key, value in values.items()}
+        return {**fields, "base": None}
 
     @property
     def before_bytes(self) -> int:
@@ -231,10 +231,10 @@ class TensorFigures:
     @property
     def short_scheme(self) -> str:
         """The scheme for a column of a table: of ternary tensors what shares a scale, not its quantizer."""
-        found = re.fullmatch(r"ternary \S+?(?: group=(\d+))?(?:, lossless)?", self.scheme)
-        if found is None:
+        match = re.fullmatch(r"ternary \S+?(?: group=(\d+))?(?:, lossless)?", self.scheme)
+        if match is None:
             return self.scheme
-        return "ternary, one scale" if found[1] is None else f"ternary, groups of {found[1]}"
+        return "ternary, one scale" if match[1] is None else f"ternary, groups of {match[1]}"
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,18 @@ from neuzip.eval.measures.divergence import Comparison, Paired, compare, require
 from neuzip.eval.measures.estimates import Blocks, Estimate, Values, exponential
 from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.measures.texts import Text
-from neuzip.runtime.bitlinear import Activations, in_use
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode.benchmark import device_name, peak_bytes, reset_peak
-from neuzip.runtime.decode.generate import choose_device, positions
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention import uses
-from neuzip.runtime.hf.attention_choice import Asked, bits_in_use, choose
-from neuzip.runtime.hf.load import load_config, load_model, load_tokenizer, versions
+from neuzip.runtime.hf.attention_choice import AttentionChoice, bits_in_use, choose
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.residency import memory
+from neuzip.runtime.hf.ternary_layers import activations_in_use
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,7 +166,7 @@ class EvaluationTask:
     residency: str
     kv_bits: int | None = None
     activations: str | None = None
-    attention: Asked = "recorded"
+    attention: AttentionChoice = "recorded"
 
     @property
     def tokens(self) -> int:
@@ -197,7 +202,7 @@ def prepare(
     residency: str = "dense",
     activations: str | None = None,
     kv_bits: int | None = None,
-    attention: Asked = "recorded",
+    attention: AttentionChoice = "recorded",
 ) -> EvaluationTask:
     """Tokenise a text and cut it into windows, for one checkpoint or for several that shall be compared.
 
@@ -207,8 +212,8 @@ def prepare(
     if there is any; `device_map` spreads a model over several. `dtype` auto is float32 for dense weights on a
     CPU, else the checkpoint's own. `residency` is how weights are kept in memory. With `kv_bits` the last
     checkpoint, and no other, attends to keys and values in as many bits; `activations` are its alone too (see
-    runtime/bitlinear.py), and so is `attention` (see `runtime.attention_choice.choose`). Raises NeuzipError,
-    and UsageError for what the model cannot do.
+    runtime/activations.py), and so is `attention` (see `runtime.hf.attention_choice.choose`). Raises
+    NeuzipError, and UsageError for what the model cannot do.
     """
     paths = tuple(Path(path) for path in checkpoints)
     place = _place(device, device_map)
@@ -325,8 +330,10 @@ def _one_by_one(
     losses: list[list[Values]] = [[] for _ in task.measured]
     for number in range(len(task.paths)):
         model = _load(task, number)
-        for reading, found in zip(task.measured, losses, strict=True):
-            found.append(token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens))
+        for reading, losses_of_reading in zip(task.measured, losses, strict=True):
+            losses_of_reading.append(
+                token_losses(model, reading.ids, reading.windows, ranks=ranks, on_tokens=on_tokens)
+            )
         models.append(_described(model, ranks))
         del model  # before the next one is loaded
     return models, losses
@@ -363,7 +370,7 @@ def _described(model: HeadedModel, ranks: Ranks) -> MeasuredModel:
         kv_bits=model.kv_bits,
         attention_bits=bits_in_use(model.model),
         attention_calls={} if bits_in_use(model.model) is None else uses(model.model),
-        activations=in_use(model.model),
+        activations=activations_in_use(model.model),
     )
 
 
@@ -425,17 +432,17 @@ def _tokenise(paths: Sequence[Path], text: Text, max_tokens: int | None) -> Toke
     """The text as the tokenizers of all checkpoints cut it. Raises NeuzipError if they do not agree."""
     limits = [positions(load_config(path)) for path in paths]
     limit = min((n for n in limits if n is not None), default=None)
-    found: Tokenised | None = None
+    first: Tokenised | None = None
     for path in paths:
         tokenised = Tokenised(text, load_tokenizer(path), limit, max_tokens)
-        if found is not None and (tokenised.ids, tokenised.bos) != (found.ids, found.bos):
+        if first is not None and (tokenised.ids, tokenised.bos) != (first.ids, first.bos):
             raise NeuzipError(
                 f"{paths[0]} and {path} have tokenizers that cut the text differently",
                 "their figures cannot be compared token by token; evaluate them one by one",
             )
-        found = found or tokenised
-    assert found is not None
-    return found
+        first = first or tokenised
+    assert first is not None
+    return first
 
 
 def _kind_of_memory(task: EvaluationTask) -> torch.device:
@@ -447,8 +454,8 @@ def _kind_of_memory(task: EvaluationTask) -> torch.device:
 
 def _peak(device: torch.device, ranks: Ranks) -> PeakMemory:
     """Of the process that needed most."""
-    found = [nbytes for nbytes in ranks.all_gather(peak_bytes(device)) if nbytes is not None]
+    peaks = [nbytes for nbytes in ranks.all_gather(peak_bytes(device)) if nbytes is not None]
     on_gpu = device.type == "cuda"
     return PeakMemory(
-        max(found, default=None), "GPU memory that torch allocated" if on_gpu else "resident memory"
+        max(peaks, default=None), "GPU memory that torch allocated" if on_gpu else "resident memory"
     )

@@ -43,9 +43,9 @@ from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.allocation import Option
 from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
 from neuzip.kernels.float_fields.values import to_float64
-from neuzip.runtime.decode.generate import input_device
+from neuzip.runtime.dtypes import TORCH_DTYPES, shaped
 from neuzip.runtime.hf.bos import behind
-from neuzip.runtime.read import TORCH_DTYPES, shaped
+from neuzip.runtime.hf.decoder import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,8 +166,8 @@ def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Globs that match the members and none of the other names: those of their kinds, or else each name."""
     kinds = tuple(dict.fromkeys(_kind(name) for name in members))
     if len(kinds) < len(members):
-        found = [name for name in names if any(fnmatchcase(name, kind) for kind in kinds)]
-        if sorted(found) == sorted(members):
+        matches = [name for name in names if any(fnmatchcase(name, kind) for kind in kinds)]
+        if sorted(matches) == sorted(members):
             return kinds
     return tuple(re.sub(r"([*?[])", r"[\1]", name) for name in dict.fromkeys(members))
 
@@ -193,7 +193,7 @@ def predict_candidates(
 
     Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
     """
-    found = []
+    candidates = []
     for group in groups:
         totals: dict[Scheme, tuple[int, float, float]] = {}
         for tensor in group.tensors:
@@ -210,8 +210,8 @@ def predict_candidates(
             SchemeChoice(scheme, nbytes, squares / (original or 1.0))
             for scheme, (nbytes, squares, original) in totals.items()
         ]
-        found.append(GroupCandidates(group, tuple(choices)))
-    return found
+        candidates.append(GroupCandidates(group, tuple(choices)))
+    return candidates
 
 
 def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
@@ -392,21 +392,21 @@ def measure(
     places = find_parameters(model.model, source, [one.group for one in candidates])
     _require_some(places, source)
     base = [model.predictions(fed) for fed, _ in windows.batches()]
-    found: list[tuple[float, ...] | None] = []
+    divergences: list[tuple[float, ...] | None] = []
     for one in candidates:
         if any(t.name not in places for t in one.group.tensors):
-            found.append(None)
+            divergences.append(None)
             continue
         bits = {t.name: read_bits(source, t) for t in one.group.tensors}
-        divergences: dict[int, float] = {}
+        measured: dict[int, float] = {}
         for number, choice in enumerate(one.choices):
             k = choice.scheme.mantissa_bits
             if k is not None and k <= MEASURED_BITS and choice.relative_error:
                 with _rounded_in_place(one.group, bits, choice.scheme, places):
-                    divergences[number] = _mean_divergence(model, base, windows)
+                    measured[number] = _mean_divergence(model, base, windows)
                 on_tokens(windows.tokens)
-        found.append(_completed(one.choices, divergences))
-    return _filled("measured", candidates, found)
+        divergences.append(_completed(one.choices, measured))
+    return _filled("measured", candidates, divergences)
 
 
 def passes(candidates: Sequence[GroupCandidates]) -> int:
@@ -426,10 +426,10 @@ def fisher(
     places = find_parameters(model, source, [one.group for one in candidates])
     _require_some(places, source)
     information = _fisher_diagonal(model, places, windows, on_tokens)
-    found: list[tuple[float, ...] | None] = []
+    divergences: list[tuple[float, ...] | None] = []
     for one in candidates:
         if any(t.name not in places for t in one.group.tensors):
-            found.append(None)
+            divergences.append(None)
             continue
         sums = [0.0] * len(one.choices)
         once = {places[tensor.name]: tensor for tensor in one.group.tensors}  # ties are one parameter
@@ -439,8 +439,8 @@ def fisher(
                 change = _values(tensor, restore_rounded(tensor, bits, choice.scheme), parameter).float()
                 change -= parameter.detach().float()
                 sums[number] += 0.5 * float((change.square_().mul_(information[parameter])).sum())
-        found.append(tuple(sums))
-    return _filled("fisher", candidates, found)
+        divergences.append(tuple(sums))
+    return _filled("fisher", candidates, divergences)
 
 
 def _fisher_diagonal(
@@ -507,27 +507,30 @@ def _mean_divergence(model: HeadedModel, base: Sequence[Predictions], windows: C
 
 def _completed(choices: Sequence[SchemeChoice], measured: Mapping[int, float]) -> tuple[float, ...]:
     """Divergences of all choices: what was not measured follows by squared error from the finest that was."""
-    found = [measured.get(number, 0.0) for number in range(len(choices))]
+    divergences = [measured.get(number, 0.0) for number in range(len(choices))]
     finest = min((n for n, d in measured.items() if math.isfinite(d)), default=None)
     for number, choice in enumerate(choices):
         if number not in measured and choice.relative_error:
             if finest is None:
-                found[number] = math.inf
+                divergences[number] = math.inf
             else:
-                found[number] = found[finest] * choice.relative_error / choices[finest].relative_error
-    return tuple(found)
+                divergences[number] = (
+                    divergences[finest] * choice.relative_error / choices[finest].relative_error
+                )
+    return tuple(divergences)
 
 
 def _filled(
-    method: Method, candidates: Sequence[GroupCandidates], found: Sequence[tuple[float, ...] | None]
+    method: Method, candidates: Sequence[GroupCandidates], measured: Sequence[tuple[float, ...] | None]
 ) -> Sensitivity:
-    """Estimate what was not found by squared error, as the others are; leave out what is not finite.
+    """Estimate divergences that were not measured, from squared errors; drop choices that are not finite.
 
-    So are those that are rounded without any effect: no text goes through them, as through parts for images.
-    Raises NeuzipError if nothing is left to estimate by.
+    Groups that rounding changes without any effect are estimated too: the text does not pass through them, as
+    with parts for images. Raises NeuzipError if no group was measured.
     """
-    found = [None if d is None or _is_blind(one, d) else d for one, d in zip(candidates, found, strict=True)]
-    known = [(one, d) for one, d in zip(candidates, found, strict=True) if d is not None]
+    pairs = zip(candidates, measured, strict=True)
+    usable = [None if d is None or _is_blind(one, d) else d for one, d in pairs]
+    known = [(one, d) for one, d in zip(candidates, usable, strict=True) if d is not None]
     if not known:
         raise NeuzipError(
             "the calibration text goes through none of the matrices that could be rounded",
@@ -535,15 +538,15 @@ def _filled(
         )
     ends = [(d[-1], one.choices[-1].relative_error) for one, d in known if math.isfinite(d[-1])]
     weight = sum(d for d, _ in ends) / (sum(error for _, error in ends) or 1.0)
-    kept: list[GroupCandidates] = []
+    used: list[GroupCandidates] = []
     divergences: list[tuple[float, ...]] = []
-    for one, values in zip(candidates, found, strict=True):
+    for one, values in zip(candidates, usable, strict=True):
         if values is None:
             values = tuple(weight * c.relative_error for c in one.choices)
         finite = [(c, d) for c, d in zip(one.choices, values, strict=True) if math.isfinite(d)]
-        kept.append(replace(one, choices=tuple(c for c, _ in finite)))
+        used.append(replace(one, choices=tuple(c for c, _ in finite)))
         divergences.append(tuple(d for _, d in finite))
-    return Sensitivity(method, tuple(kept), tuple(divergences), len(candidates) - len(known))
+    return Sensitivity(method, tuple(used), tuple(divergences), len(candidates) - len(known))
 
 
 def _is_blind(one: GroupCandidates, divergences: Sequence[float]) -> bool:

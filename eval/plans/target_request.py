@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from neuzip.compress import Rule
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.texts import Text
+    from neuzip.eval.plans.plan_request import DropLayers, TargetRequest
+    from neuzip.eval.plans.reach import Reach
     from neuzip.eval.plans.sensitivity import Method
-    from neuzip.eval.plans.targets import DropLayers, Reach, TargetRequest
 
 Sensitivity = Literal["auto", "measured", "fisher", "weights"]
 
@@ -96,16 +97,19 @@ def prepare_search(
     target = goal.target(0)  # a slip of the pen is told before anything is read
     document = None if text is None else read_text(text)
     from neuzip.eval.measures.comparison import BaselineComparison
-    from neuzip.eval.plans.targets import MAX_TOKENS, TargetRequest, reach, refuse_strangers
+    from neuzip.eval.plans.deliver import MAX_TOKENS
+    from neuzip.eval.plans.plan_file import refuse_other_files
+    from neuzip.eval.plans.plan_request import TargetRequest
+    from neuzip.eval.plans.reach import predict_reach
 
     with TensorSource(src) as source:
         require_plain(source, dst)
         if not dry_run:
-            refuse_strangers(dst, overwrite)
+            refuse_other_files(dst, overwrite)
         target = goal.target(sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
     lossless = None
     if goal.kind == "target-size" and drop_layers == 0:
-        within = reach(src, rules, block_size, jobs)
+        within = predict_reach(src, rules, block_size, jobs)
         within.require(target)
         if within.is_lossless(target):
             lossless, document = within, None

@@ -1,13 +1,17 @@
-"""What a target is and how it is said: known before torch is imported. `targets` reaches it."""
+"""Targets of compression and their texts. Imports no torch, so that commands can parse them at once."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from neuzip.errors import UsageError
+
+if TYPE_CHECKING:
+    from neuzip.eval.measures.divergence import Comparison
+    from neuzip.eval.measures.estimates import Estimate
 
 Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
 
@@ -17,7 +21,7 @@ UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"),
 
 @dataclass(frozen=True)
 class CompressionTarget:
-    """What is asked for, in nats a token, or bytes. `text` is how it was said."""
+    """A target: a limit in nats a token, or in bytes. `text` is how the user wrote it."""
 
     kind: Kind
     text: str
@@ -35,18 +39,18 @@ def parameter_of(kind: Kind) -> str:
 
 @dataclass(frozen=True)
 class RequestedTarget:
-    """One of the three targets as it was given, before the checkpoint is known that it is for."""
+    """A target as the user wrote it, before the size of the checkpoint is known."""
 
     kind: Kind
     text: str
 
     @property
     def parameter(self) -> str:
-        """The name of the parameter that gave it."""
+        """The name of its parameter."""
         return parameter_of(self.kind)
 
     def target(self, original: int) -> CompressionTarget:
-        """What is asked for of a checkpoint with weight files of `original` bytes. Raises UsageError."""
+        """The target for a checkpoint with weight files of `original` bytes. Raises UsageError."""
         if self.kind == "target-size":
             return target_size(self.text, original)
         return max_kld(self.text) if self.kind == "max-kld" else max_ppl_increase(self.text)
@@ -55,7 +59,7 @@ class RequestedTarget:
 def one_goal(
     max_kld: float | str | None, max_ppl_increase: str | None, target_size: int | str | None
 ) -> RequestedTarget | None:
-    """The target that was given, if any; a `target_size` that is a number is bytes.
+    """The target among the three parameters, if any. A number as `target_size` is bytes.
 
     Raises UsageError for several.
     """
@@ -63,12 +67,12 @@ def one_goal(
     values: tuple[tuple[Kind, float | str | None], ...] = (
         ("max-kld", max_kld), ("max-ppl-increase", max_ppl_increase), ("target-size", size),
     )  # fmt: skip
-    given = [RequestedTarget(kind, str(value)) for kind, value in values if value is not None]
-    if len(given) > 1:
+    targets = [RequestedTarget(kind, str(value)) for kind, value in values if value is not None]
+    if len(targets) > 1:
         raise UsageError(
-            f"`{given[0].parameter}` and `{given[1].parameter}` exclude each other", "give one target"
+            f"`{targets[0].parameter}` and `{targets[1].parameter}` exclude each other", "give one target"
         )
-    return given[0] if given else None
+    return targets[0] if targets else None
 
 
 def max_kld(text: str) -> CompressionTarget:
@@ -88,12 +92,12 @@ def max_ppl_increase(text: str) -> CompressionTarget:
     >>> round(max_ppl_increase("0.5%").limit, 6)
     0.004988
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text.strip())
+    if match is None:
         raise UsageError(
             f"`max_ppl_increase={text!r}`: is no increase", "give it in percent, with the sign: 0.5%"
         )
-    return CompressionTarget("max-ppl-increase", text, math.log1p(float(found[1]) / 100))
+    return CompressionTarget("max-ppl-increase", text, math.log1p(float(match[1]) / 100))
 
 
 def target_size(text: str, original: int) -> CompressionTarget:
@@ -102,10 +106,20 @@ def target_size(text: str, original: int) -> CompressionTarget:
     >>> target_size("60%", 1000).limit, target_size("1.5 kB", 9000).limit
     (600, 1500)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
-    if found is None or (found[2] != "%" and found[2] not in UNITS):
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%|[kKMGT]?i?B)", text.strip())
+    if match is None or (match[2] != "%" and match[2] not in UNITS):
         raise UsageError(
             f"`target_size={text!r}`: is no size", "give a share or a size, with its unit: 60%, 6GiB, 500MB"
         )
-    unit = original / 100 if found[2] == "%" else UNITS[found[2]]
-    return CompressionTarget("target-size", text, math.floor(float(found[1]) * unit))
+    unit = original / 100 if match[2] == "%" else UNITS[match[2]]
+    return CompressionTarget("target-size", text, math.floor(float(match[1]) * unit))
+
+
+def value_of(kind: Kind, comparison: Comparison) -> Estimate:
+    """The value of a comparison for a target of quality, in nats a token.
+
+    A difference of losses has its standard error, which may be as large. A divergence is taken without one.
+    """
+    if kind == "max-kld":
+        return replace(comparison.kld.mean, standard_error=None)
+    return comparison.nll_difference

@@ -214,7 +214,7 @@ def distribution(divergences: npt.ArrayLike) -> Distribution:
     edges = 10.0 ** (LOWEST + np.arange((HIGHEST - LOWEST) * BINS + 1) / BINS)
     inside = finite[(finite >= edges[0]) & (finite < edges[-1])]
     at = np.searchsorted(edges, inside, "right") - 1
-    found = np.quantile(finite, list(QUANTILES.values())).tolist() if finite.size else []
+    quantiles = np.quantile(finite, list(QUANTILES.values())).tolist() if finite.size else []
     return Distribution(
         tokens=values.size,
         zero=int((finite == 0).sum()),
@@ -222,7 +222,7 @@ def distribution(divergences: npt.ArrayLike) -> Distribution:
         counts=tuple(np.bincount(at, minlength=edges.size - 1).tolist()),
         above=int((finite >= edges[-1]).sum()),
         not_finite=values.size - finite.size,
-        quantiles=dict(zip(QUANTILES, found, strict=False)),
+        quantiles=dict(zip(QUANTILES, quantiles, strict=False)),
         largest=float(finite.max()) if finite.size else math.nan,
     )
 
@@ -275,18 +275,18 @@ def _depends_on(evaluation: Evaluation, base: Path | None, text: Text | None) ->
     """What an evaluation was measured with, as the rows of a sweep tell it; what is not known is left out."""
     name = evaluation.compared or evaluation.measured[0].convention.name
     convention = evaluation.by(name).convention
-    found: dict[str, Any] = {"rule": convention.rule, "tokens": convention.tokens}
+    facts: dict[str, Any] = {"rule": convention.rule, "tokens": convention.tokens}
     if base is not None:
-        found["checkpoint"] = fingerprint.of_checkpoint(find_checkpoint(base))
+        facts["checkpoint"] = fingerprint.of_checkpoint(find_checkpoint(base))
     if text is not None:
-        found["text"] = fingerprint.of_text(text.content)
-    return found
+        facts["text"] = fingerprint.of_text(text.content)
+    return facts
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
     """What is not the same in both of that on which the figures of a sweep depend, in words."""
     others = fingerprint.differing(a, b)
-    return tuple(told for name, told in SWEEP_DEPENDS_ON.items() if name in others)
+    return tuple(words for name, words in SWEEP_DEPENDS_ON.items() if name in others)
 
 
 def _attention_text(bits: Sequence[int | None] | None) -> str:
@@ -355,10 +355,10 @@ def _perplexities(measured: ConventionScores, both: bool) -> Iterator[ReportRow]
         if figure is not None:
             was = None if before is None else getattr(before, field_name)
             unit = "nats" if field_name == "nll" else ""
-            told = note
+            figure_note = note
             if "perplexity" in field_name and any(without_meaning(x) for x in (figure, was) if x is not None):
-                told = f"tells nothing: its error is more than half of it; use a longer text; {note}"
-            yield ReportRow(name, figure, was, told, unit, _change(field_name, was, after.difference))
+                figure_note = f"tells nothing: its error is more than half of it; use a longer text; {note}"
+            yield ReportRow(name, figure, was, figure_note, unit, _change(field_name, was, after.difference))
 
 
 def _change(of: str, before: Estimate | None, difference: ModelDifference | None) -> Estimate | None:
@@ -384,23 +384,29 @@ def _windows_compared(evaluation: Evaluation) -> str:
     return evaluation.by(evaluation.compared).convention.rule
 
 
-def _divergences(found: Comparison, windows: str) -> tuple[ReportRow, ...]:
-    exact = [("median KLD", found.kld.median), ("99.9 % KLD", found.kld.p999), ("largest KLD", found.kld.max)]
+def _divergences(comparison: Comparison, windows: str) -> tuple[ReportRow, ...]:
+    exact = [
+        ("median KLD", comparison.kld.median),
+        ("99.9 % KLD", comparison.kld.p999),
+        ("largest KLD", comparison.kld.max),
+    ]
     return (
         ReportRow(
             MEAN_KLD,
-            found.kld.mean,
+            comparison.kld.mean,
             unit="nats",
             note=f"KL(original || this model), full vocabulary; {windows}",
         ),
         *(ReportRow(name, Estimate(value, None), unit="nats", note="per token") for name, value in exact),
-        ReportRow("top-1 agreement", found.top_1.times(100), unit="%", note="both rank the same token first"),
-        ReportRow(f"top-{found.k} overlap", found.top_k.times(100), unit="%", note="in any order"),
-        ReportRow("perplexity ratio", found.perplexity_ratio, note="this model / original, paired"),
+        ReportRow(
+            "top-1 agreement", comparison.top_1.times(100), unit="%", note="both rank the same token first"
+        ),
+        ReportRow(f"top-{comparison.k} overlap", comparison.top_k.times(100), unit="%", note="in any order"),
+        ReportRow("perplexity ratio", comparison.perplexity_ratio, note="this model / original, paired"),
         ReportRow(
             "tokens",
-            Estimate(float(found.tokens), None),
-            note=over(found.blocks, found.kld.mean.standard_error),
+            Estimate(float(comparison.tokens), None),
+            note=over(comparison.blocks, comparison.kld.mean.standard_error),
             unit="count",
         ),
     )
@@ -448,9 +454,9 @@ def read_tensors(
         if base is not None:
             with TensorSource(base) as original:
                 pairs = match(original, source)
-                found = compare(original, source, pairs, jobs=jobs, on_bytes=on_bytes)
-            gaps = {(gap.b.file, gap.b.name): gap for gap in found if gap.b is not None}
-            missing = tuple(gap.label for gap in found if gap.b is None)
+                differences = compare(original, source, pairs, jobs=jobs, on_bytes=on_bytes)
+            gaps = {(gap.b.file, gap.b.name): gap for gap in differences if gap.b is not None}
+            missing = tuple(gap.label for gap in differences if gap.b is None)
     rows = [_tensor_row(inspection, t, gaps.get((t.file, t.name))) for t in inspection.tensors]
     return inspection, tuple(rows), missing
 

@@ -34,48 +34,49 @@ TICKS = 16
 """Numbers beside an axis, at most."""
 
 
-def draw(found: LayerAnalysis, title: str) -> Figure:
+def draw(analysis: LayerAnalysis, title: str) -> Figure:
     """The map, and beside it divergence, influence and gradient norm of each layer."""
     from matplotlib import style
 
     with style.context("default"):  # not as a matplotlibrc on this machine may have it
-        return _draw(found, title)
+        return _draw(analysis, title)
 
 
-def write(found: LayerAnalysis, title: str, path: Path) -> None:
+def write(analysis: LayerAnalysis, title: str, path: Path) -> None:
     """Write the picture, of the kind that the suffix of `path` names."""
-    write_file(path, (png if path.suffix == ".png" else svg)(draw(found, title)))
+    write_file(path, (png if path.suffix == ".png" else svg)(draw(analysis, title)))
 
 
-def _draw(found: LayerAnalysis, title: str) -> Figure:
+def _draw(analysis: LayerAnalysis, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), facecolor="white")
     figure.text(0.04, 0.95, visible(title), color=INK, size=15, weight="bold", va="center", parse_math=False)
     figure.text(
-        0.04, 0.9, f"{visible(found.text)}: {found.tokens:,} tokens, {found.windows:,} windows of up to"
-        f" {found.window:,}{special_text(found.special_tokens)}{_dropped(found)}",
+        0.04, 0.9,
+        f"{visible(analysis.text)}: {analysis.tokens:,} tokens, {analysis.windows:,} windows of up to"
+        f" {analysis.window:,}{special_text(analysis.special_tokens)}{_dropped(analysis)}",
         color=MUTED, size=10, va="center", parse_math=False,
     )  # fmt: skip
-    _map(figure, found)
+    _map(figure, analysis)
     bars: tuple[tuple[str, list[Estimate | None]], ...] = (
-        ("KL divergence without the layer, nats per token", [_kld(layer) for layer in found.layers]),
-        ("Block influence, 1 − cos", [layer.block_influence for layer in found.layers]),
-        ("Gradient norm", [layer.gradient_norm for layer in found.layers]),
+        ("KL divergence without the layer, nats per token", [_kld(layer) for layer in analysis.layers]),
+        ("Block influence, 1 − cos", [layer.block_influence for layer in analysis.layers]),
+        ("Gradient norm", [layer.gradient_norm for layer in analysis.layers]),
     )
     for row, (name, values) in enumerate(bars):
         axes = figure.add_axes((0.585, 0.66 - 0.285 * row, 0.385, 0.165))
         _plain(axes, name)
-        _bars(axes, values, found, logarithmic=row == 0)
+        _bars(axes, values, analysis, logarithmic=row == 0)
         if row == len(bars) - 1:
             axes.set_xlabel("layer", size=9, color=MUTED)
     return figure
 
 
-def _dropped(found: LayerAnalysis) -> str:
-    if found.removal is None:
+def _dropped(analysis: LayerAnalysis) -> str:
+    if analysis.removal is None:
         return ""
-    numbers = ", ".join(map(str, found.removal.layers))
+    numbers = ", ".join(map(str, analysis.removal.layers))
     return f"; dropped: {numbers}"
 
 
@@ -91,12 +92,12 @@ def _plain(axes: Axes, name: str) -> None:
     axes.set_title(name, loc="left", size=10.5, color=INK, pad=8)
 
 
-def _map(figure: Figure, found: LayerAnalysis) -> None:
-    layers = len(found.layers)
+def _map(figure: Figure, analysis: LayerAnalysis) -> None:
+    layers = len(analysis.layers)
     axes = figure.add_axes((0.065, 0.09, 0.4, 0.735))
     _plain(axes, "Angular distance of the states before layers l and l + n, last tokens")
     cells = np.full((layers, layers), np.nan)
-    for n, row in enumerate(found.last_token.mean):
+    for n, row in enumerate(analysis.last_token.mean):
         cells[n, : len(row)] = row
     edges = np.arange(layers + 1) - 0.5
     mesh = axes.pcolormesh(edges, edges + 1, cells, cmap=COLORS, edgecolors="white", linewidth=0.4)
@@ -121,7 +122,7 @@ def _ticks(first: int, count: int) -> list[int]:
 
 
 def _bars(
-    axes: Axes, values: Sequence[Estimate | None], found: LayerAnalysis, *, logarithmic: bool = False
+    axes: Axes, values: Sequence[Estimate | None], analysis: LayerAnalysis, *, logarithmic: bool = False
 ) -> None:
     """A bar a layer with its standard error; those that are dropped in another colour.
 
@@ -134,7 +135,7 @@ def _bars(
         axes.set_yticks([])
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED, size=9)
         return
-    gone = set(found.removal.layers) if found.removal is not None else set()
+    gone = set(analysis.removal.layers) if analysis.removal is not None else set()
     numbers, heights = [n for n, _ in known], [value.value for _, value in known]
     colors = [EXPONENT if n in gone else OTHERS for n in numbers]
     axes.grid(axis="y", color=FAINT, linewidth=0.8)

@@ -91,19 +91,19 @@ def verdict(report: EvaluationReport) -> str:
     if report.unchanged:
         weights = "Every tensor is identical to the original, byte for byte"
         return weights + (", and so is every measured number." if report.identical else ".")
-    found = "Every measured number is identical." if report.identical else loss_verdict(report)
+    text = "Every measured number is identical." if report.identical else loss_verdict(report)
     if report.missing:
         count = len(report.missing)
         lacking = (
             f"{count:,} tensor{' of the original is' if count == 1 else 's of the original are'} missing."
         )
-        found = f"{lacking} {found}".rstrip()
+        text = f"{lacking} {text}".rstrip()
     elif report.exact:
-        found = (
+        text = (
             "The tensors are identical to the original, but the measured numbers differ. Either the "
-            f"configuration differs or the way they were computed. {found}"
+            f"configuration differs or the way they were computed. {text}"
         ).rstrip()
-    return found
+    return text
 
 
 def loss_verdict(report: EvaluationReport) -> str:
@@ -178,13 +178,13 @@ def decades(spread: Distribution | None) -> list[tuple[str, int]]:
     if spread is None:
         return []
     sums = [sum(spread.counts[at : at + BINS]) for at in range(0, len(spread.counts), BINS)]
-    found = [at for at, count in enumerate(sums) if count]
+    occupied = [at for at, count in enumerate(sums) if count]
     return (
         [
             (f"{power_text(LOWEST + at)} to {power_text(LOWEST + at + 1)}", sums[at])
-            for at in range(found[0], found[-1] + 1)
+            for at in range(occupied[0], occupied[-1] + 1)
         ]
-        if found
+        if occupied
         else []
     )
 

@@ -94,8 +94,8 @@ def _axes(width: float, height: float, *, left: float = 0.75, bottom: float = 0.
 def _draw_distribution(spread: Distribution) -> Figure:
     """Shares of tokens by divergence on a logarithmic axis, with the share of all up to there as a line."""
     figure, axes = _axes(8, 3.4, right=0.6)
-    found = np.flatnonzero(spread.counts)
-    first, last = int(found[0]) // BINS * BINS, -(-(int(found[-1]) + 1) // BINS) * BINS
+    occupied = np.flatnonzero(spread.counts)
+    first, last = int(occupied[0]) // BINS * BINS, -(-(int(occupied[-1]) + 1) // BINS) * BINS
     counts = np.array(spread.counts[first:last])
     edges = LOWEST + np.arange(first, last + 1) / BINS
     shares = counts / max(1, spread.tokens)
@@ -270,9 +270,9 @@ def layer_grid(tensors: Sequence[TensorRow]) -> dict[str, dict[int | None, float
     for t in tensors:
         if t.error is None or not math.isfinite(t.error):
             continue
-        found = _LAYER.search(t.label)
-        layer = int(found[1]) if found else None
-        kind = t.label[found.end() :] if found else t.label
+        match = _LAYER.search(t.label)
+        layer = int(match[1]) if match else None
+        kind = t.label[match.end() :] if match else t.label
         kind = _NUMBER.sub("", kind).removesuffix(".weight")
         places[kind][layer] = max(t.error, places[kind].get(layer, 0.0))
     return {kind: row for kind, row in places.items() if any(row.values())}

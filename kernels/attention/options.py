@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neuzip.kernels.dtypes import torch_dtypes_for
+
 SUPPORTED_HEAD_DIMS = tuple(range(16, 257, 16))
 """Numbers of a head: tiles are copied in rows of 16 bytes."""
 
-GPU_DTYPES = (torch.bfloat16, torch.float16)
-CPU_DTYPES = (*GPU_DTYPES, torch.float32)
+GPU_DTYPES, CPU_DTYPES = torch_dtypes_for("attention"), torch_dtypes_for("attention_cpu")
 
 LARGEST_SCALE, LARGEST_SOFTCAP = 1e6, 1e4
 """Beyond them the kernels' fp32 has no digits left."""
@@ -38,9 +39,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("bits", "window"):
-            given = getattr(self, name)
-            if type(given) is not int and not (name == "window" and given is None):
-                raise TypeError(f"{name} is {given!r}; it has to be an int")
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "window" and value is None):
+                raise TypeError(f"{name} is {value!r}; it has to be an int")
         for name in ("causal", "smooth_q", "smooth_v"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it has to be True or False")

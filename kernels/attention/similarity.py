@@ -22,7 +22,7 @@ class Similarity:
 
 
 def similarity(out: Tensor, exact: Tensor) -> Similarity:
-    """Of two tensors of one shape, over all their numbers, in fp64; of zeros, 1 with zeros and 0 with others.
+    """How alike two tensors of one shape are, over all numbers, in fp64; zeros are 1 with zeros, else 0.
 
     SageAttention2 (arXiv 2411.10958), section 4.1.
     """

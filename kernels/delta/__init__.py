@@ -96,9 +96,9 @@ class Digits:
 
 def sums(digits: npt.NDArray[np.uint16], block: int) -> npt.NDArray[np.int64]:
     """For every block how many digits are not 0, and how many bits these have in all: int64 [blocks, 2]."""
-    found = np.empty((-(-digits.size // block), 2), np.int64)
-    cpu.sums(digits, block, found)
-    return found
+    counts = np.empty((-(-digits.size // block), 2), np.int64)
+    cpu.sums(digits, block, counts)
+    return counts
 
 
 def put_digit(digits: npt.NDArray[np.unsignedinteger], at: int, zigzagged: Bits) -> None:

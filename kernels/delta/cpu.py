@@ -100,8 +100,8 @@ def put_digit(digit, at, zigzagged):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def sums(digits, block, found):  # type: ignore[no-untyped-def]
-    for b in range(found.shape[0]):
+def sums(digits, block, counts):  # type: ignore[no-untyped-def]
+    for b in range(counts.shape[0]):
         changed = 0
         bits = 0
         for i in range(b * block, min(digits.size, (b + 1) * block)):
@@ -110,5 +110,5 @@ def sums(digits, block, found):  # type: ignore[no-untyped-def]
             while z:
                 z >>= 1
                 bits += 1
-        found[b, 0] = changed
-        found[b, 1] = bits
+        counts[b, 0] = changed
+        counts[b, 1] = bits

@@ -1,4 +1,7 @@
-"""The same in torch, on any device. Patterns are signed integers of the same bits: torch has few others."""
+"""Differences of floats restored in torch, on any device.
+
+Patterns are signed integers of the same bits: torch has few others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same as it is defined, in Python's integers."""
+"""Differences of floats as they are defined, in Python's integers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def order(base: Sequence[int], fmt: FloatFormat) -> list[int]:
 def differences(new: Sequence[int], base: Sequence[int], fmt: FloatFormat, shift: int) -> list[int]:
     """The zigzagged differences of bit patterns, sorted; `shift` zeros must end each of them."""
     bits = fmt.bits
-    half, found = 1 << (bits - 1), []
+    half, zigzagged = 1 << (bits - 1), []
     for a, b in ((new[i], base[i]) for i in order(base, fmt)):
         d = (ordered(a, bits) - ordered(b, bits) + half) % (1 << bits) - half
         assert d % (1 << shift) == 0
-        found.append(zigzag(d >> shift))
-    return found
+        zigzagged.append(zigzag(d >> shift))
+    return zigzagged
 
 
 def restore(base: Sequence[int], zigzagged: Sequence[int], fmt: FloatFormat, shift: int) -> list[int]:

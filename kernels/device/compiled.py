@@ -41,14 +41,14 @@ class LockedCache(FunctionCache):  # type: ignore[misc]
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What is kept for a signature, or None."""
+        """The compiled loop for a signature, or None where the cache has none."""
         if not os.path.isdir(self.cache_path):
             return None
-        kept = None
+        loop = None
         with _optional(), self._lock(fcntl.LOCK_SH) as locked:
             if locked:
-                kept = super().load_overload(sig, target_context)
-        return kept
+                loop = super().load_overload(sig, target_context)
+        return loop
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature, if its folder can take it."""

@@ -15,9 +15,9 @@ import triton.language as tl
 
 
 @triton.jit
-def multiply(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+def multiply(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
     """Sums C, four fp32, plus the products of A, 4 pairs of bf16 or (HALF) fp16, and B, 2 pairs."""
-    if ASM:
+    if COMPILED:
         KIND: tl.constexpr = "f16" if HALF else "bf16"
         result = tl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.f32." + KIND + "." + KIND
@@ -32,12 +32,12 @@ def multiply(a, b, sums, W: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def side_by_side(low, high, ASM: tl.constexpr):
-    """Of the bytes of two int32 the pairs low 0, high 0, low 1, high 1, and those of bytes 2 and 3.
+def side_by_side(low, high, COMPILED: tl.constexpr):
+    """Interleave the bytes of two int32: low 0, high 0, low 1, high 1, and those of bytes 2 and 3.
 
-    ASM: by an instruction of NVIDIA's GPUs, which the interpreter does not have.
+    COMPILED: by an instruction of NVIDIA's GPUs, which the interpreter does not have.
     """
-    if ASM:
+    if COMPILED:
         first = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -62,9 +62,9 @@ def float_of(pattern, HALF: tl.constexpr):
 
 
 @triton.jit
-def less(pair, NUMBER: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+def less(pair, NUMBER: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr):
     """Both numbers of a pair less another, where that is exact."""
-    if ASM:
+    if COMPILED:
         KIND: tl.constexpr = "f16x2" if HALF else "bf16x2"
         one = _twice(tl.full(pair.shape, 1, tl.float32), HALF)
         addend = _twice(tl.full(pair.shape, -NUMBER, tl.float32), HALF)
@@ -103,8 +103,8 @@ def _multiplied(a, b, sums, W: tl.constexpr, HALF: tl.constexpr):
     columns = tl.reshape(tl.join(b[0], b[1]), [W, 1, 8, 4, 1, 2])
     products = float_of(rows, HALF) * float_of(columns, HALF)
     products += float_of(rows >> 16, HALF) * float_of(columns >> 16, HALF)
-    found = tl.sum(tl.sum(products, 5), 3)  # warp, r, column, row r or r + 8
-    upper, lower = tl.split(found)
+    of_rows = tl.sum(tl.sum(products, 5), 3)  # warp, r, column, row r or r + 8
+    upper, lower = tl.split(of_rows)
     c0, c1 = tl.split(tl.reshape(upper, [32 * W, 2]))
     c2, c3 = tl.split(tl.reshape(lower, [32 * W, 2]))
     return sums[0] + c0, sums[1] + c1, sums[2] + c2, sums[3] + c3

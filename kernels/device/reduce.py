@@ -19,13 +19,13 @@ OVER = tl.constexpr((1 << 27) - 1)
 
 
 @triton.jit
-def sum_rows(values, W: tl.constexpr, ASM: tl.constexpr):
+def sum_rows(values, W: tl.constexpr, COMPILED: tl.constexpr):
     """Sums of each of some values [32 W] over the 4 threads of a row in all W warps; every thread has them.
 
     Threads 4 r to 4 r + 3 of a warp are those of row r. The order of additions is always the same.
     """
     sums = ()
-    if W == 1 or not ASM:
+    if W == 1 or not COMPILED:
         for i in tl.static_range(len(values)):
             of_warps = tl.sum(tl.reshape(values[i], [W, 32]), 0, keep_dims=True)
             of_warps = tl.reshape(tl.broadcast_to(of_warps, [W, 32]), [32 * W])
@@ -60,7 +60,7 @@ def first_of(COUNT: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr):
 
 
 @triton.jit
-def share_sums(values, first, W: tl.constexpr, BESIDE: tl.constexpr, ASM: tl.constexpr):
+def share_sums(values, first, W: tl.constexpr, BESIDE: tl.constexpr, COMPILED: tl.constexpr):
     """Sums of each of some values [32 W BESIDE] over W warps, int32, shared out among these.
 
     A thread has those that follow its `first`; with fewer values than warps, some have the same. BESIDE
@@ -70,7 +70,7 @@ def share_sums(values, first, W: tl.constexpr, BESIDE: tl.constexpr, ASM: tl.con
     EACH: tl.constexpr = each_of(COUNT, W)
     if W == 1:
         sums = values
-    elif ASM:
+    elif COMPILED:
         t = tl.arange(0, 32 * W * BESIDE)
         warp, lane = t // 32, t % 32
         # warp, value, lane
@@ -141,19 +141,19 @@ def _types(outputs, is_float):
 
 
 @triton.jit
-def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr):
     """Over all threads, of each of some values [32 W]: of the first LARGEST the largest, of others the sum.
 
     There are at most 4, unsigned int32 in the type int32. Results are scalars.
     """
-    return of_program_in(room(len(values), 1, W, ASM), 0, values, LARGEST, W, ASM)
+    return of_program_in(room(len(values), 1, W, COMPILED), 0, values, LARGEST, W, COMPILED)
 
 
 @triton.jit
-def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr):
     """Shared memory for the exchange of so many values, ROUNDS times: `of_program_in`."""
     where = 0
-    if ASM:
+    if COMPILED:
         where = tl.inline_asm_elementwise(
             _room(COUNT, ROUNDS, W), "=r,r", [COUNT], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -162,7 +162,7 @@ def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def of_program_in(
-    where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, over=None
+    where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr, over=None
 ):
     """What `of_program` gives, by way of the `room` that the round of this number has.
 
@@ -170,13 +170,13 @@ def of_program_in(
     """
     COUNT: tl.constexpr = len(values)
     results = ()
-    if ASM:
+    if COMPILED:
         where += number * (_stride(COUNT) * W)
-        given = values + (where,)  # noqa: RUF005
+        arguments = values + (where,)  # noqa: RUF005
         if over is not None:
-            given += (over,)
+            arguments += (over,)
         tl.inline_asm_elementwise(
-            _of_warps(COUNT, LARGEST, over is not None), _of_warps_constraints(len(given)), given,
+            _of_warps(COUNT, LARGEST, over is not None), _of_warps_constraints(len(arguments)), arguments,
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         results = tl.inline_asm_elementwise(

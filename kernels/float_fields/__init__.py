@@ -4,7 +4,7 @@ A weight of any float format is the integer
 
     sign (1 bit) | exponent (E bits) | mantissa (M bits)
 
-`split` keeps the exponent whole and the sign with the `kept` leading mantissa bits as one field of
+`split` keeps the exponent whole and the sign with the `kept_bits` leading mantissa bits as one field of
 w = 1 + kept bits. The field goes to planes of 32, 16, 8, 4, 2 and 1 bits, the binary digits of w, so that
 every k packs without waste and no field of a plane straddles a machine word:
 
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from neuzip.kernels.dtypes import DTYPES, names_for
 
 from . import cpu
 
@@ -55,20 +57,11 @@ class FloatFormat:
         return np.dtype(np.uint8 if self.exponent_bits <= 8 else np.uint16)
 
 
-# Keyed by the dtype names of safetensors.
 FORMATS: dict[str, FloatFormat] = {
-    f.name: f
-    for f in (
-        FloatFormat("BF16", 8, 7),
-        FloatFormat("F16", 5, 10),
-        FloatFormat("F32", 8, 23),
-        FloatFormat("F64", 11, 52),
-        FloatFormat("F8_E4M3", 4, 3, finite=True),
-        FloatFormat("F8_E5M2", 5, 2),
-        FloatFormat("F8_E4M3FNUZ", 4, 3, finite=True),
-        FloatFormat("F8_E5M2FNUZ", 5, 2, finite=True),
-    )
+    name: FloatFormat(name, DTYPES[name].exponent_bits, DTYPES[name].mantissa_bits, DTYPES[name].is_finite)
+    for name in names_for("lossless")
 }
+"""The formats that are coded, by their names in safetensors."""
 
 
 def plane_widths(width: int) -> tuple[int, ...]:
@@ -138,28 +131,28 @@ def census(bits: Bits, fmt: FloatFormat) -> Census:
 Planes = dict[int, npt.NDArray[np.uint8]]
 
 
-def empty_planes(numel: int, kept: int) -> Planes:
+def empty_planes(numel: int, kept_bits: int) -> Planes:
     """Planes for the fields of `numel` weights, to be filled."""
-    return {width: np.empty(plane_bytes(width, numel), np.uint8) for width in plane_widths(1 + kept)}
+    return {width: np.empty(plane_bytes(width, numel), np.uint8) for width in plane_widths(1 + kept_bits)}
 
 
 def split(
-    bits: Bits, fmt: FloatFormat, kept: int, exponents: Bits | None = None, planes: Planes | None = None
+    bits: Bits, fmt: FloatFormat, kept_bits: int, exponents: Bits | None = None, planes: Planes | None = None
 ) -> tuple[Bits, Planes]:
-    """Take floats apart: their exponents, and the planes of sign and `kept` leading mantissa bits.
+    """Take floats apart: their exponents, and the planes of sign and `kept_bits` leading mantissa bits.
 
     The other mantissa bits are dropped: they must be zero for the split to be lossless. The results go into
     `exponents` and `planes` where those are given.
     """
     bits = _checked(bits, fmt)
-    _check_kept(kept, fmt)
+    _check_kept(kept_bits, fmt)
     exponents = np.empty(bits.size, fmt.exponent_dtype) if exponents is None else exponents
-    planes = empty_planes(bits.size, kept) if planes is None else planes
-    dtype, widths = _field_dtype(1 + kept), plane_widths(1 + kept)
+    planes = empty_planes(bits.size, kept_bits) if planes is None else planes
+    dtype, widths = _field_dtype(1 + kept_bits), plane_widths(1 + kept_bits)
     whole = widths == (8 * dtype.itemsize,)
     fields = planes[widths[0]].view(dtype) if whole else np.empty(bits.size, dtype)
-    cpu.split(bits, fmt.exponent_bits, fmt.mantissa_bits, kept, exponents, fields)
-    left = 1 + kept
+    cpu.split(bits, fmt.exponent_bits, fmt.mantissa_bits, kept_bits, exponents, fields)
+    left = 1 + kept_bits
     for width in () if whole else widths:
         left -= width
         if width >= 8:
@@ -169,19 +162,19 @@ def split(
     return exponents, planes
 
 
-def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept: int) -> Bits:
+def merge(exponents: Bits, planes: Planes, fmt: FloatFormat, kept_bits: int) -> Bits:
     """Put floats together again: the inverse of `split`, with zeros for the mantissa bits not kept."""
-    _check_kept(kept, fmt)
+    _check_kept(kept_bits, fmt)
     numel = exponents.size
     bits = np.empty(numel, fmt.dtype)
-    fields = unpack_fields(planes, numel, kept)
-    cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept, bits)
+    fields = unpack_fields(planes, numel, kept_bits)
+    cpu.merge(np.ascontiguousarray(exponents), fields, fmt.exponent_bits, fmt.mantissa_bits, kept_bits, bits)
     return bits
 
 
-def unpack_fields(planes: Planes, numel: int, kept: int) -> Bits:
+def unpack_fields(planes: Planes, numel: int, kept_bits: int) -> Bits:
     """The fields of sign and mantissa of `numel` weights, from their planes."""
-    widths, dtype = plane_widths(1 + kept), _field_dtype(1 + kept)
+    widths, dtype = plane_widths(1 + kept_bits), _field_dtype(1 + kept_bits)
     for width in widths:
         if planes[width].size != plane_bytes(width, numel):
             raise ValueError(f"plane {width} has {planes[width].size} bytes for {numel} weights")
@@ -197,15 +190,15 @@ def unpack_fields(planes: Planes, numel: int, kept: int) -> Bits:
     return fields
 
 
-def round_mantissa(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:
-    """Round to `kept` mantissa bits: to nearest, ties to even, carrying into the exponent, never to infinity.
+def round_mantissa(bits: Bits, fmt: FloatFormat, kept_bits: int) -> Bits:
+    """Round to `kept_bits` mantissa bits: to nearest, ties to even, into the exponent, never to infinity.
 
     Infinities and NaNs are not for this function: it rounds them like numbers.
     Source: NeuZip (arXiv 2410.20650), section 2.2, without the reference code's round-half-up and overflow.
     """
     bits = _checked(bits, fmt)
-    _check_kept(kept, fmt)
-    drop = fmt.mantissa_bits - kept
+    _check_kept(kept_bits, fmt)
+    drop = fmt.mantissa_bits - kept_bits
     if drop == 0:
         return np.asarray(bits.copy())
     out = np.empty(bits.size, fmt.dtype)
@@ -244,6 +237,6 @@ def _checked(bits: Bits, fmt: FloatFormat) -> Bits:
     return np.ascontiguousarray(bits)
 
 
-def _check_kept(kept: int, fmt: FloatFormat) -> None:
-    if not 0 <= kept <= fmt.mantissa_bits:
-        raise ValueError(f"{fmt.name} has 0 to {fmt.mantissa_bits} mantissa bits to keep, not {kept}")
+def _check_kept(kept_bits: int, fmt: FloatFormat) -> None:
+    if not 0 <= kept_bits <= fmt.mantissa_bits:
+        raise ValueError(f"{fmt.name} has 0 to {fmt.mantissa_bits} mantissa bits to keep, not {kept_bits}")

@@ -40,10 +40,10 @@ def marginals(pairs, exponents):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type: ignore[no-untyped-def]
+def split(bits, exponent_bits, mantissa_bits, kept_bits, exponents, fields):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e = np.uint64(exponent_bits)
-    k = np.uint64(kept)
+    k = np.uint64(kept_bits)
     e_mask = (_1 << e) - _1
     k_mask = (_1 << k) - _1
     for i in range(bits.size):
@@ -53,12 +53,12 @@ def split(bits, exponent_bits, mantissa_bits, kept, exponents, fields):  # type:
 
 
 @compiled
-def merge(exponents, fields, exponent_bits, mantissa_bits, kept, bits):  # type: ignore[no-untyped-def]
+def merge(exponents, fields, exponent_bits, mantissa_bits, kept_bits, bits):  # type: ignore[no-untyped-def]
     m = np.uint64(mantissa_bits)
     e = np.uint64(exponent_bits)
-    k = np.uint64(kept)
+    k = np.uint64(kept_bits)
     k_mask = (_1 << k) - _1
-    if kept == 7 and mantissa_bits == 7:  # bf16: constants let the compiler use narrow integers
+    if kept_bits == 7 and mantissa_bits == 7:  # bf16: constants let the compiler use narrow integers
         for i in range(bits.size):
             bits[i] = (fields[i] & 0x80) << 8 | exponents[i] << 7 | (fields[i] & 0x7F)
         return

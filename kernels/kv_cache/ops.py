@@ -89,7 +89,7 @@ def empty(
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """See `kv_cache.store`, of one of them."""
+    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one room."""
     tokens = x.shape[2]
     at = at.flatten()[0] if isinstance(at, Tensor) else at
     span: Range = "absmax" if heads.low is None else "minmax"
@@ -117,7 +117,7 @@ def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_firs
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `kv_cache.load`."""
+    """The numbers of all tokens in `dtype`, [B, H, N, width]: `kv_cache.load` in torch."""
     codes = unpack(heads.words, heads.bits, heads.width)
     half: float | Tensor = ((1 << heads.bits) - 1) / 2
     if heads.first_bits is not None:

@@ -19,7 +19,7 @@ def attend(
     mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """See `kv_cache.attend`; all is computed in `dtype`, of numbers dequantised to fp32."""
+    """Softmax attention, `kv_cache.attend`, computed in `dtype` from numbers dequantised to fp32."""
     batch, queries, _ = query.shape
     k, v = (load(heads, first, torch.float32).to(dtype) for heads in (keys, values))
     q = query.to(dtype).reshape(batch, k.shape[1], -1, keys.width)

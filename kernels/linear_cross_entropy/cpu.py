@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.packed_linear import ops as packed_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 from . import sums
 from .head import Divergence, Head, TokenStatistics
@@ -64,7 +64,7 @@ def divergence(base: Head, other: Head, target: Tensor, ignore_index: int, top_k
 
 @dataclass(frozen=True)
 class _Block:
-    """Of one block: its largest logits [R]; y = z less these and exp(y), [R, C]."""
+    """A block of logits z: its largest ones [R]; y = z less these, and exp(y), [R, C]."""
 
     largest: Tensor
     y: Tensor
@@ -144,11 +144,11 @@ class _Stream:
     def _add_target(self, z: Tensor, rows: slice, start: int) -> None:
         column = self.target[rows] - start
         inside = (column >= 0) & (column < z.shape[1])
-        found = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-        self.target_logit[rows] = torch.where(inside, found, self.target_logit[rows])
+        logit = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        self.target_logit[rows] = torch.where(inside, logit, self.target_logit[rows])
         expected = self.expected[rows]
         larger = torch.gt(z, expected[:, None], out=self._e[: z.numel()].view(z.shape)).sum(1)
-        self.rank[rows] += larger.long() - (inside & (found > expected)).long()
+        self.rank[rows] += larger.long() - (inside & (logit > expected)).long()
 
     def _add_argmax(self, z: Tensor, largest: Tensor, rows: slice, start: int) -> None:
         better = (largest > self.largest[rows]).nonzero()[:, 0]
@@ -189,7 +189,7 @@ class _Difference:
 def _moved(
     total: Tensor, shift: Tensor, excess: Tensor, at: list[Tensor], to: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same sums relative to other maxima: u grows by d, the difference of the two distances."""
+    """Sums moved to other maxima: u grows by d, the difference of the two distances."""
     base, other = (_scale(one, another) for one, another in zip(at, to, strict=True))
     d = base.distance - other.distance
     moved_shift = (base.factor * (shift + d * total)).where(base.factor > 0, 0.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from neuzip.kernels.linear_cross_entropy.ops import WORKSPACE
 from neuzip.kernels.packed_linear import ops as packed_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
-from .head import Head
+from .head import DTYPES, Head
 
 ROWS = 2048
 """Tokens of a block of logits on a CPU."""
@@ -103,7 +103,7 @@ def _check(
     x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, target: Tensor,
     reduction: str, shift: int, softcap: float | None,
 ) -> None:  # fmt: skip
-    dtypes = (torch.bfloat16, torch.float16, torch.float32, *([] if x.is_cuda else [torch.float64]))
+    dtypes = (*DTYPES, *([] if x.is_cuda else [torch.float64]))
     if x.dtype not in dtypes or weight.dtype != x.dtype:
         raise TypeError(
             f"input and weights are both one of {dtypes}, not {x.dtype} and {weight.dtype}; cast them first"
@@ -205,7 +205,7 @@ def _(*arguments):  # type: ignore[no-untyped-def]
     hidden, n, v = loss.hidden, loss.hidden.shape[0], loss.weight.shape[0]
     flags, order = _nothing_kept(hidden)
     if _on_gpu(hidden) and tracked and filter_eps is not None:
-        from neuzip.kernels.linear_cross_entropy.triton.backward import tiles
+        from neuzip.kernels.linear_cross_entropy.triton.candidates import tiles
 
         flags = flags.new_empty(tiles(n, v))
         order = order.new_empty(v if sort else 0)
@@ -237,10 +237,10 @@ def _backward(*arguments):  # type: ignore[no-untyped-def]
     grad_nll, grad_lse, lse, flags, order, *wanted, workspace = arguments[_N_HEAD:]
     with torch.autocast(loss.hidden.device.type, enabled=False):
         if _on_gpu(loss.hidden):
-            found = _backward_on_gpu(loss, grad_nll, grad_lse, lse, flags, order, tuple(wanted), workspace)
+            grads = _backward_on_gpu(loss, grad_nll, grad_lse, lse, flags, order, tuple(wanted), workspace)
         else:
-            found = _backward_on_cpu(loss, grad_nll, grad_lse, lse, tuple(wanted))
-    return tuple(loss.hidden.new_empty(0) if grad is None else grad for grad in found)
+            grads = _backward_on_cpu(loss, grad_nll, grad_lse, lse, tuple(wanted))
+    return tuple(loss.hidden.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @_backward.register_fake
@@ -265,12 +265,12 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _gradients(ctx, grad_nll, grad_lse, *_):  # type: ignore[no-untyped-def]
     hidden, weight, bias, target, lse, flags, order, *others = ctx.saved_tensors
     wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]
-    found = torch.ops.neuzip.linear_cross_entropy_backward(
+    grads = torch.ops.neuzip.linear_cross_entropy_backward(
         hidden, weight, others, ctx.packed, bias, target, ctx.ignore_index, ctx.softcap,
         grad_nll, grad_lse if ctx.all_lse else None, lse, flags, order, *wanted, ctx.workspace,
     )  # fmt: skip
     for_hidden, for_weight, for_bias = (
-        grad if want else None for grad, want in zip(found, wanted, strict=True)
+        grad if want else None for grad, want in zip(grads, wanted, strict=True)
     )
     # Autograd wants lists in the place of lists of tensors, to which it counts empty ones.
     lists = [None] * len(others), None if ctx.packed else [None] * 0
@@ -290,13 +290,14 @@ def _forward_on_gpu(
 
     Tokens that are ignored make no candidates, but where gradients flow through `all_lse`.
     """
-    from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
     from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
+    from neuzip.kernels.linear_cross_entropy.triton.candidates import candidates
+    from neuzip.kernels.linear_cross_entropy.triton.vocabulary import mean_logit_order
 
     flags, order = _nothing_kept(loss.hidden)
     ignored = loss.ignored
     if filter_eps is not None and sort:
-        order = triton_backward.mean_logit_order(loss.hidden, loss.weight, loss.bias)
+        order = mean_logit_order(loss.hidden, loss.weight, loss.bias)
         lse, logit, flags = _forward_in_order(loss, order, filter_eps, all_lse, workspace)
         return (lse - logit).masked_fill(ignored, 0.0), lse, flags, order
     head = Head(loss.hidden, loss.weight, loss.bias, loss.softcap)
@@ -308,7 +309,7 @@ def _forward_on_gpu(
         tile_maxima=filter_eps is not None,
     )  # fmt: skip
     if filter_eps is not None and maxima is not None:
-        flags = triton_backward.candidates(
+        flags = candidates(
             maxima, width, lse, loss.target.int(), head.vocabulary, filter_eps, None if all_lse else ignored
         )  # fmt: skip
     return (lse - logit).masked_fill(ignored, 0.0), lse, flags, order
@@ -318,36 +319,37 @@ def _forward_in_order(
     loss: _Loss, order: Tensor, filter_eps: float, all_lse: bool, workspace: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, the targets' logits and candidates: weights are put in their order part by part."""
-    from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
     from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
+    from neuzip.kernels.linear_cross_entropy.triton.candidates import candidates
+    from neuzip.kernels.linear_cross_entropy.triton.vocabulary import Vocabulary
 
-    vocabulary = triton_backward.Vocabulary(loss.weight, loss.bias, order)
+    vocabulary = Vocabulary(loss.weight, loss.bias, order)
     position = vocabulary.positions(loss.target)
     n, segment = loss.hidden.shape[0], vocabulary.segment * loss.hidden.shape[1] * loss.hidden.element_size()
     lse, logit = (
         torch.full((n,), value, device=loss.hidden.device) for value in (-torch.inf, torch.nan)
     )  # fmt: skip
-    kept = []
+    segments = []
     for start, weight, bias in vocabulary.segments():
         head = Head(loss.hidden, weight, bias, loss.softcap)
         own = position - start
         inside = (own >= 0) & (own < head.vocabulary) & ~loss.ignored
         width = triton_forward.tile_columns(head)
         maxima_bytes = 2 * n * -(-vocabulary.size // width)
-        found, chosen, maxima = triton_forward.forward(
+        its_lse, chosen, maxima = triton_forward.forward(
             head, own.masked_fill(~inside, -1), ignore_index=-1, tile_maxima=True,
             workspace=max(0, workspace - segment - maxima_bytes),
         )  # fmt: skip
         assert maxima is not None
         impossible = (maxima == -torch.inf).all(0)  # all of this segment, not all of the vocabulary
-        lse = torch.logaddexp(lse, found.masked_fill(impossible, -torch.inf))
+        lse = torch.logaddexp(lse, its_lse.masked_fill(impossible, -torch.inf))
         logit = torch.where(inside, chosen, logit)
-        kept.append((maxima, width, own, head.vocabulary))
+        segments.append((maxima, width, own, head.vocabulary))
     lse = lse.masked_fill(lse.isinf(), torch.nan)
     ignored = None if all_lse else loss.ignored
     flags = [
-        triton_backward.candidates(maxima, width, lse, own, rows, filter_eps, ignored)
-        for maxima, width, own, rows in kept
+        candidates(maxima, width, lse, own, rows, filter_eps, ignored)
+        for maxima, width, own, rows in segments
     ]
     return lse, logit, torch.cat(flags)
 
@@ -358,16 +360,17 @@ def _backward_on_gpu(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of hidden states, weights and bias that are `wanted`."""
     from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
+    from neuzip.kernels.linear_cross_entropy.triton.vocabulary import Vocabulary
 
-    vocabulary = triton_backward.Vocabulary(loss.weight, loss.bias, order if order.numel() else None)
+    vocabulary = Vocabulary(loss.weight, loss.bias, order if order.numel() else None)
     tokens = triton_backward.TokenGradients.of(
         lse, loss.target, loss.ignored, vocabulary, grad_nll, grad_lse, loss.hidden.dtype
     )
-    found = triton_backward.gradients(
+    grads = triton_backward.gradients(
         loss.hidden, vocabulary, tokens, flags if flags.numel() else None,
         softcap=loss.softcap, wanted=wanted, workspace=workspace,
     )  # fmt: skip
-    return found.hidden, found.weight, found.bias
+    return grads.hidden, grads.weight, grads.bias
 
 
 # On a CPU.
@@ -424,9 +427,9 @@ def _backward_on_cpu(
             for_weight[columns].addmm_(dz.T, block.hidden)
         if for_bias is not None:
             for_bias[columns] += dz.sum(0)
-    found = zip((for_hidden, for_weight, for_bias), inputs, strict=True)
+    grads = zip((for_hidden, for_weight, for_bias), inputs, strict=True)
     first, second, third = (
-        None if grad is None or one is None else grad.to(one.dtype) for grad, one in found
+        None if grad is None or one is None else grad.to(one.dtype) for grad, one in grads
     )
     return first, second, third
 

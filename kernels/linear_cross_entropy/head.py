@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.dtypes import torch_dtypes_for
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = torch_dtypes_for("head")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from neuzip.kernels.linear_cross_entropy.head import (
     check_pair,
     check_targets,
 )
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 WORKSPACE = 64 << 20
 """Bytes that a GPU may use beside its inputs and results, if nothing else is asked for."""
@@ -116,12 +116,12 @@ def _token_statistics(*arguments):  # type: ignore[no-untyped-def]
         if _on_gpu(head):
             from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
 
-            found = triton_forward.token_statistics(head, target, ignore_index, workspace)
+            statistics = triton_forward.token_statistics(head, target, ignore_index, workspace)
         else:
             from neuzip.kernels.linear_cross_entropy import cpu
 
-            found = cpu.token_statistics(head, target, ignore_index)
-    return _arrays(found)
+            statistics = cpu.token_statistics(head, target, ignore_index)
+    return _arrays(statistics)
 
 
 @_token_statistics.register_fake
@@ -142,13 +142,13 @@ def _divergence(*arguments):  # type: ignore[no-untyped-def]
         if _on_gpu(base):
             from neuzip.kernels.linear_cross_entropy.triton import divergence as triton_divergence
 
-            found = triton_divergence.divergence(base, other, target, ignore_index, top_k or None, workspace)
+            result = triton_divergence.divergence(base, other, target, ignore_index, top_k or None, workspace)
         else:
             from neuzip.kernels.linear_cross_entropy import cpu
 
-            found = cpu.divergence(base, other, target, ignore_index, top_k or None)
-    overlap = target.new_empty(0, dtype=torch.int64) if found.overlap is None else found.overlap
-    return *_arrays(found.base), *_arrays(found.other), found.kld, overlap
+            result = cpu.divergence(base, other, target, ignore_index, top_k or None)
+    overlap = target.new_empty(0, dtype=torch.int64) if result.overlap is None else result.overlap
+    return *_arrays(result.base), *_arrays(result.other), result.kld, overlap
 
 
 @_divergence.register_fake

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from neuzip.kernels.packed_linear import ops as packed_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 from .head import Divergence, Head, TokenStatistics
 

@@ -140,7 +140,7 @@ The functions here are the reference, in numpy. `torch_ops` has the operators th
 
 from __future__ import annotations
 
-from .form import SLOTS, Layout, Packed, Window, best_window
+from .form import SLOTS, ExponentWindow, Packed, PackedLayout, best_window
 from .reference import decode, matmul, pack
 
-__all__ = ["SLOTS", "Layout", "Packed", "Window", "best_window", "decode", "matmul", "pack"]
+__all__ = ["SLOTS", "ExponentWindow", "Packed", "PackedLayout", "best_window", "decode", "matmul", "pack"]

@@ -43,7 +43,7 @@ class Planes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """What the words hold, for bf16 or fp16 weights, if `low_bits` of the low byte are, 1 to 8."""
 
     fmt: FloatFormat
@@ -102,7 +102,7 @@ class Layout:
     def planes(self) -> int:
         """How many there are, which is bits of a weight: 11 for bf16 and 14 for fp16 with nothing dropped.
 
-        >>> Layout(BF16, 8).planes, Layout(BF16, 4).planes, Layout(F16, 8).planes
+        >>> PackedLayout(BF16, 8).planes, PackedLayout(BF16, 4).planes, PackedLayout(F16, 8).planes
         (11, 7, 14)
         """
         return self.low_bits + self.middle_bits + self.code_bits + 1
@@ -121,7 +121,7 @@ def low_bits(mantissas: int) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class ExponentWindow:
     """The 8 exponents that codes can say: less `shift`, of bf16 from 2 base - 6 on, of fp16 from base - 7 on.
 
     What is packed is the pattern less the shift's exponents: the number, 2**shift times smaller. With a far
@@ -152,8 +152,10 @@ class Window:
     def far_exponents(self) -> tuple[int, ...]:
         """Those that a far word's bit adds.
 
-        >>> Window(0x3F).far_exponents, Window(0x3E, 1).far_exponents[::7], Window(10, 0, F16).far_exponents
-        ((112, 113, 114, 115, 116, 117, 118, 119), (113, 128), (0, 1, 2, 11, 12, 13, 14, 15))
+        >>> ExponentWindow(0x3F).far_exponents, ExponentWindow(0x3E, 1).far_exponents[::7]
+        ((112, 113, 114, 115, 116, 117, 118, 119), (113, 128))
+        >>> ExponentWindow(10, 0, F16).far_exponents
+        (0, 1, 2, 11, 12, 13, 14, 15)
         """
         others = ((e - self.shift ^ 8) + self.shift for e in self.exponents)
         return tuple(sorted(e for e in others if e in _packable(self.shift, self.fmt)))
@@ -162,7 +164,7 @@ class Window:
     def kinds(self) -> npt.NDArray[np.uint8]:
         """For every exponent 0 if its weights are escapes, 1 if it is inside, 2 if it is far.
 
-        >>> Window(10, 0, F16).kinds.tolist()[:17]
+        >>> ExponentWindow(10, 0, F16).kinds.tolist()[:17]
         [2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0]
         """
         kinds = np.zeros(1 << self.fmt.exponent_bits, np.uint8)
@@ -173,7 +175,7 @@ class Window:
     def settling(self) -> Bits:
         """For every exponent what is taken from the patterns of escapes: see `settled`.
 
-        >>> Window(0x3F, 1).settling.tolist()[:3], Window(0x3F, 1).settling.tolist()[-2:]
+        >>> ExponentWindow(0x3F, 1).settling.tolist()[:3], ExponentWindow(0x3F, 1).settling.tolist()[-2:]
         ([0, 0, 128], [128, 0])
         """
         taken = np.zeros(1 << self.fmt.exponent_bits, np.uint16)
@@ -183,7 +185,8 @@ class Window:
     def settled(self, patterns: Bits) -> Bits:
         """Patterns less the shift's exponents where normal numbers are left; the others as they are.
 
-        >>> [hex(p) for p in Window(0x3F, 1).settled(np.array([0x3F80, 0x00FF, 0, 0xFF80], np.uint16))]
+        >>> patterns = np.array([0x3F80, 0x00FF, 0, 0xFF80], np.uint16)
+        >>> [hex(p) for p in ExponentWindow(0x3F, 1).settled(patterns)]
         ['0x3f00', '0xff', '0x0', '0xff80']
         """
         exponents = patterns >> self.fmt.mantissa_bits & (1 << self.fmt.exponent_bits) - 1
@@ -193,16 +196,16 @@ class Window:
     def coded(self) -> int:
         """The bits of a pattern that codes stand for.
 
-        >>> hex(Window(0x3F).coded), hex(Window(15, 0, F16).coded)
+        >>> hex(ExponentWindow(0x3F).coded), hex(ExponentWindow(15, 0, F16).coded)
         ('0x7f00', '0x7c00')
         """
-        return 0x7F00 & -(1 << 8 + Layout(self.fmt, 8).middle_bits)
+        return 0x7F00 & -(1 << 8 + PackedLayout(self.fmt, 8).middle_bits)
 
     @property
     def farthest(self) -> int:
         """These bits where the code is the largest, as it is of escapes.
 
-        >>> hex(Window(0x3F, 1).farthest), hex(Window(15, 0, F16).farthest)
+        >>> hex(ExponentWindow(0x3F, 1).farthest), hex(ExponentWindow(15, 0, F16).farthest)
         ('0x3c00', '0x2000')
         """
         return (self.exponents.start - self.shift) << self.fmt.mantissa_bits
@@ -210,7 +213,8 @@ class Window:
     def slots_of_escapes(self, patterns: Bits) -> Bits:
         """What stands in the slots of escapes: their settled patterns, with the exponent of the largest code.
 
-        >>> [hex(p) for p in Window(0x3F, 1).slots_of_escapes(np.array([0x3F80, 0x80FF, 0], np.uint16))]
+        >>> patterns = np.array([0x3F80, 0x80FF, 0], np.uint16)
+        >>> [hex(p) for p in ExponentWindow(0x3F, 1).slots_of_escapes(patterns)]
         ['0x3c00', '0xbcff', '0x3c00']
         """
         return np.asarray(self.settled(patterns) & np.uint16(0xFFFF - self.coded) | np.uint16(self.farthest))
@@ -263,7 +267,7 @@ class Packed:
 
     shape: tuple[int, int]
     low_bits: int
-    window: Window
+    window: ExponentWindow
     words: npt.NDArray[np.uint32]
     far_index: npt.NDArray[np.uint32]
     far_words: npt.NDArray[np.uint32]
@@ -279,9 +283,9 @@ class Packed:
         assert self.escapes.shape == (self.row_start[-1],)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PackedLayout:
         """What the words hold."""
-        return Layout(self.window.fmt, self.low_bits)
+        return PackedLayout(self.window.fmt, self.low_bits)
 
     @property
     def lane_words(self) -> int:
@@ -321,10 +325,10 @@ def slot_columns(columns: int) -> npt.NDArray[np.int64]:
     return np.concatenate([whole.transpose(0, 3, 1, 2, 4).reshape(-1), order[whole.size :]])
 
 
-def words_shape(out: int, columns: int, layout: Layout) -> tuple[int, int, int, int, int]:
+def words_shape(out: int, columns: int, layout: PackedLayout) -> tuple[int, int, int, int, int]:
     """The shape of the words: tiles, planes, words of a plane of one row, and the rows of a tile, 8 x 2.
 
-    >>> words_shape(17, 4096, Layout(BF16, 8))
+    >>> words_shape(17, 4096, PackedLayout(BF16, 8))
     (2, 11, 128, 8, 2)
     """
     return -(-out // TILE_ROWS), layout.planes, lane_words(columns), TILE_ROWS // 2, 2
@@ -339,7 +343,7 @@ def index_shape(out: int, columns: int) -> tuple[int, int, int]:
     return -(-out // TILE_ROWS), -(-lane_words(columns) // 2), 2
 
 
-def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Window:
+def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> ExponentWindow:
     """The window for `exponents[e]` weights of exponent e: few of them far, much fewer escapes.
 
     Of equals, the lowest shift comes first, then the lowest base.
@@ -351,13 +355,13 @@ def best_window(exponents: npt.NDArray[np.int64], fmt: FloatFormat = BF16) -> Wi
 
 
 @functools.cache
-def windows(fmt: FloatFormat) -> tuple[Window, ...]:
+def windows(fmt: FloatFormat) -> tuple[ExponentWindow, ...]:
     """All that there are, by shift, then by base.
 
     >>> len(windows(BF16)), len(windows(F16))
     (1914, 24)
     """
-    return tuple(Window(base, shift, fmt) for base, shift in _bases_and_shifts(fmt))
+    return tuple(ExponentWindow(base, shift, fmt) for base, shift in _bases_and_shifts(fmt))
 
 
 @functools.cache

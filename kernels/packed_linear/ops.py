@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from neuzip.kernels.device.properties import is_hopper
-from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.packed_linear import reference
-from neuzip.kernels.packed_linear.form import TILE_ROWS, Layout, Packed, Window
+from neuzip.kernels.packed_linear.form import TILE_ROWS, ExponentWindow, Packed
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.turns import by_turn
 
 FEW_ROWS = 64
@@ -30,99 +27,7 @@ LARGEST = 256 << 20
 
 A gradient decodes all of them at once."""
 
-ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
-"""The tensors of a PackedTensor."""
-
-T = TypeVar("T")
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_FORMATS = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
-
-
-def format_of(dtype: torch.dtype) -> FloatFormat:
-    """The format of weights that can be packed. Raises TypeError for other dtypes."""
-    if dtype not in _FORMATS:
-        raise TypeError(f"packed weights are bfloat16 or float16, not {dtype}")
-    return _FORMATS[dtype]
-
-
-@dataclass(frozen=True, eq=False)
-class PackedTensor:
-    """Weights [out, in] in the packed form, as arrays of one device: `Packed` of the package, in torch.
-
-    Who fills arrays on a GPU calls `wait` before they are multiplied with.
-
-    words     int32 [tiles, planes, lane_words, 8, 2]
-    far_index int32 [tiles, pairs, 2]
-    far_words int32 [far words]
-    row_start int16 [out + 1], with the bits of uint16; int32 where there are 65,536 escapes or more
-    escapes   int32 [escapes], with the bits of uint32
-    turn_index    int32 [tiles, turns, 2], or [0, 0, 2] where products of many rows decode first
-    turn_escapes  int32 [escapes], or [0]
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    low_bits: int
-    base: int
-    shift: int
-    words: torch.Tensor
-    far_index: torch.Tensor
-    far_words: torch.Tensor
-    row_start: torch.Tensor
-    escapes: torch.Tensor
-    turn_index: torch.Tensor
-    turn_escapes: torch.Tensor
-    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def once(self, name: str, make: Callable[[PackedTensor], T]) -> T:
-        """What `make` makes of it, for kernels: the same each time, so it is kept under a name."""
-        if name not in self._made:
-            self._made[name] = make(self)
-        return self._made[name]  # type: ignore[no-any-return]
-
-    @property
-    def arrays(self) -> tuple[torch.Tensor, ...]:
-        """What is in memory, in the order of ARRAYS."""
-        return tuple(getattr(self, name) for name in ARRAYS)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the arrays are."""
-        return self.words.device
-
-    @property
-    def layout(self) -> Layout:
-        """What the words hold."""
-        return Layout(format_of(self.dtype), self.low_bits)
-
-    def wait(self) -> None:
-        """Until the arrays are there: products read them before the kernel ahead has ended."""
-        if self.words.is_cuda:
-            torch.cuda.current_stream(self.words.device).synchronize()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, index, escapes and row starts included."""
-        return sum(array.nbytes for array in self.arrays)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits in memory for each weight; 0 for a tensor without weights."""
-        numel = self.shape[0] * self.shape[1]
-        return 8 * self.nbytes / numel if numel else 0.0
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor | torch.dtype | int, ...]:
-        """What the operators take in its place."""
-        return *self.arrays, self.shape[1], self.dtype, self.low_bits, self.base, self.shift
-
-    @classmethod
-    def of_arguments(cls, *arguments: Any) -> PackedTensor:
-        """The inverse of `arguments`."""
-        *arrays, columns, dtype, low_bits, base, shift = arguments
-        row_start = arrays[ARRAYS.index("row_start")]
-        return cls((row_start.shape[0] - 1, columns), dtype, low_bits, base, shift, *arrays)
 
 
 def pack(weight: torch.Tensor) -> PackedTensor:
@@ -201,8 +106,8 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         x = x.to(packed.dtype)
         bias = bias if bias is None else bias.to(packed.dtype)
     if x.dtype != packed.dtype or (bias is not None and bias.dtype != packed.dtype):
-        given = x.dtype if x.dtype != packed.dtype or bias is None else bias.dtype
-        raise TypeError(f"packed weights of {packed.dtype} are not multiplied with {given}; cast it first")
+        other = x.dtype if x.dtype != packed.dtype or bias is None else bias.dtype
+        raise TypeError(f"packed weights of {packed.dtype} are not multiplied with {other}; cast it first")
     out, columns = packed.shape
     if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and bias.shape != (out,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
@@ -330,10 +235,10 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _as_numpy(packed: PackedTensor) -> Packed:
-    """The same arrays for the reference."""
+    """A packed tensor on the CPU as numpy arrays, for the reference."""
     starts = packed.row_start.numpy()
     return Packed(
-        packed.shape, packed.low_bits, Window(packed.base, packed.shift, format_of(packed.dtype)),
+        packed.shape, packed.low_bits, ExponentWindow(packed.base, packed.shift, format_of(packed.dtype)),
         packed.words.numpy().view("u4"), packed.far_index.numpy().view("u4"),
         packed.far_words.numpy().view("u4"), starts.view("u2") if starts.dtype == "i2" else starts,
         packed.escapes.numpy().view("u4"),
@@ -353,7 +258,7 @@ def _decode_to(dense: torch.Tensor, packed: PackedTensor, start: int) -> None:
 
 
 def _product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What the operator does."""
+    """x @ weights.T + bias: from the packed form where that is faster, else decoded in chunks."""
     out, columns = packed.shape
     y = None
     if _on_gpu(packed.words) and x.numel() and packed.words.numel():

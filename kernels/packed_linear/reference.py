@@ -18,10 +18,10 @@ from .form import (
     SLOTS,
     TILE_ROWS,
     Bits,
-    Layout,
+    ExponentWindow,
     Packed,
+    PackedLayout,
     Planes,
-    Window,
     best_window,
     check_columns,
     check_escapes,
@@ -39,7 +39,7 @@ Rows = slice | npt.NDArray[np.integer]
 
 
 def pack(
-    bits: npt.NDArray[np.unsignedinteger], window: Window | None = None, fmt: FloatFormat = BF16
+    bits: npt.NDArray[np.unsignedinteger], window: ExponentWindow | None = None, fmt: FloatFormat = BF16
 ) -> Packed:
     """Pack bf16 or fp16 patterns, uint16 [out, in], in the given window or the best one.
 
@@ -54,7 +54,7 @@ def pack(
         window = best_window(census.exponents, fmt)
     if window.fmt != fmt:
         raise ValueError(f"a window of {window.fmt.name} is not one for {fmt.name}")
-    layout = Layout(fmt, low_bits(census.mantissa_union))
+    layout = PackedLayout(fmt, low_bits(census.mantissa_union))
     words = np.empty(words_shape(out, columns, layout), np.uint32)
     far = np.empty((words.shape[0], *words.shape[2:]), np.uint32)
     counts = np.zeros(out + 1, np.int64)
@@ -96,19 +96,6 @@ def matmul(x: npt.ArrayLike, packed: Packed) -> Floats:
     return np.asarray(np.asarray(x, np.float64) @ _numbers(decode(packed), packed).T)
 
 
-def matmul_in_parts(x: npt.ArrayLike, packed: Packed) -> Floats:
-    """The same as a kernel does it: the slots as they are, then for every escape what its slot is off by."""
-    x = np.asarray(x, np.float64)
-    everything = np.arange(packed.shape[0])
-    slots = _numbers(_slots(packed, everything), packed) * 2.0**packed.window.shift
-    y = x @ slots.T
-    row, column, pattern = _escapes(packed, everything)
-    stand_in = _numbers(packed.window.slots_of_escapes(pattern), packed) * 2.0**packed.window.shift
-    off = _numbers(pattern, packed) - stand_in
-    np.add.at(y.T, row, (off * x[..., column]).T)
-    return np.asarray(y)
-
-
 def _numbers(bits: Bits, packed: Packed) -> Floats:
     return to_float64(bits.reshape(-1), packed.window.fmt).reshape(bits.shape)
 
@@ -120,7 +107,7 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _slot_fields(
-    bits: Bits, window: Window, layout: Layout
+    bits: Bits, window: ExponentWindow, layout: PackedLayout
 ) -> tuple[npt.NDArray[np.bool_], dict[str, Bytes]]:
     """Which of some patterns [rows, in] are escapes, and what the slots of all of them hold."""
     kinds = window.kinds[bits >> window.fmt.mantissa_bits & (1 << window.fmt.exponent_bits) - 1]
@@ -149,7 +136,9 @@ def _escapes(
     return row, (escapes & 0xFFFF).astype(np.int64), (escapes >> 16).astype(np.uint16)
 
 
-def _to_words(fields: dict[str, Bytes], layout: Layout, groups: tuple[Planes, ...]) -> npt.NDArray[np.uint32]:
+def _to_words(
+    fields: dict[str, Bytes], layout: PackedLayout, groups: tuple[Planes, ...]
+) -> npt.NDArray[np.uint32]:
     """The words of tiles from the fields of their weights, each [rows, columns]: of all planes of groups."""
     rows, columns = fields["low"].shape
     tiles, _, lane, *_ = words_shape(rows, columns, layout)
@@ -171,7 +160,7 @@ def _to_words(fields: dict[str, Bytes], layout: Layout, groups: tuple[Planes, ..
 def _gathered(
     far: npt.NDArray[np.uint32], columns: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Of a plane of far words [tiles, lane_words, 8, 2] the index, and the words that are not zero."""
+    """The index of a plane of far words [tiles, lane_words, 8, 2], and its words that are not zero."""
     tiles, lane, *_ = far.shape
     pairs = np.pad(far.reshape(tiles, lane, TILE_ROWS), ((0, 0), (0, lane % 2), (0, 0)))
     pairs = pairs.reshape(tiles, -(-lane // 2), 2 * TILE_ROWS)
@@ -193,9 +182,9 @@ def _far(packed: Packed, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32
     there, number = (
         np.take_along_axis(a, own, 2).reshape(rows.size, -1)[:, : packed.lane_words] for a in (there, number)
     )
-    found = np.zeros(there.shape, np.uint32)
-    found[there != 0] = packed.far_words[number[there != 0]]
-    return found
+    words = np.zeros(there.shape, np.uint32)
+    words[there != 0] = packed.far_words[number[there != 0]]
+    return words
 
 
 def _slots(packed: Packed, rows: npt.NDArray[np.integer]) -> Bits:

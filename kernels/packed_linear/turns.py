@@ -6,17 +6,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .form import SLOTS, TILE_ROWS, TURN, Window
+from .form import SLOTS, TILE_ROWS, TURN, ExponentWindow
 
 FEW = 512
-"""Of so many weights one may be an escape: with more of them, decoding first is faster."""
+"""Weights for each escape, at least: with more escapes, decoding first is faster."""
 
 OTHERS = 16
 """Escapes that all threads of a turn look through, at most: those behind the first ones. Rows of zeros have
 hundreds, each of which all of these threads wait for."""
 
 
-def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) -> tuple[Tensor, Tensor]:
+def by_turn(
+    escapes: Tensor, row_start: Tensor, columns: int, window: ExponentWindow
+) -> tuple[Tensor, Tensor]:
     """turn_index int32 [tiles, turns, 2] and turn_escapes int32 [escapes]: see the package's docstring.
 
     Both are empty, [0, 0, 2] and [0], where rows do not consist of turns, escapes are not few or crowd in one
@@ -57,8 +59,8 @@ def by_turn(escapes: Tensor, row_start: Tensor, columns: int, window: Window) ->
     return index.view(tiles, turns, 2), (entry | followed << 15).to(torch.int32)
 
 
-def _settled(pattern: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """`Window.settled`, and whether it is the number 2**shift times smaller, as zeros and infinities are."""
+def _settled(pattern: Tensor, window: ExponentWindow) -> tuple[Tensor, Tensor]:
+    """Settled patterns, and whether each is the number 2**shift times smaller, as zeros, infinities are."""
     infinite = (1 << window.fmt.exponent_bits) - 1
     exponent = pattern >> window.fmt.mantissa_bits & infinite
     taken = torch.from_numpy(window.settling.astype(np.int64)).to(pattern.device)[exponent]

@@ -67,7 +67,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def encode(x: Tensor, signed: bool, chance: RngKey, number: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, rng_key: RngKey, number: int) -> tuple[Tensor, Tensor]:
     """Codes [n], int8 or uint8, and the largest magnitudes of blocks [ceil(n / 256)], of fp32 x [n].
 
     Unsigned x are not negative. What is not finite becomes a block of NaN.
@@ -83,7 +83,7 @@ def encode(x: Tensor, signed: bool, chance: RngKey, number: int) -> tuple[Tensor
     root = share.sqrt() if signed else share.sqrt().sqrt()
     below = (root * most).floor().clamp_(max=most - 1)
     low, high = (below / most) ** power, ((below + 1) / most) ** power
-    up = chance.fractions(n, number, x.device) < (share - low) / (high - low)
+    up = rng_key.fractions(n, number, x.device) < (share - low) / (high - low)
     code = below + up
     if signed:
         code = torch.copysign(code, x)
@@ -97,13 +97,13 @@ def decode(code: Tensor, top: Tensor) -> Tensor:
     return share * top.repeat_interleave(BLOCK)[: c.numel()]
 
 
-def stochastic_round(x: Tensor, dtype: torch.dtype, chance: RngKey, number: int) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, rng_key: RngKey, number: int) -> Tensor:
     """Fp32 x [n] in bf16, one of its two neighbours by chance, so that its expectation is x.
 
     What is not finite is rounded to nearest. Raises TypeError for another dtype.
     """
     if dtype != torch.bfloat16:
         raise TypeError(f"weights are rounded by chance to torch.bfloat16, not to {dtype}")
-    noise = (chance.words(x.numel(), number, x.device) & 0xFFFF).to(torch.int32)
+    noise = (rng_key.words(x.numel(), number, x.device) & 0xFFFF).to(torch.int32)
     up = (x.view(torch.int32) + noise) & -0x10000
     return torch.where(x.isfinite(), up.view(torch.float32), x).to(dtype)

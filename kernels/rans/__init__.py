@@ -44,7 +44,7 @@ from .model import Table, build_table
 from .numbers import BLOCK, ESCAPE_BITS, HEADER_WORDS, LANES, LEFT_BITS, RAW_STEPS, RUN, SCALE
 
 __all__ = [
-    "BLOCK", "CorruptStream", "Encoded", "Table",
+    "BLOCK", "CorruptStream", "RansEncoded", "Table",
     "build_table", "decode", "decode_floats", "encode", "expected_words", "max_words",
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ class CorruptStream(NeuzipError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class RansEncoded:
     """Coded exponents. `words` holds the blocks back to back, `index[b]` the number of words of block b."""
 
     words: Words
@@ -72,7 +72,7 @@ def max_words(numel: int, group: int) -> int:
     return blocks * HEADER_WORDS + padded // group + 2 * numel
 
 
-def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> Encoded:
+def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> RansEncoded:
     """Code `exponents` (uint8, or uint16 for fp64), whole blocks and perhaps a shorter one at the end.
 
     The pieces of a longer array, cut at multiples of BLOCK, give the pieces of its words and index.
@@ -94,7 +94,7 @@ def encode(exponents: Exponents, table: Table, scratch: Words | None = None) -> 
         table.keys(padded), padded, numel, table.group, table.symbols, table.encoder, words, index,
         vector_form.encodes(table.group, exponents.dtype),
     )  # fmt: skip
-    return Encoded(words[:used].copy(), index)
+    return RansEncoded(words[:used].copy(), index)
 
 
 def expected_words(table: Table, exponents: Ints, pairs: Ints | None, numel: int) -> int:
@@ -149,9 +149,9 @@ def decode(
 
 
 def decode_floats(
-    words: Words, index: Words, table: Table, fields: Bits, fmt: FloatFormat, kept: int, out: Bits
+    words: Words, index: Words, table: Table, fields: Bits, fmt: FloatFormat, kept_bits: int, out: Bits
 ) -> Bits:
-    """Decode exponents and merge them with `fields` of sign and `kept` mantissa bits into `out`: the floats.
+    """Decode exponents and merge them with `fields`, sign and `kept_bits` mantissa bits: floats, in `out`.
 
     Reads nothing outside `words`, whatever they hold. Raises CorruptStream when they do not add up; `out` may
     then hold anything.
@@ -164,7 +164,7 @@ def decode_floats(
     writeable = words.flags.writeable, fields.flags.writeable
     bad = cpu.decode_floats(
         words, starts, counts, numel, (fmt.exponent_bits, fmt.mantissa_bits),
-        table.group, table.decoder, table.exponents, table.keys(block), block, fields, kept, out,
+        table.group, table.decoder, table.exponents, table.keys(block), block, fields, kept_bits, out,
         vector_form.decodes_floats(table.group, fmt, fields.dtype, writeable),
     )  # fmt: skip
     if bad >= 0:

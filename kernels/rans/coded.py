@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from neuzip.kernels.dtypes import pattern_dtypes
 from neuzip.kernels.float_fields import FloatFormat, plane_bytes, plane_widths
 
 from . import CorruptStream
@@ -16,8 +17,8 @@ from .numbers import BLOCK, RUN
 ALIGNMENT = 16
 """Bytes. Planes begin at multiples of it, and may be read up to the next: as they lie in a container."""
 
-PATTERNS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""For as many bits, torch's type of a bit pattern."""
+PATTERNS = pattern_dtypes()
+"""Dtypes of bit patterns in torch, by their bits."""
 
 TOGETHER = 8
 """Parts that a launch takes at most."""
@@ -45,7 +46,7 @@ class CodedTensor:
     """
 
     fmt: FloatFormat
-    kept: int
+    kept_bits: int
     numel: int
     table: Table
     index: torch.Tensor
@@ -57,11 +58,11 @@ class CodedTensor:
     def __post_init__(self) -> None:
         if self.index.numel() != -(-self.numel // BLOCK):
             raise CorruptStream(f"the index has {self.index.numel()} entries for {self.numel} weights")
-        if not 0 <= self.kept <= self.fmt.mantissa_bits:
-            raise CorruptStream(f"{self.fmt.name} has no {self.kept} mantissa bits")
+        if not 0 <= self.kept_bits <= self.fmt.mantissa_bits:
+            raise CorruptStream(f"{self.fmt.name} has no {self.kept_bits} mantissa bits")
         if self.index.dtype != torch.int16 or self.words.dtype != torch.int16:
             raise CorruptStream("index and words are int16")
-        for width in plane_widths(1 + self.kept):
+        for width in plane_widths(1 + self.kept_bits):
             needed = -(-plane_bytes(width, self.numel) // ALIGNMENT) * ALIGNMENT
             plane = self.planes.get(width)
             if plane is None or plane.numel() < needed or plane.data_ptr() % ALIGNMENT:
@@ -75,7 +76,7 @@ class CodedTensor:
     @property
     def kind(self) -> Kind:
         """What a launch is compiled for."""
-        return self.fmt, self.kept, self.table.group, self.block_size or 0
+        return self.fmt, self.kept_bits, self.table.group, self.block_size or 0
 
 
 def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
@@ -86,7 +87,7 @@ def raise_if_corrupt(errors: torch.Tensor, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class CodedPart:
     """Blocks of a tensor that lie somewhere with all that is known of them: full ones, and the ragged last.
 
     `row` is its descriptor there, int64, and all that a launch is given.

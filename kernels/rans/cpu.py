@@ -20,10 +20,10 @@ _LANES, _RECIPROCAL = _U(LANES), _U(RECIPROCAL_BITS)
 def quantise(counts):  # type: ignore[no-untyped-def]
     """Frequencies that add up to SCALE, in proportion to `counts`, at least 1 for all but the rare."""
     everything = counts.sum()
-    kept = np.where(counts << RARE_BITS >= everything, counts, 0)
-    total = kept.sum()
-    share = kept * SCALE  # of frequency, times total
-    frequencies = np.where(kept > 0, np.maximum(share // total, 1), 0)
+    frequent = np.where(counts << RARE_BITS >= everything, counts, 0)
+    total = frequent.sum()
+    share = frequent * SCALE  # of frequency, times total
+    frequencies = np.where(frequent > 0, np.maximum(share // total, 1), 0)
     missing = SCALE - frequencies.sum()
     for _ in range(missing):  # to the symbol that is furthest below its share
         frequencies[np.argmax(share - frequencies * total)] += 1
@@ -111,7 +111,7 @@ def scalar_encode(state, facts, coded, row, scratch, p):  # type: ignore[no-unty
 
 @compiled
 def vector_encode(state, facts, coded, row, scratch, p):  # type: ignore[no-untyped-def]
-    """The same in vector registers."""
+    """Code a symbol of all lanes in vector registers: the position of the last word."""
     p = encode_16(state, facts, coded, row, scratch, p, _16)
     return encode_16(state, facts, coded, row, scratch, p, _U(0))
 
@@ -206,7 +206,7 @@ def scalar_decode(state, table, words, p, exponents, row):  # type: ignore[no-un
 
 @compiled
 def vector_decode(state, table, words, p, exponents, row):  # type: ignore[no-untyped-def]
-    """The same in vector registers."""
+    """Decode a symbol of all lanes in vector registers: the position of the next word."""
     p = decode_16(state, table, words, p, exponents, _U(0), row)
     return decode_16(state, table, words, p, exponents, _16, row)
 
@@ -310,7 +310,20 @@ def decode(  # type: ignore[no-untyped-def]
 
 @compiled
 def decode_floats(  # type: ignore[no-untyped-def]
-    words, starts, counts, numel, fmt, group, table, exponents_of, keys, exponents, fields, kept, bits, vector
+    words,
+    starts,
+    counts,
+    numel,
+    fmt,
+    group,
+    table,
+    exponents_of,
+    keys,
+    exponents,
+    fields,
+    kept_bits,
+    bits,
+    vector,
 ):
     """Decode and merge, one block after the other: its exponents never leave the first-level cache."""
     exponent_bits, mantissa_bits = fmt
@@ -326,5 +339,5 @@ def decode_floats(  # type: ignore[no-untyped-def]
         if bad >= 0:
             return b
         part = slice(first, first + n)
-        merge(exponents[:n], fields[part], exponent_bits, mantissa_bits, kept, bits[part])
+        merge(exponents[:n], fields[part], exponent_bits, mantissa_bits, kept_bits, bits[part])
     return -1

@@ -48,12 +48,12 @@ class _Arguments:
 
     def look_up(self, i: int, at: ir.Value) -> ir.Value:
         """16 numbers of 64 bits of array `i`. Loads one by one: a gather was slower where it was measured."""
-        found = ir.Constant(_vector(_I64), ir.Undefined)
+        numbers = ir.Constant(_vector(_I64), ir.Undefined)
         for lane in range(WIDTH):
             where = self._builder.extract_element(at, ir.Constant(_I32, lane))
             entry = self._builder.load(self.element(i, where, _I64))
-            found = self._builder.insert_element(found, entry, ir.Constant(_I32, lane))
-        return found
+            numbers = self._builder.insert_element(numbers, entry, ir.Constant(_I32, lane))
+        return numbers
 
     def llvm(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
         """Call one of LLVM's intrinsics."""

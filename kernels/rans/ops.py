@@ -20,14 +20,14 @@ from neuzip.kernels.rans.coded import (
     STARTS,
     TABLES,
     TENSOR,
+    CodedPart,
     CodedTensor,
-    Part,
     raise_if_corrupt,
 )
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
 
 if TYPE_CHECKING:
-    from neuzip.kernels.rans.triton.decode import Launch
+    from neuzip.kernels.rans.triton.decode import DecodeLaunch
 
 APART = 256
 """Arrays, and descriptors of chunks, begin at multiples of so many bytes: Triton compiles a kernel once more
@@ -35,12 +35,12 @@ for addresses that are no multiples of 16."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResidentLayout:
     """What the memory of a `ResidentTensor` holds: `streams` bytes of streams, then the decoder's arrays."""
 
     fmt: str
     numel: int
-    kept: int
+    kept_bits: int
     group: int
     block_size: int
     streams: int
@@ -84,21 +84,21 @@ class Chunk:
     start: int
     stop: int
 
-    def blocks(self, layout: Layout) -> range:
+    def blocks(self, layout: ResidentLayout) -> range:
         """The full blocks that are decoded for it."""
         first = min(self.start // BLOCK, layout.full)
         return range(first, max(first, min(-(-self.stop // BLOCK), layout.full)))
 
-    def ragged(self, layout: Layout) -> bool:
+    def ragged(self, layout: ResidentLayout) -> bool:
         """Whether the ragged block is decoded too."""
         return self.stop > layout.full * BLOCK
 
-    def room(self, layout: Layout) -> int:
+    def room(self, layout: ResidentLayout) -> int:
         """Weights that are decoded."""
         blocks = self.blocks(layout)
         return (layout.numel if self.ragged(layout) else blocks.stop * BLOCK) - blocks.start * BLOCK
 
-    def part(self, layout: Layout) -> slice:
+    def part(self, layout: ResidentLayout) -> slice:
         """Its weights among those that are decoded."""
         before = self.blocks(layout).start * BLOCK
         return slice(self.start - before, self.stop - before)
@@ -111,7 +111,7 @@ class Prepared:
     It needs `room` of them, of which `own` are its weights.
     """
 
-    part: Part
+    part: CodedPart
     room: int
     own: slice
 
@@ -131,7 +131,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """
     from neuzip.kernels.rans.triton.decode import decode_parts
 
-    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
     decode_parts([_part(memory, layout, chunk)], [out.view(torch.uint8)])
     return out, _arrays(memory, layout)["errors"].clone()
@@ -139,7 +139,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 
 @decode.register_fake
 def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
-    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
     return out, memory.new_empty(1, dtype=torch.int32)
 
@@ -151,7 +151,7 @@ def decode_into(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     """Decode the blocks of a chunk to where `out` begins; nothing is said of corrupt words."""
     from neuzip.kernels.rans.triton.decode import decode_parts
 
-    layout, chunk = Layout(fmt, *numbers[:5]), Chunk(*numbers[5:])
+    layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
     decode_parts([_part(memory, layout, chunk)], [out])
 
 
@@ -160,14 +160,14 @@ def _(out, memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     return None
 
 
-def _arrays(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+def _arrays(memory: torch.Tensor, layout: ResidentLayout) -> dict[str, torch.Tensor]:
     return {name: memory[place].view(dtype) for name, dtype, place in layout.arrays()}
 
 
-def _part(memory: torch.Tensor, layout: Layout, chunk: Chunk) -> Part:
+def _part(memory: torch.Tensor, layout: ResidentLayout, chunk: Chunk) -> CodedPart:
     row = memory[layout.descriptors + APART * chunk.number :][:APART].view(torch.int64)
-    kind = layout.format, layout.kept, layout.group, layout.block_size
-    return Part(kind, row, len(chunk.blocks(layout)), chunk.ragged(layout))
+    kind = layout.format, layout.kept_bits, layout.group, layout.block_size
+    return CodedPart(kind, row, len(chunk.blocks(layout)), chunk.ragged(layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ class ResidentTensor:
     """
 
     memory: torch.Tensor
-    layout: Layout
+    layout: ResidentLayout
     bounds: tuple[int, ...]
     """The weights with which the chunks start, and the end of the last."""
 
@@ -196,8 +196,8 @@ class ResidentTensor:
         if coded.normaliser is not None:
             parts.append(coded.normaliser)
         ends = torch.tensor([-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]).cumsum(0).tolist()
-        fmt, kept, group, block_size = coded.kind
-        layout = Layout(fmt.name, coded.numel, kept, group, block_size, ends[-1])
+        fmt, kept_bits, group, block_size = coded.kind
+        layout = ResidentLayout(fmt.name, coded.numel, kept_bits, group, block_size, ends[-1])
         nbytes = layout.descriptors + APART * (len(bounds) - 1)
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=coded.words.device)
         moved = []
@@ -218,7 +218,7 @@ class ResidentTensor:
         result._fill(launches[0])  # a ragged one has the same arrays
         return result
 
-    def _fill(self, launch: Launch) -> None:
+    def _fill(self, launch: DecodeLaunch) -> None:
         """Copy what a launch for the whole tensor needs to its place, and make the rows of chunks."""
         arrays = _arrays(self.memory, self.layout)
         for name in ("starts", "counts", "tables", "exponents"):
@@ -287,13 +287,13 @@ class ResidentTensor:
         return out[self._prepare(number).own].view(PATTERNS[self.layout.format.bits])
 
     def on(self, memory: torch.Tensor) -> ResidentTensor:
-        """The same tensor in other memory with the same contents."""
+        """This tensor in other memory that has the same contents."""
         return replace(self, memory=memory)
 
     def _arguments(self, chunk: Chunk) -> tuple[str | int, ...]:
         layout = self.layout
         return (
-            layout.fmt, layout.numel, layout.kept, layout.group, layout.block_size, layout.streams,
+            layout.fmt, layout.numel, layout.kept_bits, layout.group, layout.block_size, layout.streams,
             chunk.number, chunk.start, chunk.stop,
         )  # fmt: skip
 

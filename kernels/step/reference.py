@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from neuzip.kernels.dtypes import torch_dtypes_for
+
 Norm = Literal["llama", "gemma", "olmo"]
 """What an RMS norm multiplies by, and when it rounds to the dtype of x: "llama" by the weight, after it has
 rounded; "gemma" by 1 + weight and "olmo" by the weight, both in fp32, before it rounds."""
@@ -17,7 +19,7 @@ VECTOR = 4
 """Neighbours that a thread of torch's reductions loads at once, and adds up apart from each other."""
 
 MOST_THREADS = 512
-"""Of a block of torch's reductions."""
+"""Threads of a block of torch's reductions, at most."""
 
 MOST_COLUMNS = 1 << 14
 MOST_WIDTH = 512
@@ -65,7 +67,7 @@ def threads(rows: int, columns: int) -> int:
 
 
 def mean_of_squares(x: Tensor) -> Tensor:
-    """Of x fp32 [rows, columns], [rows, 1]: the order of additions is that of torch on a GPU.
+    """Means of the squares of x, fp32 [rows, columns], as [rows, 1], added in torch's order on a GPU.
 
     A thread adds up every `threads`-th vector, the four places apart, then these from left to right. Then the
     threads' sums are folded: the second half on the first, until one is left.
@@ -113,7 +115,7 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and k.numel() > 0
         and len({tensor.dtype for tensor in (q, k, cos, sin)}) == 1
         and len({tensor.device for tensor in (q, k, cos, sin)}) == 1
-        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and q.dtype in torch_dtypes_for("step")
         and all(tensor.stride(-1) == 1 for tensor in (q, k, cos, sin))
     )
 
@@ -123,7 +125,7 @@ def can_gate(gate: Tensor, up: Tensor) -> bool:
     return (
         gate.shape == up.shape
         and gate.dtype == up.dtype
-        and gate.dtype in (torch.bfloat16, torch.float16)
+        and gate.dtype in torch_dtypes_for("gate")
         and gate.device == up.device
         and gate.is_contiguous()
         and up.is_contiguous()
@@ -138,7 +140,7 @@ def can_find(x: Tensor) -> bool:
         and x.numel() > 0
         and len(x) <= MOST_ROWS
         and x.stride(1) == 1
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.dtype in torch_dtypes_for("step")
     )
 
 

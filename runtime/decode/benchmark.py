@@ -21,18 +21,17 @@ import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime import buffers
-from neuzip.runtime.bitlinear import Activations, in_use
-from neuzip.runtime.decode.generate import (
-    EXPERTS_ASKED_FOR,
-    GreedyDecoder,
-    NotGraphable,
-    not_compiled_together,
-    positions,
-)
-from neuzip.runtime.hf.attention import recorded, uses
-from neuzip.runtime.hf.attention_choice import Asked, choose
-from neuzip.runtime.hf.load import load_config, load_model, versions
+from neuzip.runtime.activations import Activations
+from neuzip.runtime.decode.greedy import SINGLE_EXPERTS, GreedyDecoder, NotGraphable, not_compiled_together
+from neuzip.runtime.hf.attention import uses
+from neuzip.runtime.hf.attention_choice import AttentionChoice, choose
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.decoder import positions
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.messages import versions
 from neuzip.runtime.hf.residency import has_experts, memory, require_places
+from neuzip.runtime.hf.ternary_layers import activations_in_use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +45,7 @@ OnRun = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodeRun:
     """Prompts read and continued: seconds of the prefill and of each step, tokens [batch, new] on the CPU."""
 
     prefill_seconds: float
@@ -93,7 +92,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchmarkPlan:
     """What `measure` does, on a GPU or the CPU. `kv_bits` come beside keys and values as they are.
 
     So does `attention` other than "none", as in `attention_choice.choose`, beside that of the model.
@@ -108,11 +107,11 @@ class Plan:
     device: torch.device
     graph: bool
     kv_bits: int | None = None
-    attention: Asked = "none"
+    attention: AttentionChoice = "none"
     compiled: bool = False
 
     @property
-    def attentions(self) -> tuple[Asked, ...]:
+    def attentions(self) -> tuple[AttentionChoice, ...]:
         """How layers attend, one after the other; "none" is as the model does."""
         return ("none",) if self.attention == "none" else ("none", self.attention)
 
@@ -150,9 +149,9 @@ def make_plan(
     device: torch.device,
     graph: bool = True,
     kv_bits: int | None = None,
-    attention: Asked = "recorded",
+    attention: AttentionChoice = "recorded",
     compiled: bool = False,
-) -> Plan:
+) -> BenchmarkPlan:
     """What is to be measured of a checkpoint folder, the dense model always and first.
 
     `prompt_tokens` None are 512, or as many as the model has positions for. With `kv_bits` each residency,
@@ -162,7 +161,7 @@ def make_plan(
     """
     if compiled and kv_bits is not None:
         raise not_compiled_together()
-    if attention == "recorded" and recorded(path) is None:
+    if attention == "recorded" and LAYERS_ENTRY.read(path) is None:
         attention = "none"
     for residency in residencies:
         require_places(residency, [device])
@@ -170,13 +169,13 @@ def make_plan(
     if new_tokens < 2:
         raise UsageError("`new_tokens`: at least 2 are needed, as the first one is the prefill's")
     if limit is not None and (prompt_tokens or 1) + new_tokens > limit:
-        asked = f"`new_tokens={new_tokens}`" + (
+        excess = f"`new_tokens={new_tokens}`" + (
             f" behind `prompt_tokens={prompt_tokens}`" if prompt_tokens else ""
         )
-        raise UsageError(f"{asked}: the model was made for {limit} tokens", "choose fewer")
+        raise UsageError(f"{excess}: the model was made for {limit} tokens", "choose fewer")
     if prompt_tokens is None:
         prompt_tokens = PROMPT_TOKENS if limit is None else min(PROMPT_TOKENS, limit - new_tokens)
-    return Plan(
+    return BenchmarkPlan(
         Path(path),
         tuple(dict.fromkeys((BASE, *residencies))),
         tuple(dict.fromkeys(batches)),
@@ -191,7 +190,7 @@ def make_plan(
     )
 
 
-def measure(plan: Plan, *, on_run: OnRun = lambda count: None) -> Speeds:
+def measure(plan: BenchmarkPlan, *, on_run: OnRun = lambda count: None) -> Speeds:
     """Load each residency and run all batches. `on_run` is told of runs done. Raises NeuzipError."""
     base: dict[int, tuple[Speed, torch.Tensor]] = {}
     rows: list[Speed] = []
@@ -204,8 +203,8 @@ def measure(plan: Plan, *, on_run: OnRun = lambda count: None) -> Speeds:
         load_seconds, load_peak = time.perf_counter() - began, peak_bytes(plan.device)
         _require_graphs(plan, model)
         dtype = str(model.dtype).removeprefix("torch.")
-        for asked, kv_bits, batch in itertools.product(plan.attentions, plan.caches, plan.batches):
-            bits = choose(model, asked)
+        for attention, kv_bits, batch in itertools.product(plan.attentions, plan.caches, plan.batches):
+            bits = choose(model, attention)
             row, tokens = _measure_batch(plan, model, residency, batch, kv_bits, on_run)
             if bits is not None:
                 row = replace(row, attention_bits=bits, attention_calls=uses(model))
@@ -220,28 +219,28 @@ def measure(plan: Plan, *, on_run: OnRun = lambda count: None) -> Speeds:
     return Speeds(tuple(rows), dtype, device_name(plan.device), versions())
 
 
-def _require_graphs(plan: Plan, model: PreTrainedModel) -> None:
+def _require_graphs(plan: BenchmarkPlan, model: PreTrainedModel) -> None:
     """Raise NeuzipError, before anything is measured, if steps are wanted as graphs that cannot be such."""
     compressed = set(plan.residencies) - {BASE}
     if plan.graph and plan.device.type == "cuda" and compressed and has_experts(model):
-        raise NotGraphable(model, EXPERTS_ASKED_FOR)
+        raise NotGraphable(model, SINGLE_EXPERTS)
 
 
-def run(decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int) -> Run:
+def run(decoder: GreedyDecoder, ids: torch.Tensor, new_tokens: int) -> DecodeRun:
     """Read prompts, int64 [batch, tokens], and add `new_tokens` to each, the first of them by the prefill."""
     device = decoder.device
     ids = ids.to(device)
     synchronize(device)
     began = time.perf_counter()
-    found = [decoder.prefill(ids).clone()]
+    tokens = [decoder.prefill(ids).clone()]
     synchronize(device)
     prefill_seconds = time.perf_counter() - began
     clock = _EventClock(device) if device.type == "cuda" else _HostClock()
     for _ in range(new_tokens - 1):
         token = decoder.step()
         clock.tick()
-        found.append(token.clone())
-    return Run(prefill_seconds, clock.seconds(), torch.stack(found, dim=1).cpu())
+        tokens.append(token.clone())
+    return DecodeRun(prefill_seconds, clock.seconds(), torch.stack(tokens, dim=1).cpu())
 
 
 class _HostClock:
@@ -282,7 +281,12 @@ def prompts(vocabulary: int, batch: int, tokens: int) -> torch.Tensor:
 
 
 def _measure_batch(
-    plan: Plan, model: PreTrainedModel, residency: str, batch: int, kv_bits: int | None, on_run: OnRun
+    plan: BenchmarkPlan,
+    model: PreTrainedModel,
+    residency: str,
+    batch: int,
+    kv_bits: int | None,
+    on_run: OnRun,
 ) -> tuple[Speed, torch.Tensor]:
     free_memory()
     reset_peak(plan.device)
@@ -318,7 +322,7 @@ def _measure_batch(
             kv_bits=kv_bits,
             cache_bytes=decoder.cache_bytes,
             attention=decoder.attention,
-            activations=in_use(model),
+            activations=activations_in_use(model),
             compiled=decoder.compiled,
             decode_spread=(max(medians) - min(medians)) / statistics.median(steps),
         ),

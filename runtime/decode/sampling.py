@@ -94,7 +94,7 @@ class Sampling:
         return warpers
 
     def options(self) -> dict[str, Any]:
-        """The same choice as arguments of transformers' `generate`, which override a generation config."""
+        """Arguments of transformers' `generate` for this choice, which override a generation config."""
         if self.is_greedy:
             return {"do_sample": False} | dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
         return {

@@ -36,21 +36,21 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         require_stop(strings)
         self._strings = tuple(strings)
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
         """The text that is certain to come before any stop string, now that `piece` has arrived."""
         if self.found is not None:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         places = [(at, s) for s in self._strings if (at := text.find(s)) >= 0]
         if places:
             end, self.found = min(places, key=lambda place: (place[0], -len(place[1])))
-            self._held = ""
+            self._pending = ""
             return text[:end]
         keep = max((_overlap(text, s) for s in self._strings), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def cut(self, string: str) -> str:
@@ -60,7 +60,7 @@ class StopStrings:
 
     def end(self) -> str:
         """The text that was held back as it might have begun a stop string."""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         return held
 
 

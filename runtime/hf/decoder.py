@@ -1,15 +1,16 @@
-"""The layers of a decoder of transformers."""
+"""Facts of decoders of transformers: their layers, how many tokens they take, and on which device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from neuzip.errors import NeuzipError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -27,3 +28,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         f"{model.config.name_or_path}: {type(model).__name__} has no list of {count} layers",
         "only decoders that are one such list can be taken apart",
     )
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens a model was made for, prompt and all; None if it does not say."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: the first of its devices if it has several."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.device

@@ -1,7 +1,7 @@
 """A step of decoding with fewer kernels, and the same bits: norms, rotary embeddings, gated units.
 
     fused = FusedStep(model.modules())
-    with fused.listening():     one step, to see what is asked for
+    with fused.recording():     one step, to see what is asked for
         ...
     fused.choose()              compares kernels with the model's own code, on made-up numbers
     with fused.in_place():      steps
@@ -40,14 +40,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate
 from neuzip.kernels.ternary_linear import ternary_linears
-from neuzip.runtime.bitlinear import CLAMPED, BitLinear
-from neuzip.runtime.hf.registry import overridden
+from neuzip.runtime.activations import CLAMPED
+from neuzip.runtime.bitlinear import BitLinear
+from neuzip.runtime.hf.registry import registered
 
 PROBES = 6
 """Made-up inputs in the dtype of a step that have to give the same bits."""
 
 STRICT_PROBES = 24
-"""The same in fp32, with one large number a row: squares added up in another order show in one of two."""
+"""Made-up inputs in fp32, with one large number a row: half of them show another order of sums of squares."""
 
 LARGE = 4096.0
 
@@ -67,19 +68,19 @@ class _NormSite:
     module: nn.Module
     weight: Tensor
     eps: float
-    asked: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
+    calls: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
     chosen: dict[tuple[torch.Size, torch.dtype], Norm] = field(default_factory=dict)
 
-    def listen(self, *given: Any, **options: Any) -> Any:
-        if (x := _alone(given, options)) is not None:
-            self.asked.add((x.shape, x.dtype))
-        return type(self.module).forward(self.module, *given, **options)
+    def record(self, *arguments: Any, **options: Any) -> Any:
+        if (x := _alone(arguments, options)) is not None:
+            self.calls.add((x.shape, x.dtype))
+        return type(self.module).forward(self.module, *arguments, **options)
 
-    def forward(self, *given: Any, **options: Any) -> Any:
-        x = None if torch.is_grad_enabled() else _alone(given, options)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        x = None if torch.is_grad_enabled() else _alone(arguments, options)
         norm = None if x is None else self.chosen.get((x.shape, x.dtype))
         if x is None or norm is None or not x.is_contiguous():
-            return type(self.module).forward(self.module, *given, **options)
+            return type(self.module).forward(self.module, *arguments, **options)
         from neuzip.kernels.step.triton import step as triton_step
 
         return triton_step.rms_norm(x, self.weight, self.eps, norm)
@@ -91,20 +92,20 @@ class _RotarySite:
 
     module: ModuleType
     original: Callable[..., Any]
-    asked: set[tuple[Any, ...]] = field(default_factory=set)
+    calls: set[tuple[Any, ...]] = field(default_factory=set)
     chosen: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def listen(self, *given: Any, **options: Any) -> Any:
-        if (key := _rotary_key(given, options)) is not None:
-            self.asked.add(key)
-        return self.original(*given, **options)
+    def record(self, *arguments: Any, **options: Any) -> Any:
+        if (key := _rotary_key(arguments, options)) is not None:
+            self.calls.add(key)
+        return self.original(*arguments, **options)
 
-    def call(self, *given: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled() and _rotary_key(given, options) in self.chosen:
+    def call(self, *arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled() and _rotary_key(arguments, options) in self.chosen:
             from neuzip.kernels.step.triton import step as triton_step
 
-            return triton_step.rotated(*given)
-        return self.original(*given, **options)
+            return triton_step.rotated(*arguments)
+        return self.original(*arguments, **options)
 
 
 @dataclass
@@ -112,53 +113,53 @@ class _GateSite:
     """A module that may be SiLU: it has no parameters, and is called with one tensor."""
 
     module: nn.Module
-    asked: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
+    calls: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
     chosen: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
 
-    def listen(self, *given: Any, **options: Any) -> Any:
-        made = type(self.module).forward(self.module, *given, **options)
-        x = _alone(given, options)
-        if x is not None and type(made) is Tensor and can_gate(x, made):
-            self.asked.add((x.dtype, x.device))
-        return made
+    def record(self, *arguments: Any, **options: Any) -> Any:
+        output = type(self.module).forward(self.module, *arguments, **options)
+        x = _alone(arguments, options)
+        if x is not None and type(output) is Tensor and can_gate(x, output):
+            self.calls.add((x.dtype, x.device))
+        return output
 
-    def forward(self, *given: Any, **options: Any) -> Any:
-        x = None if torch.is_grad_enabled() else _alone(given, options)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        x = None if torch.is_grad_enabled() else _alone(arguments, options)
         if x is not None and (x.dtype, x.device) in self.chosen:
-            return _Noted.of(x, self.module)
-        return type(self.module).forward(self.module, *given, **options)
+            return _DeferredGate.of(x, self.module)
+        return type(self.module).forward(self.module, *arguments, **options)
 
 
-class _Noted(Tensor):
+class _DeferredGate(Tensor):
     """What a module makes of `gate`: computed when it is used, unless it is multiplied by its like."""
 
     gate: Tensor
     module: nn.Module
-    _made: Tensor | None
+    _output: Tensor | None
 
     @classmethod
-    def of(cls, gate: Tensor, module: nn.Module) -> _Noted:
-        noted = gate.as_subclass(cls)
-        noted.gate, noted.module, noted._made = gate, module, None
-        return noted
+    def of(cls, gate: Tensor, module: nn.Module) -> _DeferredGate:
+        deferred = gate.as_subclass(cls)
+        deferred.gate, deferred.module, deferred._output = gate, module, None
+        return deferred
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _PRODUCTS and not kwargs and len(args) == 2:
-            noted, other = args if type(args[0]) is cls else reversed(args)
-            if type(other) is Tensor and can_gate(noted.gate, other):
+            deferred, other = args if type(args[0]) is cls else reversed(args)
+            if type(other) is Tensor and can_gate(deferred.gate, other):
                 from neuzip.kernels.step.triton import step as triton_step
 
-                return triton_step.gated(noted.gate, other)
+                return triton_step.gated(deferred.gate, other)
         args, kwargs = tree_map_only(cls, cls._computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _computed(self) -> Tensor:
-        if self._made is None:
-            self._made = type(self.module).forward(self.module, self.gate)
-        return self._made
+        if self._output is None:
+            self._output = type(self.module).forward(self.module, self.gate)
+        return self._output
 
 
 _PRODUCTS = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul}
@@ -233,10 +234,10 @@ class FusedStep:
         *most, last = parts or ["nothing"]
         return f"{', '.join(most)} and {last}" if most else last
 
-    def listening(self) -> AbstractContextManager[None]:
-        """While steps run as ever: what they ask for is kept in mind."""
+    def recording(self) -> AbstractContextManager[None]:
+        """Within which steps run as ever, and what they call is recorded."""
         self._calls.clear()
-        return self._with("listen", "listen", masks=False)
+        return self._with("record", "record", masks=False)
 
     def in_place(self) -> AbstractContextManager[None]:
         """While steps run: with what was chosen."""
@@ -247,14 +248,14 @@ class FusedStep:
         known: dict[Any, Norm | None] = {}
         with torch.no_grad():
             for site in self._norms:
-                for shape, dtype in site.asked:
+                for shape, dtype in site.calls:
                     key = type(site.module), site.weight.dtype, shape, dtype, _flags(site.module)
                     if key not in known:
                         known[key] = _norm_like(site, shape, dtype)
                     if (norm := known[key]) is not None:
                         site.chosen[shape, dtype] = norm
             for rotary in self._rotary:
-                rotary.chosen = {key for key in rotary.asked if _same_rotation(rotary.original, *key)}
+                rotary.chosen = {key for key in rotary.calls if _same_rotation(rotary.original, *key)}
             self._choose_gates()
         self._shared = list(_sharing(self._calls))
         self._calls.clear()
@@ -262,12 +263,12 @@ class FusedStep:
     def _choose_gates(self) -> None:
         known: dict[Any, bool] = {}
         for site in self._gates:
-            for asked in site.asked:
-                kind = type(site.module), asked, _flags(site.module)
+            for call in site.calls:
+                kind = type(site.module), call, _flags(site.module)
                 if kind not in known:
-                    known[kind] = _is_silu(site.module, *asked)
+                    known[kind] = _is_silu(site.module, *call)
                 if known[kind]:
-                    site.chosen.add(asked)
+                    site.chosen.add(call)
 
     @contextmanager
     def _with(self, of_norms: str, of_rotary: str, *, masks: bool) -> Iterator[None]:
@@ -288,12 +289,12 @@ class FusedStep:
 
     def _ternary_forwards(self, what: str) -> Iterator[tuple[BitLinear, Callable[[Tensor], Tensor]]]:
         """What is called in place of ternary layers."""
-        if what == "listen":
-            yield from ((layer, partial(self._listen, layer)) for layer in self._ternary)
+        if what == "record":
+            yield from ((layer, partial(self._record, layer)) for layer in self._ternary)
         for shared in self._shared if what == "forward" else ():
             yield from ((layer, partial(shared.forward, i)) for i, layer in enumerate(shared.layers))
 
-    def _listen(self, layer: BitLinear, x: Tensor) -> Tensor:
+    def _record(self, layer: BitLinear, x: Tensor) -> Tensor:
         self._calls.append((layer, x))
         return BitLinear.forward(layer, x)
 
@@ -323,14 +324,14 @@ def _additive_masks() -> Iterator[None]:
     """
     make, here = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], threading.get_ident()
 
-    def additive(*given: Any, **options: Any) -> Any:
-        mask = make(*given, **options)
+    def additive(*arguments: Any, **options: Any) -> Any:
+        mask = make(*arguments, **options)
         yes_or_no = isinstance(mask, Tensor) and mask.dtype == torch.bool and "dtype" in options
         if not yes_or_no or threading.get_ident() != here:
             return mask
         return torch.zeros_like(mask, dtype=options["dtype"]).masked_fill_(~mask, float("-inf"))
 
-    with overridden(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", additive):
+    with registered(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", additive):
         yield
 
 
@@ -349,9 +350,9 @@ def _norm_site(module: nn.Module) -> _NormSite | None:
     return _NormSite(module, weight, eps)
 
 
-def _alone(given: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+def _alone(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
     """The tensor with which a module is called, if that is all."""
-    return given[0] if len(given) == 1 and not options and type(given[0]) is Tensor else None
+    return arguments[0] if len(arguments) == 1 and not options and type(arguments[0]) is Tensor else None
 
 
 def _may_be_a_gate(module: nn.Module) -> bool:
@@ -388,10 +389,10 @@ def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm |
         for x in inputs:
             w = weight.to(x.dtype) if x.dtype != dtype else weight
             expected = functional_call(site.module, {"weight": w}, (x,))
-            found = triton_step.rms_norm(x, w, site.eps, norm)
-            if found.dtype != expected.dtype or found.shape != expected.shape:
+            output = triton_step.rms_norm(x, w, site.eps, norm)
+            if output.dtype != expected.dtype or output.shape != expected.shape:
                 return True
-            wrong |= (_bits(found) != _bits(expected)).any()
+            wrong |= (_bits(output) != _bits(expected)).any()
         return bool(wrong)
 
     for norm in NORMS:
@@ -400,12 +401,12 @@ def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm |
     return None
 
 
-def _rotary_key(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
+def _rotary_key(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a rotation depends on, for queries, keys, cos and sin without more; None for other calls."""
-    if options or len(given) != 4 or any(type(tensor) is not Tensor for tensor in given):
+    if options or len(arguments) != 4 or any(type(tensor) is not Tensor for tensor in arguments):
         return None
-    q, k, cos, _ = given
-    return (q.shape, k.shape, cos.shape, q.dtype, q.device) if can_rotate(*given) else None
+    q, k, cos, _ = arguments
+    return (q.shape, k.shape, cos.shape, q.dtype, q.device) if can_rotate(*arguments) else None
 
 
 def _same_rotation(
@@ -420,9 +421,10 @@ def _same_rotation(
 
     generator = torch.Generator(device).manual_seed(0)
     for _ in range(PROBES):
-        given = [_random(generator, shape, dtype) for shape in (of_q, of_k, of_cos, of_cos)]
+        arguments = [_random(generator, shape, dtype) for shape in (of_q, of_k, of_cos, of_cos)]
         if not all(
-            same_bits(*pair) for pair in zip(triton_step.rotated(*given), original(*given), strict=True)
+            same_bits(*pair)
+            for pair in zip(triton_step.rotated(*arguments), original(*arguments), strict=True)
         ):
             return False
     return True
@@ -438,18 +440,18 @@ def _is_silu(module: nn.Module, dtype: torch.dtype, device: torch.device) -> boo
         return False
     generator = torch.Generator(device).manual_seed(0)
     for up in (torch.ones_like(gate), _random(generator, gate.shape, dtype)):
-        found, expected = triton_step.gated(gate, up), opened * up
-        if not ((_bits(found) == _bits(expected)) | (found.isnan() & expected.isnan())).all():
+        output, expected = triton_step.gated(gate, up), opened * up
+        if not ((_bits(output) == _bits(expected)) | (output.isnan() & expected.isnan())).all():
             return False
     return True
 
 
 def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Made-up numbers, zeros of both signs among them."""
-    made = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-    flat = made.view(-1)
+    numbers = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+    flat = numbers.view(-1)
     flat[3::11], flat[5::17] = 0.0, -0.0
-    return made
+    return numbers
 
 
 def same_bits(x: Tensor, y: Any) -> bool:

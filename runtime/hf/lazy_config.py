@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from neuzip.runtime.hf.model_types import NORM_PLACEMENT
+
 if TYPE_CHECKING:
     from neuzip.runtime.hf.norm_placement import NormPlacementConfig
 
-MODEL_TYPE = "neuzip_norm_placement"
 
-
-class LaterConfig:
-    """What stands for the config until transformers asks for one."""
+class LazyConfig:
+    """The class of the config for AutoConfig: imports the real one when transformers asks for a config."""
 
     def __new__(cls, **options: Any) -> NormPlacementConfig:  # type: ignore[misc]
         return cls._real()(**options)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        """As the config's own."""
+        """The config of a config.json."""
         return cls._real().from_dict(config_dict, **options)
 
     @staticmethod
@@ -31,9 +31,9 @@ class LaterConfig:
         return NormPlacementConfig
 
 
-def register_later() -> None:
+def register_lazily() -> None:
     """Make the config known to AutoConfig, unless it is."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if MODEL_TYPE not in CONFIG_MAPPING:
-        CONFIG_MAPPING.register(MODEL_TYPE, LaterConfig)  # type: ignore[arg-type]
+    if NORM_PLACEMENT not in CONFIG_MAPPING:
+        CONFIG_MAPPING.register(NORM_PLACEMENT, LazyConfig)  # type: ignore[arg-type]

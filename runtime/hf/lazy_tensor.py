@@ -13,7 +13,7 @@ Memo = dict[int, Any]
 """Results of calls, by the ids of the calls."""
 
 
-class StandIn(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor on the meta device that knows how its values are made; what is made of it knows so as well.
 
     `sources` tells those apart that are made of other weights.
@@ -23,17 +23,17 @@ class StandIn(torch.Tensor):
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(weight: torch.Tensor) -> StandIn:
-        """A stand-in for a compressed weight; its values are made on the CPU."""
+    def of(weight: torch.Tensor) -> LazyTensor:
+        """A lazy tensor of a compressed weight; its values are made on the CPU."""
         like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         call = _Call(lambda: weight.dense().cpu(), (), {})  # type: ignore[attr-defined]
-        return StandIn._of(like, call.result, (id(call),))
+        return LazyTensor._of(like, call.result, (id(call),))
 
     @staticmethod
-    def _of(like: torch.Tensor, make: Callable[[Memo], torch.Tensor], sources: tuple[int, ...]) -> StandIn:
-        made = like.as_subclass(StandIn)
-        made.make, made.sources = make, sources
-        return made
+    def _of(like: torch.Tensor, make: Callable[[Memo], torch.Tensor], sources: tuple[int, ...]) -> LazyTensor:
+        tensor = like.as_subclass(LazyTensor)
+        tensor.make, tensor.sources = make, sources
+        return tensor
 
     @classmethod
     def __torch_function__(
@@ -43,7 +43,7 @@ class StandIn(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         call = _Call(func, args, kwargs)
-        sources = {s for t in tree_leaves((args, kwargs)) if isinstance(t, StandIn) for s in t.sources}
+        sources = {s for t in tree_leaves((args, kwargs)) if isinstance(t, LazyTensor) for s in t.sources}
         if isinstance(result, torch.Tensor):
             return cls._of(result, call.result, tuple(sorted(sources)))
         if isinstance(result, tuple | list):
@@ -57,7 +57,7 @@ class StandIn(torch.Tensor):
 
 
 class _Call:
-    """A function that was called with stand-ins, to be called with values."""
+    """A function that was called with lazy tensors, to be called with values."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func, self._args, self._kwargs = func, args, kwargs
@@ -66,7 +66,7 @@ class _Call:
         """The function's result, on the CPU."""
 
         def value(x: Any) -> Any:
-            if isinstance(x, StandIn):
+            if isinstance(x, LazyTensor):
                 return x.make(memo)
             return x.cpu() if isinstance(x, torch.Tensor) else x
 
@@ -80,16 +80,16 @@ def _part(call: _Call, i: int) -> Callable[[Memo], torch.Tensor]:
 
 
 def _on_meta(x: Any) -> Any:
-    if isinstance(x, StandIn):
+    if isinstance(x, LazyTensor):
         return x.as_subclass(torch.Tensor)
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
 def with_values(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors with the values of stand-ins, in the same order; what these are made of is soon let go."""
-    made: dict[str, torch.Tensor] = {}
-    waiting = [(t.sources, name) for name, t in tensors.items() if isinstance(t, StandIn)]
+    """Tensors with the values of lazy ones, in the same order; what these are made of is soon let go."""
+    values: dict[str, torch.Tensor] = {}
+    waiting = [(t.sources, name) for name, t in tensors.items() if isinstance(t, LazyTensor)]
     for _, group in groupby(sorted(waiting), key=lambda item: item[0]):
         memo: Memo = {}
-        made |= {name: tensors[name].make(memo) for _, name in group}
-    return tensors | made
+        values |= {name: tensors[name].make(memo) for _, name in group}
+    return tensors | values

@@ -24,7 +24,7 @@ _sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class RealTokens:
     """Those of a batch that are no padding.
 
     index    int64 [T], of the batch's B * N tokens
@@ -37,15 +37,15 @@ class Tokens:
     longest: int
 
     @staticmethod
-    def of(valid: Tensor) -> Tokens:
+    def of(valid: Tensor) -> RealTokens:
         """`valid` bool [B, N]."""
         lengths = valid.sum(1)
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-        return Tokens(valid.flatten().nonzero()[:, 0], starts, int(lengths.max()))
+        return RealTokens(valid.flatten().nonzero()[:, 0], starts, int(lengths.max()))
 
-    def to(self, device: torch.device) -> Tokens:
-        """The same elsewhere."""
-        return Tokens(self.index.to(device), self.starts.to(device), self.longest)
+    def to(self, device: torch.device) -> RealTokens:
+        """The tokens with their indices on a device."""
+        return RealTokens(self.index.to(device), self.starts.to(device), self.longest)
 
     def take(self, x: Tensor) -> Tensor:
         """Theirs of [B, H, N, D], as [T, H, D]."""
@@ -60,7 +60,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class VisibleKeys:
     """What queries see of the first `keys` keys.
 
     causal   the last query sees all of them, the one before it all but the last ...
@@ -71,12 +71,12 @@ class Seen:
     keys: int
     causal: bool = False
     window: int | None = None
-    tokens: tuple[Tokens, Tokens] | None = None
+    tokens: tuple[RealTokens, RealTokens] | None = None
 
-    def to(self, device: torch.device) -> Seen:
-        """The same elsewhere."""
+    def to(self, device: torch.device) -> VisibleKeys:
+        """The keys with their tokens on a device."""
         tokens = None if self.tokens is None else (self.tokens[0].to(device), self.tokens[1].to(device))
-        return Seen(self.keys, self.causal, self.window, tokens)
+        return VisibleKeys(self.keys, self.causal, self.window, tokens)
 
 
 class DeferredMask(torch.Tensor):
@@ -84,38 +84,38 @@ class DeferredMask(torch.Tensor):
 
     arguments  those of transformers' mask functions
     seen       what it says
-    made       the mask, once there is one; copies share it
+    cache      the mask by device, once there is one; copies share it
     """
 
     arguments: dict[str, Any]
-    seen: Seen
-    made: dict[torch.device, Tensor]
+    seen: VisibleKeys
+    cache: dict[torch.device, Tensor]
 
     @staticmethod
     def of(
         shape: Sequence[int],
         device: torch.device,
         arguments: dict[str, Any],
-        seen: Seen,
-        made: dict[torch.device, Tensor],
+        seen: VisibleKeys,
+        cache: dict[torch.device, Tensor],
     ) -> DeferredMask:
         """A mask without memory."""
         mask: DeferredMask = torch.Tensor._make_wrapper_subclass(
             DeferredMask, shape, dtype=torch.bool, device=device
         )
-        mask.arguments, mask.seen, mask.made = arguments, seen, made
+        mask.arguments, mask.seen, mask.cache = arguments, seen, cache
         return mask
 
     def on(self, device: torch.device) -> DeferredMask:
-        """The same on a device."""
-        return DeferredMask.of(self.shape, device, self.arguments, self.seen.to(device), self.made)
+        """The mask on a device."""
+        return DeferredMask.of(self.shape, device, self.arguments, self.seen.to(device), self.cache)
 
     def dense(self) -> Tensor:
         """The mask; all layers get the same."""
-        if self.device not in self.made:
+        if self.device not in self.cache:
             never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            self.made[self.device] = _sdpa_mask(**{**self.arguments, **never}).to(self.device)
-        return self.made[self.device]
+            self.cache[self.device] = _sdpa_mask(**{**self.arguments, **never}).to(self.device)
+        return self.cache[self.device]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.seen})"
@@ -150,9 +150,9 @@ def mask(**arguments: Any) -> Tensor | None:
     if rows is None:
         return None
     causal, window = pattern
-    room = arguments["kv_length"]
-    keys = int(offset) + new - arguments["kv_offset"] if causal else room
-    seen = _seen(rows[:, 0, 0], new, keys, causal, window) if keys <= room else None
+    length = arguments["kv_length"]
+    keys = int(offset) + new - arguments["kv_offset"] if causal else length
+    seen = _seen(rows[:, 0, 0], new, keys, causal, window) if keys <= length else None
     if seen is None:
         return _sdpa_mask(**arguments)  # type: ignore[no-any-return]
     return DeferredMask.of(rows.shape, rows.device, arguments, seen, {})
@@ -186,7 +186,7 @@ def _pattern(function: Any) -> tuple[bool, int | None] | None:
     return True, inspect.getclosurevars(overlay).nonlocals["sliding_window"]
 
 
-def _seen(valid: Tensor, queries: int, keys: int, causal: bool, window: int | None) -> Seen | None:
+def _seen(valid: Tensor, queries: int, keys: int, causal: bool, window: int | None) -> VisibleKeys | None:
     """What is seen of keys; `valid`, bool [B, Nk], are no padding. None for what the kernel cannot do.
 
     With a causal mask the queries are the last of `keys`, and padding as they are.
@@ -195,23 +195,23 @@ def _seen(valid: Tensor, queries: int, keys: int, causal: bool, window: int | No
         return None
     valid = valid[:, :keys]
     if bool(valid.all()):
-        return Seen(keys, causal, window)
+        return VisibleKeys(keys, causal, window)
     if window is not None:  # it counts padding between two tokens, which the kernel does not see
         runs = valid[:, 0].long() + (valid[:, 1:] & ~valid[:, :-1]).sum(1)
         if bool((runs > 1).any()):
             return None
     asking = valid[:, keys - queries :] if causal else valid.new_ones(valid.shape[0], queries)
-    return Seen(keys, causal, window, (Tokens.of(asking), Tokens.of(valid)))
+    return VisibleKeys(keys, causal, window, (RealTokens.of(asking), RealTokens.of(valid)))
 
 
-def seen(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Seen | None:
+def seen(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> VisibleKeys | None:
     """What a mask says to queries [B, H, Nq, D], as SDPA reads it. None for what the kernel cannot do."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         if queries == 1 or not is_causal:
-            return Seen(keys)
-        # SDPA's triangle begins at the top left: further keys are the room of an empty cache.
-        return Seen(queries, causal=True) if keys >= queries else None
+            return VisibleKeys(keys)
+        # SDPA's triangle begins at the top left: further keys are memory of an empty cache.
+        return VisibleKeys(queries, causal=True) if keys >= queries else None
     if mask.shape != (query.shape[0], 1, queries, keys):
         return None
     if isinstance(mask, DeferredMask):

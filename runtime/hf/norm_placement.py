@@ -43,7 +43,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from neuzip.errors import UsageError
-from neuzip.runtime.hf.lazy_config import MODEL_TYPE
+from neuzip.runtime.hf.model_types import NORM_PLACEMENT
 
 Placement = Literal["pre", "post", "mix", "layernorm-scaling", "sandwich", "peri", "deepnorm"]
 PLACEMENTS: tuple[Placement, ...] = (
@@ -97,7 +97,7 @@ class NormPlacementConfig(LlamaConfig):  # type: ignore[no-untyped-call]
     Raises UsageError for others.
     """
 
-    model_type = MODEL_TYPE
+    model_type = NORM_PLACEMENT
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class NormPlacementConfig(LlamaConfig):  # type: ignore[no-untyped-call]
                 f"post_norm_ratio {self.post_norm_ratio} is not between 0 and 1",
                 "give the part of the layers that are Post-LN",
             )
-        kept, count = self._kept(), self.num_hidden_layers
+        layers, count = self._kept(), self.num_hidden_layers
         named = (self.kept_layers is None) == (self.trained_layers is None)
-        if not named or len(kept) != count or kept != sorted(set(kept) & set(range(self.depth))):
+        if not named or len(layers) != count or layers != sorted(set(layers) & set(range(self.depth))):
             raise UsageError(
-                f"kept_layers {kept} are not {count} of {self.depth} layers in order",
+                f"kept_layers {layers} are not {count} of {self.depth} layers in order",
                 "give both kept_layers and trained_layers, or neither",
             )
 
@@ -193,8 +193,8 @@ class NormPlacementLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         norm: Callable[[Tensor], Tensor] = getattr(self, after)
         if before is not None:
             return stream + norm(wrote)
-        kept = stream if self.stream_scale == 1 else stream * self.stream_scale
-        return norm(kept + wrote)
+        scaled = stream if self.stream_scale == 1 else stream * self.stream_scale
+        return norm(scaled + wrote)
 
 
 def _note_xavier(layer: nn.Module, beta: float) -> None:
@@ -241,10 +241,10 @@ class NormPlacementModel(NormPlacementPreTrainedModel, LlamaModel):  # type: ign
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **options: Any
     ) -> Any:
-        """As LlamaModel's; embeddings that are given are normed as those that are looked up."""
+        """The forward pass of LlamaModel; embeddings of a caller are normed as those that are looked up."""
         if self.embed_layernorm is not None and (input_ids is None) != (inputs_embeds is None):
-            found = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            input_ids, inputs_embeds = None, self.embed_layernorm(found)
+            embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            input_ids, inputs_embeds = None, self.embed_layernorm(embeddings)
         return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **options)
 
 
@@ -261,7 +261,7 @@ class NormPlacementForCausalLM(NormPlacementPreTrainedModel, LlamaForCausalLM): 
 
 def register() -> None:
     """Make the config and the models known to transformers' Auto classes. Any number of times."""
-    AutoConfig.register(MODEL_TYPE, NormPlacementConfig, exist_ok=True)
+    AutoConfig.register(NORM_PLACEMENT, NormPlacementConfig, exist_ok=True)
     AutoModel.register(NormPlacementConfig, NormPlacementModel, exist_ok=True)
     AutoModelForCausalLM.register(NormPlacementConfig, NormPlacementForCausalLM, exist_ok=True)
 

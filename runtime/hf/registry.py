@@ -1,4 +1,4 @@
-"""Functions of transformers' registries, replaced for a while."""
+"""Names of transformers, replaced for a while: functions of its registries, and attributes of its modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextmanager
-def overridden(registry: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Have transformers find a function under a name: that of attention, or of masks, of this process.
 
     What is registered for all stays; what stood above it before stands there again afterwards.
@@ -22,3 +22,14 @@ def overridden(registry: Any, name: str, function: Callable[..., Any]) -> Iterat
             del registry[name]
         else:
             registry[name] = before
+
+
+@contextmanager
+def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Have `owner.name` be what `change` makes of it."""
+    before = getattr(owner, name)
+    setattr(owner, name, change(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

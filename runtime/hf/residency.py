@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from neuzip.errors import UsageError
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.weights import AnsWeight, PackedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 RESIDENCIES = ("dense", "packed", "ans")
 """How the weights of a live model may be kept in memory."""
@@ -50,7 +54,7 @@ WORTH = 0.9
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """What modules do with a weight: whether they look rows up, and whether it is stored [in, out]."""
 
     looked_up: bool = False
@@ -58,15 +62,15 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """Parameters of one residency: how many weights, their bytes if they were dense, and in memory."""
 
     weights: int = 0
     dense_bytes: int = 0
     stored_bytes: int = 0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        return MemoryUse(
             self.weights + other.weights,
             self.dense_bytes + other.dense_bytes,
             self.stored_bytes + other.stored_bytes,
@@ -74,19 +78,19 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ModelMemory:
     """What the parameters of a model take, by the residency that each has in fact.
 
     Weights of BitLinear layers, 2 bits each and their scales, are `ternary` in any residency.
     """
 
-    dense: Held
-    packed: Held
-    ans: Held
-    ternary: Held = Held()
+    dense: MemoryUse
+    packed: MemoryUse
+    ans: MemoryUse
+    ternary: MemoryUse = MemoryUse()
 
     @property
-    def total(self) -> Held:
+    def total(self) -> MemoryUse:
         """All parameters."""
         return self.dense + self.packed + self.ans + self.ternary
 
@@ -123,7 +127,7 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
             raise UsageError(f"the residency {residency!r}: {reasons.pop()}", "give `residency='dense'`")
 
 
-def compress_parameters(model: nn.Module, residency: str) -> Memory:
+def compress_parameters(model: nn.Module, residency: str) -> ModelMemory:
     """Compress the parameters of a live model where they lie, one after the other. Ties stay.
 
     Raises UsageError for a residency that does not exist or cannot be where the model is.
@@ -150,15 +154,15 @@ def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) ->
             parameter.data = parameter.data.to(dtype)
 
 
-def compress(weight: torch.Tensor, use: Use, residency: str) -> nn.Parameter:
+def compress(weight: torch.Tensor, use: WeightUse, residency: str) -> nn.Parameter:
     """A dense weight compressed where it lies, as a frozen parameter; as it is if that would not pay."""
-    made = _made(weight.detach(), use, residency)
-    if made is None or made.stored_bytes > WORTH * weight.nbytes:
+    compressed = _compressed(weight.detach(), use, residency)
+    if compressed is None or compressed.stored_bytes > WORTH * weight.nbytes:
         return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
-    return nn.Parameter(made, requires_grad=False)
+    return nn.Parameter(compressed, requires_grad=False)
 
 
-def _made(weight: torch.Tensor, use: Use, residency: str) -> PackedWeight | AnsWeight | None:
+def _compressed(weight: torch.Tensor, use: WeightUse, residency: str) -> PackedWeight | AnsWeight | None:
     if residency == "dense" or weight.dtype not in DTYPES:
         return None
     weight = weight.contiguous()
@@ -174,28 +178,28 @@ def is_compressed(weight: torch.Tensor) -> bool:
     return isinstance(weight, PackedWeight | AnsWeight)
 
 
-def memory(model: nn.Module) -> Memory:
+def memory(model: nn.Module) -> ModelMemory:
     """What the parameters of a live model take; tied ones count once."""
-    held: dict[str, Held] = defaultdict(Held)
+    used: dict[str, MemoryUse] = defaultdict(MemoryUse)
     for parameter in model.parameters():
         nbytes = parameter.numel() * parameter.dtype.itemsize
         if isinstance(parameter, PackedWeight):
-            held["packed"] += Held(parameter.numel(), nbytes, parameter.stored_bytes)
+            used["packed"] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
         elif isinstance(parameter, AnsWeight):
-            held["ans"] += Held(parameter.numel(), nbytes, parameter.stored_bytes)
+            used["ans"] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
         else:
-            held["dense"] += Held(parameter.numel(), nbytes, nbytes)
+            used["dense"] += MemoryUse(parameter.numel(), nbytes, nbytes)
     for layer in set(bit_linears(model).values()):
-        held["ternary"] += Held(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
-    return Memory(held["dense"], held["packed"], held["ans"], held["ternary"])
+        used["ternary"] += MemoryUse(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
+    return ModelMemory(used["dense"], used["packed"], used["ans"], used["ternary"])
 
 
-def compressible(model: nn.Module) -> dict[str, Use]:
+def compressible(model: nn.Module) -> dict[str, WeightUse]:
     """The parameters that may be compressed, by all their names, tied ones included, on any device.
 
     A weight of several names must be usable under each of them; it is looked up if it is under one.
     """
-    groups: dict[int, dict[str, Use | None]] = defaultdict(dict)
+    groups: dict[int, dict[str, WeightUse | None]] = defaultdict(dict)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     uses = {
         f"{path}.{name}" if path else name: _use(module, name, parameter)
@@ -206,18 +210,24 @@ def compressible(model: nn.Module) -> dict[str, Use]:
     for name, parameter in parameters.items():
         source = parameters.get(_tied_to(model, name), parameter)
         groups[id(source)][name] = uses.get(name)
-    found: dict[str, Use] = {}
+    uses_by_name: dict[str, WeightUse] = {}
     for group in groups.values():
         known = [use for use in group.values() if use is not None]
         if len(known) == len(group) and len({use.transposed for use in known}) == 1:
-            use = Use(any(use.looked_up for use in known), known[0].transposed)
-            found |= dict.fromkeys(group, use)
-    return found
+            use = WeightUse(any(use.looked_up for use in known), known[0].transposed)
+            uses_by_name |= dict.fromkeys(group, use)
+    return uses_by_name
 
 
 def has_experts(model: nn.Module) -> bool:
     """Whether a parameter holds the matrices of several experts."""
     return any(_is_of_experts(m, p) for m in model.modules() for p in m.parameters(recurse=False))
+
+
+def prefer_single_experts(config: PreTrainedConfig) -> None:
+    """Have a model's experts computed one by one, unless it was told how: so only those asked are decoded."""
+    if getattr(config, "_experts_implementation", "unknown") is None:
+        config._experts_implementation = "eager"
 
 
 def _tied_to(model: nn.Module, name: str) -> str:
@@ -230,18 +240,18 @@ def _tied_to(model: nn.Module, name: str) -> str:
     return name
 
 
-def _use(module: nn.Module, name: str, parameter: nn.Parameter) -> Use | None:
+def _use(module: nn.Module, name: str, parameter: nn.Parameter) -> WeightUse | None:
     """What a module does with a parameter of its own; None if that is no use for a compressed one."""
     if parameter.dtype not in DTYPES or parameter.numel() < SMALLEST:
         return None
     if name == "weight" and parameter.dim() == 2:
         if isinstance(module, nn.Linear):
-            return Use()
+            return WeightUse()
         if isinstance(module, Conv1D):
-            return Use(transposed=True)
+            return WeightUse(transposed=True)
         if isinstance(module, nn.Embedding) and module.max_norm is None:
-            return Use(looked_up=True)
-    return Use() if _is_of_experts(module, parameter) else None
+            return WeightUse(looked_up=True)
+    return WeightUse() if _is_of_experts(module, parameter) else None
 
 
 def _is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -249,12 +259,12 @@ def _is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
     return several and not isinstance(module, _ConvNd)
 
 
-Places = dict[int, list[tuple[nn.Module, str]]]
+ParameterPlaces = dict[int, list[tuple[nn.Module, str]]]
 
 
-def _places(model: nn.Module) -> Places:
+def _places(model: nn.Module) -> ParameterPlaces:
     """Where parameters are, by their ids."""
-    places: Places = defaultdict(list)
+    places: ParameterPlaces = defaultdict(list)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -262,7 +272,7 @@ def _places(model: nn.Module) -> Places:
     return places
 
 
-def replace(places: Places, old: nn.Parameter, new: nn.Parameter) -> None:
+def replace(places: ParameterPlaces, old: nn.Parameter, new: nn.Parameter) -> None:
     """Put a parameter in all places of another."""
     if new is old:
         return

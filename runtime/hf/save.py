@@ -1,7 +1,7 @@
 """`save_pretrained` for models whose weights are compressed in memory: a compressed folder again.
 
 transformers lays the checkpoint out, as for any model: it undoes its renaming and merging, and splits what
-comes out among files. It does so on stand-ins without values. Each file's values are decoded when it is
+comes out among files. It does so on lazy tensors, without values. Each file's values are decoded when it is
 written, to a plain checkpoint beside the destination, which is then compressed as by `neuzip compress` and
 moved into place.
 """
@@ -22,13 +22,15 @@ from neuzip.compress.storing import storing
 from neuzip.compress.workspace import writing
 from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import OWN_FOLDER, find_checkpoint, index_files
-from neuzip.runtime.hf.lazy_tensor import StandIn
+from neuzip.runtime.hf.lazy_tensor import LazyTensor
 from neuzip.runtime.hf.residency import is_compressed
 
 
-def stand_ins(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with stand-ins for its compressed weights."""
-    return {name: StandIn.of(value) if is_compressed(value) else value for name, value in state_dict.items()}
+def lazy_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with a LazyTensor for each compressed weight."""
+    return {
+        name: LazyTensor.of(value) if is_compressed(value) else value for name, value in state_dict.items()
+    }
 
 
 def save_container(save: Callable[[Path], None], directory: str | os.PathLike[str]) -> None:
@@ -76,9 +78,9 @@ def _move(new: Path, target: Path, old: Path) -> None:
         os.replace(new / name, target / name)
     stale = [p for p in target.glob("*.safetensors") if _SHARD.search(p.name)]
     stale += target.glob("*.safetensors.index*.json")
-    kept = {*checkpoint.weights, *index_files(checkpoint)}
+    current = {*checkpoint.weights, *index_files(checkpoint)}
     for path in stale:
-        if path.name not in kept:
+        if path.name not in current:
             path.unlink()
     if (target / OWN_FOLDER).exists():
         os.replace(target / OWN_FOLDER, old)

@@ -26,17 +26,17 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.runtime.hf.registry import overridden
+from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MULTIPLE = 8
-"""Of numbers of 16 bits: 16 bytes, as fused kernels load them."""
+"""Numbers of 16 bits in the 16 bytes that fused kernels load."""
 
 
 @dataclass
-class Places:
+class TokenPositions:
     """Where the tokens of a step are in their texts, for all layers of a cache: int64 on the device.
 
     tokens  [tokens], one behind the other
@@ -54,7 +54,7 @@ class FixedLayer(StaticLayer):  # type: ignore[no-untyped-call]
     they are equally wide, become a multiple of 8 wide.
     """
 
-    def __init__(self, max_length: int, places: Places, padded: bool = False) -> None:
+    def __init__(self, max_length: int, places: TokenPositions, padded: bool = False) -> None:
         super().__init__(max_length)
         self.places, self.padded = places, padded
 
@@ -110,12 +110,12 @@ class FixedCache(StaticCache):
             yield
             return
         # It is the same for whoever else attends meanwhile.
-        with overridden(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend):
+        with registered(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend):
             yield
 
 
 def static_cache(
-    config: PreTrainedConfig, max_length: int, places: Places, *, padded: bool = False
+    config: PreTrainedConfig, max_length: int, places: TokenPositions, *, padded: bool = False
 ) -> FixedCache:
     """A cache whose keys and values stay where they are, all layers as long as the text.
 
@@ -144,7 +144,7 @@ def can_pad(model: PreTrainedModel) -> bool:
 
 
 def head_width(config: PreTrainedConfig) -> int | None:
-    """Of a model's heads, if it says, and all are alike."""
+    """The width of a model's heads, None unless it says it and all are alike."""
     try:
         heads, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
         return getattr(config, "head_dim", None) or (heads and size and size // heads)
@@ -165,5 +165,5 @@ def _attend(
     width, more = query.shape[-1], key.shape[-1] - query.shape[-1]
     if more:
         query, scaling = F.pad(query, (0, more)), width**-0.5 if scaling is None else scaling
-    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    return found[..., :width].contiguous() if more else found, None
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    return output[..., :width].contiguous() if more else output, None

@@ -23,21 +23,22 @@ from neuzip.eval import attention
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import analyse as layers
 from neuzip.eval.layers import drops as layer_drops
-from neuzip.eval.layers import removal as layer_removal
+from neuzip.eval.layers import removal
 from neuzip.eval.measures import difference, divergence, estimates, histograms, perplexity
 from neuzip.eval.measures.conventions import Convention
-from neuzip.eval.plans import targets
+from neuzip.eval.plans import plan_trials
 from neuzip.eval.report import evaluation as report
 from neuzip.formats.hub import push as hub
 from neuzip.formats.manifest import Loss
 from neuzip.kernels.attention.similarity import Similarity
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
+from neuzip.runtime.hf.sparsity import Sparsity
 from neuzip.train.recovery import ternary
 
 MADE_OF = {
     "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
-    "Activations": bitlinear.Activations,
+    "Activations": Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
     "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
     "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
@@ -45,11 +46,11 @@ MADE_OF = {
     "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
     "LayerImportance": layers.LayerReport,
     "Loss": Loss, "LossDifference": perplexity.ModelDifference, "PeakMemory": perplexity.PeakMemory,
-    "Pruned": layer_removal.Pruned, "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
+    "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
     "Removal": layers.LayerRemoval, "ReportRow": report.ReportRow, "ReportTensor": report.TensorRow,
     "Score": perplexity.ModelScore, "Side": difference.TensorSide, "Similarity": Similarity,
-    "Sparsity": bitlinear.Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
-    "Trial": targets.Trial,
+    "Sparsity": Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
+    "Trial": plan_trials.Trial,
 }  # fmt: skip
 """Objects that are printed field by field. Those of tasks need the harness: see test_harness.py."""
 
@@ -60,6 +61,7 @@ WITH_MORE = {
     "Report": (
         report.EvaluationReport, {"schema", "bits_per_weight", "histograms"}, {"inspection"},
     ),
+    "Pruned": (removal.Pruned, {"kept"}, {"remaining"}),
     "TensorDifference": (difference.TensorDifference, set(), {"label"}),
 }  # fmt: skip
 """Objects with keys beside those of their fields, and without some of these."""

@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from neuzip.cli import run
 from neuzip.errors import NeuzipError
-from neuzip.runtime.bitlinear import record
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 
 DEMO = Path(__file__).parents[2] / "eval" / "demo" / "checkpoint"
 
@@ -108,7 +108,7 @@ def test_a_full_disk_is_told_as_everywhere(neuzip, tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "gone"))
         with pytest.raises(NeuzipError, match=r"config\.json: cannot be written: No such file"):
-            record(out, "b1.58")
+            ACTIVATIONS_ENTRY.write(out, Activations("b1.58"))
     assert (out / "config.json").read_bytes() == config
     assert not list(out.glob("*.new"))
 
@@ -158,7 +158,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain, small = str(folder / "t"), str(folder / "t.nz")
     assert run(["ternarize", str(DEMO), plain, "--allow-destructive", "--ternary-quantizer", "absmean"]) == 0
     assert run(["compress", plain, small, "--ternary", "--activations", "b1.58"]) == 0
-    record(folder / "t", "b1.58")
+    ACTIVATIONS_ENTRY.write(folder / "t", Activations("b1.58"))
     return folder
 
 

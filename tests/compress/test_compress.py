@@ -24,7 +24,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuzip.compress import Rule, Scheme, compress, decompress, make_plan, pipeline, verify
+from neuzip.compress import (
+    Rule,
+    Scheme,
+    checkpoint_job,
+    compress,
+    container_job,
+    decompress,
+    make_plan,
+    verify,
+)
 from neuzip.compress.run_identity import RUN_ID_PATH
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
@@ -153,8 +162,8 @@ def test_a_source_that_goes_away_is_named(
     with pytest.raises(FormatError, match=rf"{gone}: went away while it was read"):
         compress(checkpoint, tmp_path / "small", on_file=lambda *_: gone.unlink(missing_ok=True))
     shutil.copy(tmp_path / "whole" / other, checkpoint)
-    published = pipeline.publish
-    monkeypatch.setattr(pipeline, "publish", lambda *a: ((checkpoint / shard).unlink(), published(*a)))
+    published = checkpoint_job.publish
+    monkeypatch.setattr(checkpoint_job, "publish", lambda *a: ((checkpoint / shard).unlink(), published(*a)))
     compress(checkpoint, tmp_path / "small")
     assert folder_bytes(tmp_path / "small") == folder_bytes(tmp_path / "whole")
 
@@ -243,13 +252,13 @@ def test_progress_counts_coding_and_verification_once_each(
     """All bytes are told of in the end, aliases too, and half of them are left when a file is read back."""
     total = weight_bytes(checkpoint)
     told, before_checks = [0], []
-    check = pipeline.check_tensors
+    check = container_job.check_tensors
 
     def checked(*arguments: Any, **named: Any) -> Any:
         before_checks.append(sum(told))
         return check(*arguments, **named)
 
-    monkeypatch.setattr(pipeline, "check_tensors", checked)
+    monkeypatch.setattr(container_job, "check_tensors", checked)
     compress(checkpoint, tmp_path / "nz", verify=verify, on_bytes=told.append)
     assert sum(told) == total
     if verify:
@@ -428,7 +437,8 @@ def test_large_tensors_are_split_among_the_workers_with_the_same_bytes(
 ) -> None:
     source = save(tmp_path / "a.safetensors", {"w": ("BF16", (1_300_001,), weights("BF16", 1_300_001))})
     compress(source, tmp_path / "whole.safetensors", jobs=1)
-    monkeypatch.setattr("neuzip.compress.pipeline.SMALL", 1000)
+    for module in ("encode_tensor", "encode_ahead"):
+        monkeypatch.setattr(f"neuzip.compress.{module}.SMALL", 1000)
     compress(source, tmp_path / "split.safetensors", jobs=3)
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "split.safetensors").read_bytes()
 
@@ -606,7 +616,7 @@ class TestRefusals:
             pytest.fail("a plan is made")
 
         with monkeypatch.context() as patch:
-            patch.setattr("neuzip.compress.pipeline.make_plan", no_plan)
+            patch.setattr("neuzip.compress.checkpoint_job.make_plan", no_plan)
             for src, dst, rules in (
                 (checkpoint, "mine", [LOSSLESS]),
                 (checkpoint, "small", K3),
@@ -901,19 +911,17 @@ class TestResume:
 
     @staticmethod
     def _interrupt_after(shards: int, src: Path, dst: Path) -> None:
-        from neuzip.compress import pipeline
+        done, original = 0, container_job.ContainerJob.make
 
-        done, original = 0, pipeline.Compression.container
-
-        def container(self: Any, file: str, path: Path) -> None:
+        def make(self: Any, *arguments: Any) -> None:
             nonlocal done
             if done == shards:
                 raise KeyboardInterrupt
             done += 1
-            original(self, file, path)
+            original(self, *arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline.Compression, "container", container)
+            patch.setattr(container_job.ContainerJob, "make", make)
             with pytest.raises(KeyboardInterrupt):
                 compress(src, dst)
         assert not dst.exists()
@@ -957,7 +965,7 @@ class TestSingleFiles:
                         act(src, dst, overwrite=overwrite)
             return check(*arguments, **options)
 
-        place = "neuzip.compress.pipeline" if act is compress else "neuzip.compress.restore"
+        place = "neuzip.compress.container_job" if act is compress else "neuzip.compress.restore"
         check = sys.modules[place].check_tensors
         monkeypatch.setattr(f"{place}.check_tensors", beside_another)
         act(src, dst)

@@ -552,7 +552,7 @@ def test_a_killed_run_is_resumed(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("neuzip.compress.pipeline.publish", stop)
+    monkeypatch.setattr("neuzip.compress.checkpoint_job.publish", stop)
     with pytest.raises(KeyboardInterrupt):
         compress_delta(tuned, base, tmp_path / "delta", "b")
     monkeypatch.undo()

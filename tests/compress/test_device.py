@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from neuzip.compress import Rule, Scheme, compress, decompress, pipeline, verify
+from neuzip.compress import Rule, Scheme, compress, decompress, encode_ahead, encode_tensor, verify
 from neuzip.compress import device as devices
 from neuzip.compress.device import CPU, MOST_THREADS, WORTH_STARTING, Device, choose
 from neuzip.compress.gpu import Gpu
@@ -32,7 +32,7 @@ from neuzip.eval.measures.histograms import inspect
 from neuzip.kernels.device import release as triton_release
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.rans import BLOCK
-from neuzip.runtime.decode.generate import choose_device
+from neuzip.runtime.devices import choose_device
 
 Save = Callable[..., Path]
 Array = np.ndarray[Any, Any]
@@ -333,7 +333,8 @@ def test_corrupt_words_are_refused_in_the_same_words(damage, device, model, tmp_
 def test_a_tensor_that_is_too_large_is_coded_on_the_cpu_and_says_so(device, model, tmp_path, monkeypatch):
     assert device.gpu is not None
     monkeypatch.setattr(Gpu, "has_room_for", lambda self, nbytes: False)
-    monkeypatch.setattr(pipeline, "SMALL", 1000)
+    for module in (encode_tensor, encode_ahead):
+        monkeypatch.setattr(module, "SMALL", 1000)
     report = compress(model, tmp_path / "nz", device=device, verify=False)
     compress(model, tmp_path / "cpu")
     assert files(tmp_path / "nz") == files(tmp_path / "cpu")

@@ -18,17 +18,12 @@ import numpy as np
 import pytest
 from loopback_hub import TOKEN, Hub, Refusal, hub_environment
 
-from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress import hub_job as stream_module
-from neuzip.compress.hub_job import (
-    SOURCE_FOLDER,
-    STATE_PATH,
-    StreamReport,
-    compress_and_push,
-    compress_stream,
-    hollow,
-    plan_stream,
-)
+from neuzip.compress import Rule, Scheme, compress, decompress, hub_job, verify
+from neuzip.compress.draft_job import compress_and_push
+from neuzip.compress.equal_tensors import EqualTensors
+from neuzip.compress.hub_job import SOURCE_FOLDER, StreamReport, compress_stream, plan_stream
+from neuzip.compress.hub_state import STATE_PATH
+from neuzip.compress.husk import put_husk
 from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.formats.checkpoint import MANIFEST_PATH
 from neuzip.formats.container import Container
@@ -172,14 +167,14 @@ def test_what_only_looks_equal_is_compared_byte_by_byte(
 ):
     """If all digests were the same, the bytes would still decide, also of files that are gone by then."""
     here.add("some/model", files)
-    learn = stream_module._Stream._learn
+    remember = EqualTensors.remember
 
-    def learn_one_digest(self: Any, file: str) -> None:
-        learn(self, file)
+    def remember_one_digest(self: Any, *arguments: Any) -> None:
+        remember(self, *arguments)
         self._firsts = {(kind, "same"): t for (kind, _), t in reversed(list(self._firsts.items()))}
 
-    monkeypatch.setattr(stream_module._Stream, "_learn", learn_one_digest)
-    monkeypatch.setattr(stream_module._Stream, "_digest", lambda *_: "same")
+    monkeypatch.setattr(EqualTensors, "remember", remember_one_digest)
+    monkeypatch.setattr(EqualTensors, "_digest", lambda *_: "same")
     report = stream(tmp_path / "streamed").compression
     decompress(tmp_path / "streamed", tmp_path / "restored")
     assert contents(tmp_path / "restored") == files
@@ -269,7 +264,7 @@ def test_a_husk_has_all_but_the_streams(original: Path, tmp_path: Path):
     before = path.read_bytes()
     with Container(path) as container:
         records, sizes = container.manifest, [container.stored_bytes(n) for n in container.original.tensors]
-    hollow(path)
+    put_husk(path)
     assert path.stat().st_size == len(before)
     assert path.stat().st_blocks * 512 < len(before) / 2
     with Container(path) as container:
@@ -434,8 +429,8 @@ def test_a_run_killed_in_its_last_moment_is_finished(
     here.add("some/model", files)
     draft = draft_of(push_to) if push_to is not None else None
     with monkeypatch.context() as patch:
-        patch.setattr(stream_module._Stream, "report", killed)
-        patch.setattr(stream_module, "_finish", killed)
+        patch.setattr(hub_job, "compression_report", killed)
+        patch.setattr(hub_job, "_finish", killed)
         with pytest.raises(KeyboardInterrupt):
             stream(tmp_path / "nz", draft=draft)
     names = downloads_of(here)
@@ -456,7 +451,7 @@ def test_a_damaged_result_of_a_killed_run_is_not_believed(
 ):
     here.add("some/model", files)
     with monkeypatch.context() as patch:
-        patch.setattr(stream_module, "_finish", killed)
+        patch.setattr(hub_job, "_finish", killed)
         with pytest.raises(KeyboardInterrupt):
             stream(tmp_path / "nz", rules=K3)
     for name in (shard(2), "tokenizer.json", "config.json", "neuzip/original/config.json", MANIFEST_PATH):

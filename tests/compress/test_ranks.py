@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuzip.compress import Rule, Scheme, compress
+from neuzip.compress import ranks as ranks_module
 from neuzip.compress.ranks import CHUNK, SILENCE, SLACK, AnotherRankFailed, Channel, Ranks, share_out, split
 from neuzip.errors import NeuzipError
 
@@ -157,7 +158,7 @@ def test_rank_0_counts_the_weights_of_all() -> None:
     told: list[int] = []
     shelf = Shelf()
     both = [Ranks(rank, 2, 1, Channel(shelf)) for rank in range(2)]  # type: ignore[arg-type]
-    watches = [ranks._Watch(ranks, ranks._channel) for ranks in both]  # type: ignore[arg-type]
+    watches = [ranks_module._Watch(ranks, ranks._channel) for ranks in both]  # type: ignore[arg-type]
     here, there = both[0].counting(told.append), both[1].counting(told.append)
     for step in (100, 20):
         here(step)
@@ -170,7 +171,7 @@ def test_rank_0_counts_the_weights_of_all() -> None:
 def test_a_silent_rank_is_named() -> None:
     shelf = Shelf()
     ranks = Ranks(0, 3, 1, Channel(shelf))  # type: ignore[arg-type]
-    watch = ranks._Watch(ranks, ranks._channel)  # type: ignore[arg-type]
+    watch = ranks_module._Watch(ranks, ranks._channel)  # type: ignore[arg-type]
     shelf.add("alive/2", 1)
     for _ in range(SILENCE + 1):
         shelf.add("alive/1", 1)
@@ -184,7 +185,7 @@ def test_a_failure_elsewhere_ends_in_silence() -> None:
     shelf = Shelf()
     ranks = Ranks(1, 2, 1, Channel(shelf))  # type: ignore[arg-type]
     shelf.add("failed", 1)
-    assert isinstance(ranks._Watch(ranks, ranks._channel)._beat(), AnotherRankFailed)  # type: ignore[arg-type]
+    assert isinstance(ranks_module._Watch(ranks, ranks._channel)._beat(), AnotherRankFailed)  # type: ignore[arg-type]
 
 
 def test_a_store_that_has_gone_is_one_error() -> None:
@@ -198,10 +199,10 @@ def test_a_store_that_has_gone_is_one_error() -> None:
 
 def test_being_stopped_is_no_error_of_what_was_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(0, 2, 2, Channel(Shelf()))  # type: ignore[arg-type]
-    monkeypatch.setattr(ranks, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(ranks, "_join", lambda: (ranks, ranks._channel))
+    monkeypatch.setattr(ranks_module, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(ranks_module, "_join", lambda: (ranks, ranks._channel))
 
-    @ranks.joined()
+    @ranks_module.joined()
     def read_a_file() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -370,12 +371,12 @@ def test_an_error_on_one_rank_ends_all_of_them_with_one_message(
     script.write_text(
         "import os, sys, time\n"
         "from neuzip.cli import run\n"
-        "from neuzip.compress import pipeline\n"
+        "from neuzip.compress.container_job import ContainerJob\n"
         "from neuzip.errors import NeuzipError\n"
-        "def container(self, file, path):\n"
+        "def make(self, *arguments):\n"
         f"    if os.environ['RANK'] != '{victim}': time.sleep(600)\n"
         "    raise NeuzipError('it is broken')\n"
-        "pipeline.Compression.container = container\n"
+        "ContainerJob.make = make\n"
         "sys.exit(run())\n"
     )
     run = torchrun(2, script, "compress", root, tmp_path / "all", cwd=tmp_path)

@@ -36,7 +36,8 @@ from neuzip.eval.report import attention_pictures
 from neuzip.kernels.attention import sage_attention
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
-from neuzip.runtime.hf.attention import patch_attention, recorded, unpatch_attention
+from neuzip.runtime.hf.attention import patch_attention, unpatch_attention
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,7 +101,7 @@ def reference_logits(model: Path, bits: Sequence[int | None], ids: torch.Tensor)
 
 
 def windows_of(model: Path) -> torch.Tensor:
-    from neuzip.runtime.hf.load import load_tokenizer
+    from neuzip.runtime.hf.tokenizer import load_tokenizer
 
     ids = load_tokenizer(model)(read_text("demo").content, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids[:TOKENS]).view(-1, WINDOW)
@@ -332,7 +333,7 @@ def test_a_container_is_patched_and_stays_one(neuzip, model, tmp_path: Path):
     compress(model, tmp_path / "small")
     said = neuzip("patch-attention", tmp_path / "small", tmp_path / "p", "--mode", "4bit", *ASKED, "--json")
     assert said.exit_code == 0, said.stderr
-    assert recorded(tmp_path / "p") == (4, 4, 4)
+    assert LAYERS_ENTRY.read(tmp_path / "p") == (4, 4, 4)
     verify(tmp_path / "p", model)
     decompress(tmp_path / "p", tmp_path / "restored")
     assert {p.name: p.read_bytes() for p in (tmp_path / "restored").iterdir()} == {
@@ -349,7 +350,7 @@ def test_compress_does_it_in_one_go(neuzip, model, tmp_path: Path):
     assert said.exit_code == 0, said.stderr
     assert said.json["attention"]["bits"] == tried.json["attention"]["bits"] == [8, 8, 8]
     assert said.json["lossless"]
-    assert recorded(dst) == (8, 8, 8)
+    assert LAYERS_ENTRY.read(dst) == (8, 8, 8)
     verify(dst, model)
 
 

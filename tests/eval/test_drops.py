@@ -27,8 +27,11 @@ from neuzip.eval.layers.removal import remove_layers, tensors_by_layer
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import read_text
-from neuzip.eval.plans import target_values, targets
-from neuzip.eval.plans.targets import TargetRequest, TargetResult, search
+from neuzip.eval.plans import deliver, plan_file, plan_search, target_values
+from neuzip.eval.plans.allocation import Allocation
+from neuzip.eval.plans.deliver import TargetResult
+from neuzip.eval.plans.plan_request import TargetRequest
+from neuzip.eval.plans.search import search_budget
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +65,7 @@ def delivered(
     src: Path, dst: Path, baseline: BaselineComparison, target: Any, **options: Any
 ) -> TargetResult:
     request = TargetRequest(src, dst, target, "fisher", **options)
-    return targets.compress_to_target(request, read_text("demo"), baseline, stage)
+    return deliver.compress_to_target(request, read_text("demo"), baseline, stage)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
 ):
     """What single tensors bear tells of their layer: nothing else has to."""
     request = TargetRequest(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
-    rules = targets.find_plan(request, baseline, stage, trials=False).rules
+    rules = plan_search.find_plan(request, baseline, stage, trials=False).rules
     bits = defaultdict(list)
     with TensorSource(idle) as source:
         layer_of = tensors_by_layer(source)
@@ -100,7 +103,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
 
 
 def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: TargetResult, idle: Path):
-    found = dropped.found
+    found = dropped.search
     assert found is not None and found.drops is not None and found.passed_over is not None
     assert dropped.dropped == found.dropped == (IDLE,)
     assert dropped.holds
@@ -118,7 +121,7 @@ def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: T
 def test_what_is_reported_is_the_divergence_of_what_was_written(
     dropped: TargetResult, idle: Path, baseline: BaselineComparison
 ):
-    assert dropped.found is not None and dropped.run is not None
+    assert dropped.search is not None and dropped.run is not None
     small, whole = load_model(dropped.report.dst, torch.float32), load_model(idle, torch.float32)
     assert len(small.model.layers) == LAYERS - 1
     sums = 0.0
@@ -130,12 +133,12 @@ def test_what_is_reported_is_the_divergence_of_what_was_written(
     kld = dropped.run.comparison.kld.mean.value
     assert kld == pytest.approx(sums / baseline.tokens, rel=1e-3)
     assert kld <= 0.03
-    assert dropped.found.trials[-1].comparison == dropped.run.comparison
+    assert dropped.search.trials[-1].comparison == dropped.run.comparison
 
 
 def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, baseline: BaselineComparison):
-    assert dropped.found is not None and dropped.found.drops is not None
-    singles = dropped.found.drops.singles
+    assert dropped.search is not None and dropped.search.drops is not None
+    singles = dropped.search.drops.singles
     assert [drop.layers for drop in singles] == [(n,) for n in range(LAYERS)]
     model = layers.ModelWithout(baseline.model)
     for drop in (singles[IDLE], singles[0]):
@@ -150,7 +153,7 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     assert alone is not None
     target = target_values.max_kld(f"{alone.kld.mean.value / 2}")
     found = [
-        targets.find_plan(
+        plan_search.find_plan(
             TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers=n), baseline, stage
         )
         for n in ("auto", 0)
@@ -168,14 +171,14 @@ def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: P
     made = delivered(idle, tmp_path / "small", baseline, target, drop_layers="auto")
     assert made.holds and IDLE in made.dropped
     assert made.report.stored_weight_bytes <= target.limit
-    assert made.found is not None and made.found.drops is not None
-    assert math.isinf(made.found.drops.steps[0].predicted) and made.found.passed_over is None
+    assert made.search is not None and made.search.drops is not None
+    assert math.isinf(made.search.drops.steps[0].predicted) and made.search.passed_over is None
 
 
 def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("27%", (idle / "model.safetensors").stat().st_size)
     request = TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
-    found = targets.find_plan(request, baseline, stage)
+    found = plan_search.find_plan(request, baseline, stage)
     assert found.dropped == (IDLE,) and found.passed_over is not None
     both = [found.trials[-1], found.passed_over]
     klds = [trial.comparison.kld.mean.value for trial in both if trial.comparison is not None]
@@ -200,16 +203,16 @@ def test_an_interrupted_run_takes_its_plan_and_its_layers_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
     dst = tmp_path / dropped.report.dst.name
-    shutil.copy(dropped.plan, targets.plan_path(dst))
-    monkeypatch.setattr(targets, "find_plan", None)
+    shutil.copy(dropped.plan, plan_file.plan_path(dst))
+    monkeypatch.setattr(deliver, "find_plan", None)
     again = delivered(idle, dst, baseline, target_values.max_kld("0.03"), drop_layers="auto")
-    assert again.found is None and again.dropped == (IDLE,)
+    assert again.search is None and again.dropped == (IDLE,)
     assert again.report.tensors == dropped.report.tensors and again.run is not None
 
 
 def test_its_plan_is_not_taken_for_one_of_the_whole_model(dropped: TargetResult):
-    assert dropped.found is not None
-    assert read_plan(dropped.plan) == (list(dropped.found.rules), (IDLE,))
+    assert dropped.search is not None
+    assert read_plan(dropped.plan) == (list(dropped.search.rules), (IDLE,))
     with pytest.raises(NeuzipError, match=f"without its layers {IDLE}: what is left has other numbers"):
         read_plan_file(dropped.plan)
 
@@ -230,10 +233,10 @@ def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
     request = TargetRequest(
         idle, tmp_path / "a", target_values.max_kld("0.03"), "measured", drop_layers="auto"
     )
-    made = targets.compress_to_target(request, text, on_gpu, stage)
+    made = deliver.compress_to_target(request, text, on_gpu, stage)
     assert made.dropped == (IDLE,) and made.holds
-    assert made.found is not None and made.found.passed_over is not None
-    assert made.report.stored_weight_bytes < made.found.passed_over.bytes
+    assert made.search is not None and made.search.passed_over is not None
+    assert made.report.stored_weight_bytes < made.search.passed_over.bytes
 
 
 # How they are chosen
@@ -306,10 +309,10 @@ def test_layers_that_cannot_be_written_are_passed_over(
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 6.0, 40.0])
 def test_search_begins_at_what_dropping_costs(factor: float):
-    def allocated(budget: float) -> targets.Allocation:
-        return targets.Allocation((round(budget * 1e9),), budget, 1 / (1 + budget), 0.0)
+    def allocated(budget: float) -> Allocation:
+        return Allocation((round(budget * 1e9),), budget, 1 / (1 + budget), 0.0)
 
-    attempts = search(
+    attempts = search_budget(
         allocated, lambda a: (Estimate(0.008 + factor * a.weight, None), None), 0.01, floor=0.008
     )
     assert 0.008 + 0.95 * 0.002 <= attempts[-1].value <= 0.01

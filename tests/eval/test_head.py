@@ -27,7 +27,7 @@ from neuzip.errors import NeuzipError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.head import FormedLogits, HeadedModel, divergence, statistics
 from neuzip.kernels.linear_cross_entropy import Head
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,10 +33,11 @@ from neuzip.eval.layers import removal as layer_removal
 from neuzip.eval.layers.analyse import Distances, LayerAnalysis, ModelWithout, spearman
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.report import layer_pictures
-from neuzip.runtime.hf.attention import record, recorded
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY, record_layers
 from neuzip.runtime.hf.decoder import decoder_layers
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.norm_placement import NormPlacementConfig
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -331,7 +332,7 @@ def test_a_pruned_checkpoint_is_the_model_without_the_layers(kind: str, made, tm
     """transformers itself loads it, and predicts and generates as the live model that was cut by hand."""
     dst = tmp_path / "pruned"
     written = layer_removal.remove_layers(made(kind), dst, [1, 3])
-    assert written.kept == (0, 2, 4)
+    assert written.remaining == (0, 2, 4)
     model, told = AutoModelForCausalLM.from_pretrained(dst, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values()), told
     expected = pruned_by_hand(made(kind), [1, 3])
@@ -412,9 +413,9 @@ def test_lists_of_a_config_are_cut(made, tmp_path: Path):
 
 def test_recorded_attention_goes_with_its_layers(llama: Path, tmp_path: Path):
     shutil.copytree(llama, tmp_path / "patched")
-    record(tmp_path / "patched", [8, 4, None, 8, 4])
+    record_layers(tmp_path / "patched", [8, 4, None, 8, 4])
     layer_removal.remove_layers(tmp_path / "patched", tmp_path / "pruned", [1, 3])
-    assert recorded(tmp_path / "pruned") == (8, None, 4)
+    assert LAYERS_ENTRY.read(tmp_path / "pruned") == (8, None, 4)
 
 
 def test_a_model_that_depends_on_numbers_is_refused(made, tmp_path: Path):
@@ -425,7 +426,7 @@ def test_a_model_that_depends_on_numbers_is_refused(made, tmp_path: Path):
     (odd / "config.json").write_text(json.dumps(config))
     with pytest.raises(NeuzipError, match=r"layer 2 would become another: attn\.scaling"):
         layer_removal.remove_layers(odd, tmp_path / "x", [1])
-    assert layer_removal.remove_layers(odd, tmp_path / "y", [4]).kept == (0, 1, 2, 3)
+    assert layer_removal.remove_layers(odd, tmp_path / "y", [4]).remaining == (0, 1, 2, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["odd", "y"]
 
 

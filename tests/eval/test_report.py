@@ -159,7 +159,7 @@ def test_tensors_have_a_kind_and_a_layer_whatever_the_model_calls_them() -> None
 
 
 def test_errors_of_tensors_are_those_of_their_weights(rounded: Path) -> None:
-    from neuzip.runtime.hf.load import load_state_dict
+    from neuzip.runtime.read import load_state_dict
 
     inspection, rows, _ = reports.read_tensors(rounded, CHECKPOINT)
     before, after = dict(load_state_dict(CHECKPOINT)), dict(load_state_dict(rounded))

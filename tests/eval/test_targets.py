@@ -32,10 +32,20 @@ from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, N
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Document, Text, read_text
-from neuzip.eval.plans import sensitivity, target_values, targets
+from neuzip.eval.plans import (
+    deliver,
+    plan_file,
+    plan_search,
+    plan_trials,
+    reach,
+    search,
+    sensitivity,
+    target_values,
+)
 from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocate, pareto_front
+from neuzip.eval.plans.plan_request import TargetRequest
+from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.sensitivity import CalibrationWindows, GroupCandidates, SchemeChoice, TensorGroup
-from neuzip.eval.plans.targets import TargetRequest, search
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,34 +139,38 @@ def exactly(value: float) -> Estimate:
 
 @pytest.mark.parametrize("factor", [0.01, 0.4, 0.99, 1.0, 1.1, 3.0, 70.0])
 def test_search_corrects_a_wrong_prediction(factor):
-    attempts = search(ideal, lambda a: (exactly(factor * a.weight), None), 0.01)
+    attempts = search_budget(ideal, lambda a: (exactly(factor * a.weight), None), 0.01)
     assert 0.95 * 0.01 <= attempts[-1].value <= 0.01
     assert len(attempts) <= 4
 
 
 def test_search_does_so_where_the_whole_is_no_multiple_of_its_parts():
-    attempts = search(ideal, lambda a: (exactly(30 * a.weight**1.5), None), 0.01)
+    attempts = search_budget(ideal, lambda a: (exactly(30 * a.weight**1.5), None), 0.01)
     assert 0.9 * 0.01 <= attempts[-1].value <= 0.01
 
 
 def test_search_takes_what_loses_nothing_if_nothing_else_holds():
-    attempts = search(ideal, lambda a: (exactly(1.0 if a.weight else 0.0), None), 0.01)
+    attempts = search_budget(ideal, lambda a: (exactly(1.0 if a.weight else 0.0), None), 0.01)
     assert attempts[-1].allocation.weight == 0
-    assert len(attempts) == targets.ATTEMPTS + 1
+    assert len(attempts) == search.ATTEMPTS + 1
 
 
 def test_search_for_nothing_tries_one_plan():
-    assert [a.allocation.weight for a in search(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [0]
+    assert [a.allocation.weight for a in search_budget(ideal, lambda a: (exactly(a.weight), None), 0.0)] == [
+        0
+    ]
 
 
 def test_search_ends_where_a_larger_budget_changes_nothing():
     largest = Allocation((7,), 5.0, 0.0, 0.0)
-    attempts = search(lambda budget: largest, lambda a: (exactly(-0.1), None), 0.01)
+    attempts = search_budget(lambda budget: largest, lambda a: (exactly(-0.1), None), 0.01)
     assert [a.allocation for a in attempts] == [largest]
 
 
 def test_search_adds_the_standard_error():
-    attempts = search(ideal, lambda a: (Estimate(a.weight, 0.3 * math.sqrt(0.01 * a.weight)), None), 0.01)
+    attempts = search_budget(
+        ideal, lambda a: (Estimate(a.weight, 0.3 * math.sqrt(0.01 * a.weight)), None), 0.01
+    )
     best = attempts[-1].estimate
     assert best.standard_error is not None
     assert 0.95 * 0.01 <= best.value + best.standard_error <= 0.01
@@ -170,7 +184,7 @@ def test_search_does_not_leap_on_what_is_not_told_from_0(value):
         tried.append(allocation.weight)
         return (Estimate(value, 0.0015) if len(tried) == 1 else exactly(allocation.weight)), None
 
-    search(ideal, unclear_at_first, 0.1)
+    search_budget(ideal, unclear_at_first, 0.1)
     assert 0.1 < tried[1] <= 0.2
 
 
@@ -178,14 +192,14 @@ def test_search_ends_where_errors_are_larger_than_the_limit():
     def noisy(allocation: Allocation) -> tuple[Estimate, None]:
         return (Estimate(-0.02, 0.025) if allocation.weight < 0.5 else exactly(1.0)), None
 
-    attempts = search(lambda budget: ideal(min(budget, 1.0)), noisy, 0.01)
+    attempts = search_budget(lambda budget: ideal(min(budget, 1.0)), noisy, 0.01)
     assert attempts[-1].value <= 0.01
     assert all(a.allocation.weight < math.inf for a in attempts)
 
 
 def test_search_passes_over_a_plan_that_breaks_the_model():
     broken = lambda a: (exactly(math.inf if a.weight > 0.004 else a.weight), None)  # noqa: E731
-    attempts = search(ideal, broken, 0.01)
+    attempts = search_budget(ideal, broken, 0.01)
     assert 0 < attempts[-1].value <= 0.004
 
 
@@ -198,7 +212,7 @@ def test_search_keeps_the_cheapest_that_held():
         value = next(values)
         return Allocation((round(100 * value),), value, costs[value], 0.0)
 
-    attempts = search(allocated, lambda a: (exactly(a.weight), None), 1.0)
+    attempts = search_budget(allocated, lambda a: (exactly(a.weight), None), 1.0)
     assert [a.value for a in attempts] == [0.96, 0.5]
 
 
@@ -391,7 +405,7 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
         Rule("*", LOSSLESS),
     ]
     path = tmp_path / "made.plan.toml"
-    path.write_bytes(targets.plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
+    path.write_bytes(plan_file.plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
     assert read_plan_file(path) == rules
     assert path.read_text().startswith("# neuzip compress a b\n# search 00\n")
 
@@ -423,7 +437,7 @@ def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, bas
     request = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size(f"{nbytes}B", 0), "fisher"
     )
-    made = targets.compress_to_target(request, read_text("demo"), baseline, stage)
+    made = deliver.compress_to_target(request, read_text("demo"), baseline, stage)
     assert made.holds
     assert 0.99 * nbytes < made.report.stored_weight_bytes <= nbytes
     assert made.run is not None
@@ -445,9 +459,9 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
         labels.append(label)
         return stage(label, total, unit)
 
-    made = targets.compress_to_target(request, read_text("demo"), baseline, told)
-    assert made.holds and made.found is not None and made.run is not None
-    works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.found.trials)) for work in WORKS]
+    made = deliver.compress_to_target(request, read_text("demo"), baseline, told)
+    assert made.holds and made.search is not None and made.run is not None
+    works = [f"trial {n}: {work}" for n in range(1, 1 + len(made.search.trials)) for work in WORKS]
     assert labels == [
         "stage 1 of 4, sizes",
         "stage 2 of 4, gradients",
@@ -456,8 +470,8 @@ def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere
     ]
     assert 0.8 * divergence < made.run.comparison.kld.mean.value <= divergence
     assert made.report.stored_weight_bytes < 0.98 * nbytes
-    assert made.found.trials[-1].bytes == made.report.stored_weight_bytes
-    assert made.found.trials[-1].comparison == made.run.comparison
+    assert made.search.trials[-1].bytes == made.report.stored_weight_bytes
+    assert made.search.trials[-1].comparison == made.run.comparison
     assert not list(tmp_path.glob("*trial*"))
 
 
@@ -465,7 +479,7 @@ def test_weights_alone_need_no_text(tmp_path: Path):
     request = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
     )
-    made = targets.compress_to_target(request, None, None, stage)
+    made = deliver.compress_to_target(request, None, None, stage)
     assert made.holds and made.run is None
     assert 0.39 < made.report.ratio <= 0.4
 
@@ -477,16 +491,16 @@ def test_a_size_that_cannot_be_reached_is_told(tmp_path: Path):
     with pytest.raises(
         NeuzipError, match=r"`target_size='20%'`: the weight files take about 0\.66 MB \(24\.9 %\)"
     ):
-        targets.find_plan(request, None, stage)
+        plan_search.find_plan(request, None, stage)
 
 
 def test_samples_predict_what_sizes_there_can_be(tmp_path: Path):
-    within = targets.reach(CHECKPOINT, EVERYTHING, None, None)
+    within = reach.predict_reach(CHECKPOINT, EVERYTHING, None, None)
     lossless = compress(CHECKPOINT, tmp_path / "lossless", EVERYTHING)
     rounded = compress(CHECKPOINT, tmp_path / "k0", [Rule("*", Scheme("truncated", 0), 2), *EVERYTHING])
     assert within.original == lossless.weight_bytes
-    assert within.lossless == pytest.approx(lossless.stored_weight_bytes, rel=targets.UNCERTAIN / 2)
-    assert within.least == pytest.approx(rounded.stored_weight_bytes, rel=targets.UNCERTAIN / 2)
+    assert within.lossless == pytest.approx(lossless.stored_weight_bytes, rel=reach.UNCERTAIN / 2)
+    assert within.least == pytest.approx(rounded.stored_weight_bytes, rel=reach.UNCERTAIN / 2)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -507,7 +521,7 @@ def test_sizes_out_of_question_load_no_model(
     dry_run: bool,
 ):
     monkeypatch.setattr("neuzip.eval.measures.comparison.BaselineComparison", None)
-    monkeypatch.setattr(targets, "predict_candidates", None)
+    monkeypatch.setattr(plan_search, "predict_candidates", None)
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", "--target-size", size, *["--dry-run"] * dry_run)
     assert said.exit_code == code, said.stderr
     assert words in said.stderr
@@ -522,11 +536,11 @@ def test_what_is_larger_than_predicted_is_allocated_anew(tmp_path: Path, monkeyp
         report = compress(*arguments, **options)
         return replace(report, stored_weight_bytes=report.stored_weight_bytes + 20_000)
 
-    monkeypatch.setattr(targets, "compress", heavier)
+    monkeypatch.setattr(plan_trials, "compress", heavier)
     request = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
     )
-    found = targets.find_plan(request, None, stage)
+    found = plan_search.find_plan(request, None, stage)
     assert 0.98 * request.target.limit < found.trials[-1].bytes <= request.target.limit
 
 
@@ -534,14 +548,14 @@ def test_what_is_delivered_beyond_the_target_does_not_hold(tmp_path: Path, monke
     request = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
     )
-    found = replace(targets.find_plan(request, None, stage, trials=False), rules=EVERYTHING)
-    monkeypatch.setattr(targets, "find_plan", lambda *_, **__: found)
-    assert not targets.compress_to_target(request, None, None, stage).holds
+    found = replace(plan_search.find_plan(request, None, stage, trials=False), rules=EVERYTHING)
+    monkeypatch.setattr(deliver, "find_plan", lambda *_, **__: found)
+    assert not deliver.compress_to_target(request, None, None, stage).holds
 
 
 def test_an_increase_is_delivered_with_its_standard_error(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
-    made = targets.compress_to_target(request, read_text("demo"), baseline, stage)
+    made = deliver.compress_to_target(request, read_text("demo"), baseline, stage)
     assert made.holds and made.run is not None
     difference = made.run.comparison.nll_difference
     assert difference.standard_error is not None
@@ -559,7 +573,7 @@ def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, mo
 
     monkeypatch.setattr(baseline, "run", breaks_at_first)
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
-    found = targets.find_plan(request, baseline, stage)
+    found = plan_search.find_plan(request, baseline, stage)
     first, *_, last = found.trials
     assert first.comparison is None and last.comparison is not None
     assert 0 < last.comparison.kld.mean.value <= 0.02
@@ -568,24 +582,24 @@ def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, mo
 def test_a_search_depends_on_its_text(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_kld("0.02"), "fisher")
     texts = [None, *(Text("text", (Document("", content),)) for content in ("one", "two"))]
-    assert len({targets.key_of(request, text, baseline) for text in texts}) == 3
+    assert len({deliver.key_of(request, text, baseline) for text in texts}) == 3
 
 
 def test_an_interrupted_run_takes_its_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     request = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size("40%", 2_630_760), "weights"
     )
-    first = targets.compress_to_target(request, None, None, stage)
+    first = deliver.compress_to_target(request, None, None, stage)
     shutil.rmtree(tmp_path / "small")
-    monkeypatch.setattr(targets, "find_plan", None)
-    again = targets.compress_to_target(request, None, None, stage)
-    assert again.found is None
+    monkeypatch.setattr(deliver, "find_plan", None)
+    again = deliver.compress_to_target(request, None, None, stage)
+    assert again.search is None
     assert again.report.tensors == first.report.tensors
     other = TargetRequest(
         CHECKPOINT, tmp_path / "small", target_values.target_size("45%", 2_630_760), "weights"
     )
     with pytest.raises(WouldOverwrite):
-        targets.compress_to_target(other, None, None, stage)
+        deliver.compress_to_target(other, None, None, stage)
 
 
 @pytest.mark.gpu
@@ -597,7 +611,7 @@ def test_on_a_gpu_each_tensor_is_measured(uniform, tmp_path: Path):
         compress(CHECKPOINT, folder, [Rule("*", Scheme("truncated", k), 2), *EVERYTHING])
         divergence = baseline.run(folder).comparison.kld.mean.value
         target = target_values.target_size(f"{uniform[k][0]}B", 0)
-        made = targets.compress_to_target(
+        made = deliver.compress_to_target(
             TargetRequest(CHECKPOINT, tmp_path / f"measured-{k}", target, "measured"), text, baseline, stage
         )
         assert made.holds and made.run is not None
@@ -671,7 +685,8 @@ def test_an_interrupted_search_says_what_is_kept(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(targets, broken_off, interrupted)
+    for module in (deliver, plan_search):
+        monkeypatch.setattr(module, broken_off, interrupted, raising=False)
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS, *options)
     assert said.exit_code == 130
     assert "error: interrupted\n" in said.stderr
@@ -686,7 +701,8 @@ def test_a_full_disk_in_a_search_says_what_is_kept(
     def full(*_: Any, **__: Any) -> None:
         raise DiskFull(tmp_path / "a")
 
-    monkeypatch.setattr(targets, broken_off, full)
+    for module in (deliver, plan_search):
+        monkeypatch.setattr(module, broken_off, full, raising=False)
     said = neuzip("compress", CHECKPOINT, tmp_path / "a", *FROM_WEIGHTS)
     assert said.exit_code == 1
     assert said.stderr.count("hint: free some space") == 1

@@ -45,7 +45,7 @@ def forms() -> list[vector_form.Form]:
     return [vector_form.SCALAR, vector_form.VECTOR] if vector_form.SUPPORTED else [vector_form.SCALAR]
 
 
-def encode(exponents: np.ndarray, table: rans.Table, form: vector_form.Form, side: str) -> rans.Encoded:
+def encode(exponents: np.ndarray, table: rans.Table, form: vector_form.Form, side: str) -> rans.RansEncoded:
     """`rans.encode` in one form, all arrays fenced; a second time into memory for just the words."""
     numel = exponents.size
     short = np.full(-numel % 256, table.filler, exponents.dtype)
@@ -56,12 +56,17 @@ def encode(exponents: np.ndarray, table: rans.Table, form: vector_form.Form, sid
     for _ in range(2):
         words = fenced(np.zeros(used, np.uint16), side)
         used = cpu.encode(table.keys(padded), padded, numel, table.group, symbols, facts, words, index, form)
-    return rans.Encoded(words.copy(), index.copy())
+    return rans.RansEncoded(words.copy(), index.copy())
 
 
 def decode(
-    coded: rans.Encoded, table: rans.Table, numel: int, form: vector_form.Form, side: str, wide: bool = False
-) -> np.ndarray | None:
+    coded: rans.RansEncoded,
+    table: rans.Table,
+    numel: int,
+    form: vector_form.Form,
+    side: str,
+    wide: bool = False,
+) -> np.ndarray | None:  # fmt: skip
     """`rans.decode` in one form, all arrays fenced; None for words that no encoder wrote."""
     starts, counts = rans._extents(coded.words, coded.index, numel)
     padded = fenced(np.zeros(-(-numel // 256) * 256, np.uint16 if wide else np.uint8), side)
@@ -74,7 +79,7 @@ def decode(
 
 
 def decode_floats(
-    coded: rans.Encoded, table: rans.Table, numel: int, form: vector_form.Form, side: str
+    coded: rans.RansEncoded, table: rans.Table, numel: int, form: vector_form.Form, side: str
 ) -> np.ndarray | None:
     """`rans.decode_floats` to BF16 with fields of zero, in one form, all arrays fenced."""
     starts, counts = rans._extents(coded.words, coded.index, numel)
@@ -141,7 +146,7 @@ def main(form: vector_form.Form) -> None:
                 words[place] = rng.integers(0, 1 << 16, place.size, dtype=np.uint16)
                 cut = int(rng.choice([0, 0, 1, index[-1] - 65, index[-1]]))  # the last block is too short
                 index[-1] -= cut
-                hostile = rans.Encoded(words[: words.size - cut], index)
+                hostile = rans.RansEncoded(words[: words.size - cut], index)
                 refused += decode(hostile, table, size, form, side, wide) is None
                 if not wide:
                     decode_floats(hostile, table, size, form, side)

@@ -343,7 +343,7 @@ def run_guarded(data: bytes) -> None:
         table = parse_table(stored, fmt)
     except (NeuzipError, ValueError):
         return
-    hostile = rans.Encoded(words, np.array([words.size], np.uint16))
+    hostile = rans.RansEncoded(words, np.array([words.size], np.uint16))
     weights = np.resize(np.frombuffer(rest or b"\x78", np.uint8), numel).astype(fmt.exponent_dtype)
     wide = weights.dtype == np.uint16
     found = []

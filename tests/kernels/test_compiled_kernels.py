@@ -28,10 +28,10 @@ def see(function, code, kwargs):
     before, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     reads = "ld.global" in before or "cp.async" in before
     assert not (wait and reads), f"{name} reads before the kernel ahead has ended"
-    assert bool(wait) == bool(kwargs.get("EARLY"))
+    assert bool(wait) == bool(kwargs.get("USE_PDL", kwargs.get("EARLY")))
     if "fragments" in name:
         check_lanes(code.asm["ttgir"], "mma.sync")
-    if "_decode" in name:
+    if name.startswith("decode_"):
         check_lanes(code.asm["ttgir"], "vote.sync")
         own = sum(map(int, re.findall(r"[.]shared[^;]* memory.(\d+)", code.asm["ptx"])))
         assert (own > 0) == kwargs["STREAM"] and own + code.metadata.shared <= 48 << 10
@@ -94,6 +94,7 @@ print(json.dumps(shared))
 
 KV = """
 from neuzip.kernels import kv_cache
+from neuzip.kernels.device import launch
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 from neuzip.kernels.kv_cache.triton import store as triton_store
@@ -104,8 +105,7 @@ for early, bits, span, width, values, dtype in (
     (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
     (True, 8, "absmax", 64, 64, torch.float32),
 ):
-    for part in (triton_attend, triton_fragments, triton_store):
-        part.early_launches = lambda device: early
+    launch.early_launches = lambda device: early
     rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
     for tokens, start in ((1, length), (20, 3)):
         states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
@@ -119,11 +119,12 @@ print(json.dumps(shared))
 """
 
 STEP = """
+from neuzip.kernels.device import launch
 from neuzip.kernels.step import NORMS
 from neuzip.kernels.step.triton import step as triton_step
 
 for early in (False, True):
-    triton_step.early_launches = lambda device: early
+    launch.early_launches = lambda device: early
     for rows, columns, dtype in (
         (1, 128, torch.bfloat16), (1, 3200, torch.float16), (8, 4096, torch.float32)
     ):
@@ -140,7 +141,7 @@ print(json.dumps(shared))
 
 DECODERS = """
 from neuzip.kernels.float_fields import FORMATS
-from neuzip.kernels.rans.coded import Part
+from neuzip.kernels.rans.coded import CodedPart
 from neuzip.kernels.rans.triton.decode import decode_parts
 
 row, out = torch.zeros(32, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)
@@ -150,7 +151,7 @@ for kind, calls in (
     ((FORMATS["F32"], 23, 1, 64), ((8, 1000),)),
 ):
     for parts, blocks in calls:
-        decode_parts([Part(kind, row, blocks, True)] * parts, [out] * parts)
+        decode_parts([CodedPart(kind, row, blocks, True)] * parts, [out] * parts)
 print(json.dumps(shared))
 """
 

@@ -20,7 +20,7 @@ from gluon_on_a_cpu import Hang, OnACpu, changed
 from neuzip.kernels.packed_linear import Window
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor, format_of
+from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 from neuzip.runtime.weights import PackedWeight
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -157,14 +157,16 @@ def test_cuda_graph():
     assert torch.equal(y, expected)
 
 
-def test_seconds_are_those_of_an_h200():
+def test_seconds_are_those_of_an_h200(monkeypatch: pytest.MonkeyPatch):
     """Of the log: us measured there, packed and decoded first."""
+    monkeypatch.setattr(gluon_linear, "multiprocessors", lambda _: 132)
+    cpu = torch.device("cpu")
     for rows, out, columns, packed, decoded in (
         (2048, 4096, 4096, 101, 118), (2048, 14336, 4096, 356, 407), (2048, 4096, 14336, 343, 404),
         (512, 4096, 4096, 51, 43), (128, 14336, 4096, 51, 96),
     ):  # fmt: skip
-        assert gluon_linear.seconds(rows, out, columns, 132) == pytest.approx(packed * 1e-6, rel=0.2)
-        assert gluon_linear.seconds_decoded(rows, out, columns) == pytest.approx(decoded * 1e-6, rel=0.2)
+        assert gluon_linear.seconds(rows, out, columns, cpu) == pytest.approx(packed * 1e-6, rel=0.2)
+        assert gluon_linear.seconds_decoded(rows, out, columns, cpu) == pytest.approx(decoded * 1e-6, rel=0.2)
 
 
 def on_a_cpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch, programs: int = 1) -> OnACpu:

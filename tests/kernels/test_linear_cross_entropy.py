@@ -25,6 +25,8 @@ from neuzip.kernels.linear_cross_entropy import Divergence, Head, TokenStatistic
 from neuzip.kernels.linear_cross_entropy import ops as torch_ops
 from neuzip.kernels.linear_cross_entropy.triton import divergence as triton_divergence
 from neuzip.kernels.linear_cross_entropy.triton import forward as triton_forward
+from neuzip.kernels.linear_cross_entropy.triton import tiles
+from neuzip.kernels.linear_cross_entropy.triton.tiles import tiles_at_once
 from neuzip.kernels.packed_linear import ops as packed_linear
 
 IGNORED = -100
@@ -35,6 +37,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 pytestmark = pytest.mark.filterwarnings(  # what numpy says of inf - inf, for the interpreter
     "ignore:.*encountered:RuntimeWarning"
 )
+
+
+@pytest.fixture(autouse=True)
+def _two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter programs share work, as they do on a GPU."""
+    count = tiles.multiprocessors
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2 if device.type == "cpu" else count(device))
 
 
 def targets(tokens: int, vocabulary: int, seed: int = 3) -> Tensor:
@@ -215,13 +224,13 @@ def test_little_workspace(workspace: int, device: torch.device, poison):
 
 def test_chunks_fill_the_workspace():
     head = made(1, 1000, 8)
-    assert triton_forward.tiles_at_once(2000, 500, head, 128, WORKSPACE) == 500
-    assert triton_forward.tiles_at_once(2000, 999, head, 128, WORKSPACE) == 667  # thirds, not two and a rest
-    assert triton_forward.tiles_at_once(3, 0, head, 128, 1) == 1
+    assert tiles_at_once(2000, 500, head, 128, WORKSPACE) == 500
+    assert tiles_at_once(2000, 999, head, 128, WORKSPACE) == 667  # thirds, not two and a rest
+    assert tiles_at_once(3, 0, head, 128, 1) == 1
     packed = replace(
         made(1, 1000, 32, torch.bfloat16), weight=packed_linear.pack(torch.ones(1000, 32).bfloat16())
     )
-    assert triton_forward.tiles_at_once(8, 8, packed, 128, 3 * 128 * 64) == 3
+    assert tiles_at_once(8, 8, packed, 128, 3 * 128 * 64) == 3
 
 
 @pytest.mark.parametrize("tile_maxima", [True, False])

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from neuzip.kernels.linear_cross_entropy import gradients as loss_of
 from neuzip.kernels.linear_cross_entropy.gradients import linear_cross_entropy
 from neuzip.kernels.linear_cross_entropy.triton import backward as triton_backward
+from neuzip.kernels.linear_cross_entropy.triton import candidates, vocabulary
+from neuzip.kernels.linear_cross_entropy.triton.vocabulary import Vocabulary
 from neuzip.kernels.packed_linear import ops as packed_linear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.device:
     """Have Triton do the work, in its interpreter if need be; returns the device of the tensors."""
     monkeypatch.setattr(loss_of, "_on_gpu", lambda hidden: True)
+    if device.type == "cpu":  # programs share work in the interpreter too
+        monkeypatch.setattr(triton_backward, "multiprocessors", lambda device: 2)
     return device
 
 
@@ -226,7 +230,7 @@ def test_what_the_filter_leaves_out_is_bounded(kernels: torch.device, sort: bool
     case, eps = confident(200, 800, 48, kernels, dtype), 2.0**-5
     _, exact = case.ours(filter_eps=None)
     _, found = case.ours(filter_eps=eps, sort_vocabulary=sort)
-    slack = 1 + 2 * triton_backward.BOUND_SLACK
+    slack = 1 + 2 * candidates.BOUND_SLACK
     rounding = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}[dtype]
     sums_of = [one.double().abs().sum(0) for one in (case.weight, case.hidden)]
     for one, other, sums in zip(found, exact, sums_of, strict=True):
@@ -266,8 +270,8 @@ def test_any_workspace_and_any_run_give_the_same_bits(
     head = case.hidden, case.weight, [], [], case.bias, case.target, -100, None
     nll, *kept = torch.ops.neuzip.linear_cross_entropy(*head, None, False, True, False, 64 << 20)
     rounds = []
-    plan = triton_backward.plan
-    monkeypatch.setattr(triton_backward, "plan", lambda *a: rounds.append(plan(*a)) or rounds[-1])
+    plan = candidates.plan_rounds
+    monkeypatch.setattr(triton_backward, "plan_rounds", lambda *a: rounds.append(plan(*a)) or rounds[-1])
     runs = [
         torch.ops.neuzip.linear_cross_entropy_backward(
             *head, torch.ones_like(nll), None, *kept, True, True, True, workspace
@@ -293,9 +297,9 @@ def test_all_that_is_read_has_been_written(
 @pytest.mark.parametrize("tokens", [1024, 8192, 100_000])
 def test_a_round_is_not_one_tile_however_large_the_hidden_states(tokens: int) -> None:
     hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (tokens, 128_256))
-    slots = triton_backward._slots(hidden, triton_backward.Vocabulary(weight), 64 << 20)
-    across, down = triton_backward.tiles(tokens, 128_256)
-    rounds = triton_backward.plan(torch.ones(across, down, dtype=torch.int8), slots, across).rounds
+    slots = triton_backward._slots(hidden, Vocabulary(weight), 64 << 20)
+    across, down = candidates.tiles(tokens, 128_256)
+    rounds = candidates.plan_rounds(torch.ones(across, down, dtype=torch.int8), slots, across).rounds
     assert rounds <= across / 7 + 1
 
 
@@ -306,7 +310,7 @@ def test_plans_are_what_their_description_says() -> None:
         share, segment = choose.choice([0.0, 0.1, 0.5, 1.0]), choose.randint(1, across)
         slots = choose.randint(down, down * across)
         flags = torch.tensor([[choose.random() < share for _ in range(down)] for _ in range(across)])
-        plan = triton_backward.plan(flags.to(torch.int8), slots, segment)
+        plan = candidates.plan_rounds(flags.to(torch.int8), slots, segment)
         seen = []
         assert plan.round_column[0] == 0 and plan.round_column[-1] == across
         for number in range(plan.rounds):
@@ -374,7 +378,7 @@ def test_packed_weights_give_the_gradients_of_the_same_weights(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, sort: bool
 ) -> None:
     device = request.getfixturevalue("kernels") if where == "kernels" else torch.device("cpu")
-    monkeypatch.setattr(triton_backward, "SEGMENT", 256 * 48 * 2)
+    monkeypatch.setattr(vocabulary, "SEGMENT", 256 * 48 * 2)
     case = Case(70, 700, 48, torch.bfloat16, device, bias=True)
     packed = packed_linear.pack(case.weight)
     found = []

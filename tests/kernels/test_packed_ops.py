@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.form import F16
-from neuzip.kernels.packed_linear.ops import ARRAYS, PackedTensor, format_of
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor, format_of
 from neuzip.kernels.packed_linear.triton import pack as triton_pack
 from neuzip.kernels.packed_linear.turns import by_turn
 
@@ -65,7 +65,7 @@ def on(packed: PackedTensor, device: torch.device) -> PackedTensor:
     return replace(packed, **{name: getattr(packed, name).to(device) for name in ARRAYS})
 
 
-def by_reference(weights: torch.Tensor, window: pl.Window | None = None) -> PackedTensor:
+def by_reference(weights: torch.Tensor, window: pl.ExponentWindow | None = None) -> PackedTensor:
     """What the reference makes of weights, on the device."""
     bits = weights.cpu().view(torch.int16).numpy().view(np.uint16)
     p = pl.pack(bits, window, format_of(weights.dtype))
@@ -274,7 +274,7 @@ def test_kernel_decodes_fewer_bits(dtype: torch.dtype, drop: int) -> None:
 def test_kernel_decodes_every_pattern_in_every_kind_of_window(base: int, shift: int) -> None:
     weights = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(16, 4096)
     dense, untouched = guarded((16, 4096), torch.bfloat16, 0xFF)
-    triton_pack.decode(by_reference(weights, pl.Window(base, shift)), 0, 16, dense)
+    triton_pack.decode(by_reference(weights, pl.ExponentWindow(base, shift)), 0, 16, dense)
     assert same_bits(dense, weights)
     assert untouched()
 
@@ -283,7 +283,7 @@ def test_kernel_decodes_every_pattern_in_every_kind_of_window(base: int, shift: 
 def test_kernel_decodes_every_fp16_pattern_in_every_kind_of_window(base: int) -> None:
     weights = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(16, 4096)
     dense, untouched = guarded((16, 4096), torch.float16, 0xFF)
-    triton_pack.decode(by_reference(weights, pl.Window(base, 0, F16)), 0, 16, dense)
+    triton_pack.decode(by_reference(weights, pl.ExponentWindow(base, 0, F16)), 0, 16, dense)
     assert same_bits(dense, weights)
     assert untouched()
 
@@ -317,7 +317,9 @@ def test_escapes_are_found_wherever_they_are(dtype: torch.dtype, columns: int) -
         escapes = (column >= start) & (column < stop) & (column % step == 0)
         weights[3 * row % 80, escapes] = (0x4000 | column[escapes] & 0xFFF).to(torch.int16)
     weights = weights.view(dtype)
-    packed = by_reference(weights, pl.Window(0x23 if dtype == torch.bfloat16 else 8, 0, format_of(dtype)))
+    packed = by_reference(
+        weights, pl.ExponentWindow(0x23 if dtype == torch.bfloat16 else 8, 0, format_of(dtype))
+    )
     assert packed.escapes.numel() > columns
     dense, untouched = guarded((80, columns), dtype, 0xFF)
     triton_pack.decode(packed, 0, 80, dense)

@@ -302,7 +302,7 @@ def test_property_hostile_streams_stay_inside(seed: int) -> None:
 
 def coded_anew(coded: CodedTensor, bits: Bits) -> CodedTensor:
     """Other weights by the table of `coded`, in its memory; its words must be followed by room."""
-    exponents, planes = split(bits, coded.fmt, coded.kept)
+    exponents, planes = split(bits, coded.fmt, coded.kept_bits)
     other = rans.encode(exponents, coded.table)
     room = coded.words.as_strided((coded.words.untyped_storage().nbytes() // 2,), (1,))
     words = room[: other.words.size]

@@ -5,7 +5,6 @@ Where there is no CUDA device, Triton's interpreter runs the same kernels on sma
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,13 @@ from tensors import weight_patterns
 
 from neuzip.compress import lossless
 from neuzip.kernels import rans
+from neuzip.kernels.device.launch import LAUNCHING
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, split
 from neuzip.kernels.rans.numbers import BLOCK, SCALE
+from neuzip.kernels.rans.triton import census as triton_census
 from neuzip.kernels.rans.triton import encode as triton_encode
-from neuzip.kernels.rans.triton.encode import Encoded, Recoder, encode_launched
+from neuzip.kernels.rans.triton import encode_blocks, encode_planes, encoder_table
+from neuzip.kernels.rans.triton.encode import GpuEncoded, Recoder, encode
 
 BF16 = FORMATS["BF16"]
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -48,13 +50,13 @@ def truncated(bits: Bits, fmt: FloatFormat, kept: int) -> Bits:
 def same_as_on_the_cpu(bits: Bits, fmt: FloatFormat, device: torch.device, **launch: Any) -> rans.Table:
     """Code `bits` in both ways and compare all that comes out; the table."""
     tensor = torch.from_numpy(bits.view(SIGNED[bits.itemsize])).to(device)
-    got = encode_launched(tensor, fmt, **launch)
+    got = encode(tensor, fmt, **launch)
     counted = census(bits, fmt)
     kept = counted.kept_bits(fmt)
     table = rans.build_table(counted.exponents, counted.pairs)
     exponents, planes = split(bits, fmt, kept)
     coded = rans.encode(exponents, table)
-    assert got.kept == kept
+    assert got.kept_bits == kept
     assert got.table.group == table.group
     assert got.table.palette.tobytes() == table.palette.tobytes()
     assert got.table.frequencies.tobytes() == table.frequencies.tobytes()
@@ -138,7 +140,7 @@ def test_one_exponent_in_nearly_all_weights(device: torch.device) -> None:
     table = same_as_on_the_cpu(bits, BF16, device)
     frequencies = np.zeros(256, np.int64)
     frequencies[: table.frequencies.size] = table.frequencies
-    assert triton_encode._facts(frequencies)[1]
+    assert encoder_table.symbol_facts(frequencies)[1]
 
 
 @given(
@@ -163,8 +165,8 @@ def test_any_weights(fmt: FloatFormat, numel: int, alphabet: int, kept: int, see
 def test_streams_are_those_of_the_codec(device: torch.device) -> None:
     bits = gaussian(BF16, 9000)
     kept, streams = lossless.encode(lambda start, stop: bits[start:stop], bits.size, BF16)
-    got = triton_encode.encode(torch.from_numpy(bits.view(np.int16)).to(device), BF16)
-    assert got.kept == kept
+    got = encode(torch.from_numpy(bits.view(np.int16)).to(device), BF16)
+    assert got.kept_bits == kept
     for name, part in {"index": got.index, "words": got.words, "sign_mantissa": got.planes[8]}.items():
         stream = b"".join(np.ascontiguousarray(p).tobytes() for p in streams[name].parts)
         raw = part.cpu().numpy().tobytes()
@@ -175,48 +177,51 @@ def test_the_lock_is_held_around_launches_alone(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where the host waits: meanwhile other threads launch what the GPU does beside."""
-    lock, launches = Lock(), []
+    launches = []
 
     class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(triton_encode, name)
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
 
-        def __getitem__(self, grid: Any) -> Any:
-            assert lock.locked(), self.name
+        def run(self, *arguments: Any, **options: Any) -> None:
+            assert LAUNCHING.locked(), self.name
             launches.append(self.name)
-            return self.kernel[grid]
+            self.kernel.run(*arguments, **options)
 
     def unlocked(function: Any) -> Any:
         def called(*arguments: Any, **keywords: Any) -> Any:
-            assert not lock.locked(), function
+            assert not LAUNCHING.locked(), function
             return function(*arguments, **keywords)
 
         return called
 
-    kernels = [f"_{name}_kernel" for name in ("census", "planes", "spread", "code", "gather")]
-    for name in kernels:
-        monkeypatch.setattr(triton_encode, name, Kernel(name))
+    kernels = {
+        "_census_kernel": triton_census, "_planes_kernel": encode_planes, "_spread_kernel": encoder_table,
+        "code_kernel": encode_blocks, "_gather_kernel": encode_blocks,
+    }  # fmt: skip
+    for name, module in kernels.items():
+        monkeypatch.setattr(module, name, Kernel(name, getattr(module, name)))
     for place, name in (
         (triton_encode, "choose_table"),
-        (triton_encode._Census, "kept"),
+        (triton_census.GpuCensus, "kept_bits"),
         (torch.Tensor, "cumsum_"),
     ):
         monkeypatch.setattr(place, name, unlocked(getattr(place, name)))
     bits = torch.from_numpy(gaussian(BF16, 5000).view(np.int16)).to(device)
-    found = encode_launched(bits, BF16, warps=1, lock=lock)
+    encoded = encode(bits, BF16, warps=1)
     assert set(launches) == set(kernels)
     launches.clear()
-    Recoder(found, BF16, bits.numel(), warps=1, lock=lock).code(bits)
-    assert set(launches) == {"_planes_kernel", "_code_kernel", "_gather_kernel"}
+    Recoder(encoded, BF16, bits.numel(), warps=1).code(bits)
+    assert set(launches) == {"_planes_kernel", "code_kernel", "_gather_kernel"}
     monkeypatch.undo()
-    assert torch.equal(found.words, encode_launched(bits, BF16, warps=1).words)
+    assert torch.equal(encoded.words, encode(bits, BF16, warps=1).words)
 
 
 def test_memory_that_is_not_aligned(device: torch.device) -> None:
     bits = gaussian(BF16, 1001)
     whole = torch.from_numpy(bits.view(np.int16)).to(device)
     aligned = torch.from_numpy(bits[1:].view(np.int16)).to(device)
-    here, there = triton_encode.encode(whole[1:], BF16), triton_encode.encode(aligned.clone(), BF16)
+    here, there = encode(whole[1:], BF16), encode(aligned.clone(), BF16)
     assert here.words.tolist() == there.words.tolist()
     assert here.planes[8].tolist() == there.planes[8].tolist()
 
@@ -230,12 +235,12 @@ def test_what_is_no_bit_pattern_is_refused(device: torch.device) -> None:
         torch.zeros(8, dtype=torch.int16, device=device)[::2],
     ):
         with pytest.raises(ValueError, match="bits"):
-            triton_encode.encode(wrong, BF16)
+            encode(wrong, BF16)
 
 
 def test_products_replace_divisions_exactly() -> None:
     """At the ends of every interval on which the quotient is constant, the first and the last among them."""
-    facts = triton_encode._division().view(np.uint64)
+    facts = encoder_table.division_facts().view(np.uint64)
     f = np.arange(2, SCALE, dtype=np.uint64)
     multiplier, shift, addend = facts & 0xFFFFFFFF, facts >> 47 & 15, facts >> 44 & 1
     rng = np.random.default_rng(0)
@@ -254,7 +259,7 @@ def on(device: torch.device, bits: Bits) -> torch.Tensor:
     return torch.from_numpy(bits.view(SIGNED[bits.itemsize]).copy()).to(device)
 
 
-def coded_again(recoder: Recoder, encoded: Encoded, bits: Bits, fmt: FloatFormat) -> torch.Tensor:
+def coded_again(recoder: Recoder, encoded: GpuEncoded, bits: Bits, fmt: FloatFormat) -> torch.Tensor:
     """Code other weights; the words. All must be what the CPU makes of them by the same table."""
     words = recoder.code(on(encoded.index.device, bits))
     assert words is not None
@@ -290,7 +295,7 @@ def test_other_weights_are_coded_by_the_same_table(
     """Small changes, escapes, and NaNs, infinities and zeros of both signs; of whole runs and ragged ones."""
     bits = gaussian(fmt, numel)
     bits[0] |= fmt.dtype.type(1)  # so that all mantissa bits are kept
-    encoded = encode_launched(on(device, bits), fmt, spare=1)
+    encoded = encode(on(device, bits), fmt, spare=1)
     recoder = Recoder(encoded, fmt, numel)
     for changed in (drifted(fmt, numel), anything(fmt, numel), bits):
         room_for(recoder, numel * 3 + 200, 0x5A5A)
@@ -304,7 +309,7 @@ def test_several_spans_share_the_room(pairs: bool, device: torch.device) -> None
     """Of whole blocks, and of what is left. Where the last word just has room, nothing is written behind."""
     numel = 2 * BLOCK + 300
     bits, changed = (gaussian(BF16, numel), drifted(BF16, numel)) if pairs else (anything(BF16, numel),) * 2
-    encoded = encode_launched(on(device, bits), BF16, warps=1, scratch=0, spare=50)
+    encoded = encode(on(device, bits), BF16, warps=1, scratch=0, spare=50)
     assert encoded.table.group == (2 if pairs else 1)
     assert encoded.words.untyped_storage().nbytes() // 2 == encoded.words.numel() * 51 // 50
     recoder = Recoder(encoded, BF16, numel, warps=1, scratch=0)
@@ -317,7 +322,7 @@ def test_several_spans_share_the_room(pairs: bool, device: torch.device) -> None
 def test_words_without_room_are_not_written(device: torch.device) -> None:
     """Whether it ends within an escape, between escapes, among words, or before the second block begins."""
     numel = BLOCK + 200
-    encoded = encode_launched(on(device, gaussian(BF16, numel)), BF16, warps=1, scratch=0)
+    encoded = encode(on(device, gaussian(BF16, numel)), BF16, warps=1, scratch=0)
     changed = gaussian(BF16, numel, 1)
     changed[::40] ^= 0x4000
     recoder = Recoder(encoded, BF16, numel, warps=1, scratch=0)
@@ -334,19 +339,19 @@ def test_words_without_room_are_not_written(device: torch.device) -> None:
 
 def test_the_room_is_for_one_word_in_so_many(device: torch.device) -> None:
     bits = on(device, gaussian(BF16, 2000))
-    encoded = encode_launched(bits, BF16, spare=50)
+    encoded = encode(bits, BF16, spare=50)
     room = 2 * (encoded.words.numel() * 51 // 50)
     assert encoded.words.untyped_storage().nbytes() == room
     assert Recoder(encoded, BF16, 2000).nbytes == encoded.coding.nbytes + room
-    assert torch.equal(encoded.words, encode_launched(bits, BF16).words)
+    assert torch.equal(encoded.words, encode(bits, BF16).words)
 
 
 def test_what_cannot_be_coded_again_is_refused(device: torch.device) -> None:
     """Weights that use less than all mantissa bits: others might need them. And other numbers of weights."""
-    encoded = encode_launched(on(device, truncated(gaussian(BF16, 500), BF16, 5)), BF16)
+    encoded = encode(on(device, truncated(gaussian(BF16, 500), BF16, 5)), BF16)
     with pytest.raises(ValueError, match="5 of 7 mantissa bits"):
         Recoder(encoded, BF16, 500)
-    encoded = encode_launched(on(device, gaussian(BF16, 500)), BF16)
+    encoded = encode(on(device, gaussian(BF16, 500)), BF16)
     with pytest.raises(ValueError, match="not those of 1 blocks"):
         Recoder(encoded, BF16, 20_000)
     with pytest.raises(ValueError, match="501 weights in place of 500"):
@@ -364,7 +369,7 @@ def test_large_tensors_are_coded_again(
 ) -> None:
     for bits in (gaussian(fmt, LARGE), anything(fmt, LARGE)):
         bits[0] |= fmt.dtype.type(1)
-        encoded = encode_launched(on(device, bits), fmt, scratch=scratch, spare=50)
+        encoded = encode(on(device, bits), fmt, scratch=scratch, spare=50)
         recoder = Recoder(encoded, fmt, LARGE, scratch=scratch)
         words = rans.encode(split(drifted(fmt, LARGE), fmt, fmt.mantissa_bits)[0], encoded.table).words.size
         memory = room_for(recoder, words, -1)
@@ -417,13 +422,13 @@ def test_more_than_two_to_the_31_weights(device: torch.device) -> None:
     fmt = FORMATS["F8_E5M2"]
     block = gaussian(fmt, BLOCK)
     copies = (1 << 31) // BLOCK + 3
-    got = triton_encode.encode(torch.from_numpy(block.view(np.int8)).to(device).repeat(copies), fmt)
-    words: npt.NDArray[np.uint16] = rans.encode(split(block, fmt, got.kept)[0], got.table).words
+    got = encode(torch.from_numpy(block.view(np.int8)).to(device).repeat(copies), fmt)
+    words: npt.NDArray[np.uint16] = rans.encode(split(block, fmt, got.kept_bits)[0], got.table).words
     assert got.index.unique().tolist() == [words.size]
     assert got.words.numel() == copies * words.size
     for copy in (0, copies // 2, copies - 1):
         part = got.words[copy * words.size : (copy + 1) * words.size]
         assert part.cpu().numpy().tobytes() == words.tobytes()
-    plane = split(block, fmt, got.kept)[1]
+    plane = split(block, fmt, got.kept_bits)[1]
     for width, whole in got.planes.items():
         assert whole[-plane[width].size :].cpu().numpy().tobytes() == plane[width].tobytes()

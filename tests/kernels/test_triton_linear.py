@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tensors import gaussian
 
 from neuzip.kernels.packed_linear import ops as torch_ops
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -61,7 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """
 
     def force(warps: int, turns: int) -> None:
-        launch = triton_linear.Launch(warps, turns, turns)
+        launch = triton_linear.OneRowLaunch(warps, turns, turns)
         monkeypatch.setattr(triton_linear, "one_row_launch", lambda *_: launch)
         monkeypatch.setattr(triton_linear, "_programs", lambda units, *_: (-(-units // turns), turns))
 
@@ -200,7 +200,7 @@ def layouts(kernel, **constants):
     print(len(lines), *found, sep=" | ")
 
 one, some = triton_linear._one_row, triton_linear._some_rows
-form = dict(LOW=8, HALF=False, BIAS=True, ASM=True, EARLY=True)
+form = dict(LOW=8, HALF=False, BIAS=True, COMPILED=True, USE_PDL=True)
 layouts(one, C=128, W=4, TURNS=8, AHEAD=1, UNROLLED=1, EVEN=True, **form)
 layouts(one, C=125, W=16, TURNS=2, AHEAD=2, UNROLLED=2, EVEN=False, **form | dict(HALF=True, LOW=3))
 programs = dict(W=4, TURNS=32, EACH=5, BLOCKS=2)

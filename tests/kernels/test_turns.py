@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.packed_linear import ops as torch_ops
-from neuzip.kernels.packed_linear.ops import PackedTensor, _as_numpy
+from neuzip.kernels.packed_linear.ops import _as_numpy
 from neuzip.kernels.packed_linear.reference import _slots
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 BF16, F16 = FORMATS["BF16"], FORMATS["F16"]
 DTYPES = {BF16: torch.bfloat16, F16: torch.float16}
@@ -55,7 +56,7 @@ def check(bits: np.ndarray, fmt: FloatFormat = BF16) -> None:
     packed = packed_of(bits, fmt)
     assert packed.turn_index.shape == (-(-bits.shape[0] // 16), bits.shape[1] // 128, 2)
     assert packed.turn_escapes.shape == packed.escapes.shape
-    window = pl.Window(packed.base, packed.shift, fmt)
+    window = pl.ExponentWindow(packed.base, packed.shift, fmt)
     kinds = window.kinds[bits >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1]
     expected = np.where(kinds != 0, bits - np.uint16(window.shifted), window.settled(bits))
     assert (multiplied(packed) == expected).all()

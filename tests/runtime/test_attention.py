@@ -51,10 +51,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 import neuzip
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels.attention.reference import exact_attention, quantized_attention
-from neuzip.runtime.hf import attention, kv_cache
-from neuzip.runtime.hf import masks as attention_mask
-from neuzip.runtime.hf.attention import NAMES, patch_attention, record, recorded, unpatch_attention, uses
-from neuzip.runtime.hf.kv_cache import BY_A_KERNEL, KVCache
+from neuzip.runtime.hf import attention, attention_call, masks
+from neuzip.runtime.hf.attention import patch_attention, unpatch_attention, uses
+from neuzip.runtime.hf.attention_config import LAYERS_ENTRY, record_layers
+from neuzip.runtime.hf.attention_names import NAMES
+from neuzip.runtime.hf.kv_attention import not_readable
+from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.masks import DeferredMask
 
 pytestmark = [
@@ -243,7 +246,7 @@ def test_a_text_has_its_own_scales(llama: PreTrainedModel, ids: Tensor):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mask_is_never_dropped(llama: PreTrainedModel, ids: Tensor, name: str):
     """transformers makes none for an implementation without a mask function of the same name."""
-    assert ALL_MASK_ATTENTION_FUNCTIONS[name] is attention_mask.mask
+    assert ALL_MASK_ATTENTION_FUNCTIONS[name] is masks.mask
     padded, mask = padded_left(ids, [24, 11])
     expected = logits(llama, padded, attention_mask=mask)[1, -11:]
     llama.set_attn_implementation(name)
@@ -304,24 +307,24 @@ def test_patterns_are_recognised_by_what_they_are():
     window = masking_utils.sliding_window_causal_mask_function(8)
     overlay, causal = masking_utils.sliding_window_overlay(8), masking_utils.causal_mask_function
     both = masking_utils.and_masks
-    assert attention_mask._pattern(causal) == (True, None)
-    assert attention_mask._pattern(window) == (True, 8)
-    assert attention_mask._pattern(both(overlay, causal)) == (True, 8)
+    assert masks._pattern(causal) == (True, None)
+    assert masks._pattern(window) == (True, 8)
+    assert masks._pattern(both(overlay, causal)) == (True, 8)
     others = (both(causal, overlay), both(overlay), both(overlay, overlay), both(overlay, causal, causal))
     chunked = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
     others += (both(window, causal), overlay, chunked, masking_utils.or_masks(overlay, causal))
     for function in others:
-        assert attention_mask._pattern(function) is None
+        assert masks._pattern(function) is None
 
 
 def test_masks_of_other_shapes_are_not_read():
     query, key = torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 6, 8)
     for shape in ((2, 1, 1, 5), (1, 1, 1, 6), (2, 4, 1, 6), (2, 6)):
-        assert attention_mask.seen(torch.ones(shape, dtype=torch.bool), query, key, True) is None
-    assert attention_mask.seen(torch.zeros(2, 1, 1, 6), query, key, True) is None  # numbers that are added
-    found = attention_mask.seen(torch.ones(2, 1, 1, 6, dtype=torch.bool), query, key, True)
+        assert masks.seen(torch.ones(shape, dtype=torch.bool), query, key, True) is None
+    assert masks.seen(torch.zeros(2, 1, 1, 6), query, key, True) is None  # numbers that are added
+    found = masks.seen(torch.ones(2, 1, 1, 6, dtype=torch.bool), query, key, True)
     assert found is not None and (found.keys, found.causal, found.tokens) == (6, False, None)
-    assert attention_mask.seen(None, torch.zeros(2, 4, 8, 8), key, True) is None  # more queries than keys
+    assert masks.seen(None, torch.zeros(2, 4, 8, 8), key, True) is None  # more queries than keys
 
 
 @needs_5
@@ -535,10 +538,10 @@ def test_head_widths_that_the_kernel_lacks_are_left_alone(ids: Tensor, width: in
 
 @pytest.mark.parametrize("tokens", [1, 24])
 def test_decoding_and_short_texts_are_left_to_sdpa_on_a_gpu(tokens: int):
-    call = attention.Call(
+    call = attention_call.AttentionCall(
         torch.nn.Module(), _OnGpu(1, 2, tokens, 64), _OnGpu(1, 2, 24, 64), None, None, 0.0, None, None, {}
     )
-    reason = attention._slower(call)
+    reason = attention_call.slower(call)
     assert reason is not None and "fewer than 2,048 queries" in reason
 
 
@@ -550,8 +553,10 @@ def test_decoding_and_short_texts_are_left_to_sdpa_on_a_gpu(tokens: int):
     ],
 )  # fmt: skip
 def test_prompts_are_quantised_where_that_was_measured_to_be_faster(shape: Any, faster: bool):
-    call = attention.Call(torch.nn.Module(), _OnGpu(*shape), _OnGpu(*shape), None, None, 0.0, None, None, {})
-    assert call.causal and (attention._slower(call) is None) == faster
+    call = attention_call.AttentionCall(
+        torch.nn.Module(), _OnGpu(*shape), _OnGpu(*shape), None, None, 0.0, None, None, {}
+    )
+    assert call.causal and (attention_call.slower(call) is None) == faster
 
 
 class _OnGpu:
@@ -686,10 +691,10 @@ def test_a_quantised_cache_is_not_read_packed_where_the_model_would_attend_eager
     monkeypatch.setattr(torch.nn.Module, "parameters", lambda self, recurse=True: iter(()))  # none on the CPU
     llama, capped = made("llama"), made("soft cap")
     llama.set_attn_implementation(name)
-    assert kv_cache.not_readable(llama) is None
+    assert not_readable(llama) is None
     monkeypatch.setattr(type(capped), "_supports_sdpa", False)
     capped.set_attn_implementation("neuzip_sage8")
-    assert kv_cache.not_readable(capped) == "its attention is eager, not sdpa"
+    assert not_readable(capped) == "its attention is eager, not sdpa"
 
 
 def test_what_goes_away_is_not_remembered():
@@ -710,10 +715,10 @@ def test_a_record_is_kept_and_applied(llama: PreTrainedModel, ids: Tensor, tmp_p
     plain, container, again = tmp_path / "plain", tmp_path / "container", tmp_path / "again"
     exact = logits(llama, ids)
     llama.save_pretrained(plain)
-    record(plain, [8, None])
-    assert recorded(plain) == (8, None)
+    record_layers(plain, [8, None])
+    assert LAYERS_ENTRY.read(plain) == (8, None)
     neuzip.compress_checkpoint(plain, container)
-    assert recorded(container) == (8, None)
+    assert LAYERS_ENTRY.read(container) == (8, None)
 
     with pytest.warns(
         UserWarning, match="of 2 layers the attention of 1 in 8 bits is quantised, as config.json"
@@ -727,14 +732,14 @@ def test_a_record_is_kept_and_applied(llama: PreTrainedModel, ids: Tensor, tmp_p
         assert not torch.equal(logits(model, ids), exact)
         assert uses(model) == {"8 bits": 1, "sdpa: the layer keeps full precision": 1}
     loaded[-1].save_pretrained(again)
-    assert recorded(again) == (8, None)
+    assert LAYERS_ENTRY.read(again) == (8, None)
 
 
 def test_a_record_may_be_passed_over(llama: PreTrainedModel, ids: Tensor, tmp_path: Path):
     plain, container = tmp_path / "plain", tmp_path / "container"
     exact = logits(llama, ids)
     llama.save_pretrained(plain)
-    record(plain, 4)
+    record_layers(plain, 4)
     neuzip.compress_checkpoint(plain, container)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -757,7 +762,7 @@ def test_weights_in_memory_compressed_attend_as_recorded(tmp_path: Path, ids: Te
     torch.manual_seed(5)
     model = MODELS["llama"]().bfloat16()
     model.save_pretrained(tmp_path / "plain")
-    record(tmp_path / "plain", 8)
+    record_layers(tmp_path / "plain", 8)
     neuzip.compress_checkpoint(tmp_path / "plain", tmp_path / "container")
     with pytest.warns(UserWarning, match="2 in 8 bits"):
         found = AutoModelForCausalLM.from_pretrained(
@@ -770,23 +775,23 @@ def test_what_is_recorded_wrongly_is_told(llama: PreTrainedModel, tmp_path: Path
     llama.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     document = json.loads(path.read_text())
-    assert recorded(tmp_path) is None and recorded(tmp_path / "nothing") is None
+    assert LAYERS_ENTRY.read(tmp_path) is None and LAYERS_ENTRY.read(tmp_path / "nothing") is None
     for wrong in (7, {"attention": 8}, {"attention": {"layers": 8}}, {"attention": {"layers": [8]}},
                   {"attention": {"layers": [8, 5]}}, {"attention": {"layers": [8, True]}}):  # fmt: skip
         path.write_text(json.dumps(document | {"neuzip": wrong}))
         with pytest.raises(FormatError, match=r"config\.json, field 'neuzip"):
-            recorded(tmp_path)
+            LAYERS_ENTRY.read(tmp_path)
         with pytest.raises(FormatError, match="neuzip"):
             neuzip.load_model(tmp_path)
     path.write_text(json.dumps(document | {"neuzip": {"activations": "a4.8"}}))
-    assert recorded(tmp_path) is None
-    record(tmp_path, 8)
+    assert LAYERS_ENTRY.read(tmp_path) is None
+    record_layers(tmp_path, 8)
     assert json.loads(path.read_text())["neuzip"] == {"activations": "a4.8", "attention": {"layers": [8, 8]}}
     for layers in (7, [8], [8, 3]):
         with pytest.raises(UsageError):
-            record(tmp_path, layers)  # type: ignore[arg-type]
+            record_layers(tmp_path, layers)  # type: ignore[arg-type]
     with pytest.raises(NeuzipError, match="is not there"):
-        record(tmp_path / "nothing", 8)
+        record_layers(tmp_path / "nothing", 8)
 
 
 # On a GPU
@@ -795,14 +800,14 @@ def test_what_is_recorded_wrongly_is_told(llama: PreTrainedModel, tmp_path: Path
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_long_texts_are_quantised_and_decoding_is_not(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(attention_call, "LEAST_PRODUCTS", 1)
     config = made(name).config
     config.max_position_embeddings = 4096
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config).cuda().bfloat16().eval()
     if name == "soft cap":
         model.set_attn_implementation("eager")
-    length = attention.LEAST_TOKENS + 57
+    length = attention_call.LEAST_TOKENS + 57
     ids = torch.randint(1, 256, (2, length), device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :500] = 0
@@ -832,12 +837,12 @@ def test_on_a_gpu_a_compiled_decoder_goes_on(name: str):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_quantised_cache_is_read_as_it_is_packed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(attention_call, "LEAST_PRODUCTS", 1)
     config = made("llama").config
     config.max_position_embeddings = 4096
     torch.manual_seed(6)
     model = AutoModelForCausalLM.from_config(config).cuda().bfloat16().eval()
-    ids = torch.randint(1, 256, (1, attention.LEAST_TOKENS + 57), device="cuda")
+    ids = torch.randint(1, 256, (1, attention_call.LEAST_TOKENS + 57), device="cuda")
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False,
         "output_logits": True, "return_dict_in_generate": True,

@@ -20,10 +20,10 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.runtime.bitlinear import Activations
+from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
 from neuzip.runtime.decode.benchmark import (
-    Plan,
+    BenchmarkPlan,
     Speed,
     Speeds,
     make_plan,
@@ -33,7 +33,7 @@ from neuzip.runtime.decode.benchmark import (
     reset_peak,
     run,
 )
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -265,7 +265,7 @@ def test_compiled_residencies_on_a_gpu(residency: str, small: Path, device: torc
 
 
 def test_tokens_that_differ_are_explained(small: Path, neuzip, monkeypatch):
-    def differing(plan: Plan, **_: Any) -> Speeds:
+    def differing(plan: BenchmarkPlan, **_: Any) -> Speeds:
         dense = Speed("dense", 1, True, 1.0, 900, 100.0, 40.0, 1000, 4)
         return Speeds((dense, replace(dense, residency="packed", differing_tokens=1)), "bfloat16", "cpu", {})
 
@@ -307,7 +307,7 @@ def test_on_a_cpu_the_dense_model_is_measured_alone(small: Path, neuzip):
 
 
 def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatch):
-    def differing(plan: Plan, **_: Any) -> Speeds:
+    def differing(plan: BenchmarkPlan, **_: Any) -> Speeds:
         dense = Speed("dense", 1, True, 1.0, 900, 100.0, 40.0, 1000, 4)
         packed = replace(dense, residency="packed", differing_tokens=1, activations=Activations("b1.58"))
         return Speeds((dense, packed), "bfloat16", "cpu", {})

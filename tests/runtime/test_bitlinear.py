@@ -44,26 +44,15 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime import bitlinear
-from neuzip.runtime.bitlinear import (
-    ACTIVATIONS,
-    Activations,
-    BitLinear,
-    BitWeight,
-    ReLU2GLU,
-    bit_linears,
-    dense,
-    install,
-    is_relu2_glu,
-    record,
-    recorded,
-    set_activations,
-    site_of,
-    sparsity,
-)
+from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activations, site_of
+from neuzip.runtime.bitlinear import BitLinear, ReLU2GLU, bit_linears
 from neuzip.runtime.hf.load import load_model
-from neuzip.runtime.hf.quantizer import NeuzipConfig
-from neuzip.runtime.hf.residency import Held, compress_parameters, memory
+from neuzip.runtime.hf.quantization_config import NeuzipConfig
+from neuzip.runtime.hf.residency import MemoryUse, compress_parameters, memory
+from neuzip.runtime.hf.sparsity import mean_share, sparsity
+from neuzip.runtime.hf.ternary_layers import install, is_relu2_glu, set_activations
+from neuzip.runtime.weights import BitWeight
+from neuzip.runtime.weights.bit import dense
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -569,7 +558,7 @@ def test_weights_of_the_mean_are_those_of_the_paper():
     h, f = 4096, 11008
     shares = {"qkv": 0.121, "out": 0.5, "up": 0.714, "gate": 0.12, "down": 0.842}
     sizes = {"qkv": 3 * h * h, "out": h * h, "up": h * f, "gate": h * f, "down": h * f}
-    assert bitlinear.mean_share(shares, sizes) == pytest.approx(0.445, abs=5e-4)
+    assert mean_share(shares, sizes) == pytest.approx(0.445, abs=5e-4)
     assert shares["up"] == pytest.approx(1 - (1 - 0.12) * (1 - 0.675), abs=5e-4), "its formula for up"
 
 
@@ -699,12 +688,12 @@ def test_memory_of_ternary_layers(folders):
     model = load_model(folders["llama"] / "small", residency="packed")
     held, layers = memory(model), bit_linears(model).values()
     weights = sum(layer.in_features * layer.out_features for layer in layers)
-    assert held.ternary == Held(weights, 2 * weights, weights // 4 + 4 * len(layers))
+    assert held.ternary == MemoryUse(weights, 2 * weights, weights // 4 + 4 * len(layers))
     assert held.packed.weights == 2 * 512 * 256, "embeddings and head"
     plain = load_model(folders["llama"] / "small")
     assert held.total.weights == memory(plain).total.weights
     assert held.total.dense_bytes == memory(plain).total.dense_bytes
-    assert memory(plain).ternary == Held()
+    assert memory(plain).ternary == MemoryUse()
     assert compress_parameters(model, "packed") == held, "there is nothing left to compress"
 
 
@@ -714,7 +703,7 @@ def test_without_activations_weights_are_kept_as_others(folders):
     """The packed form has no room for so many zeros: as without these layers it is no gain, and not taken."""
     model = load_model(folders["llama"] / "small", residency="packed", activations="none")
     assert not bit_linears(model)
-    assert memory(model).ternary == Held()
+    assert memory(model).ternary == MemoryUse()
     assert memory(model).packed.weights == 2 * 512 * 256
     expected = load_model(folders["llama"] / "small")
     assert (model(IDS).logits - expected(IDS).logits).norm() <= 0.01 * expected(IDS).logits.norm()
@@ -869,10 +858,10 @@ def copied(folders, tmp_path: Path) -> Path:
 
 @needs_version_5
 def test_recorded_activations(copied: Path, tmp_path: Path, folders):
-    assert recorded(copied) is None
+    assert ACTIVATIONS_ENTRY.read(copied) is None
     asked = {"mode": "a4.8", "sites": {"down": "int4"}}
-    record(copied, asked)
-    assert recorded(copied) == Activations.of(asked)
+    ACTIVATIONS_ENTRY.write(copied, Activations.of(asked))
+    assert ACTIVATIONS_ENTRY.read(copied) == Activations.of(asked)
     config = json.loads((copied / "config.json").read_text())
     assert config["neuzip"] == {"activations": asked}
     assert config["quantization_config"]["quant_method"] == "neuzip"
@@ -901,7 +890,11 @@ def test_what_the_original_config_said_counts(tmp_path: Path):
     model.config.neuzip = {"activations": "a4.8", "other": 1}
     model.save_pretrained(tmp_path / "plain")
     compress(tmp_path / "plain", tmp_path / "small", ternary(), allow_destructive=True)
-    assert recorded(tmp_path / "plain") == recorded(tmp_path / "small") == Activations("a4.8")
+    assert (
+        ACTIVATIONS_ENTRY.read(tmp_path / "plain")
+        == ACTIVATIONS_ENTRY.read(tmp_path / "small")
+        == Activations("a4.8")
+    )
     loaded = load_model(tmp_path / "small", residency="packed")
     assert loaded.config.neuzip == {"activations": "a4.8", "other": 1}
     assert bit_linears(loaded)["model.layers.0.self_attn.q_proj"].activation == "int4"
@@ -919,7 +912,7 @@ def test_config_that_makes_no_sense(section: Any, said: str, copied: Path):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"neuzip": section}))
     with pytest.raises(FormatError, match=said):
-        recorded(copied)
+        ACTIVATIONS_ENTRY.read(copied)
     if hasattr(HfQuantizer, "get_quantize_ops"):
         with pytest.raises(FormatError, match=said):
             load_model(copied, residency="packed")
@@ -928,9 +921,9 @@ def test_config_that_makes_no_sense(section: Any, said: str, copied: Path):
 
 
 def test_nothing_is_recorded_where_there_is_no_config(tmp_path: Path):
-    assert recorded(tmp_path) is None
+    assert ACTIVATIONS_ENTRY.read(tmp_path) is None
     with pytest.raises(FormatError, match=r"config\.json: is not there"):
-        record(tmp_path, "a4.8")
+        ACTIVATIONS_ENTRY.write(tmp_path, Activations("a4.8"))
 
 
 # On a GPU

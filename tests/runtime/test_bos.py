@@ -22,7 +22,8 @@ from neuzip.eval.measures.texts import Document, Text
 from neuzip.eval.plans.sensitivity import CalibrationWindows
 from neuzip.formats.card.evaluation import read_evaluation
 from neuzip.runtime.hf.bos import bos_in_front, rows_behind
-from neuzip.runtime.hf.load import load_model, load_tokenizer
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.text import TrainingWindows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

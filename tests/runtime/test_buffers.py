@@ -25,7 +25,7 @@ class Units:
     def __init__(self, rooms: list[int]) -> None:
         self.launches: list[list[int]] = []
         self.all = [
-            buffers.Unit(room, (torch.zeros(1, device=DEVICE),), number, self.decode)
+            buffers.DecodeUnit(room, (torch.zeros(1, device=DEVICE),), number, self.decode)
             for number, room in enumerate(rooms)
         ]
 
@@ -37,7 +37,7 @@ class Units:
 
     def _filled(self, number: int, memory: torch.Tensor | None) -> torch.Tensor:
         if memory is None:
-            memory = torch.empty(self.all[number].room, dtype=torch.uint8, device=DEVICE)
+            memory = torch.empty(self.all[number].capacity, dtype=torch.uint8, device=DEVICE)
         return memory.fill_(number)
 
     @property
@@ -59,7 +59,7 @@ class Units:
 
     def check(self, seen: list[torch.Tensor], numbers: list[int]) -> None:
         for dense, number in zip(seen, numbers, strict=True):
-            assert dense.numel() == self.all[number].room
+            assert dense.numel() == self.all[number].capacity
             assert (dense == number).all(), number
 
 
@@ -141,11 +141,11 @@ def test_nothing_is_decoded_ahead_of_large_products() -> None:
     for number in [0, 1, 2] * 3:
         buffers.use(units.all[number], lambda dense: None, ahead=False)
     assert units.launches == [[0], [1], [2]] * 3
-    (taken,) = buffers._eager.values()
+    (taken,) = buffers._pool.eager.values()
     assert taken.size == 2 * buffers.ALIGNMENT  # room for one
     units.check(units.use(0), [0])
     assert units.launches[9:] == [[0, 1, 2]]
-    assert taken.size == buffers.ROOM * 2 * buffers.ALIGNMENT
+    assert taken.size == buffers.CAPACITY * 2 * buffers.ALIGNMENT
 
 
 def test_units_of_other_decoders_share_no_launch() -> None:
@@ -325,7 +325,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
     return made
 
 
-def paper_unit(paper: Paper, number: int, room: int) -> buffers.Unit:
+def paper_unit(paper: Paper, number: int, room: int) -> buffers.DecodeUnit:
     """Whose source the current stream is still writing."""
     source = -1 - next(paper.numbers)
     paper.touch(source, source + 1, writes=True)
@@ -337,12 +337,12 @@ def paper_unit(paper: Paper, number: int, room: int) -> buffers.Unit:
             paper.access(memory, writes=True)
         return [memory.fill_(number) for number, memory in zip(coded, there, strict=True)]
 
-    return buffers.Unit(room, (torch.zeros(1),), number, decode)
+    return buffers.DecodeUnit(room, (torch.zeros(1),), number, decode)
 
 
-def use_on_paper(paper: Paper, units: list[buffers.Unit], number: int, ahead: bool = True) -> None:
+def use_on_paper(paper: Paper, units: list[buffers.DecodeUnit], number: int, ahead: bool = True) -> None:
     def product(dense: torch.Tensor) -> None:
-        assert dense.numel() == units[number].room and (dense == number).all()
+        assert dense.numel() == units[number].capacity and (dense == number).all()
         paper.access(dense, writes=False)
 
     buffers.use(units[number], product, ahead=ahead)
@@ -392,7 +392,7 @@ def test_no_stream_of_a_graph_disturbs_another(
         for number in order:
             use_on_paper(paper, units, number)
     paper.accesses.clear()
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     main, other = paper.current, Stream()
     streams = [main, other] if choose.random() < 0.5 else [main]
     for number in order:
@@ -411,11 +411,11 @@ def test_a_ring_that_makes_way_for_a_capture_leaves_its_size(
     for number in range(4):
         use_on_paper(paper, units, number)
     buffers.make_way(torch.device("cpu"))
-    assert not buffers._eager
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    assert not buffers._pool.eager
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     use_on_paper(paper, units, 0)
-    ring = buffers._captured[torch.device("cpu")][1]
-    assert ring.size == buffers.ROOM * 4096 and [t.numel() for t in ring._outgrown] == []
+    ring = buffers._pool.captured[torch.device("cpu")][1]
+    assert ring.size == buffers.CAPACITY * 4096 and [t.numel() for t in ring._outgrown] == []
 
 
 @CPU_ONLY
@@ -425,24 +425,24 @@ def test_a_graphs_memory_is_lent(seed: int, paper: Paper, monkeypatch: pytest.Mo
     choose = random.Random(seed)
     units = [paper_unit(paper, n, choose.randint(1, 4000)) for n in range(choose.randint(1, 9))]
     order = order_of(choose, len(units))
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     for number in order:
         use_on_paper(paper, units, number)
-    room = buffers.room_of_capture(torch.device("cpu"))
+    room = buffers.memory_of_capture(torch.device("cpu"))
     assert room is not None
     base = paper.base
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 0)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 0)
     for _ in range(3):
         paper.access(room.memory, writes=True)  # a replay
         with buffers.within(room):
             for number in order:
                 use_on_paper(paper, units, number)
-            assert not buffers._eager
+            assert not buffers._pool.eager
     paper.access(room.memory, writes=True)
     assert paper.base == base  # nothing was taken
     with ThreadPoolExecutor(1) as pool, buffers.within(room):
         pool.submit(use_on_paper, paper, units, 0).result()
-    assert buffers._eager
+    assert buffers._pool.eager
 
 
 @CPU_ONLY
@@ -451,35 +451,35 @@ def test_memory_may_be_lent_while_other_memory_is(paper: Paper, monkeypatch: pyt
     units = [paper_unit(paper, n, 1000) for n in range(3)]
     rooms = []
     for graph in (7, 8):
-        monkeypatch.setattr(buffers, "_graph_of", lambda _, graph=graph: graph)
+        monkeypatch.setattr(buffers, "capture_id", lambda _, graph=graph: graph)
         use_on_paper(paper, units, 0)
-        rooms.append(buffers.room_of_capture(torch.device("cpu")))
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 0)
+        rooms.append(buffers.memory_of_capture(torch.device("cpu")))
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 0)
     held: list[buffers._Ring] = []
 
     def fail() -> None:
         with buffers.within(rooms[1]):
-            held.append(buffers._ring_of(torch.device("cpu")))
+            held.append(buffers._pool.ring(torch.device("cpu")))
             raise ZeroDivisionError
 
     with buffers.within(rooms[0]):
-        held.append(buffers._ring_of(torch.device("cpu")))
+        held.append(buffers._pool.ring(torch.device("cpu")))
         with pytest.raises(ZeroDivisionError):
             fail()
-        assert buffers._ring_of(torch.device("cpu")) is held[0]
+        assert buffers._pool.ring(torch.device("cpu")) is held[0]
     assert [ring.memory is room.memory for ring, room in zip(held, rooms, strict=True)] == [True] * 2
-    assert not buffers._lent.rings
+    assert not buffers._pool.lent.rings
 
 
 @CPU_ONLY
 def test_in_lent_memory_each_weight_is_decoded_once(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next replay believes nothing of what is ahead."""
     units = [paper_unit(paper, n, 500 + n) for n in range(9)]
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     for number in [*range(9)] * 2:
         use_on_paper(paper, units, number)
-    room = buffers.room_of_capture(torch.device("cpu"))
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 0)
+    room = buffers.memory_of_capture(torch.device("cpu"))
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 0)
     for _ in range(2):
         paper.accesses.clear()
         with buffers.within(room):
@@ -493,16 +493,16 @@ def test_a_larger_weight_than_a_graphs_has_memory_of_its_own(
     paper: Paper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     units = [paper_unit(paper, n, 1000 * (n + 1)) for n in range(4)]
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     use_on_paper(paper, units, 0)
-    room = buffers.room_of_capture(torch.device("cpu"))
+    room = buffers.memory_of_capture(torch.device("cpu"))
     assert room is not None
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 0)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 0)
     with buffers.within(room):
         for number in [0, 1, 2, 3] * 3:
             use_on_paper(paper, units, number)
     paper.access(room.memory, writes=True)
-    assert room.memory.numel() == buffers.ROOM * 1024
+    assert room.memory.numel() == buffers.CAPACITY * 1024
 
 
 @CPU_ONLY
@@ -514,7 +514,7 @@ def test_a_graph_decodes_each_weight_once(seed: int, paper: Paper, monkeypatch: 
     for number in [*range(9)] * 2:
         use_on_paper(paper, units, number)
     paper.accesses.clear()
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     for number in range(9):
         use_on_paper(paper, units, number)
     assert sum(access.writes for access in paper.accesses) == 1 + 9  # the memory itself counts as one
@@ -526,16 +526,16 @@ def test_what_a_graph_reads_is_kept_with_it(paper: Paper, monkeypatch: pytest.Mo
     mine, others = (paper_unit(paper, n, 1000) for n in range(2))
     for unit in (mine, others):
         buffers.use(unit, lambda dense: None)
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 7)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 7)
     buffers.use(mine, lambda dense: None)
     gone = weakref.ref(others)
-    room = buffers.room_of_capture(torch.device("cpu"))
+    room = buffers.memory_of_capture(torch.device("cpu"))
     assert room is not None and room.units == {mine, others}
     del unit, others
     assert gone() is not None
     del room
     assert gone() is None
-    monkeypatch.setattr(buffers, "_graph_of", lambda _: 8)
+    monkeypatch.setattr(buffers, "capture_id", lambda _: 8)
     buffers.use(mine, lambda dense: None)
     gone = weakref.ref(mine)
     del mine
@@ -606,12 +606,12 @@ def test_prompts_and_replays_take_turns_in_a_graphs_memory() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         seen = units.use(*order)
-        room = buffers.room_of_capture(device)
+        room = buffers.memory_of_capture(device)
     for _ in range(4):
         with torch.cuda.stream(stream):
             with buffers.within(room):
                 prompt = units.use(*order, 3, 1)
-                assert not buffers._eager
+                assert not buffers._pool.eager
             for tensor in seen:
                 tensor.fill_(0xEE)
             graph.replay()
@@ -627,10 +627,10 @@ def test_a_capture_without_weights_has_no_memory() -> None:
     Units([100]).use(0)
     with torch.cuda.graph(graph):
         x += 1
-        assert buffers.room_of_capture(torch.device("cuda", 0)) is None
+        assert buffers.memory_of_capture(torch.device("cuda", 0)) is None
     graph.replay()
     assert x.tolist() == [1] * 4
-    assert not buffers._captured
+    assert not buffers._pool.captured
 
 
 @pytest.mark.gpu

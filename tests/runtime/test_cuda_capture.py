@@ -8,4 +8,4 @@ from neuzip.runtime import cuda_capture as driver
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:
-    assert driver.capture_of(torch.device("cpu")) == 0
+    assert driver.capture_id(torch.device("cpu")) == 0

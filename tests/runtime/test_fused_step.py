@@ -36,12 +36,12 @@ from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.step import reference
 from neuzip.kernels.step.triton import step as triton_step
 from neuzip.kernels.ternary_linear import TernaryWeight, ternary_linears
-from neuzip.runtime import bitlinear
 from neuzip.runtime.bitlinear import BitLinear
-from neuzip.runtime.decode import generate
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode import greedy
+from neuzip.runtime.decode.greedy import GreedyDecoder
 from neuzip.runtime.hf import fused_step
 from neuzip.runtime.hf.fused_step import FusedStep
+from neuzip.runtime.hf.ternary_layers import install
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -531,7 +531,7 @@ def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     fused = decoder._fused_step()
     assert fused.rotary == (name in ROTATED)
-    steps = generate.WARM_UPS
+    steps = greedy.WARM_UPS
     assert masks == [torch.bool] * (4 * steps - 2) + [torch.bfloat16] * 2  # of two layers, in the last step
 
     @contextmanager
@@ -697,7 +697,7 @@ def ternary_model(hidden_act: str, mode: str) -> PreTrainedModel:
         if name.endswith("_proj"):
             codes = torch.randint(-1, 2, module.weight.shape, device=DEVICE, dtype=torch.int8)  # type: ignore[operator]
             ternary[name] = TernaryWeight.of(Ternary(codes, torch.tensor(0.05, device=DEVICE)))
-    bitlinear.install(model, ternary, mode)
+    install(model, ternary, mode)
     return model
 
 

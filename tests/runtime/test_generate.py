@@ -46,24 +46,17 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime.bitlinear import install
+from neuzip.runtime.decode import agreement as agreement_module
 from neuzip.runtime.decode import generate as generate_module
-from neuzip.runtime.decode.generate import (
-    EXPERTS_ASKED_FOR,
-    Agreement,
-    Generation,
-    GreedyDecoder,
-    Prompt,
-    agreement,
-    choose_device,
-    generate,
-    has_single_experts,
-    input_device,
-    not_static,
-    prepare,
-)
+from neuzip.runtime.decode.agreement import Agreement, agreement
+from neuzip.runtime.decode.generate import Generation, generate, not_static
+from neuzip.runtime.decode.greedy import SINGLE_EXPERTS, GreedyDecoder, has_single_experts
+from neuzip.runtime.decode.prompt import Prompt, prepare
 from neuzip.runtime.decode.sampling import Sampling, draw
+from neuzip.runtime.devices import choose_device
+from neuzip.runtime.hf.decoder import input_device
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.ternary_layers import install
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -347,7 +340,7 @@ def test_agreement_with_a_text_of_another_form(monkeypatch):
     logits = model(torch.cat([ids, tokens], dim=1)).logits
     tokens[:, -1] = logits[:, -2].topk(2).indices[:, 1]  # the second choice
     assert agreement(model, ids, tokens) == Agreement(16, 14, 0)
-    monkeypatch.setattr(generate_module, "TIE", 1 << 30)
+    monkeypatch.setattr(agreement_module, "TIE", 1 << 30)
     assert agreement(model, ids, tokens) == Agreement(16, 14, 2)
 
 
@@ -649,7 +642,7 @@ def test_what_cannot_be_captured_goes_on_in_transformers_loop(device: torch.devi
     assert not made.graphed and made.not_graphed
     assert len(made.tokens) == 8
     made = generate(single_experts().to(device), prompt)
-    assert (made.graphed, made.not_graphed) == (False, EXPERTS_ASKED_FOR)
+    assert (made.graphed, made.not_graphed) == (False, SINGLE_EXPERTS)
 
 
 @pytest.mark.gpu

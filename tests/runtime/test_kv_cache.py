@@ -41,11 +41,15 @@ from neuzip.kernels.kv_cache import ops as torch_ops
 from neuzip.kernels.kv_cache.triton import attend as triton_attend
 from neuzip.kernels.kv_cache.triton import attend_mma as triton_fragments
 from neuzip.kernels.kv_cache.triton import load as triton_load
+from neuzip.kernels.kv_cache.triton import shares
 from neuzip.kernels.kv_cache.triton import store as triton_store
 from neuzip.kernels.quantizers import quantize_heads
-from neuzip.runtime.decode.generate import GreedyDecoder
+from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf import kv_attention, kv_layers
 from neuzip.runtime.hf import kv_cache as runtime_module
-from neuzip.runtime.hf.kv_cache import BY_A_KERNEL, KVCache, not_readable
+from neuzip.runtime.hf.kv_attention import not_readable
+from neuzip.runtime.hf.kv_cache import KVCache
+from neuzip.runtime.hf.kv_layers import BY_A_KERNEL
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -439,12 +443,12 @@ def test_fragments_add_up_long_shares(bits: int, dtype: torch.dtype, device: tor
 
 
 def test_shares_keep_a_card_busy_and_are_not_more_than_there_are_steps(monkeypatch):
-    monkeypatch.setattr(triton_attend, "multiprocessors", lambda _: 132)
-    cpu = torch.device("cpu")
-    assert triton_attend._shares(32_768, 8, cpu) == 64
-    assert triton_attend._shares(32_768, 8 * 16, cpu) == 5
-    assert triton_attend._shares(100, 8, cpu) == 2
-    assert triton_attend._shares(32_768, 10_000, cpu) == 1
+    monkeypatch.setattr(shares, "multiprocessors", lambda _: 132)
+    cpu, count = torch.device("cpu"), shares.share_count.__wrapped__
+    assert count("kv_cache.attend", 32_768, 8, 64, cpu) == 64
+    assert count("kv_cache.attend", 32_768, 8 * 16, 64, cpu) == 5
+    assert count("kv_cache.attend", 100, 8, 64, cpu) == 2
+    assert count("kv_cache.attend", 32_768, 10_000, 64, cpu) == 1
 
 
 # The cache of a model
@@ -494,7 +498,7 @@ def test_token_by_token_is_as_all_at_once(
     model: PreTrainedModel, ids: Tensor, bits: int, static: bool, monkeypatch
 ):
     """Through several rooms, and past the window."""
-    monkeypatch.setattr(runtime_module, "ROOM", 4)
+    monkeypatch.setattr(kv_layers, "GROWTH", 4)
     expected = logits(model, ids, KVCache(model.config, bits), [20])
     cache = KVCache(model.config, bits, max_length=24 if static else None)
     for _ in range(2):
@@ -506,7 +510,7 @@ def test_token_by_token_is_as_all_at_once(
 
 
 def test_a_window_is_all_that_is_kept(ids: Tensor, monkeypatch):
-    monkeypatch.setattr(runtime_module, "ROOM", 4)
+    monkeypatch.setattr(kv_layers, "GROWTH", 4)
     model = MODELS["sliding window"]().eval()
     cache = KVCache(model.config, 3)
     logits(model, ids, cache, [1] * 20)
@@ -579,7 +583,7 @@ def test_memory_is_counted_with_its_room(llama: PreTrainedModel, ids: Tensor):
     cache = KVCache(llama.config, 4)
     assert cache.nbytes == 0
     logits(llama, ids, cache, [20])
-    assert cache.nbytes == 2 * 2 * 2 * 2 * runtime_module.ROOM * (8 + 2)
+    assert cache.nbytes == 2 * 2 * 2 * 2 * kv_layers.GROWTH * (8 + 2)
     static = KVCache(llama.config, 4, max_length=30)
     logits(llama, ids, static, [20])
     assert static.nbytes == 2 * 2 * 2 * 2 * 30 * (8 + 2)
@@ -673,7 +677,7 @@ def test_what_the_kernel_does_not_do_is_said(llama: PreTrainedModel, ids: Tensor
     with interpreted(monkeypatch) as calls, kept.attention(llama):
         packed.update(states(1, 2, 5, 16), states(1, 2, 5, 16))
         keys, values = packed.update(states(1, 2, 1, 16), states(1, 2, 1, 16))
-        runtime_module._attend(llama.model.layers[0].self_attn, states(1, 4, 1, 16), keys, values, None, 0.5)
+        kv_attention._attend(llama.model.layers[0].self_attn, states(1, 4, 1, 16), keys, values, None, 0.5)
     assert not calls
     assert kept.how.endswith("it drops out weights")
 
@@ -745,7 +749,7 @@ def test_generate_says_what_its_cache_took(neuzip):
         "generate", CHECKPOINT, "--prompt", "The", "--max-new-tokens", 4, "--kv-bits", 4, "--device", "cpu",
         "--json",
     ).json  # fmt: skip
-    assert (answer["kv_bits"], answer["kv_bytes"]) == (4, 6 * 2 * 2 * runtime_module.ROOM * (16 + 2))
+    assert (answer["kv_bits"], answer["kv_bytes"]) == (4, 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
 
 
 def test_bench_measures_both_caches(neuzip):
@@ -857,7 +861,7 @@ def test_what_does_not_fit_is_dropped(device: torch.device):
 
 
 def test_what_a_window_let_go_of_cannot_come_back():
-    layer = runtime_module.KVLayer(runtime_module.Form(8, "absmax", torch.bfloat16, None), 3)
+    layer = kv_layers.KVLayer(kv_layers.CacheFormat(8, "absmax", torch.bfloat16, None), 3)
     layer.update(torch.randn(1, 1, 7, 32), torch.randn(1, 1, 7, 32))
     layer.activate_past_recording()
     with pytest.raises(RuntimeError, match="the last 3 of 7 tokens cannot be taken off"):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from neuzip.runtime.hf import lazy_tensor as stand_ins
-from neuzip.runtime.hf.lazy_tensor import StandIn, with_values
+from neuzip.runtime.hf import lazy_tensor
+from neuzip.runtime.hf.lazy_tensor import LazyTensor, with_values
 
 BF16 = torch.bfloat16
 
@@ -42,9 +42,9 @@ def weight(*shape: int) -> Weight:
 )
 def test_steps_are_taken_later(steps: Callable[[torch.Tensor], torch.Tensor]):
     w = weight(12, 8)
-    later = steps(StandIn.of(w))  # type: ignore[arg-type]
+    later = steps(LazyTensor.of(w))  # type: ignore[arg-type]
     now = steps(w.dense())
-    assert isinstance(later, StandIn) and later.device.type == "meta"
+    assert isinstance(later, LazyTensor) and later.device.type == "meta"
     assert (later.shape, later.dtype) == (now.shape, now.dtype)
     assert w.decoded == 1
     made = with_values({"w": later})["w"]
@@ -55,8 +55,8 @@ def test_steps_are_taken_later(steps: Callable[[torch.Tensor], torch.Tensor]):
 
 def test_a_weight_is_decoded_once_for_all_its_parts():
     experts, other = weight(8, 6, 4), weight(3, 3)
-    tensors = {f"e{i}": part.squeeze(0) for i, part in enumerate(torch.chunk(StandIn.of(experts), 8))}  # type: ignore[arg-type]
-    tensors = {"plain": torch.ones(2), "z": StandIn.of(other)} | tensors  # type: ignore[arg-type]
+    tensors = {f"e{i}": part.squeeze(0) for i, part in enumerate(torch.chunk(LazyTensor.of(experts), 8))}  # type: ignore[arg-type]
+    tensors = {"plain": torch.ones(2), "z": LazyTensor.of(other)} | tensors  # type: ignore[arg-type]
     made = with_values(tensors)
     assert list(made) == list(tensors)
     assert made["plain"] is tensors["plain"]
@@ -67,13 +67,13 @@ def test_a_weight_is_decoded_once_for_all_its_parts():
 
 def test_what_a_weight_is_made_of_is_let_go_before_the_next(monkeypatch):
     sizes: list[int] = []
-    result = stand_ins._Call.result
+    result = lazy_tensor._Call.result
 
-    def noted(call: stand_ins._Call, memo: stand_ins.Memo) -> object:
+    def noted(call: lazy_tensor._Call, memo: lazy_tensor.Memo) -> object:
         value = result(call, memo)
         sizes.append(len(memo))
         return value
 
-    monkeypatch.setattr(stand_ins._Call, "result", noted)
-    with_values({str(i): StandIn.of(weight(3, 3)) + 1 for i in range(5)})  # type: ignore[arg-type]
+    monkeypatch.setattr(lazy_tensor._Call, "result", noted)
+    with_values({str(i): LazyTensor.of(weight(3, 3)) + 1 for i in range(5)})  # type: ignore[arg-type]
     assert max(sizes) == 2

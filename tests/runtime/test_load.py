@@ -34,10 +34,13 @@ from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
 from neuzip.kernels.rans.triton import encode as triton_encode
-from neuzip.runtime.decode.generate import agreement
-from neuzip.runtime.hf import load, residency
-from neuzip.runtime.hf.load import load_model, load_state_dict, load_tokenizer
-from neuzip.runtime.read import TORCH_DTYPES, read_tensor, read_tensors
+from neuzip.runtime.decode.agreement import agreement
+from neuzip.runtime.dtypes import TORCH_DTYPES
+from neuzip.runtime.hf import config as config_module
+from neuzip.runtime.hf import load, residency, stored_tensors
+from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.runtime.read import load_state_dict, read_tensor, read_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,9 +181,9 @@ def test_tensors_that_are_in_their_place_stay_there(kind, dtype, checkpoints, co
     def placed(source, tensor, workers, failures, verify):  # type: ignore[no-untyped-def]
         data = read_tensor(source, tensor, workers)
         places[data.data_ptr()] = data
-        return load._Asked(source, tensor, lambda _: data)
+        return stored_tensors._PlacedTensor(source, tensor, lambda _: data)
 
-    monkeypatch.setattr(load, "_Encoded", placed)
+    monkeypatch.setattr(stored_tensors, "_EncodedTensor", placed)
     model = load_model(compressed[kind], dtype)
     expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=dtype or "auto")
     assert_same(model, expected)
@@ -318,12 +321,12 @@ def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypat
         groups.append([t.name for t in tensors])
         return [read_tensor(source, t, workers, verify=verify) for t in tensors]
 
-    monkeypatch.setattr(load, "read_tensors", noted)
-    monkeypatch.setattr(load, "GROUP", 600_000)
+    monkeypatch.setattr(stored_tensors, "read_tensors", noted)
+    monkeypatch.setattr(stored_tensors, "GROUP", 600_000)
     monkeypatch.setattr(torch.Tensor, "to", _stays)
     with TensorSource(larger["mixtral"] / "small") as source:
         tensors = list(source.tensors())
-        with load.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
+        with stored_tensors.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
             for tensor in sorted(tensors, key=lambda t: t.name):
                 data = stored[tensor.name][...].to(device="cpu", dtype=None)
                 assert torch.equal(data, read_tensor(source, tensor, Workers(1)))
@@ -493,7 +496,9 @@ def test_the_hint_for_a_model_without_text_is_no_other_version(broken: Path):
 )
 def test_more_layers_than_there_are_tensors_are_not_built(claim: dict[str, Any], broken: Path, monkeypatch):
     monkeypatch.setattr(load, "skeleton_of", lambda config: pytest.fail("it was built"))
-    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was made"))
+    monkeypatch.setattr(
+        config_module.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was made")
+    )
     edit_config(broken, **claim)
     with pytest.raises(FormatError, match=r"[0,]+ layers, but the weights are \d+ tensors") as caught:
         load_model(broken)
@@ -644,7 +649,7 @@ def test_model_on_a_gpu(kind, dtype, checkpoints, compressed, monkeypatch):
         places.update(t.data_ptr() for t in found)
         return found
 
-    monkeypatch.setattr(load, "read_tensors", noted)
+    monkeypatch.setattr(stored_tensors, "read_tensors", noted)
     for folder in (compressed[kind], checkpoints[kind]):
         expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=dtype or "auto").to("cuda")
         model = load_model(folder, dtype, "cuda")
@@ -668,7 +673,7 @@ def test_damaged_weights_are_found_on_a_gpu(broken: Path):
 @pytest.mark.parametrize("form", ["plain", "small"])
 @pytest.mark.parametrize("kind", COMPRESSED)
 def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypatch):
-    monkeypatch.setattr(load, "GROUP", 600_000)  # so that there are some
+    monkeypatch.setattr(stored_tensors, "GROUP", 600_000)  # so that there are some
     model = load_model(larger[kind] / form, device="cuda", residency=kept)
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
     held = residency.memory(model)
@@ -682,7 +687,7 @@ def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypat
 @pytest.mark.parametrize(("kept", "share"), [("packed", 0.74), ("ans", 0.72)])
 def test_memory_while_loading(kept: str, share: float, tmp_path: Path, monkeypatch):
     """Beside what is compressed: a group of dense weights, its codes, and what a weight's coder needs."""
-    monkeypatch.setattr(load, "GROUP", 64 << 20)  # a share of this model as of one of several GB
+    monkeypatch.setattr(stored_tensors, "GROUP", 64 << 20)  # a share of this model as of one of several GB
     sizes = {"vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 10}
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=16)).to(torch.bfloat16)
@@ -701,7 +706,7 @@ def test_memory_while_loading(kept: str, share: float, tmp_path: Path, monkeypat
     nbytes = [p.numel() * p.dtype.itemsize for p in model.parameters()]
     slack = sum(n > 1 << 20 for n in nbytes) << 20  # torch leaves up to 1 MiB of a block of memory unused
     coder = max(nbytes) if kept == "packed" else 3 * max(nbytes) + triton_encode.SCRATCH
-    limit = held.stored_bytes + 2 * load.GROUP + coder + slack
+    limit = held.stored_bytes + 2 * stored_tensors.GROUP + coder + slack
     assert peak < limit < dense
 
 

@@ -38,7 +38,8 @@ from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
-from neuzip.runtime.hf.quantizer import NeuzipConfig, make_quantizer, register
+from neuzip.runtime.hf.patches import make_quantizer, register
+from neuzip.runtime.hf.quantization_config import NeuzipConfig
 from neuzip.runtime.hf.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -811,7 +812,7 @@ def test_import_torch_bears_a_neuzip_that_cannot_be_imported(monkeypatch, caplog
 
 
 def test_where_registering_fails_folders_are_refused(small, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "neuzip.runtime.hf.quantizer", None)
+    monkeypatch.setitem(sys.modules, "neuzip.runtime.hf.patches", None)
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "neuzip", NeuzipConfig)  # put back afterwards
     neuzip._register("transformers.modeling_utils")
     assert "neuzip could not register with transformers.modeling_utils" in caplog.text

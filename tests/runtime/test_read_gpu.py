@@ -247,7 +247,7 @@ def test_memory_for_what_is_compressed_is_bounded_and_given_back(tmp_path: Path,
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # memory that another stream used counts until somebody looks whether it is done
     assert torch.cuda.memory_allocated() - before <= total
-    assert torch.cuda.max_memory_allocated() - before <= total + (gpu.UNDER_WAY + 2) * gpu.PART
+    assert torch.cuda.max_memory_allocated() - before <= total + (gpu.IN_FLIGHT + 2) * gpu.PART
     assert all(torch.equal(found[name].cpu(), layers[name]) for name in layers)
 
 

@@ -29,8 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from neuzip.errors import UsageError
 from neuzip.runtime.hf import residency
 from neuzip.runtime.hf.residency import (
-    Held,
-    Use,
+    MemoryUse,
+    WeightUse,
     compress,
     compress_parameters,
     compressible,
@@ -154,21 +154,26 @@ class Pieces(nn.Module):
 
 def test_parameters_are_found_by_their_use():
     assert compressible(Pieces()) == {
-        "linear.weight": Use(),
-        "fp16.weight": Use(),
-        "conv1d.weight": Use(transposed=True),
-        "embedding.weight": Use(looked_up=True),
-        "experts": Use(),
+        "linear.weight": WeightUse(),
+        "fp16.weight": WeightUse(),
+        "conv1d.weight": WeightUse(transposed=True),
+        "embedding.weight": WeightUse(looked_up=True),
+        "experts": WeightUse(),
     }
 
 
 def test_of_tied_weights_all_names_decide():
     pieces = Pieces()
     pieces.linear.weight = pieces.fp16.weight = nn.Parameter(torch.zeros(512, 256, dtype=BF16))
-    assert compressible(pieces)["fp16.weight"] == Use()
+    assert compressible(pieces)["fp16.weight"] == WeightUse()
     pieces.embedding.weight = pieces.linear.weight
     found = compressible(pieces)
-    assert found["fp16.weight"] == found["embedding.weight"] == found["linear.weight"] == Use(looked_up=True)
+    assert (
+        found["fp16.weight"]
+        == found["embedding.weight"]
+        == found["linear.weight"]
+        == WeightUse(looked_up=True)
+    )
     pieces.bare = pieces.linear.weight
     assert "linear.weight" not in compressible(pieces)
 
@@ -177,7 +182,7 @@ def test_ties_that_transformers_has_yet_to_make():
     with torch.device("meta"):
         model = llama(tied=True).to(BF16)
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-    assert compressible(model)["lm_head.weight"] == Use(looked_up=True)
+    assert compressible(model)["lm_head.weight"] == WeightUse(looked_up=True)
 
 
 def test_what_would_not_become_smaller_stays_dense():
@@ -192,7 +197,7 @@ def test_what_would_not_become_smaller_stays_dense():
 
 def test_fp32_is_left_as_it_is():
     weight = torch.ones(256, 256)
-    assert torch.equal(compress(weight, Use(), "packed"), weight)
+    assert torch.equal(compress(weight, WeightUse(), "packed"), weight)
 
 
 # That the model stays what it was
@@ -204,7 +209,7 @@ def test_a_packed_model_is_the_same_and_smaller(kind: str):
     before = memory(model).total
     report = compress_parameters(model, "packed")
     assert report == memory(model)
-    assert report.ans == Held()
+    assert report.ans == MemoryUse()
     assert report.total.weights == before.weights
     assert report.total.dense_bytes == before.stored_bytes
     assert report.packed.weights > 0.8 * before.weights
@@ -235,9 +240,9 @@ def test_ans_codes_products_and_packs_look_ups(device: torch.device, monkeypatch
     """The interpreter, for which the CPU is a GPU, takes its time, so the weight is a small one."""
     monkeypatch.setattr(residency, "WORTH", 2.0)
     dense = nn.Linear(64, 128, dtype=BF16, device=device).weight
-    product = compress(dense, Use(), "ans")
+    product = compress(dense, WeightUse(), "ans")
     assert isinstance(product, AnsWeight) and not product.requires_grad
-    look_up = compress(dense, Use(looked_up=True), "ans")
+    look_up = compress(dense, WeightUse(looked_up=True), "ans")
     assert isinstance(look_up, PackedWeight) and look_up.exact
     for weight in (product, look_up):
         assert torch.equal(weight.dense().view(torch.int16), dense.detach().view(torch.int16))

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neuzip.runtime.decode import generate
-from neuzip.runtime.decode.generate import GreedyDecoder
-from neuzip.runtime.hf.static_cache import Places, can_pad, head_width, static_cache
+from neuzip.runtime.decode import greedy
+from neuzip.runtime.decode.greedy import GreedyDecoder
+from neuzip.runtime.hf.static_cache import TokenPositions, can_pad, head_width, static_cache
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -35,7 +35,7 @@ def test_padded_heads_give_the_same():
     model, ids = llama(12), texts()
     with torch.no_grad():
         expected = model(ids).logits
-        places = Places(torch.arange(6))
+        places = TokenPositions(torch.arange(6))
         cache = static_cache(model.config, 9, places, padded=True)
         with cache.attention():
             prompt = model(ids[:, :6], past_key_values=cache, position_ids=places.tokens[None]).logits
@@ -51,7 +51,7 @@ def test_padded_heads_give_the_same():
 def test_a_decoder_with_padded_heads(monkeypatch: pytest.MonkeyPatch):
     model, ids = llama(12), texts()
     plain = GreedyDecoder(model, 2, 20)
-    monkeypatch.setattr(generate, "can_pad", lambda model: True)
+    monkeypatch.setattr(greedy, "can_pad", lambda model: True)
     padded = GreedyDecoder(model, 2, 20)
     assert torch.equal(padded.generate(ids, 8), plain.generate(ids, 8))
     torch.testing.assert_close(padded.logits, plain.logits)
@@ -62,7 +62,7 @@ def test_a_decoder_with_padded_heads(monkeypatch: pytest.MonkeyPatch):
 def test_attention_is_what_it_was_after_a_failure():
     model = llama(12)
     for padded in (True, False):
-        cache = static_cache(model.config, 9, Places(torch.arange(1)), padded=padded)
+        cache = static_cache(model.config, 9, TokenPositions(torch.arange(1)), padded=padded)
         with pytest.raises(IndexError), cache.attention():
             model(torch.tensor([[1000]]), past_key_values=cache)
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
@@ -72,13 +72,13 @@ def test_others_attend_as_ever_meanwhile():
     model, other, ids = llama(12), llama(10), texts()
     with torch.no_grad():
         expected = other(ids).logits
-        with static_cache(model.config, 9, Places(torch.arange(6)), padded=True).attention():
+        with static_cache(model.config, 9, TokenPositions(torch.arange(6)), padded=True).attention():
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
             assert torch.equal(other(ids).logits, expected)
 
 
 def test_keys_and_values_of_other_widths_stay_as_they_are():
-    cache = static_cache(llama(12).config, 9, Places(torch.arange(3)), padded=True)
+    cache = static_cache(llama(12).config, 9, TokenPositions(torch.arange(3)), padded=True)
     keys, values = cache.layers[0].update(torch.ones(1, 2, 3, 12), torch.ones(1, 2, 3, 10))
     assert keys.shape[-1] == 12 and values.shape[-1] == 10
 

@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from neuzip.errors import NeuzipError
 from neuzip.kernels.packed_linear import ops as packed_ops
 from neuzip.kernels.packed_linear.triton import linear as triton_linear
-from neuzip.kernels.rans.triton import encode as triton_encode
-from neuzip.runtime import buffers, weights
-from neuzip.runtime.weights import AnsWeight, CompressedWeight, PackedWeight
+from neuzip.kernels.rans.triton import warp
+from neuzip.runtime import buffers
+from neuzip.runtime.weights import AnsWeight, CompressedWeight, PackedWeight, base
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -394,7 +394,7 @@ def test_compiled(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", ["exact", "ans"])
 def test_large_weights_are_decoded_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LARGEST", 40 * 2 * 10)
+    monkeypatch.setattr(base, "LARGEST", 40 * 2 * 10)
     dense, bias, x = random(24, 40), random(24, seed=1), random(5, 40, seed=2)
     weight = OF[kind](dense)
     assert [(part.start, part.stop) for part in weight.parts] == [(0, 10), (10, 20), (20, 24)]
@@ -412,7 +412,7 @@ def test_large_weights_are_decoded_in_parts(kind: str, monkeypatch: pytest.Monke
 
 def test_small_experts_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """But decoded one by one."""
-    monkeypatch.setattr(weights, "LARGEST", 2 * 8 * 40 * 2)
+    monkeypatch.setattr(base, "LARGEST", 2 * 8 * 40 * 2)
     dense = random(5, 8, 40)
     weight = AnsWeight.of(dense)
     assert len(weight.residents) == 3
@@ -423,7 +423,7 @@ def test_small_experts_are_coded_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_codes_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = AnsWeight.of(random(4, 8)).cpu()
-    monkeypatch.setattr(triton_encode.INTERPRETED, "value", False)
+    monkeypatch.setattr(warp.INTERPRETED, "value", False)
     with pytest.raises(NeuzipError, match="cannot be decoded"):
         weight + 1
 
@@ -469,12 +469,12 @@ def test_weights_of_a_model_are_decoded_together(monkeypatch: pytest.MonkeyPatch
     x = random(5, 40, seed=5)
     original = buffers._Ring._decode
 
-    def spy(self: buffers._Ring, units: list[buffers.Unit], stream: object) -> None:
+    def spy(self: buffers._Ring, units: list[buffers.DecodeUnit], stream: object) -> None:
         decoded.append([unit.sources[0] for unit in units])
         original(self, units, stream)
 
     monkeypatch.setattr(buffers._Ring, "_decode", spy)
-    monkeypatch.setattr(buffers, "ROOM", 2)  # not enough for all of them
+    monkeypatch.setattr(buffers, "CAPACITY", 2)  # not enough for all of them
     for _ in range(3):
         got = [F.linear(x, w) for w in (live[0], all_experts[1], live[1], live[2])]
         for y, w in zip(got, (matrices[0], experts[1], matrices[1], matrices[2]), strict=True):
@@ -490,7 +490,7 @@ def test_weights_of_a_model_are_decoded_together(monkeypatch: pytest.MonkeyPatch
             assert same_bits(torch.addmm(bias, short, w), torch.addmm(bias, short, matrix))
     assert max(len(group) for group in decoded) == 4
     decoded.clear()
-    many = random(weights.AHEAD_ROWS + 1, 40, seed=6)
+    many = random(base.AHEAD_ROWS + 1, 40, seed=6)
     for _ in range(2):
         for w, matrix in zip(live, matrices, strict=True):
             assert same_bits(F.linear(many, w), F.linear(many, matrix))
@@ -556,7 +556,7 @@ def test_memory_is_that_of_the_codes_and_a_room() -> None:
         graph.replay()
     torch.cuda.synchronize()
     cublas = 96 << 20  # what it takes for each stream
-    room = int(buffers.ROOM * 8192 * 8192 * 2)
+    room = int(buffers.CAPACITY * 8192 * 8192 * 2)
     assert torch.cuda.max_memory_allocated() - before < stored + room + cublas
     assert x_out.isfinite().all()
 

@@ -333,6 +333,10 @@ class OnACpu:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return functools.partial(self.launch, grid[0])
 
+    def run(self, *arguments: Any, grid: tuple[int], warmup: bool, **options: Any) -> None:
+        assert not warmup
+        self.launch(grid[0], *arguments, **options)
+
     def launch(
         self,
         programs: int,

@@ -18,7 +18,7 @@ from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.kernels import quantizers
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import read_log
@@ -75,7 +75,7 @@ def test_gradients_pass_the_quantisers_as_if_they_were_not_there(activation: str
     weights = numbers(10, 24, seed=2)
     (layer(x) * weights).sum().backward()
     ternary = layer.ternary()
-    quantised = bitlinear.ACTIVATIONS[activation](x.detach()).dequantize()  # type: ignore[misc]
+    quantised = ACTIVATIONS[activation](x.detach()).dequantize()  # type: ignore[misc]
     seen = (x + strength * (quantised - x)).detach().requires_grad_()
     dense = layer.weight.detach() + strength * (ternary.dequantize() - layer.weight.detach())
     dense.requires_grad_()
@@ -237,7 +237,7 @@ def test_a_course_recovers(settings, original: Path, tmp_path: Path):
     assert kld(original, model) < 0.5 * before
     assert len(found.figures) == found.steps == 100
     assert found.is_complete
-    assert bitlinear.recorded(tmp_path / "r") == bitlinear.Activations(settings.get("activations", "b1.58"))
+    assert ACTIVATIONS_ENTRY.read(tmp_path / "r") == Activations(settings.get("activations", "b1.58"))
     plain = load_model(tmp_path / "r")
     assert isinstance(plain, BitNetForCausalLM) == ("sub_norms" in settings)
     assert len(found.ternary) == 14
@@ -465,7 +465,7 @@ def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_p
     assert float(moments["exp_avg_sq"].sum()) > 0
     recover(second, tmp_path / "b158", tmp_path / "a48", steps=5, from_state=tmp_path / "state")
     assert second.optimizer.state[layer.weight]["step"] == 20
-    assert bitlinear.recorded(tmp_path / "a48") == bitlinear.Activations("a4.8")
+    assert ACTIVATIONS_ENTRY.read(tmp_path / "a48") == Activations("a4.8")
 
 
 def test_a_budget_of_time_decides_how_many_steps_there_are(

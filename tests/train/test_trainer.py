@@ -29,13 +29,14 @@ from neuzip.kernels.quantizers.states import BLOCK, RngKey
 from neuzip.kernels.rans.coded import PATTERNS
 from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.train import compressed_array as holding
+from neuzip.train import model_weights
 from neuzip.train import states as kept
-from neuzip.train import trainer as compressed
 from neuzip.train.compressed_array import NumbaCompressedArray, TritonCompressedArray, store_array
 from neuzip.train.deterministic import deterministic_algorithms
 from neuzip.train.layer_prefetch import LayerBuffers
 from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, ParameterUpdate, optimizer_of
-from neuzip.train.trainer import Trainer, checksum, train_compressed
+from neuzip.train.trainer import Trainer, train_compressed
+from neuzip.train.weight_checksum import checksum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -334,8 +335,8 @@ def test_states_in_coded_pieces_are_those_of_the_optimizer(
     where, optimizer = device if triton else torch.device("cpu"), AdamW(stochastic=True)
     one, gradient = (torch.randn(1000).bfloat16().to(where) for _ in range(2))
     other, dense = one.clone(), optimizer.new_states(1000, where)
-    keeper = kept.StateStore(optimizer, where, coded=True, triton=triton)
-    keeper.make_room(1000)
+    keeper = kept.StateStore(optimizer, where, compressed=True, triton=triton)
+    keeper.reserve(1000)
     pieces: kept.StatePieces = []
     for step in (1, 2):
         keeper.update(pieces, ParameterUpdate(one, gradient * step, 0.01, RngKey(0, step, 0)))
@@ -422,7 +423,7 @@ def test_the_filter_of_the_head_is_the_callers_choice(
         given.append(options["filter_eps"])
         return linear_cross_entropy(*arguments, **options)
 
-    monkeypatch.setattr("neuzip.train.trainer.linear_cross_entropy", noting)
+    monkeypatch.setattr("neuzip.train.head_loss.linear_cross_entropy", noting)
     train_compressed(llama(), filter_gradients=filtered).step(batches(1)[0], 1e-3)
     assert given and set(given) == {eps}
 
@@ -444,19 +445,19 @@ def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
             self.places.append(buffer.data_ptr())
             return [buffer]
 
-        def code(self, flats: list[Tensor]) -> None:
+        def encode(self, flats: list[Tensor]) -> None:
             pass
 
     for number in (4, 5):
         units = [Unit() for _ in range(number)]
-        desk = LayerBuffers(torch.device("cpu"), ahead=True)
-        desk.make_room(64)
+        buffers = LayerBuffers(torch.device("cpu"), prefetch=True)
+        buffers.reserve(64)
         for _ in range(2):
             for way in (units, units[::-1]):
-                for unit, then in zip(way, [*way[1:], None], strict=True):
-                    with desk.opened(unit, changes=way is not units, then=then):
+                for unit, next_unit in zip(way, [*way[1:], None], strict=True):
+                    with buffers.opened(unit, changes=way is not units, next_unit=next_unit):
                         pass
-                desk.settle()
+                buffers.wait()
         assert all(len(set(unit.places)) == 1 and len(unit.places) == 4 for unit in units)
         assert len({unit.places[0] for unit in units}) == 2
 
@@ -466,7 +467,7 @@ def test_a_layer_lies_in_the_same_buffer_forward_and_backward() -> None:
 def test_parameters_are_made_once_and_left_without_gradients(ahead: bool, micro: int | None) -> None:
     """One for each place where a weight lies open, and nothing of a graph stays with them."""
     trainer = train_compressed(llama(), ahead=ahead, micro_batch_size=micro)
-    layer = trainer.layers[0]
+    layer = trainer.weights.layers[0]
     seen: list[nn.Parameter] = []
     nodes = 0
 
@@ -503,14 +504,14 @@ def test_a_layer_that_failed_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) ->
     """Its parameters are used again, by the next step."""
     trainer = train_compressed(llama(), optimizer="sgd")
     batch, again = batches(2)
-    forward = type(trainer.layers[1].module).forward
+    forward = type(trainer.weights.layers[1].module).forward
 
     def failing(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if torch.is_grad_enabled():
             raise MemoryError
         return forward(self, *arguments, **keywords)
 
-    monkeypatch.setattr(type(trainer.layers[1].module), "forward", failing)
+    monkeypatch.setattr(type(trainer.weights.layers[1].module), "forward", failing)
     with pytest.raises(MemoryError):
         trainer.step(batch, 0.0)
     monkeypatch.undo()
@@ -557,10 +558,10 @@ def test_what_fails_beside_the_work_is_raised(monkeypatch: pytest.MonkeyPatch) -
 def test_buffers_and_threads_go_with_their_trainer() -> None:
     trainer = train_compressed(llama(), ahead=True)
     trainer.step(batches(1)[0], 0.01)
-    desk = weakref.ref(trainer._desk)
+    buffers = weakref.ref(trainer.weights.buffers)
     del trainer
     gc.collect()
-    assert desk() is None
+    assert buffers() is None
 
 
 def test_a_failed_decode_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -655,9 +656,9 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 def test_tables_in_chunks_give_what_whole_ones_give(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"optimizer": "adamw8bit"}, {"optimizer": "sgd", "max_grad_norm": 0.4}):
         whole = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
-        monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+        monkeypatch.setattr(model_weights, "rows_of_chunk", lambda *_: 256)
         trainer = train_compressed(llama(tied, vocab_size=1024))
-        assert len(trainer.head.chunks) == len(trainer.embedding.chunks) == 4
+        assert len(trainer.weights.head.chunks) == len(trainer.weights.embedding.chunks) == 4
         parts = trained(llama(tied, torch.bfloat16, vocab_size=1024), 4, 1e-2, **options)
         monkeypatch.undo()
         # Sums over the vocabulary are made in another order, so bf16 may round the other way.
@@ -665,7 +666,7 @@ def test_tables_in_chunks_give_what_whole_ones_give(tied: bool, monkeypatch: pyt
 
 
 def test_chunks_of_a_head_give_its_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "rows_of_chunk", lambda *_: 256)
+    monkeypatch.setattr(model_weights, "rows_of_chunk", lambda *_: 256)
     ours = trained(llama(dtype=torch.float32, vocab_size=1000), 1, 1.0, optimizer="sgd")
     monkeypatch.undo()
     whole = plain(llama(dtype=torch.float32, vocab_size=1000), SGD(), 1, 1.0)

@@ -43,8 +43,9 @@ from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError, shell
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
-from neuzip.runtime import bitlinear
-from neuzip.runtime.hf.load import load_config, load_model
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
+from neuzip.runtime.hf.config import load_config
+from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
 from neuzip.train.plain import write_plain
 from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
@@ -60,7 +61,7 @@ from neuzip.train.recovery.sub_norms import with_sub_norms
 from neuzip.train.recovery.ternary import TernaryRecipe, convert
 from neuzip.train.state_file import read_state, write_state
 from neuzip.train.text import TrainingWindows
-from neuzip.train.trainer import checksum
+from neuzip.train.weight_checksum import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,7 +125,7 @@ class RecoverySettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bitlinear.Activations.of(self.activations)
+        Activations.of(self.activations)
         for name in ("lr_warm_up", "strength", "noise", "least"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it is a share, from 0 to 1")
@@ -195,8 +196,8 @@ class Recovery:
             student = with_sub_norms(student, _seen(windows, base.device))
         if not starts and settings.scales == "learned":
             recipe = TernaryRecipe("error-feedback", "row" if settings.group == "row" else None)
-            found = convert(student, recipe, _seen(windows, base.device))
-            starts = {name.removesuffix(".weight"): one for name, one in found.items()}
+            ternary = convert(student, recipe, _seen(windows, base.device))
+            starts = {name.removesuffix(".weight"): one for name, one in ternary.items()}
         group: Group = "row" if settings.group == "row" else None
         make_latent(student, base, starts, settings.activations, settings.scales == "learned", group, dtype)
         return cls(student, base, windows, settings, dtype, source)
@@ -262,15 +263,15 @@ class Recovery:
         with torch.no_grad():
             teacher = self.base.base_model(ids, use_cache=False, output_hidden_states=deep)
         with self._autocast():
-            found = self.student.base_model(ids, use_cache=False, output_hidden_states=deep)
+            student = self.student.base_model(ids, use_cache=False, output_hidden_states=deep)
         losses = head_loss(
-            found.last_hidden_state.flatten(0, 1).float(), head_weight(self.student),
+            student.last_hidden_state.flatten(0, 1).float(), head_weight(self.student),
             teacher.last_hidden_state.flatten(0, 1), head_weight(self.base), targets.flatten(), weights,
         )  # fmt: skip
         total = losses.total
         figures: dict[str, Tensor] = {"kld": losses.divergence, "nll": losses.cross_entropy}
         if deep:
-            figures["hidden"] = hidden_loss(found.hidden_states[1:], teacher.hidden_states[1:])
+            figures["hidden"] = hidden_loss(student.hidden_states[1:], teacher.hidden_states[1:])
             total = total + weights.hidden * figures["hidden"]
         total.backward()  # type: ignore[no-untyped-call]
         figures = {"loss": total.detach(), **figures}
@@ -390,9 +391,9 @@ class Recovery:
     @torch.no_grad()
     def _set_parameters(self, path: Path, tensors: dict[str, Tensor]) -> None:
         own = dict(self.student.named_parameters())
-        found = {name.removeprefix("parameter/") for name in tensors if name.startswith("parameter/")}
-        if found != own.keys():
-            name = sorted(found ^ own.keys())[0]
+        names = {name.removeprefix("parameter/") for name in tensors if name.startswith("parameter/")}
+        if names != own.keys():
+            name = sorted(names ^ own.keys())[0]
             raise FormatError(path, "is of another model, or of other scales", field=name)
         for name, parameter in own.items():
             value = tensors[f"parameter/{name}"]
@@ -409,13 +410,13 @@ class Recovery:
 
         The student has ordinary layers afterwards. Returns the weights that are ternary.
         """
-        found = self.ternary()
+        weights = self.ternary()
         for name, layer in self.latent.items():
-            self.student.set_submodule(name, dense_layer(layer, found[name]))
+            self.student.set_submodule(name, dense_layer(layer, weights[name]))
         nn.Module.to(self.student, dtype=self.dtype)
         write_plain(self.student, folder, src)
-        bitlinear.record(folder, self.settings.activations)
-        return found
+        ACTIVATIONS_ENTRY.write(folder, Activations.of(self.settings.activations))
+        return weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -534,8 +535,8 @@ def fingerprint(model: nn.Module) -> str:
     """What tells weights apart by names, shapes and values, in whatever dtype they hold them exactly."""
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
-        found = int(checksum(parameter.detach().float()))
-        digest.update(f"{name} {tuple(parameter.shape)} {found}".encode())
+        total = int(checksum(parameter.detach().float()))
+        digest.update(f"{name} {tuple(parameter.shape)} {total}".encode())
     return digest.hexdigest()
 
 

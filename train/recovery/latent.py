@@ -13,9 +13,10 @@ from neuzip.compress import ternary as forms
 from neuzip.errors import NeuzipError
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.runtime import bitlinear
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
+from neuzip.runtime.hf.ternary_layers import install
 from neuzip.train.recovery.straight_through import Group, LatentLinear
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ def runnable(
     `activations` None is what config.json says, or b1.58. Raises NeuzipError if no weight is ternary.
     """
     model = load_model(path, dtype, device, attention=False)
-    found = ternary_layers(model)
-    if not found:
+    layers = ternary_layers(model)
+    if not layers:
         raise NeuzipError(f"{path}: has no ternary weights", "neuzip recover makes them")
-    mode = activations or bitlinear.recorded(path) or "b1.58"
-    bitlinear.install(model, {n: TernaryWeight.of(t, device) for n, t in found.items()}, mode)
+    mode = activations or ACTIVATIONS_ENTRY.read(path) or "b1.58"
+    install(model, {n: TernaryWeight.of(t, device) for n, t in layers.items()}, mode)
     return model
 
 
@@ -54,12 +55,12 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
 
 def ternary_layers(model: PreTrainedModel) -> dict[str, Ternary]:
     """The linear weights with ternary values and a scale a tensor or row, by the names of layers."""
-    found = {}
+    layers = {}
     for name, linear in linear_layers(model):
         ternary = forms.find_exact(linear.weight.detach())
         if ternary is not None:
-            found[name] = ternary
-    return found
+            layers[name] = ternary
+    return layers
 
 
 def make_latent(
@@ -77,7 +78,7 @@ def make_latent(
     `starts`, and scales are those of it, of values of `dtype`. Raises NeuzipError for another base.
     """
     originals = dict(linear_layers(base))
-    by_site = bitlinear.Activations.of(activations)
+    by_site = Activations.of(activations)
     for name, linear in list(linear_layers(student)):
         if name not in originals or originals[name].weight.shape != linear.weight.shape:
             raise NeuzipError(
@@ -99,10 +100,10 @@ def make_latent(
 def dense_layer(layer: LatentLinear, ternary: Ternary) -> nn.Linear:
     """An ordinary layer, of scale * codes in the dtype of the checkpoint."""
     with torch.device("meta"):
-        made = nn.Linear(layer.in_features, layer.out_features, bias=False)
-    made.weight = nn.Parameter(ternary.dequantize(layer.dtype))
-    made.register_parameter("bias", layer.bias)
-    return made
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    linear.weight = nn.Parameter(ternary.dequantize(layer.dtype))
+    linear.register_parameter("bias", layer.bias)
+    return linear
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuzip.kernels.quantizers import QuantizedTokens, Ternary, top_k_count
 from neuzip.kernels.ternary_linear.reference import quantize
-from neuzip.runtime.bitlinear import ACTIVATIONS, CLAMPED
+from neuzip.runtime.activations import ACTIVATIONS, CLAMPED
 
 Group = Literal["row"] | None
 
@@ -73,12 +73,12 @@ class LatentLinear(nn.Module):
         """The scales as they are stored, fp32 [] or [out, 1], without gradients."""
         with torch.no_grad():
             if not absmean and self.log_scale is not None:
-                found = self.log_scale.exp()
+                scale = self.log_scale.exp()
             elif self.group is None:
-                found = self.weight.double().abs().mean()
+                scale = self.weight.double().abs().mean()
             else:
-                found = self.weight.double().abs().mean(1, keepdim=True)
-            return found.to(self.dtype).float()
+                scale = self.weight.double().abs().mean(1, keepdim=True)
+            return scale.to(self.dtype).float()
 
     def codes(self, scale: Tensor) -> Tensor:
         """The codes of the latent weights, int8 [out, in]."""

@@ -53,14 +53,14 @@ def with_sub_norms(model: PreTrainedModel, windows: Tensor) -> PreTrainedModel:
         )
     gains = _gains(model, windows[:FEW])
     with torch.device(model.device):
-        made = BitNetForCausalLM(BitNetConfig(**{name: getattr(config, name) for name in KEPT}))
-    made.load_state_dict(model.state_dict(), strict=False)
+        bitnet = BitNetForCausalLM(BitNetConfig(**{name: getattr(config, name) for name in KEPT}))
+    bitnet.load_state_dict(model.state_dict(), strict=False)
     for norm, gain in gains.items():
-        nn.init.constant_(made.get_submodule(norm).weight, gain)  # type: ignore[arg-type]
-    made.generation_config, made.config.dtype = model.generation_config, config.dtype
-    made.config.name_or_path = config.name_or_path
-    nn.Module.to(made, dtype=model.dtype)
-    return made
+        nn.init.constant_(bitnet.get_submodule(norm).weight, gain)  # type: ignore[arg-type]
+    bitnet.generation_config, bitnet.config.dtype = model.generation_config, config.dtype
+    bitnet.config.name_or_path = config.name_or_path
+    nn.Module.to(bitnet, dtype=model.dtype)
+    return bitnet
 
 
 @torch.no_grad()

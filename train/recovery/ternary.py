@@ -76,7 +76,7 @@ def convert(
     layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
     feed = _Feed(model, layers, windows) if recipe.quantizer == "error-feedback" else None
-    found = {}
+    weights = {}
     for layer in layers:
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         grams = feed.grams(layer, linears) if feed else {}
@@ -88,13 +88,13 @@ def convert(
                     f"{names[linear]}: {error}", "its dtype may overflow: `device='cpu'` computes in fp32"
                 ) from error
             linear.weight.copy_(ternary.dequantize(linear.weight.dtype))
-            found[f"{names[linear]}.weight"] = ternary
+            weights[f"{names[linear]}.weight"] = ternary
         if feed:
             feed.advance(layer)
         on_layer()
-    if not found:
+    if not weights:
         raise NeuzipError(f"{type(model).__name__}: its layers have no linear modules")
-    return found
+    return weights
 
 
 def _rounded(ternary: Ternary, dtype: torch.dtype) -> Ternary:
@@ -166,11 +166,11 @@ class _Feed:
 def _keywords(
     model: PreTrainedModel, layers: nn.ModuleList, window: Tensor
 ) -> dict[nn.Module, dict[str, Any]]:
-    """What each layer is told beside the hidden states."""
-    found: dict[nn.Module, dict[str, Any]] = {}
+    """The keyword arguments of each layer beside the hidden states."""
+    by_layer: dict[nn.Module, dict[str, Any]] = {}
 
     def keep(layer: nn.Module, _: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        found[layer] = {name: x for name, x in keywords.items() if name != "hidden_states"}
+        by_layer[layer] = {name: x for name, x in keywords.items() if name != "hidden_states"}
 
     hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     try:
@@ -178,7 +178,7 @@ def _keywords(
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return by_layer
 
 
 def save(model: PreTrainedModel, src: str | os.PathLike[str], dst: Path, overwrite: bool = False) -> None:

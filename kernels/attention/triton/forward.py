@@ -55,7 +55,7 @@ MOST_ROWS = 2**31 - 1
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2_448 = tl.constexpr(8.807354922057604)
-"""Weights are made 448 times as large, the largest number of E4M3, and their sum with them."""
+"""Weights are quantized 448 times as large, the largest number of E4M3, and their sum with them."""
 
 
 @functools.cache
@@ -83,15 +83,15 @@ class AttentionLayout:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """See `sage_attention`; the log-sum-exp is empty unless asked for."""
+    """Attention of q [B, Hq, N, D] over k, v [B, Hkv, N, D]: output, and log-sum-exp, empty if not wanted."""
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     out = empty_like_queries(q, _stored(q.dtype))
     lse = torch.empty((batch, heads, queries) if return_lse else 0, device=q.device)
     layout = AttentionLayout(batch, heads, kv_heads, queries, keys)
     if not q.numel() or not keys:
         return out.zero_().to(q.dtype), lse.fill_(float("-inf"))
-    made = quantize(k, v, options.bits, options.smooth_v)
-    forward(q, k, made, layout, options, out, lse)
+    quantized = quantize(k, v, options.bits, options.smooth_v)
+    forward(q, k, quantized, layout, options, out, lse)
     return out.to(q.dtype), lse
 
 
@@ -106,7 +106,7 @@ def attention_packed(
     options: Options,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `sage_attention_packed`; the log-sum-exp is empty unless asked for."""
+    """Attention of packed sequences [T, H, D]: output, and log-sum-exp, empty if not wanted."""
     (tokens, heads, _), (keys, kv_heads) = q.shape, k.shape[:2]
     longest_q, longest_k = min(longest_q, tokens), min(longest_k, keys)
     out = torch.empty(q.shape, dtype=_stored(q.dtype), device=q.device)
@@ -117,14 +117,20 @@ def attention_packed(
     layout = AttentionLayout(
         sequences, heads, kv_heads, longest_q, longest_k, tokens, keys, q_starts, k_starts
     )
-    made = quantize_packed(k, v, k_starts, longest_k, options.bits, options.smooth_v)
+    quantized = quantize_packed(k, v, k_starts, longest_k, options.bits, options.smooth_v)
     q, k, laid = (x.transpose(0, 1)[None] for x in (q, k, out))
-    forward(q, k, made, layout, options, laid, lse)
+    forward(q, k, quantized, layout, options, laid, lse)
     return out.to(q.dtype), lse
 
 
 def forward(
-    q: Tensor, k: Tensor, made: Quantized, layout: AttentionLayout, options: Options, out: Tensor, lse: Tensor
+    q: Tensor,
+    k: Tensor,
+    quantized: Quantized,
+    layout: AttentionLayout,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Attention of q over quantised keys and values; `k` are these keys as they were, for smoothed queries.
 
@@ -134,7 +140,7 @@ def forward(
     width = q.shape[-1]
     plain = not options.smooth_q and options.softcap is None
     first, second = next(pieces for pieces in PIECES if sum(pieces) >= width)
-    described = _described(made, first)
+    described = _described(quantized, first)
     packed = layout.q_starts is not None
     tiles = triton.cdiv(layout.longest_q, TILE)
     group = layout.q_heads // layout.kv_heads
@@ -143,35 +149,36 @@ def forward(
     window = options.window if options.window is not None and options.window < layout.longest_k else None
     launch(
         _attention_kernel, (tiles * layout.q_heads * layout.sequences,),
-        out, lse, q, *described, *(_described(made, second) if second else described),
-        made.k_scale, made.k_mean, made.v_scale, made.v_mean, k, layout.q_starts, layout.k_starts,
+        out, lse, q, *described, *(_described(quantized, second) if second else described),
+        quantized.k_scale, quantized.k_mean, quantized.v_scale, quantized.v_mean,
+        k, layout.q_starts, layout.k_starts,
         scale, options.scale, (options.softcap or 0.0) * LOG2E, window or 0,
-        layout.longest_q, layout.longest_k, layout.total_q, layout.total_k, made.room,
+        layout.longest_q, layout.longest_k, layout.total_q, layout.total_k, quantized.room,
         layout.q_heads, tiles, layout.sequences * layout.q_heads,
-        _together(made, layout, group) if options.causal else 1,
+        _together(quantized, layout, group) if options.causal else 1,
         *_strides(q, packed), *_strides(k, packed),
         *_strides(out, packed),
         GROUP=group, D=width, D0=first, D1=second, BM=TILE, BN=BLOCK,
         LEVELS=2 ** (options.bits - 1) - 1, CAUSAL=options.causal, WINDOW=window is not None,
         SOFTCAP=options.softcap is not None, SMOOTH_Q=options.smooth_q,
-        SMOOTH_V=made.v_mean is not None, LSE=lse.numel() > 0,
+        SMOOTH_V=quantized.v_mean is not None, LSE=lse.numel() > 0,
         COMPILED=is_compiled(_attention_kernel), device=q.device,
         **forward_launch(width, plain, q.device),
     )  # fmt: skip
 
 
-def _together(made: Quantized, layout: AttentionLayout, group: int) -> int:
+def _together(quantized: Quantized, layout: AttentionLayout, group: int) -> int:
     """Heads whose tiles are done together, the longest first, while their keys are in the cache."""
-    bytes_of_a_head = 2 * layout.longest_k * made.width
+    bytes_of_a_head = 2 * layout.longest_k * quantized.width
     return min(layout.q_heads * layout.sequences, max(1, CACHE // bytes_of_a_head) * group)
 
 
-def _described(made: Quantized, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _described(quantized: Quantized, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Blocks of some columns of the keys, and of as many channels of the values."""
-    rows = made.k.view(-1, made.width)
+    rows = quantized.k.view(-1, quantized.width)
     if rows.shape[0] > MOST_ROWS:
         raise ValueError(f"{rows.shape[0]:,} keys of all heads are more than the {MOST_ROWS:,} that fit")
-    channels = made.v.view(-1, made.room)
+    channels = quantized.v.view(-1, quantized.room)
     return (
         TensorDescriptor.from_tensor(rows, [BLOCK, columns]),
         TensorDescriptor.from_tensor(channels, [columns, BLOCK]),
@@ -179,7 +186,7 @@ def _described(made: Quantized, columns: int) -> tuple[TensorDescriptor, TensorD
 
 
 def _strides(x: Tensor, packed: bool) -> tuple[int, ...]:
-    """Of [B, H, N]; the sequences of a pack lie behind each other."""
+    """Strides of batches, heads and tokens; 0 for batches of a pack, whose sequences follow each other."""
     return (0, *x.stride()[1:3]) if packed else x.stride()[:3]
 
 

@@ -27,7 +27,7 @@ SHARE = 256
 """Tokens that a program of the first pass takes."""
 
 NUMBERS = 4096
-"""Of so many numbers a program of the first two passes takes tokens, or shares, at a time."""
+"""Numbers of a program's tile of tokens, or shares, in the first two passes."""
 
 E4M3_MAX = tl.constexpr(448.0)
 
@@ -39,7 +39,7 @@ SMALLEST = tl.constexpr(2.0**-100)
 
 
 def quantize(k: Tensor, v: Tensor, bits: int, smooth_v: bool) -> Quantized:
-    """Of k and v [B, Hkv, Nk, D], bf16 or fp16 (fp32 in the interpreter), with Nk > 0."""
+    """Quantise k and v [B, Hkv, Nk, D], bf16 or fp16 (fp32 in the interpreter), with Nk > 0."""
     batch, heads, tokens, _ = k.shape
     room = triton.cdiv(tokens, BLOCK) * BLOCK
     outer = (batch, heads)
@@ -50,7 +50,7 @@ def quantize(k: Tensor, v: Tensor, bits: int, smooth_v: bool) -> Quantized:
 def quantize_packed(
     k: Tensor, v: Tensor, starts: Tensor, longest: int, bits: int, smooth_v: bool
 ) -> Quantized:
-    """Of sequences of at most `longest` tokens, k and v [Tk, Hkv, D], beginning at `starts` int32 [S + 1]."""
+    """Quantise k and v [Tk, Hkv, D] of sequences of at most `longest` tokens; `starts` int32 [S + 1]."""
     tokens, heads, _ = k.shape
     sequences = starts.shape[0] - 1
     room = (tokens // BLOCK + sequences) * BLOCK
@@ -73,9 +73,13 @@ def _quantize(
     heads, width, device = k.shape[1], k.shape[-1], k.device
     shares, blocks = triton.cdiv(longest, SHARE), triton.cdiv(longest, BLOCK)
     kinds = 4 if smooth_v else 2
-    kept = shares if starts is None else k.shape[0] // SHARE + sequences  # of a head; as blocks are counted
-    parts = torch.empty(heads if starts is not None else sequences * heads, kept, kinds, width, device=device)
-    made = Quantized(
+    slots = (
+        shares if starts is None else k.shape[0] // SHARE + sequences
+    )  # shares that a head has memory for, counted as blocks are
+    parts = torch.empty(
+        heads if starts is not None else sequences * heads, slots, kinds, width, device=device
+    )
+    quantized = Quantized(
         torch.empty(*outer, room, width, dtype=torch.int8, device=device),
         torch.empty(*outer, room // BLOCK, GROUPS, device=device),
         torch.empty(sequences, heads, width, device=device),
@@ -88,22 +92,23 @@ def _quantize(
     total = k.shape[0] if starts is not None else 0
     launch(
         _statistics_kernel, (sequences * heads * shares,),
-        parts, k, v, starts, longest, total, heads, shares, kept, *strides,
+        parts, k, v, starts, longest, total, heads, shares, slots, *strides,
         SHARE=SHARE, ROWS=NUMBERS // columns, **common, num_warps=8, device=device,
     )  # fmt: skip
     launch(
         _fold_kernel, (sequences * heads,),
-        made.k_mean, made.v_scale, made.v_mean, parts, starts, longest, total, heads, kept,
+        quantized.k_mean, quantized.v_scale, quantized.v_mean, parts, starts, longest, total, heads, slots,
         SHARE=SHARE, FOLDED=NUMBERS // columns, **common, num_warps=4, device=device,
     )  # fmt: skip
     launch(
         _codes_kernel, (sequences * heads * blocks * 2,),
-        made.k, made.k_scale, made.v, k, v, made.k_mean, made.v_scale, made.v_mean, starts,
+        quantized.k, quantized.k_scale, quantized.v, k, v,
+        quantized.k_mean, quantized.v_scale, quantized.v_mean, starts,
         longest, total, heads, blocks, room, *strides, LEVELS=2 ** (bits - 1) - 1,
         BLOCK=BLOCK, **common, COMPILED=is_compiled(_codes_kernel), device=device,
         **codes_launch(columns, device),
     )  # fmt: skip
-    return made
+    return quantized
 
 
 @functools.cache
@@ -126,12 +131,12 @@ def extent(starts_ptr, sequence, longest, total):
 
 
 @triton.jit
-def first_share(starts_ptr, outer, head, sequence, start, kept, SHARE: tl.constexpr):
+def first_share(starts_ptr, outer, head, sequence, start, slots, SHARE: tl.constexpr):
     """Where the shares of a sequence's head begin: those of a pack as its blocks do."""
     if starts_ptr is None:
-        return outer.to(tl.int64) * kept
+        return outer.to(tl.int64) * slots
     else:
-        return head * kept + start // SHARE + sequence
+        return head * slots + start // SHARE + sequence
 
 
 @triton.jit
@@ -173,14 +178,14 @@ def divided(x, by: tl.constexpr):
     return tl.div_rn(x, tl.full(x.shape, by, tl.float32))
 
 
-@triton.jit(do_not_specialize=["longest", "total", "heads", "shares", "kept"])
+@triton.jit(do_not_specialize=["longest", "total", "heads", "shares", "slots"])
 def _statistics_kernel(
-    parts_ptr, k_ptr, v_ptr, starts_ptr, longest, total, heads, shares, kept,
+    parts_ptr, k_ptr, v_ptr, starts_ptr, longest, total, heads, shares, slots,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     SHARE: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Of a share of a head: sums of keys; largest magnitudes of values, or largest, least and sums."""
+    """Statistics of a share of a head: sums of keys; largest |values|, or largest, least and sums."""
     program = tl.program_id(0)
     share, outer = program % shares, program // shares
     head, sequence = (outer % heads).to(tl.int64), (outer // heads).to(tl.int64)
@@ -210,7 +215,7 @@ def _statistics_kernel(
         else:
             v_high = tl.maximum(v_high, tl.abs(v))
     kinds: tl.constexpr = 4 if SMOOTH_V else 2
-    place = first_share(starts_ptr, outer, head, sequence, start, kept, SHARE) + share
+    place = first_share(starts_ptr, outer, head, sequence, start, slots, SHARE) + share
     parts_ptr += place * (kinds * D) + columns
     tl.store(parts_ptr, tl.sum(k_sum, 0), mask=columns < D)
     tl.store(parts_ptr + D, tl.max(v_high, 0), mask=columns < D)
@@ -219,17 +224,17 @@ def _statistics_kernel(
         tl.store(parts_ptr + 3 * D, tl.sum(v_sum, 0), mask=columns < D)
 
 
-@triton.jit(do_not_specialize=["longest", "total", "heads", "kept"])
+@triton.jit(do_not_specialize=["longest", "total", "heads", "slots"])
 def _fold_kernel(
-    k_mean_ptr, v_scale_ptr, v_mean_ptr, parts_ptr, starts_ptr, longest, total, heads, kept,
+    k_mean_ptr, v_scale_ptr, v_mean_ptr, parts_ptr, starts_ptr, longest, total, heads, slots,
     SHARE: tl.constexpr, FOLDED: tl.constexpr,
     D: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Of a head: the mean of its keys, and scales (and means) of its values."""
+    """The mean of a head's keys, and scales (and means) of its values."""
     outer = tl.program_id(0)
     start, tokens = extent(starts_ptr, outer // heads, longest, total)
     begin = first_share(
-        starts_ptr, outer, (outer % heads).to(tl.int64), (outer // heads).to(tl.int64), start, kept, SHARE
+        starts_ptr, outer, (outer % heads).to(tl.int64), (outer // heads).to(tl.int64), start, slots, SHARE
     )
     mine = tl.cdiv(tokens, SHARE)
     kinds: tl.constexpr = 4 if SMOOTH_V else 2
@@ -268,7 +273,7 @@ def _codes_kernel(
     LEVELS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     SMOOTH_V: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a head: codes of its keys with their scales, or codes of its values, transposed."""
+    """Codes of a block of a head: of keys with their scales, or of values, transposed."""
     # From the end: what the first pass read last is still in the second-level cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     which, block, outer = program % 2, program // 2 % blocks, program // 2 // blocks

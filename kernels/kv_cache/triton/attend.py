@@ -21,33 +21,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import LAUNCHING
-from neuzip.kernels.device.properties import early_launches, multiprocessors
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.kv_cache.ops import Heads
+from neuzip.kernels.kv_cache.triton.shares import (
+    LOG2_E,
+    QUERIES,
+    ShareSums,
+    first_bit_strides,
+    in_base_2,
+    is_bool,
+    join,
+    mask_stride,
+    plane_counts,
+    queries_of_a_head,
+    share_count,
+)
 from neuzip.kernels.kv_cache.triton.store import padded
 from neuzip.kernels.quantizers import plane_widths, words
-
-WIDEST = 256
-"""Numbers of a head that a program has room for."""
-
-QUERIES = 16
-"""Rows of a matrix instruction."""
+from neuzip.kernels.tuning import launch_for
 
 STEP = 64
-"""Tokens that a program takes at a time at most."""
-
-TILE_BYTES = 1 << 14
-"""What the numbers of a step take at most."""
-
-MOST_SHARES = 64
-"""Of one head; the second kernel takes them all at once."""
-
-LOG2_E = 1.4426950408889634
-
-
-def fits(width: int, queries: int) -> bool:
-    """Whether heads of so many numbers, so many queries each, are what `attend` is made for."""
-    return width <= WIDEST and queries <= QUERIES
+"""Least tokens of a share."""
 
 
 def attend(
@@ -60,90 +54,46 @@ def attend(
     length: int | Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """See `kv_cache.attend`. Raises ValueError for what `fits` denies, and for shapes that do not agree."""
+    """`kv_cache.attend` for all heads that `shares.fits`: [B, H', D] to [B, H', D'] in the query's dtype.
+
+    Raises ValueError for shapes that do not agree.
+    """
     batch, queries, width = query.shape
     group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
-    columns = padded(max(width, values.width))
-    step = max(QUERIES, min(STEP, TILE_BYTES // (columns * query.element_size())))
-    shares = _shares(keys.room, batch * heads, query.device)
-    rows = batch * queries * shares
-    sums = torch.empty(rows, values.width, dtype=torch.float32, device=query.device)
-    marks = torch.empty(2, rows, dtype=torch.float32, device=query.device)  # largest logit, sum of weights
-    compiled = isinstance(_share_kernel, triton.JITFunction)
-    early = compiled and early_launches(query.device)
-    with torch.cuda.device_of(query), LAUNCHING:
-        _share_kernel[(shares, heads, batch)](
-            sums, marks[0], marks[1], query, first, mask, length, LOG2_E * scaling, width, values.width,
-            *query.stride()[:2], 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-            *_arguments(keys), *_arguments(values), keys.room,
-            LENGTH_IS_POINTER=isinstance(length, Tensor),
-            MASK_IS_BOOL=mask is not None and mask.dtype == torch.bool,
-            MULTIPLIED=_multiplied(query.dtype, compiled), GROUP=group, QUERIES=QUERIES, STEP=step,
-            K_BITS=keys.bits, K_WIDTHS=plane_widths(keys.bits), K_COUNTS=_counts(keys),
-            K_COLUMNS=padded(width),
-            V_BITS=values.bits, V_WIDTHS=plane_widths(values.bits), V_COUNTS=_counts(values),
-            V_COLUMNS=padded(values.width),
-            FIRST_COUNTS=(words(width, 1), words(values.width, 1)), EARLY=early,
-            num_warps=4, num_stages=2, launch_pdl=early,
-        )  # fmt: skip
-        return join(query, sums, marks, shares, values.width)
-
-
-def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, first: Tensor, mask: Tensor | None) -> int:
-    """How many share a head. Raises ValueError for what `fits` denies, and shapes that do not agree."""
-    batch, queries, width = query.shape
-    heads = keys.words.shape[1]
-    group = queries // heads
-    if queries % heads or width != keys.width or keys.words.shape[:3] != values.words.shape[:3]:
-        raise ValueError(f"queries {tuple(query.shape)} for {heads} heads of {keys.width} numbers")
-    if not fits(max(width, values.width), group):
-        raise ValueError(f"{group} queries a head of {width} numbers; {QUERIES} of {WIDEST} are possible")
-    if keys.words.shape[0] != batch or first.shape != (batch,):
-        raise ValueError(f"{batch} queries for {keys.words.shape[0]} texts and {len(first)} first tokens")
-    if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] < keys.room):
-        raise ValueError(f"a mask {tuple(mask.shape)} for {batch} texts of {keys.room} tokens")
-    rows = [query.stride(2), *(heads.words.stride(3) for heads in (keys, values))]
-    rows += [heads.scale.stride(2) for heads in (keys, values)] + ([] if mask is None else [mask.stride(1)])
-    if any(stride != 1 for stride in rows):
-        raise ValueError("numbers of a query, words of a token, scales of a head, a mask lie side by side")
-    return group
-
-
-def join(query: Tensor, sums: Tensor, marks: Tensor, shares: int, width: int) -> Tensor:
-    """Shares put together: [B, H', width] in the query's dtype. Whoever calls holds LAUNCHING."""
-    compiled = isinstance(_join_kernel, triton.JITFunction)
-    # The interpreter would cut off what bf16 cannot hold instead of rounding.
-    dtype = query.dtype if compiled else torch.float32
-    out = torch.empty(*query.shape[:2], width, dtype=dtype, device=query.device)
-    early = compiled and early_launches(query.device)
-    _join_kernel[(query.shape[0] * query.shape[1],)](
-        out, sums, marks[0], marks[1], shares, width, SHARES=1 << (shares - 1).bit_length(),
-        COLUMNS=padded(width), EARLY=early, num_warps=4, launch_pdl=early,
+    parts = ShareSums.empty(query, group, _shares(keys.room, batch * heads, query.device), values.width)
+    row_bytes = padded(max(width, values.width)) * query.element_size()
+    config = launch_for("kv_cache.attend", query.device)
+    tile = launch_for("kv_cache.attend_step", query.device, row_bytes=row_bytes)
+    launch(
+        _share_kernel, (parts.shares, heads, batch),
+        *parts.arrays, query, first, mask, length, LOG2_E * scaling, width, values.width,
+        *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.room,
+        LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
+        MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
+        K_BITS=keys.bits, K_WIDTHS=plane_widths(keys.bits), K_COUNTS=plane_counts(keys),
+        K_COLUMNS=padded(width),
+        V_BITS=values.bits, V_WIDTHS=plane_widths(values.bits), V_COUNTS=plane_counts(values),
+        V_COLUMNS=padded(values.width),
+        FIRST_COUNTS=(words(width, 1), words(values.width, 1)),
+        num_warps=config["num_warps"], num_stages=config["num_stages"], pdl=True, device=query.device,
     )  # fmt: skip
-    return out.to(query.dtype)
+    return join(query, parts)
+
+
+def _shares(tokens: int, programs: int, device: torch.device) -> int:
+    return share_count("kv_cache.attend", tokens, programs, STEP, device)
 
 
 def _arguments(heads: Heads) -> tuple[Tensor | int | None, ...]:
     strides = (*heads.words.stride()[:3], *heads.scale.stride()[:2])
-    bits = (0, 0) if heads.first_bits is None else heads.first_bits.stride()[:2]
-    return heads.words, heads.scale, heads.low, heads.first_bits, *strides, *bits
+    return heads.words, heads.scale, heads.low, heads.first_bits, *strides, *first_bit_strides(heads)
 
 
-def _counts(heads: Heads) -> tuple[int, ...]:
-    return tuple(words(heads.width, width) for width in plane_widths(heads.bits))
-
-
-def _multiplied(dtype: torch.dtype, compiled: bool) -> tl.dtype:
+def _multiplied(dtype: torch.dtype) -> tl.dtype:
     """In what products are taken; the interpreter has no products of bf16."""
     known = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return known[dtype] if compiled or dtype != torch.bfloat16 else tl.float32
-
-
-def _shares(tokens: int, programs: int, device: torch.device) -> int:
-    """Into how many shares the tokens of a head are cut: four programs a multiprocessor."""
-    wanted = -(-4 * multiprocessors(device) // max(programs, 1))
-    return max(1, min(wanted, -(-tokens // STEP), MOST_SHARES))
+    return known[dtype] if is_compiled(_share_kernel) or dtype != torch.bfloat16 else tl.float32
 
 
 @triton.jit
@@ -185,13 +135,6 @@ def _factors(codes, KIND: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def in_base_2(added):
-    """What a mask adds to logits. The lowest number stays one: a text with no other is not one with none."""
-    wide = added.to(tl.float32)
-    return tl.where(wide == float("-inf"), wide, tl.maximum(wide * 1.4426950408889634, -3e38))
-
-
-@triton.jit
 def codes_of(
     rows, mask, first_bits_ptr, first_row, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
     FIRST_COUNT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -226,10 +169,10 @@ def _share_kernel(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_BITS: tl.constexpr, V_WIDTHS: tl.constexpr, V_COUNTS: tl.constexpr, V_COLUMNS: tl.constexpr,
-    FIRST_COUNTS: tl.constexpr, EARLY: tl.constexpr,
+    FIRST_COUNTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head: sums [QUERIES, V_COLUMNS], the largest logit (base 2) and the sum of weights."""
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     share, shares = tl.program_id(0), tl.num_programs(0)
@@ -328,25 +271,3 @@ def _share_kernel(
         sums_ptr + row[:, None] * v_width + offs_v[None, :], sums,
         mask=real[:, None] & (offs_v < v_width)[None, :],
     )  # fmt: skip
-
-
-@triton.jit
-def _join_kernel(
-    out_ptr, sums_ptr, largest_ptr, weight_ptr, shares, width,
-    SHARES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The shares of one query, weighted by how far their largest logits are below the largest of all."""
-    if EARLY:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    offs_s, offs_c = tl.arange(0, SHARES), tl.arange(0, COLUMNS)
-    largest = tl.load(largest_ptr + row * shares + offs_s, mask=offs_s < shares, other=float("-inf"))
-    weight = tl.load(weight_ptr + row * shares + offs_s, mask=offs_s < shares, other=0.0)
-    sums = tl.load(
-        sums_ptr + (row * shares + offs_s[:, None]) * width + offs_c[None, :],
-        mask=(offs_s < shares)[:, None] & (offs_c < width)[None, :], other=0.0,
-    )  # fmt: skip
-    factor = tl.exp2(largest - tl.max(largest, 0))
-    total = tl.sum(sums * factor[:, None], 0) / tl.sum(weight * factor, 0)
-    tl.store(out_ptr + row * width + offs_c, total.to(out_ptr.dtype.element_ty), mask=offs_c < width)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.kv_cache.triton.attend import codes_of
 from neuzip.kernels.kv_cache.triton.store import NUMBERS, as_stored, padded
@@ -18,7 +18,10 @@ from neuzip.kernels.quantizers import plane_widths, words
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `kv_cache.load`. Raises ValueError for words or scales that do not lie side by side."""
+    """`kv_cache.load` on a GPU: [B, H, N, width] in `dtype`.
+
+    Raises ValueError for words or scales that do not lie side by side.
+    """
     batch, count, tokens, _ = heads.words.shape
     if heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
         raise ValueError("the words of a head and the scales of its tokens lie side by side")
@@ -28,15 +31,15 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     columns = padded(heads.width)
     rows = max(1, NUMBERS // columns)
     widths = plane_widths(heads.bits)
-    with torch.cuda.device_of(out), LAUNCHING:
-        _load_kernel[(triton.cdiv(tokens, rows), count, batch)](
-            out, heads.words, heads.scale, heads.low, heads.first_bits, first, tokens, heads.width,
-            *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
-            *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
-            BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
-            FIRST_COUNT=words(heads.width, 1), ROWS=rows, COLUMNS=columns,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _load_kernel, (triton.cdiv(tokens, rows), count, batch),
+        out, heads.words, heads.scale, heads.low, heads.first_bits, first, tokens, heads.width,
+        *out.stride()[:2], *heads.words.stride()[:3], *heads.scale.stride()[:2],
+        *(heads.first_bits.stride()[:2] if heads.first_bits is not None else (0, 0)),
+        BITS=heads.bits, WIDTHS=widths, COUNTS=tuple(words(heads.width, w) for w in widths),
+        FIRST_COUNT=words(heads.width, 1), ROWS=rows, COLUMNS=columns,
+        num_warps=4, enable_fp_fusion=False, device=out.device,
+    )  # fmt: skip
     return out
 
 

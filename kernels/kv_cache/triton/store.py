@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import LAUNCHING
-from neuzip.kernels.device.properties import early_launches
+from neuzip.kernels.device.launch import launch
 from neuzip.kernels.kv_cache.ops import Heads
 from neuzip.kernels.quantizers import plane_widths, words
+from neuzip.kernels.tuning import launch_for
 
 TO_INTEGER = tl.constexpr(1.5 * 2**23)
-"""Added to a number of up to 2**22 and taken off again, it rounds it to an integer, halves to even."""
+"""Added to a number of up to 2**22 and subtracted again, it rounds it to an integer, halves to even."""
 
 NUMBERS = 2048
 """Numbers that a program takes at most."""
@@ -35,7 +34,10 @@ def padded(width: int) -> int:
 
 
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
-    """See `kv_cache.store`. Raises ValueError for shapes and strides that do not fit."""
+    """`kv_cache.store` on a GPU, in one launch if all rooms are alike.
+
+    Raises ValueError for shapes and strides that do not fit.
+    """
     for room, x in zip(heads, states, strict=True):
         _check(room, x)
     alike = len({(_layout(room), x.shape, x.dtype) for room, x in zip(heads, states, strict=True)}) == 1
@@ -67,19 +69,18 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         return
     columns = padded(width)
     rows = min(1 << (tokens - 1).bit_length(), max(1, NUMBERS // columns))
-    early = isinstance(_store_kernel, triton.JITFunction) and early_launches(first.device)
-    with torch.cuda.device_of(first), LAUNCHING:
-        _store_kernel[(triton.cdiv(tokens, rows), count * len(heads), batch)](
-            tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
-            tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
-            tokens, room.room, width, count, tuple(x.stride()[:3] for x in states),
-            *room.words.stride()[:3], *room.scale.stride()[:2],
-            *(room.first_bits.stride()[:2] if room.first_bits is not None else (0, 0)),
-            AT_IS_POINTER=isinstance(at, Tensor), BITS=room.bits, WIDTHS=plane_widths(room.bits),
-            COUNTS=tuple(words(width, w) for w in plane_widths(room.bits)), FIRST_COUNT=words(width, 1),
-            ROWS=rows, COLUMNS=columns, EARLY=early, num_warps=1 if rows * columns <= 256 else 4,
-            enable_fp_fusion=False, launch_pdl=early,
-        )  # fmt: skip
+    launch(
+        _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
+        tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
+        tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
+        tokens, room.room, width, count, tuple(x.stride()[:3] for x in states),
+        *room.words.stride()[:3], *room.scale.stride()[:2],
+        *(room.first_bits.stride()[:2] if room.first_bits is not None else (0, 0)),
+        AT_IS_POINTER=isinstance(at, Tensor), BITS=room.bits, WIDTHS=plane_widths(room.bits),
+        COUNTS=tuple(words(width, w) for w in plane_widths(room.bits)), FIRST_COUNT=words(width, 1),
+        ROWS=rows, COLUMNS=columns, **launch_for("kv_cache.store", first.device, numbers=rows * columns),
+        enable_fp_fusion=False, pdl=True, device=first.device,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -130,11 +131,11 @@ def _store_kernel(
     tokens, room, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
     stride_sb, stride_sh, stride_fb, stride_fh,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
-    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of a head, of the first room or of those after it."""
     KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

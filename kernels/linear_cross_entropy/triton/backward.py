@@ -23,9 +23,8 @@ in the workspace. All sums are fp32 and in a fixed order: no atomics, no locks.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,230 +35,46 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from neuzip.kernels.device.floats import rounded
-from neuzip.kernels.device.launch import LAUNCHING
-from neuzip.kernels.linear_cross_entropy.triton.forward import aligned, has_accelerator, multiprocessors
-from neuzip.kernels.packed_linear import ops as packed_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor
-
-ROWS = 128
-COLUMNS = 128
-"""Tokens and columns of the vocabulary of a tile, the unit of the filter."""
-
-SEGMENT = 16 << 20
-"""Bytes of weights that are decoded, or put in another order, at a time: a quarter of the usual workspace."""
+from neuzip.kernels.device.launch import is_compiled, launch
+from neuzip.kernels.device.properties import multiprocessors
+from neuzip.kernels.dtypes import dtype_name
+from neuzip.kernels.linear_cross_entropy.triton.candidates import COLUMNS, ROWS, RoundPlan, plan_rounds, tiles
+from neuzip.kernels.linear_cross_entropy.triton.tiles import aligned, has_accelerator
+from neuzip.kernels.linear_cross_entropy.triton.vocabulary import Vocabulary
+from neuzip.kernels.packed_linear.tensor import PackedTensor
+from neuzip.kernels.tuning import launch_for
 
 LEAST_COLUMNS = 8
 """Columns of tiles that a round has room for, whatever the workspace. With one, a head of 128,256 for 8,192
 tokens takes 26,000 rounds and 6 seconds on an H200."""
 
-BOUND_SLACK = 2.0**-10
-"""Of the logarithm: logits that are computed twice, in another order of sums, differ by less."""
-
 
 @dataclass(frozen=True)
-class Launch:
-    """Of one kernel: the step of its sums, what it has of D at once, and how it is launched."""
+class GradientLaunch:
+    """How one kernel is launched: the step of its sums, and the columns of D that it has at once."""
 
     step: int
     width: int
-    warps: int
-    stages: int
-    programs: int  # a multiprocessor
+    num_warps: int
+    num_stages: int
+    programs: int
+    """Programs of a multiprocessor."""
 
 
-def _configuration(dtype: torch.dtype, described: bool) -> tuple[Launch, Launch, Launch]:
-    """For dz, for the gradient of the weights, for that of the hidden states.
+@functools.cache
+def gradient_launch(kernel: str, dtype: torch.dtype, described: bool, device: torch.device) -> GradientLaunch:
+    """The launch of `kernel`: logit_gradients, weight_gradients or hidden_gradients.
 
-    Tiles that go without descriptors need registers for addresses, and may be for a card with less memory.
+    `described`: it loads tiles through descriptors. Others need registers for addresses, and may be for a
+    card with less memory.
     """
-    if dtype == torch.float32:
-        return Launch(16, 0, 8, 2, 1), Launch(16, 128, 8, 2, 1), Launch(16, 128, 8, 2, 1)
-    if not described:
-        return Launch(32, 0, 8, 3, 1), Launch(32, 128, 8, 3, 1), Launch(32, 128, 8, 3, 1)
-    return Launch(64, 0, 4, 3, 2), Launch(64, 256, 8, 5, 1), Launch(64, 256, 8, 5, 1)
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The weights of a head, some rows at a time, in an order of their own: row i is row `order[i]`.
-
-    weight [V, D], dense or packed; bias [V] or None; order int64 [V], None for their own.
-    """
-
-    weight: Tensor | PackedTensor
-    bias: Tensor | None = None
-    order: Tensor | None = None
-
-    @property
-    def size(self) -> int:
-        """V."""
-        return self.weight.shape[0]
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the weights lie in memory as they are wanted."""
-        return self.order is None and isinstance(self.weight, Tensor)
-
-    @property
-    def segment(self) -> int:
-        """Rows that are at hand at once: all if in place, else a multiple of COLUMNS or all."""
-        if self.in_place:
-            return self.size
-        tile = COLUMNS * self.weight.shape[1] * self.weight.dtype.itemsize
-        return min(max(1, SEGMENT // max(1, tile)) * COLUMNS, self.size)
-
-    def segments(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """First row, weights and bias of each segment, whose memory is used again for the next."""
-        if self.order is None and isinstance(self.weight, Tensor):
-            yield 0, self.weight, self.bias
-            return
-        shape = self.segment, self.weight.shape[1]
-        buffer = torch.empty(shape, dtype=self.weight.dtype, device=self.weight.device)
-        for start in range(0, self.size, self.segment):
-            rows = slice(start, min(start + self.segment, self.size))
-            part = buffer[: rows.stop - start]
-            chosen = rows if self.order is None else self.order[rows]
-            if isinstance(self.weight, Tensor):
-                torch.index_select(self.weight, 0, self.order[rows], out=part)  # type: ignore[index]
-            elif self.order is None:
-                packed_linear.decode(self.weight, rows, out=part)
-            else:
-                part.copy_(packed_linear.rows(self.weight, self.order[rows]))
-            yield start, part, None if self.bias is None else self.bias[chosen]
-
-    def positions(self, target: Tensor) -> Tensor:
-        """Where targets are in this order, int32 of the same shape; what is none of the vocabulary stays."""
-        if self.order is None:
-            return target.int()
-        inverse = torch.empty_like(self.order)
-        inverse[self.order] = torch.arange(self.size, device=self.order.device)
-        inside = (target >= 0) & (target < self.size)
-        return torch.where(inside, inverse[target.clamp(0, self.size - 1).long()], target).int()
-
-
-def mean_logit_order(hidden: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None) -> Tensor:
-    """The vocabulary by falling mean logit (Wijmans et al. 2024, section 4.3), int64 [V].
-
-    Columns that some token gives a probability then share few tiles.
-    """
-    mean = hidden.float().mean(0)
-    if isinstance(weight, PackedTensor):
-        parts = [part.float() @ mean for _, part, _ in Vocabulary(weight).segments()]
-        logits = torch.cat(parts)
-    else:
-        logits = (weight @ mean.to(weight.dtype)).float()
-    if bias is not None:
-        logits = logits + bias.float()
-    return logits.argsort(descending=True, stable=True)
-
-
-def tiles(tokens: int, vocabulary: int) -> tuple[int, int]:
-    """Columns of tiles, and rows of tiles."""
-    return -(-vocabulary // COLUMNS), -(-tokens // ROWS)
-
-
-def candidates(
-    maxima: Tensor,
-    width: int,
-    lse: Tensor,
-    position: Tensor,
-    vocabulary: int,
-    filter_eps: float,
-    ignored: Tensor | None = None,
-) -> Tensor:
-    """Which tiles have to be computed: int8 [columns of tiles, rows of tiles], 1 or 0.
-
-    maxima    [parts, N], not less than the largest logit of each token in each `width` columns
-    lse       fp32 [N]
-    position  int32 [N], the columns of the targets
-    ignored   bool [N], tokens that have no gradients; None where all have
-
-    A tile is left out if exp(maximum - lse) < filter_eps for all its tokens and none has its target in it.
-    Where an lse is NaN nothing is left out. Raises ValueError for a width that does not go with `COLUMNS`.
-    """
-    across, down = tiles(lse.shape[0], vocabulary)
-    if max(width, COLUMNS) % min(width, COLUMNS) or maxima.shape != (-(-vocabulary // width), lse.shape[0]):
-        raise ValueError(f"maxima {tuple(maxima.shape)} of {width} columns each, for tiles of {COLUMNS}")
-    flags = torch.empty(across, down, dtype=torch.int8, device=lse.device)
-    with _launching(lse):
-        _find_candidates[(across, down)](
-            flags, maxima, lse, position, ignored, math.log(filter_eps) - BOUND_SLACK, lse.shape[0],
-            maxima.shape[0], down, HAS_IGNORED=ignored is not None, PARTS=max(1, COLUMNS // width),
-            SHARED=max(1, width // COLUMNS), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
-    return flags
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """In which round each candidate is computed, and where it lies meanwhile. All int32, on the device.
-
-    entries       candidates by round, row and column: column * rows of tiles + row
-    row_start     [rounds * rows + 1], where those of a round and row begin among them
-    column_start  [columns + 1], the same for candidates by column
-    column_slot   by column: the slot of its round
-    column_row    by column: the row
-    round_column  [rounds + 1], the first column of each round
-    """
-
-    rounds: int
-    rounds_a_segment: int
-    entries: Tensor
-    row_start: Tensor
-    column_start: Tensor
-    column_slot: Tensor
-    column_row: Tensor
-    round_column: Tensor
-
-
-def plan(flags: Tensor, slots: int, segment: int) -> Plan:
-    """Candidates [columns, rows] in rounds of at most `slots`, of whole columns, and within a segment.
-
-    A segment is so many columns of tiles. How many rounds there are follows from the shape alone, as the host
-    does not know how many candidates there are: the last ones may be empty. Needs as many slots as rows.
-    """
-    across, down = flags.shape
-    device, count = flags.device, across * down
-    most = slots - down + 1  # a round begins with a column while so many slots are taken, or fewer
-    rounds_a_segment = (min(segment, across) - 1) * down // most + 1
-    rounds = -(-across // segment) * rounds_a_segment
-    flags = flags.int()
-
-    rank = flags.view(-1).cumsum(0, dtype=torch.int32) - flags.view(-1)
-    column_start = _with_zero(flags.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32))
-    number = torch.arange(across, device=device) // segment
-    before = column_start[:-1] - column_start[number * segment]
-    round_of = number * rounds_a_segment + before // most
-    round_column = torch.searchsorted(round_of, torch.arange(rounds + 1, device=device))
-
-    left = _with_zero(flags.T.cumsum(1, dtype=torch.int32))  # [rows, columns + 1], candidates further left
-    at_round = left[:, round_column]
-    row_start = _with_zero(at_round.diff(dim=1).T.reshape(-1).cumsum(0, dtype=torch.int32))
-    round_rows = (round_of[:, None] * down + torch.arange(down, device=device)).view(-1)
-    place = row_start[round_rows] + (left[:, :-1] - at_round[:, round_of]).T.reshape(-1)
-    slot = place - row_start[round_of * down].repeat_interleave(down)
-
-    # What is no candidate goes to one place behind all others, which nobody reads.
-    where, ranked = (torch.where(flags.view(-1) > 0, index, count).long() for index in (place, rank))
-    every = torch.arange(count, dtype=torch.int32, device=device)
-    entries, column_slot, column_row = torch.empty(3, count + 1, dtype=torch.int32, device=device)
-    entries.scatter_(0, where, every)
-    column_slot.scatter_(0, ranked, slot)
-    column_row.scatter_(0, ranked, every % down)
-    return Plan(
-        rounds, rounds_a_segment, entries, row_start, column_start, column_slot, column_row,
-        round_column.int(),
-    )  # fmt: skip
-
-
-def _with_zero(sums: Tensor) -> Tensor:
-    """Inclusive sums along the last dimension, with a zero before them."""
-    return torch.nn.functional.pad(sums, (1, 0))
+    name = f"linear_cross_entropy.{kernel}"
+    return GradientLaunch(**launch_for(name, device, dtype=dtype_name(dtype), described=described))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of hidden states [N, D], weights [V, D] and bias [V], in their dtypes; None where not asked for."""
+    """Gradients of hidden states [N, D], weights [V, D] and bias [V], in their dtypes; None if not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -328,7 +143,7 @@ def gradients(
     slots = _slots(hidden, vocabulary, workspace)
     if flags is None:
         flags = torch.ones(across, down, dtype=torch.int8, device=hidden.device)
-    rounds = plan(flags, slots, -(-vocabulary.segment // COLUMNS))
+    rounds = plan_rounds(flags, slots, -(-vocabulary.segment // COLUMNS))
     work = _Work(hidden, vocabulary, tokens, rounds, slots, softcap, scale, out)
     for number, (first, weight, bias) in enumerate(vocabulary.segments()):
         work.segment(number, first // COLUMNS, weight, bias)
@@ -366,7 +181,7 @@ class _Work:
     """One backward pass: what all its rounds share."""
 
     def __init__(
-        self, hidden: Tensor, vocabulary: Vocabulary, tokens: TokenGradients, rounds: Plan, slots: int,
+        self, hidden: Tensor, vocabulary: Vocabulary, tokens: TokenGradients, rounds: RoundPlan, slots: int,
         softcap: float | None, scale: float, out: Gradients,
     ) -> None:  # fmt: skip
         dtype, device = hidden.dtype, hidden.device
@@ -381,95 +196,94 @@ class _Work:
     def segment(self, number: int, first: int, weight: Tensor, bias: Tensor | None) -> None:
         """All rounds for weights [rows, D] that begin with column `first` of tiles."""
         described = _describable(self.hidden) and _describable(weight)
-        launches = _configuration(self.hidden.dtype, described)
-        steps = [self._logit_gradients(launches[0], described, first, weight, bias)]
+        dtype, device = self.hidden.dtype, self.hidden.device
+        logit, weights, states = (
+            gradient_launch(f"{name}_gradients", dtype, described, device)
+            for name in ("logit", "weight", "hidden")
+        )
+        steps = [self._logit_gradients(logit, described, first, weight, bias)]
         if self.out.weight is not None:
-            steps.append(self._weight_gradients(launches[1], described, self.out.weight))
+            steps.append(self._weight_gradients(weights, described, self.out.weight))
         if self.out.bias is not None:
             steps.append(self._bias_gradients(self.out.bias))
         if self.out.hidden is not None:
-            steps.append(self._hidden_gradients(launches[2], described, first, weight, self.out.hidden))
+            steps.append(self._hidden_gradients(states, described, first, weight, self.out.hidden))
         begin = number * self.plan.rounds_a_segment
-        with _launching(self.hidden):
-            for i in range(begin, begin + self.plan.rounds_a_segment):
-                for step in steps:
-                    step(i)
+        for i in range(begin, begin + self.plan.rounds_a_segment):
+            for step in steps:
+                step(i)
 
     def _logit_gradients(
-        self, launch: Launch, described: bool, first: int, weight: Tensor, bias: Tensor | None
+        self, config: GradientLaunch, described: bool, first: int, weight: Tensor, bias: Tensor | None
     ) -> Callable[[int], object]:
         hidden, tokens, plan = self.hidden, self.tokens, self.plan
         operands = (
-            _operand(hidden, (ROWS, launch.step), described),
-            _operand(weight, (COLUMNS, launch.step), described),
+            _operand(hidden, (ROWS, config.step), described),
+            _operand(weight, (COLUMNS, config.step), described),
         )
-        return lambda number: _logit_gradients[self._grid(launch)](
+        return lambda number: launch(
+            _logit_gradients, self._grid(config),
             self.slots, self.column_sums, *operands, bias, tokens.lse, tokens.softmax, tokens.target,
             tokens.position, plan.entries, plan.row_start, number, first, self.down, self.softcap or 1.0,
             self.scale, hidden.shape[0], self.size, weight.shape[0], hidden.stride(0), weight.stride(0),
             D=hidden.shape[1], HAS_BIAS=bias is not None, SUMS=self.out.bias is not None,
-            SOFTCAP=self.softcap is not None, ROWS=ROWS, COLUMNS=COLUMNS, **_common(launch, described),
+            SOFTCAP=self.softcap is not None, ROWS=ROWS, COLUMNS=COLUMNS, **_common(config, described),
+            device=hidden.device,
         )  # fmt: skip
 
-    def _weight_gradients(self, launch: Launch, described: bool, grad: Tensor) -> Callable[[int], object]:
+    def _weight_gradients(
+        self, config: GradientLaunch, described: bool, grad: Tensor
+    ) -> Callable[[int], object]:
         hidden, plan = self.hidden, self.plan
         operands = (
-            _operand(self.slots, (launch.step, COLUMNS), described),
-            _operand(hidden, (launch.step, launch.width), described),
+            _operand(self.slots, (config.step, COLUMNS), described),
+            _operand(hidden, (config.step, config.width), described),
         )
-        return lambda number: _weight_gradients[self._grid(launch)](
+        return lambda number: launch(
+            _weight_gradients, self._grid(config),
             grad, *operands, self.order, self.unit, plan.column_start, plan.column_slot, plan.column_row,
             plan.round_column, number, hidden.shape[0], self.size, hidden.stride(0), D=hidden.shape[1],
-            ORDERED=self.order is not None, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=launch.width,
-            **_common(launch, described),
+            ORDERED=self.order is not None, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=config.width,
+            **_common(config, described),
+            device=hidden.device,
         )  # fmt: skip
 
     def _bias_gradients(self, grad: Tensor) -> Callable[[int], object]:
         plan = self.plan
-        return lambda number: _bias_gradients[(multiprocessors(grad.device),)](
+        return lambda number: launch(
+            _bias_gradients, (multiprocessors(grad.device),),
             grad, self.column_sums, self.order, self.unit, plan.column_start, plan.column_slot,
             plan.round_column, number, self.size, ORDERED=self.order is not None, COLUMNS=COLUMNS,
-            COMPILED=_compiled(), num_warps=4,
+            COMPILED=is_compiled(_logit_gradients), num_warps=4, device=grad.device,
         )  # fmt: skip
 
     def _hidden_gradients(
-        self, launch: Launch, described: bool, first: int, weight: Tensor, grad: Tensor
+        self, config: GradientLaunch, described: bool, first: int, weight: Tensor, grad: Tensor
     ) -> Callable[[int], object]:
         plan, halves = self.plan, self.lower.numel() > 0
         upper = grad.view(torch.int16) if halves else grad
         operands = (
-            _operand(self.slots, (ROWS, launch.step), described),
-            _operand(weight, (launch.step, launch.width), described),
+            _operand(self.slots, (ROWS, config.step), described),
+            _operand(weight, (config.step, config.width), described),
         )
-        return lambda number: _hidden_gradients[self._grid(launch)](
+        return lambda number: launch(
+            _hidden_gradients, self._grid(config),
             grad, upper, self.lower, *operands, self.unit, plan.entries, plan.row_start, number, first,
             self.down, int(number == 0), int(number == plan.rounds - 1), grad.shape[0], weight.shape[0],
             weight.stride(0), D=grad.shape[1], HALVES=halves, ROWS=ROWS, COLUMNS=COLUMNS,
-            WIDTH=launch.width, **_common(launch, described),
+            WIDTH=config.width, **_common(config, described),
+            device=grad.device,
         )  # fmt: skip
 
-    def _grid(self, launch: Launch) -> tuple[int]:
-        return (multiprocessors(self.hidden.device) * launch.programs,)
+    def _grid(self, config: GradientLaunch) -> tuple[int]:
+        return (multiprocessors(self.hidden.device) * config.programs,)
 
 
-def _launching(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, and one thread at a time compiles."""
-    stack = ExitStack()
-    stack.enter_context(torch.cuda.device_of(tensor))
-    stack.enter_context(LAUNCHING)
-    return stack
-
-
-def _common(launch: Launch, described: bool) -> dict[str, int | bool]:
+def _common(config: GradientLaunch, described: bool) -> dict[str, Any]:
     return {
-        "STEP": launch.step, "DESCRIBED": described, "COMPILED": _compiled(),
-        "num_warps": launch.warps, "num_stages": launch.stages,
+        "STEP": config.step, "DESCRIBED": described, "COMPILED": is_compiled(_logit_gradients),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-
-
-def _compiled() -> bool:
-    """Whether this is a GPU, not Triton's interpreter."""
-    return isinstance(_logit_gradients, triton.JITFunction)
 
 
 def _describable(matrix: Tensor) -> bool:
@@ -510,30 +324,6 @@ def _add_product(a, b, sums, COMPILED: tl.constexpr):
     else:
         sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     return sums
-
-
-@triton.jit
-def _find_candidates(
-    flags, maxima, lse, position, ignored, bound, N, parts, down,
-    HAS_IGNORED: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One flag. A tile has PARTS maxima of each token, or shares one with SHARED - 1 others."""
-    column, row = tl.program_id(0), tl.program_id(1)
-    i = row * ROWS + tl.arange(0, ROWS)
-    counts = i < N
-    if HAS_IGNORED:
-        counts = counts & (tl.load(ignored + i, mask=counts, other=1) == 0)
-    total = tl.load(lse + i, mask=counts, other=0.0)
-    own = tl.load(position + i, mask=counts, other=-1) - column * COLUMNS
-    matters = (own >= 0) & (own < COLUMNS) & counts
-    for k in tl.static_range(PARTS):
-        part = column // SHARED * PARTS + k
-        largest = tl.load(
-            maxima + part.to(tl.int64) * N + i, mask=counts & (part < parts), other=float("-inf")
-        )
-        matters = matters | (counts & (part < parts) & ~(largest.to(tl.float32) - total < bound))
-    tl.store(flags + column * down + row, tl.max(matters.to(tl.int32), 0).to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["number", "first"])

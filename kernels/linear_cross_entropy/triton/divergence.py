@@ -17,36 +17,42 @@ of tiles are kept in order, and only those tiles are computed once more, for the
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launch
+from neuzip.kernels.dtypes import dtype_name
 from neuzip.kernels.linear_cross_entropy import sums
 from neuzip.kernels.linear_cross_entropy.head import Divergence, Head, TokenStatistics
 from neuzip.kernels.linear_cross_entropy.triton.forward import (
     FOLDED,
+    TokenState,
+    counted,
+    fold,
+    target_logits,
+)
+from neuzip.kernels.linear_cross_entropy.triton.tiles import (
     LOG2E,
-    Launch,
-    State,
+    TileLaunch,
     bias_of,
     chunks,
-    counted,
     describable,
     finite,
     flags,
-    fold,
     multipliable,
     multiplied,
     operands,
     programs,
-    target_logits,
     tile_logits,
     tile_of,
     tiles_at_once,
 )
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
+from neuzip.kernels.tuning import launch_for
 
 KINDS = 10
 """Parts of a tile: four of each head, and two of both."""
@@ -60,13 +66,11 @@ TOGETHER = 16
 NEAR = tl.constexpr(0.5)
 
 
-def _configuration(dtype: torch.dtype, described: bool) -> Launch:
-    """What was fastest on an H200 (benchmarks/linear_cross_entropy.py). All widths are powers of two."""
-    if dtype == torch.float32:
-        return Launch(64, 64, 32, 8, 2, 16, 1, flatten=False)
-    if not described:
-        return Launch(64, 128, 32, 8, 3, 16, 1, flatten=False)
-    return Launch(128, 128, 64, 8, 3, 16, 1, flatten=False)
+@functools.cache
+def pairs_launch(dtype: torch.dtype, described: bool, device: torch.device) -> TileLaunch:
+    """The launch for tiles of two heads. `described`: the kernel loads them through descriptors."""
+    name = "linear_cross_entropy.pairs"
+    return TileLaunch(**launch_for(name, device, dtype=dtype_name(dtype), described=described))
 
 
 def divergence(
@@ -75,14 +79,15 @@ def divergence(
     """Both heads in one pass. `workspace` bounds the bytes of the parts, and of decoded weights."""
     tokens, device = base.tokens, base.hidden.device
     described = [describable(head) for head in (base, other)]
-    launch = _configuration(torch.promote_types(base.hidden.dtype, other.hidden.dtype), all(described))
-    states = [State.empty(tokens, device, True) for _ in described]
+    dtype = torch.promote_types(base.hidden.dtype, other.hidden.dtype)
+    config = pairs_launch(dtype, all(described), device)
+    states = [TokenState.empty(tokens, device, True) for _ in described]
     logits = [target_logits(head, target, ignore_index) for head in (base, other)]
     difference = torch.zeros(5, tokens, dtype=torch.float64, device=device)
     difference[:2] = -torch.inf
-    tops = [_Top(head, launch, top_k, workspace) for head in (base, other)] if top_k else []
+    tops = [_Top(head, config, top_k, workspace) for head in (base, other)] if top_k else []
     if tokens:
-        _sweep(base, other, target, logits, states, difference, tops, launch, described, workspace)
+        _sweep(base, other, target, logits, states, difference, tops, config, described, workspace)
     first, second = (
         TokenStatistics(state.lse, logit, state.argmax, state.entropy, state.rank)
         for state, logit in zip(states, logits, strict=True)
@@ -94,80 +99,81 @@ def divergence(
 
 
 def _sweep(
-    base: Head, other: Head, target: Tensor, logits: list[Tensor], states: list[State], difference: Tensor,
-    tops: list[_Top], launch: Launch, described: list[bool], workspace: int,
+    base: Head, other: Head, target: Tensor, logits: list[Tensor], states: list[TokenState],
+    difference: Tensor, tops: list[_Top], config: TileLaunch, described: list[bool], workspace: int,
 ) -> None:  # fmt: skip
     """All chunks of the vocabulary, one after the other, into states, difference and tops."""
     fitting = workspace // ((4 * KINDS + (KEYS if tops else 0)) * base.tokens)
-    tiles = triton.cdiv(base.vocabulary, launch.columns)
+    tiles = triton.cdiv(base.vocabulary, config.columns)
     for head in (base, other):
-        tiles = tiles_at_once(tiles, fitting, head, launch.columns, workspace)
+        tiles = tiles_at_once(tiles, fitting, head, config.columns, workspace)
     parts = torch.empty(KINDS, tiles, base.tokens, device=target.device)
     pairs = zip(
-        chunks(base, tiles * launch.columns), chunks(other, tiles * launch.columns), strict=True
+        chunks(base, tiles * config.columns), chunks(other, tiles * config.columns), strict=True
     )  # fmt: skip
     for (start, weight), (_, other_weight) in pairs:
         columns = weight.shape[0]
-        _run_chunk(parts, base, other, weight, other_weight, target, logits, start, launch, described)
+        _run_chunk(parts, base, other, weight, other_weight, target, logits, start, config, described)
         _fold_chunk(
-            parts, states, logits, difference, start, start + columns == base.vocabulary, launch, columns
+            parts, states, logits, difference, start, start + columns == base.vocabulary, config, columns
         )
         for top, maxima in zip(tops, (parts[0], parts[4]), strict=False):
-            top.add(maxima[: triton.cdiv(columns, launch.columns)], start // launch.columns)
+            top.add(maxima[: triton.cdiv(columns, config.columns)], start // config.columns)
 
 
 def _run_chunk(
     parts: Tensor, base: Head, other: Head, weight: Tensor, other_weight: Tensor, target: Tensor,
-    logits: list[Tensor], start: int, launch: Launch, described: list[bool],
+    logits: list[Tensor], start: int, config: TileLaunch, described: list[bool],
 ) -> None:  # fmt: skip
     """The parts of all tiles of a chunk."""
     tokens, columns = base.tokens, weight.shape[0]
-    tiles = triton.cdiv(tokens, launch.rows) * triton.cdiv(columns, launch.columns)
-    hidden, weight, strides = operands(base.hidden, weight, launch, described[0])
-    other_hidden, other_weight, other_strides = operands(other.hidden, other_weight, launch, described[1])
+    tiles = triton.cdiv(tokens, config.rows) * triton.cdiv(columns, config.columns)
+    hidden, weight, strides = operands(base.hidden, weight, config, described[0])
+    other_hidden, other_weight, other_strides = operands(other.hidden, other_weight, config, described[1])
     device = base.hidden.device
-    with torch.cuda.device_of(base.hidden), LAUNCHING:
-        _tile_pairs[(programs(launch, tiles, device),)](
-            parts, parts.view(torch.int32),
-            hidden, weight, bias_of(base), logits[0], base.scale, base.softcap or 1.0,
-            other_hidden, other_weight, bias_of(other), logits[1], other.scale, other.softcap or 1.0,
-            target, start, tokens, columns, parts.shape[1], *strides, *other_strides,
-            D=base.hidden.shape[1], OTHER_D=other.hidden.shape[1],
-            BM=launch.rows, BN=launch.columns, BK=launch.step, GROUP=launch.group, FLATTEN=launch.flatten,
-            TMA=described[0], OTHER_TMA=described[1], EVEN=columns % launch.columns == 0,
-            **flags(base), **{f"OTHER_{flag}": on for flag, on in flags(other).items()},
-            num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+    launch(
+        _tile_pairs, (programs(config, tiles, device),),
+        parts, parts.view(torch.int32),
+        hidden, weight, bias_of(base), logits[0], base.scale, base.softcap or 1.0,
+        other_hidden, other_weight, bias_of(other), logits[1], other.scale, other.softcap or 1.0,
+        target, start, tokens, columns, parts.shape[1], *strides, *other_strides,
+        D=base.hidden.shape[1], OTHER_D=other.hidden.shape[1],
+        BM=config.rows, BN=config.columns, BK=config.step, GROUP=config.group, FLATTEN=config.flatten,
+        TMA=described[0], OTHER_TMA=described[1], EVEN=columns % config.columns == 0,
+        **flags(base), **{f"OTHER_{flag}": on for flag, on in flags(other).items()},
+        num_warps=config.num_warps, num_stages=config.num_stages, device=base.hidden.device,
+    )  # fmt: skip
 
 
 def _fold_chunk(
-    parts: Tensor, states: list[State], logits: list[Tensor], difference: Tensor,
-    start: int, last: bool, launch: Launch, columns: int,
+    parts: Tensor, states: list[TokenState], logits: list[Tensor], difference: Tensor,
+    start: int, last: bool, config: TileLaunch, columns: int,
 ) -> None:  # fmt: skip
     """Put the tiles of a chunk together with what was known before."""
-    tokens, tiles = parts.shape[2], triton.cdiv(columns, launch.columns)
+    tokens, tiles = parts.shape[2], triton.cdiv(columns, config.columns)
     grid = (triton.cdiv(tokens, FOLDED),)
-    with torch.cuda.device_of(parts), LAUNCHING:
-        for state, logit, own in zip(states, logits, (parts[:4], parts[4:8]), strict=True):
-            fold[grid](
-                own[0], own[1], own[2], own[3].view(torch.int32), None, logit,
-                state.maximum, state.total, state.weighted,
-                state.lse, state.entropy, state.rank, state.argmax,
-                start, int(start == 0), int(last), tokens, tiles,
-                BN=launch.columns, EXTRAS=True, MAXIMA=False, T=64, R=FOLDED, num_warps=8,
-            )  # fmt: skip
-        _fold_difference[grid](
-            parts[0], parts[1], parts[4], parts[8], parts[9], difference, tokens, tiles,
-            T=32, R=FOLDED, num_warps=8,
+    for state, logit, own in zip(states, logits, (parts[:4], parts[4:8]), strict=True):
+        launch(
+            fold, grid,
+            own[0], own[1], own[2], own[3].view(torch.int32), None, logit,
+            state.maximum, state.total, state.weighted,
+            state.lse, state.entropy, state.rank, state.argmax,
+            start, int(start == 0), int(last), tokens, tiles,
+            BN=config.columns, EXTRAS=True, MAXIMA=False, T=64, R=FOLDED, num_warps=8, device=parts.device,
         )  # fmt: skip
+    launch(
+        _fold_difference, grid,
+        parts[0], parts[1], parts[4], parts[8], parts[9], difference, tokens, tiles,
+        T=32, R=FOLDED, num_warps=8, device=parts.device,
+    )  # fmt: skip
 
 
 class _Top:
     """The tiles with the largest maxima so far, as keys [N, k], then the k largest logits of each token."""
 
-    def __init__(self, head: Head, launch: Launch, k: int, workspace: int) -> None:
-        self.head, self.launch, self.k, self.workspace = head, launch, k, workspace
-        self.tiles: int = triton.cdiv(head.vocabulary, launch.columns)
+    def __init__(self, head: Head, config: TileLaunch, k: int, workspace: int) -> None:
+        self.head, self.config, self.k, self.workspace = head, config, k, workspace
+        self.tiles: int = triton.cdiv(head.vocabulary, config.columns)
         shape = head.tokens, min(k, self.tiles)
         lowest = torch.iinfo(torch.int64).min
         self.best = torch.full(shape, lowest, dtype=torch.int64, device=head.hidden.device)
@@ -180,7 +186,7 @@ class _Top:
 
     def keys(self) -> Tensor:
         """The keys of the k largest logits of each token, int64 [N, k], some tokens at a time."""
-        width, columns = self.best.shape[1], self.launch.columns
+        width, columns = self.best.shape[1], self.config.columns
         tiles = sums.column_of(self.best).clamp(0, self.tiles - 1)
         keys = torch.empty(self.head.tokens, self.k, dtype=torch.int64, device=tiles.device)
         # Keys of 8 bytes, what they are made of, and what topk needs: 64 bytes a logit are enough.
@@ -201,7 +207,7 @@ class _Top:
         Pairs of a token and a tile are put in the order of tiles, so that a program has tokens of one tile
         only: as many programs are started as there can be such runs.
         """
-        head, launch = self.head, self.launch
+        head, config = self.head, self.config
         order = tiles.flatten().sort(stable=True)
         per_tile = torch.zeros(self.tiles, dtype=torch.int64, device=tiles.device)
         per_tile.scatter_add_(0, order.values, torch.ones_like(order.values))
@@ -212,27 +218,26 @@ class _Top:
         tile_of_run = torch.searchsorted(run_end, run, right=True)
         known = tile_of_run.clamp(max=self.tiles - 1)
         first = pair_end[known] - per_tile[known] + (run - run_end[known] + runs[known]) * TOGETHER
-        z = torch.empty(*tiles.shape, launch.columns, device=tiles.device)
+        z = torch.empty(*tiles.shape, config.columns, device=tiles.device)
         hidden = multipliable(head.hidden[rows])
         step = self._chunk()
-        with torch.cuda.device_of(hidden):
-            for start, weight in chunks(head, step * launch.columns):
-                weight = multipliable(weight)
-                with LAUNCHING:
-                    _candidates[(most,)](
-                        z, hidden, weight, bias_of(head), order.indices, tile_of_run, first, pair_end,
-                        start, start // launch.columns, tiles.shape[1], self.tiles, weight.shape[0],
-                        head.scale, head.softcap or 1.0, *hidden.stride(), *weight.stride(),
-                        D=hidden.shape[1], BM=TOGETHER, BN=launch.columns, BK=launch.step, **flags(head),
-                        num_warps=4, num_stages=3,
-                    )  # fmt: skip
+        for start, weight in chunks(head, step * config.columns):
+            weight = multipliable(weight)
+            launch(
+                _candidates, (most,),
+                z, hidden, weight, bias_of(head), order.indices, tile_of_run, first, pair_end,
+                start, start // config.columns, tiles.shape[1], self.tiles, weight.shape[0],
+                head.scale, head.softcap or 1.0, *hidden.stride(), *weight.stride(),
+                D=hidden.shape[1], BM=TOGETHER, BN=config.columns, BK=config.step, **flags(head),
+                num_warps=4, num_stages=3, device=hidden.device,
+            )  # fmt: skip
         return z
 
     def _chunk(self) -> int:
         """Tiles of weights that are at hand at once: all, unless they have to be decoded."""
         if not isinstance(self.head.weight, PackedTensor):
             return self.tiles
-        return tiles_at_once(self.tiles, self.tiles, self.head, self.launch.columns, self.workspace)
+        return tiles_at_once(self.tiles, self.tiles, self.head, self.config.columns, self.workspace)
 
 
 @triton.jit

@@ -27,57 +27,43 @@ it is counted which logits are above it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launch
 from neuzip.kernels.linear_cross_entropy.head import Head, TokenStatistics
+from neuzip.kernels.linear_cross_entropy.triton.tiles import (
+    LOG2E,
+    bias_of,
+    chunks,
+    describable,
+    finite,
+    flags,
+    multipliable,
+    multiplied,
+    operands,
+    products,
+    programs,
+    statistics_launch,
+    tile_logits,
+    tile_of,
+    tiles_at_once,
+    transformed,
+)
 from neuzip.kernels.packed_linear import ops as packed_linear
-from neuzip.kernels.packed_linear.ops import PackedTensor
+from neuzip.kernels.packed_linear.tensor import PackedTensor
 
 SEGMENT = 4096
 """Targets whose packed rows are decoded at a time."""
 
 FOLDED = 32
-"""Tokens that a program folds."""
+"""Tokens of a program that folds tiles."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A tile, the step of its sums over D, and how its kernel is launched."""
-
-    rows: int
-    columns: int
-    step: int
-    warps: int
-    stages: int
-    group: int  # columns of tiles that are worked through together, for the second-level cache
-    programs: int  # a multiprocessor
-    flatten: bool  # tiles and steps are one loop: the next tile is being loaded while this one ends
-
-
-def _configuration(dtype: torch.dtype, tokens: int, described: bool, extras: bool) -> Launch:
-    """What was fastest on an H200 (benchmarks/notes). All widths are powers of two."""
-    if dtype == torch.float32:
-        return Launch(64, 64, 32, 8, 2, 16, 1, flatten=False)
-    if not described:
-        return Launch(64 if tokens <= 64 else 128, 128, 64, 8, 2, 16, 1, flatten=False)
-    if tokens <= 64:
-        return Launch(64, 128, 64, 4, 4, 16, 2, flatten=True)
-    if tokens <= 128:
-        return Launch(128, 128, 64, 8, 3, 16, 1, flatten=True)
-    # One loop takes more power, which slows the card down; with more to do at the end of a tile it pays.
-    return Launch(256, 128, 64, 8, 3, 16, 1, flatten=extras)
 
 
 def forward(
@@ -92,8 +78,8 @@ def forward(
     if tile_maxima:
         tiles = triton.cdiv(head.vocabulary, tile_columns(head))
         maxima = torch.empty(tiles, head.tokens, dtype=torch.bfloat16, device=head.hidden.device)
-    found = _run(head, target, ignore_index, workspace, extras=False, maxima=maxima)
-    return found.lse, found.target_logit, maxima
+    statistics = _run(head, target, ignore_index, workspace, extras=False, maxima=maxima)
+    return statistics.lse, statistics.target_logit, maxima
 
 
 def token_statistics(head: Head, target: Tensor, ignore_index: int, workspace: int) -> TokenStatistics:
@@ -103,7 +89,8 @@ def token_statistics(head: Head, target: Tensor, ignore_index: int, workspace: i
 
 def tile_columns(head: Head) -> int:
     """Columns of the vocabulary in a tile of `forward`."""
-    return _configuration(head.hidden.dtype, head.tokens, describable(head), extras=False).columns
+    config = statistics_launch(head.hidden.dtype, head.tokens, describable(head), False, head.hidden.device)
+    return config.columns
 
 
 def _run(
@@ -111,42 +98,44 @@ def _run(
 ) -> TokenStatistics:
     tokens, device = head.tokens, head.hidden.device
     described = describable(head)
-    launch = _configuration(head.hidden.dtype, tokens, described, extras)
-    state = State.empty(tokens, device, extras)
+    config = statistics_launch(head.hidden.dtype, tokens, described, extras, device)
+    state = TokenState.empty(tokens, device, extras)
     logit = target_logits(head, target, ignore_index)
     if not tokens:
         return TokenStatistics(state.lse, logit, state.argmax, state.entropy, state.rank)
     kinds = 4 if extras else 2
-    tiles = triton.cdiv(head.vocabulary, launch.columns)
+    tiles = triton.cdiv(head.vocabulary, config.columns)
     room = workspace - 12 * tokens  # what is known after a chunk
-    at_once = tiles_at_once(tiles, room // (4 * kinds * tokens), head, launch.columns, workspace)
+    at_once = tiles_at_once(tiles, room // (4 * kinds * tokens), head, config.columns, workspace)
     parts = torch.empty(kinds, at_once, tokens, device=device)
     counts = parts[-1].view(torch.int32)
-    for start, weight in chunks(head, at_once * launch.columns):
+    for start, weight in chunks(head, at_once * config.columns):
         columns = weight.shape[0]
-        hidden, weight, strides = operands(head.hidden, weight, launch, described)
-        down, across = triton.cdiv(tokens, launch.rows), triton.cdiv(columns, launch.columns)
-        with torch.cuda.device_of(head.hidden), LAUNCHING:
-            _tile_statistics[(programs(launch, down * across, device),)](
-                parts[0], parts[1], parts[2 % kinds], counts, hidden, weight, bias_of(head), target, logit,
-                start, tokens, columns, head.scale, head.softcap or 1.0, *strides,
-                D=head.hidden.shape[1], BM=launch.rows, BN=launch.columns, BK=launch.step, GROUP=launch.group,
-                TMA=described, EXTRAS=extras, EVEN=columns % launch.columns == 0, FLATTEN=launch.flatten,
-                **flags(head), num_warps=launch.warps, num_stages=launch.stages,
-            )  # fmt: skip
-            fold[(triton.cdiv(tokens, FOLDED),)](
-                parts[0], parts[1], parts[2 % kinds], counts,
-                None if maxima is None else maxima.view(torch.int16), logit,
-                state.maximum, state.total, state.weighted,
-                state.lse, state.entropy, state.rank, state.argmax,
-                start, int(start == 0), int(start + columns == head.vocabulary), tokens, across,
-                BN=launch.columns, EXTRAS=extras, MAXIMA=maxima is not None, T=64, R=FOLDED, num_warps=8,
-            )  # fmt: skip
+        hidden, weight, strides = operands(head.hidden, weight, config, described)
+        down, across = triton.cdiv(tokens, config.rows), triton.cdiv(columns, config.columns)
+        launch(
+            _tile_statistics, (programs(config, down * across, device),),
+            parts[0], parts[1], parts[2 % kinds], counts, hidden, weight, bias_of(head), target, logit,
+            start, tokens, columns, head.scale, head.softcap or 1.0, *strides,
+            D=head.hidden.shape[1], BM=config.rows, BN=config.columns, BK=config.step, GROUP=config.group,
+            TMA=described, EXTRAS=extras, EVEN=columns % config.columns == 0, FLATTEN=config.flatten,
+            **flags(head), num_warps=config.num_warps, num_stages=config.num_stages, device=device,
+        )  # fmt: skip
+        launch(
+            fold, (triton.cdiv(tokens, FOLDED),),
+            parts[0], parts[1], parts[2 % kinds], counts,
+            None if maxima is None else maxima.view(torch.int16), logit,
+            state.maximum, state.total, state.weighted,
+            state.lse, state.entropy, state.rank, state.argmax,
+            start, int(start == 0), int(start + columns == head.vocabulary), tokens, across,
+            BN=config.columns, EXTRAS=extras, MAXIMA=maxima is not None, T=64, R=FOLDED, num_warps=8,
+            device=device,
+        )  # fmt: skip
     return TokenStatistics(state.lse, logit, state.argmax, state.entropy, state.rank)
 
 
 @dataclass(frozen=True)
-class State:
+class TokenState:
     """What is known of each token after a chunk, [N], and after the last one."""
 
     maximum: Tensor
@@ -158,7 +147,7 @@ class State:
     argmax: Tensor
 
     @classmethod
-    def empty(cls, tokens: int, device: torch.device, extras: bool) -> State:
+    def empty(cls, tokens: int, device: torch.device, extras: bool) -> TokenState:
         """Memory for it, which the first chunk writes. Without extras there are only three of them."""
         some = tokens if extras else 0
         numbers = [torch.empty(n, device=device) for n in (tokens, tokens, some, tokens, some)]
@@ -170,7 +159,8 @@ def target_logits(head: Head, target: Tensor, ignore_index: int) -> Tensor:
     """The logits of the targets, fp32 [N]; NaN for those that are ignored or outside the vocabulary."""
     out = torch.empty(head.tokens, device=head.hidden.device)
     hidden, weight, d = head.hidden, head.weight, head.hidden.shape[1]
-    depth = _configuration(hidden.dtype, head.tokens, described=False, extras=False).step  # see `multiplied`
+    # The same steps as without descriptors: see `multiplied`.
+    depth = statistics_launch(hidden.dtype, head.tokens, False, False, hidden.device).step
     step = SEGMENT if isinstance(weight, PackedTensor) else max(1, head.tokens)
     for start in range(0, head.tokens, step):
         rows = slice(start, start + step)
@@ -180,187 +170,14 @@ def target_logits(head: Head, target: Tensor, ignore_index: int) -> Tensor:
         else:
             chosen = weight
         part, chosen = multipliable(part), multipliable(chosen)
-        with torch.cuda.device_of(hidden), LAUNCHING:
-            _target_logits[(triton.cdiv(part.shape[0], 64),)](
-                out[rows], part, chosen, bias_of(head), ids, ignore_index, part.shape[0], head.vocabulary,
-                head.scale, head.softcap or 1.0, *part.stride(), *chosen.stride(),
-                D=d, B=64, BK=depth, CHOSEN=isinstance(weight, PackedTensor), **flags(head),
-                num_warps=8, num_stages=2,
-            )  # fmt: skip
+        launch(
+            _target_logits, (triton.cdiv(part.shape[0], 64),),
+            out[rows], part, chosen, bias_of(head), ids, ignore_index, part.shape[0], head.vocabulary,
+            head.scale, head.softcap or 1.0, *part.stride(), *chosen.stride(),
+            D=d, B=64, BK=depth, CHOSEN=isinstance(weight, PackedTensor), **flags(head),
+            num_warps=8, num_stages=2, device=hidden.device,
+        )  # fmt: skip
     return out
-
-
-def tiles_at_once(tiles: int, fitting: int, head: Head, columns: int, workspace: int) -> int:
-    """Columns of tiles in a chunk, at least one: chunks are as large as fits, and of about the same size."""
-    if isinstance(head.weight, PackedTensor):
-        row_bytes = head.weight.shape[1] * head.hidden.element_size()
-        fitting = min(fitting, workspace // max(1, row_bytes * columns))
-    number = triton.cdiv(tiles, max(1, fitting))
-    return int(triton.cdiv(tiles, number))
-
-
-def chunks(head: Head, columns: int) -> Iterator[tuple[int, Tensor]]:
-    """Rows of the weights, so many at a time, with the first one's number. Decoded into the same memory."""
-    weight, (v, d) = head.weight, head.weight.shape
-    packed = isinstance(weight, PackedTensor)
-    buffer = torch.empty(min(v, columns), d, dtype=weight.dtype, device=weight.device) if packed else None
-    for start in range(0, v, columns):
-        rows = slice(start, min(start + columns, v))
-        if isinstance(weight, PackedTensor):
-            assert buffer is not None
-            yield start, packed_linear.decode(weight, rows, out=buffer[: rows.stop - start])
-        else:
-            yield start, weight[rows]
-
-
-def operands(
-    hidden: Tensor, weight: Tensor, launch: Launch, described: bool
-) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, tuple[int, ...]]:
-    """Hidden states and weights as a kernel takes them, as descriptors or as they are, and their strides."""
-    hidden, weight = multipliable(hidden), multipliable(weight)
-    strides = *hidden.stride(), *weight.stride()
-    if not described:
-        return hidden, weight, strides
-    return (
-        TensorDescriptor.from_tensor(hidden, [launch.rows, launch.step]),
-        TensorDescriptor.from_tensor(weight, [launch.columns, launch.step]),
-        strides,
-    )
-
-
-def multipliable(matrix: Tensor) -> Tensor:
-    """The same values; in fp32 for the interpreter, which would multiply bf16 as integers of their bits."""
-    compiled = isinstance(_tile_statistics, triton.JITFunction)
-    return matrix if compiled or matrix.dtype != torch.bfloat16 else matrix.float()
-
-
-def describable(head: Head) -> bool:
-    """Whether the tensor memory accelerator can read hidden states and weights, as they are or decoded.
-
-    It takes rows of neighbours that begin at multiples of 16 bytes.
-    """
-    hidden, weight = head.hidden, head.weight
-    if isinstance(weight, PackedTensor):
-        right = weight.shape[1] * hidden.element_size() % 16 == 0 and weight.shape[1] > 0
-    else:
-        right = aligned(weight)
-    return right and aligned(hidden) and has_accelerator(hidden.device)
-
-
-def aligned(matrix: Tensor) -> bool:
-    """Whether rows of neighbours begin at multiples of 16 bytes."""
-    row, column = matrix.stride()
-    fitting = row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return column == 1 and row >= matrix.shape[1] > 0 and fitting
-
-
-@functools.cache
-def has_accelerator(device: torch.device) -> bool:
-    """And shared memory for the tiles that go with it: Hopper, Blackwell of data centers, the interpreter."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def flags(head: Head) -> dict[str, bool]:
-    """What turns products into logits, as the kernels are told."""
-    return {"BIAS": head.bias is not None, "SCALE": head.scale != 1.0, "SOFTCAP": head.softcap is not None}
-
-
-def bias_of(head: Head) -> Tensor | None:
-    """The bias as the kernels take it: without strides."""
-    return None if head.bias is None else head.bias.contiguous()
-
-
-def programs(launch: Launch, tiles: int, device: torch.device) -> int:
-    """As many as run at once, if there is a tile for each."""
-    return min(tiles, launch.programs * multiprocessors(device))
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; for the interpreter two, so that programs share work there too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@triton.jit
-def tile_of(i, down, across, GROUP: tl.constexpr):
-    """Row and column of the i-th tile: in groups of GROUP columns, all rows of a group before the next."""
-    group = i // (GROUP * down)
-    within = i % (GROUP * down)
-    width = tl.minimum(across - group * GROUP, GROUP)
-    return within // width, group * GROUP + within % width
-
-
-@triton.jit
-def multiplied(a, b, acc):
-    """acc + a @ b.T. fp32 step by step: thousands of products added one by one lose more than torch's do."""
-    if a.dtype == tl.float32:
-        part = tl.dot(a, b.T, input_precision="ieee")
-        # A plain sum would be made part of the product again.
-        return tl.fma(part, tl.full(part.shape, 1.0, tl.float32), acc)
-    else:
-        return tl.dot(a, b.T, acc, input_precision="ieee")
-
-
-@triton.jit
-def products(
-    hidden, weight, row, column, N, C, h_row, h_col, w_row, w_col,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """hidden[row :] @ weight[column :].T, fp32 [BM, BN]; zeros where there are no rows."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    if TMA:
-        for k in range(0, D, BK):
-            a = hidden.load([row, k])
-            b = weight.load([column, k])
-            acc = multiplied(a, b, acc)
-    else:
-        m = row + tl.arange(0, BM)
-        n = column + tl.arange(0, BN)
-        k = tl.arange(0, BK)
-        p_a = hidden + m.to(tl.int64)[:, None] * h_row + k.to(tl.int64)[None, :] * h_col
-        p_b = weight + n.to(tl.int64)[:, None] * w_row + k.to(tl.int64)[None, :] * w_col
-        for k0 in range(0, D, BK):
-            inside = (k0 + k < D)[None, :]
-            a = tl.load(p_a, mask=(m < N)[:, None] & inside, other=0.0)
-            b = tl.load(p_b, mask=(n < C)[:, None] & inside, other=0.0)
-            acc = multiplied(a, b, acc)
-            p_a += BK * h_col
-            p_b += BK * w_col
-    return acc
-
-
-@triton.jit
-def transformed(z, bias, scale, softcap, BIAS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """From products to logits; `bias` has the shape of z or broadcasts to it."""
-    if BIAS:
-        z = z + bias
-    if SCALE:
-        z = z * scale
-    if SOFTCAP:  # tanh through an exponential: its error is smallest where z is large
-        z = softcap - 2 * softcap / (1.0 + tl.exp2(z * (2 * LOG2E / softcap)))
-    return z
-
-
-@triton.jit
-def tile_logits(
-    acc, bias, column, start, C, scale, softcap,
-    BN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Logits of a tile; minus infinity beyond the C columns of the chunk."""
-    n = column + tl.arange(0, BN)
-    b = 0.0
-    if BIAS:
-        b = tl.load(bias + start + n, mask=n < C, other=0.0).to(tl.float32)[None, :]
-    z = transformed(acc, b, scale, softcap, BIAS, SCALE, SOFTCAP)
-    if not EVEN:
-        z = tl.where((n < C)[None, :], z, float("-inf"))
-    return z
-
-
-@triton.jit
-def finite(maximum):
-    """A maximum as something to subtract: minus infinity less itself would be NaN, less 0 it stays."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -494,7 +311,7 @@ def _target_logits(
     D: tl.constexpr, B: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Of B tokens: all products with the B rows of their targets, of which the diagonal is what is wanted.
+    """Logits of the targets of B tokens: the diagonal of all their products with the B rows of the targets.
 
     CHOSEN: the weights are these rows already, row i that of token i.
     """

@@ -8,7 +8,7 @@ What cuBLAS does, with weights from registers: a thread has the words of what it
 nothing is written or moved for that. A group unpacks the next 64 columns while those before are multiplied,
 and the other group does the same beside it. No dense weight is ever in memory.
 
-What is asked for early enough costs nothing. Words come by way of shared memory, as loads to registers share
+What is prefetched early enough costs nothing. Words come by way of shared memory, as loads to registers share
 a few counters, on which whatever is used first waits for all. Far words and escapes are loaded two turns
 ahead, where their records say, which are loaded one more turn before.
 
@@ -36,29 +36,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from neuzip.kernels.device.barriers import barriers
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launch
 from neuzip.kernels.device.properties import multiprocessors
-from neuzip.kernels.packed_linear.form import TILE_ROWS, TURN, Layout
-from neuzip.kernels.packed_linear.ops import PackedTensor, format_of
+from neuzip.kernels.packed_linear.form import TILE_ROWS, TURN, PackedLayout
+from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 from neuzip.kernels.packed_linear.triton.slots import high_bytes, low_bytes
+from neuzip.kernels.tuning import launch_for
 
 ROWS, OUT = 256, 128
-"""Of x, and of the weights, that a program multiplies."""
-
-X_STAGES, WORD_STAGES = 4, 2
-"""Blocks of x of 64 columns, and turns of words, in shared memory."""
+"""Rows of x, and rows of the weights, that a program multiplies."""
 
 SWIZZLED, PLAIN = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(0, 32, 3)
 """How x and y, and words, lie in shared memory."""
-
-REGISTERS = 240
-"""Of a thread that multiplies."""
-
-SECONDS_A_TURN = 1.6e-6
-"""That a program takes for a turn, measured on an H200."""
-
-BYTES_A_SECOND, PRODUCTS_A_SECOND, DECODED_A_SECOND, LAUNCHES = 4.0e12, 3.4e14, 0.95e12, 3e-6
-"""What decoding first takes there: weights read by cuBLAS, its products, weights decoded, and once."""
 
 
 def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
@@ -68,21 +57,22 @@ def pays(x: torch.Tensor, packed: PackedTensor) -> bool:
     return (
         packed.turn_index.numel() > 0
         and out % 8 == 0  # rows of y begin at multiples of 16 bytes
-        and seconds(rows, out, columns, multiprocessors(x.device)) < seconds_decoded(rows, out, columns)
+        and seconds(rows, out, columns, x.device) < seconds_decoded(rows, out, columns, x.device)
     )
 
 
-def seconds(rows: int, out: int, columns: int, processors: int) -> float:
-    """About how long a product takes here."""
+def seconds(rows: int, out: int, columns: int, device: torch.device) -> float:
+    """About how long a product takes here: all programs at once, a turn after the other."""
     programs = -(-rows // ROWS) * -(-out // OUT)
-    return float(-(-programs // processors) * columns / TURN * SECONDS_A_TURN)
+    turn = launch_for("packed_linear.many_rows_time", device)["seconds_a_turn"]
+    return float(-(-programs // multiprocessors(device)) * columns / TURN * turn)
 
 
-def seconds_decoded(rows: int, out: int, columns: int) -> float:
+def seconds_decoded(rows: int, out: int, columns: int, device: torch.device) -> float:
     """About how long it takes to decode the weights and multiply with them."""
-    weights = out * columns
-    product = max(2 * weights / BYTES_A_SECOND, rows * weights / PRODUCTS_A_SECOND)
-    return LAUNCHES + weights / DECODED_A_SECOND + product
+    time, weights = launch_for("packed_linear.many_rows_time", device), out * columns
+    product = max(2 * weights / time["bytes_a_second"], rows * weights / time["products_a_second"])
+    return float(time["launch_seconds"] + weights / time["decoded_a_second"] + product)
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,12 +87,13 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         x = x.clone()
     blocks = -(-out // OUT), -(-rows // ROWS)
     arrays, constants = packed.once("many rows", _of_weights)
-    with torch.cuda.device_of(x), LAUNCHING:
-        _many_rows[(min(multiprocessors(x.device), blocks[0] * blocks[1]),)](
-            TensorDescriptor(x, [rows, columns], [columns, 1], [ROWS, 64], SWIZZLED),
-            TensorDescriptor(y, [rows, out], [out, 1], [ROWS // 2, 64], SWIZZLED),
-            *arrays, bias, packed.base, 2.0**packed.shift, *blocks, packed.words.shape[0], out, **constants,
-        )  # fmt: skip
+    launch(
+        _many_rows, (min(multiprocessors(x.device), blocks[0] * blocks[1]),),
+        TensorDescriptor(x, [rows, columns], [columns, 1], [ROWS, 64], SWIZZLED),
+        TensorDescriptor(y, [rows, out], [out, 1], [ROWS // 2, 64], SWIZZLED),
+        *arrays, bias, packed.base, 2.0**packed.shift, *blocks, packed.words.shape[0], out, **constants,
+        device=x.device,
+    )  # fmt: skip
     return y
 
 
@@ -115,27 +106,28 @@ def _of_weights(packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
         packed.turn_escapes,
     )  # fmt: skip
+    config = launch_for("packed_linear.many_rows", packed.device)
     constants = {
         "TURNS": packed.shape[1] // TURN, "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16,
-        "FIRST_HALF": first, "OTHER_HALF": other, "STAGES": X_STAGES, "WORD_STAGES": WORD_STAGES,
-        "REGISTERS": REGISTERS, "num_warps": 4,
+        "FIRST_HALF": first, "OTHER_HALF": other, "STAGES": config["x_stages"],
+        "WORD_STAGES": config["word_stages"], "REGISTERS": config["registers"], "num_warps": 4,
     }  # fmt: skip
     return arrays, constants
 
 
 @functools.cache
-def planes_of_halves(layout: Layout) -> tuple[int, int]:
+def planes_of_halves(layout: PackedLayout) -> tuple[int, int]:
     """The planes that have something of the first half of the slots, and of the other: a bit each."""
     return _planes_of(layout, range(4)), _planes_of(layout, range(4, 8))
 
 
-def _planes_of(layout: Layout, groups: range) -> int:
+def _planes_of(layout: PackedLayout, groups: range) -> int:
     """The planes that have something of the slots 4 g to 4 g + 3, for the g of `groups`: a bit each."""
     return sum(1 << plane for plane in {p.place(g)[0] for p in layout.groups for g in groups})
 
 
-_HIGH_PLANES_F16 = gl.constexpr(Layout(format_of(torch.float16), 8).planes - 8)
-_HIGH_PLANES_BF16 = gl.constexpr(Layout(format_of(torch.bfloat16), 8).planes - 8)
+_HIGH_PLANES_F16 = gl.constexpr(PackedLayout(format_of(torch.float16), 8).planes - 8)
+_HIGH_PLANES_BF16 = gl.constexpr(PackedLayout(format_of(torch.bfloat16), 8).planes - 8)
 _WORD_BYTES = gl.constexpr(OUT // TILE_ROWS * 64 * 4)
 _THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # Rows r and r + 8 of word q of a tile: a warp has the tile, a thread (r, q) both.
@@ -296,7 +288,7 @@ def _weights(lows, highs, HALF: gl.constexpr):
 
 @gluon.jit
 def _all_four(groups):
-    """As one array, with two axes of 2 after the others that are the bits of their numbers."""
+    """Four arrays as one, with two last axes of 2: the bits of their numbers."""
     return gl.join(gl.join(groups[0], groups[2]), gl.join(groups[1], groups[3]))
 
 
@@ -345,21 +337,9 @@ def _multiply(
             second = x_number % STAGES
             mbarrier.wait(x_there.index(second), (x_number // STAGES) & 1)
             lows, highs = _bytes(
-                words,
-                stage * P,
-                fars,
-                escape,
-                others,
-                escapes,
-                lane,
-                base4,
-                P,
-                LOW,
-                HALF,
-                1,
-                OTHER_HALF,
+                words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 1, OTHER_HALF,
                 GROUP,
-            )
+            )  # fmt: skip
             mbarrier.arrive(words_free.index(stage), count=1)
             fars, escape, others = next_fars, next_escape, next_others
             next_fars = _load_far(far, far_record, bit)
@@ -377,21 +357,9 @@ def _multiply(
             mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1, pred=goes_on)
             mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1, pred=goes_on)
             lows, highs = _bytes(
-                words,
-                stage * P,
-                fars,
-                escape,
-                others,
-                escapes,
-                lane,
-                base4,
-                P,
-                LOW,
-                HALF,
-                0,
-                FIRST_HALF,
+                words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF,
                 GROUP,
-            )
+            )  # fmt: skip
             sums = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))
             mbarrier.arrive(x_free.index(first), count=1)
             mbarrier.arrive(x_free.index(second), count=1)

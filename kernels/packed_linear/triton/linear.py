@@ -9,7 +9,8 @@ another:
 One row of x (`_one_row`) is one column of the 8 that an instruction multiplies with. So thread (r, q) loads x
 only for the slots 4 r to 4 r + 3, and keeps to itself that they stand in column r: instruction g leaves in
 its own sums, column g, what is asked for, and nonsense in the others. Several warps share the columns of a
-tile and add their sums in the end. Words are read before the kernel ahead has ended, x is not.
+tile and add their sums in the end. Words are read before the
+previous kernel has ended (PDL), x is not.
 
 2 to 64 rows (`_some_rows`) are too many bytes for every warp to load. Warps with tiles of their own go
 through the same columns together, which lie in shared memory; what they have unpacked stays where the warp
@@ -31,12 +32,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import is_compiled, launch, uses_pdl
 from neuzip.kernels.device.mma_fragments import float_of, multiply, side_by_side
-from neuzip.kernels.device.properties import early_launches, multiprocessors
+from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.reduce import sum_rows
-from neuzip.kernels.packed_linear.form import SLOTS, Layout
-from neuzip.kernels.packed_linear.ops import PackedTensor, format_of
+from neuzip.kernels.packed_linear.form import SLOTS, PackedLayout
+from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 from neuzip.kernels.packed_linear.triton.slots import (
     as_start,
     count_below,
@@ -44,99 +45,109 @@ from neuzip.kernels.packed_linear.triton.slots import (
     low_bytes,
     slot_of_escape,
 )
+from neuzip.kernels.tuning import launch_for
 
 TILES = 4
-"""Of a program for more than one row of x: a warp for each, as many as a warp group's instruction takes."""
-
-REGISTERS = 1 << 16
-"""Of a multiprocessor."""
-
-RESIDENT = {16: 4, 32: 4, 64: 3}
-"""So many such programs a multiprocessor has, by the registers that they take: up to 16, 32, 64 rows of x."""
+"""Warps, and tiles of weights, of a program for 2 or more rows: what a warp group's instruction takes."""
 
 
 def linear(
     x: torch.Tensor,
     packed: PackedTensor,
     bias: torch.Tensor | None = None,
-    launch: Launch | None = None,
+    one_row: OneRowLaunch | None = None,
 ) -> torch.Tensor:
     """x @ weights.T + bias with fp32 sums: x [rows, in], 1 to 64 rows, bias [out], to [rows, out].
 
-    x, bias and the weights have one dtype and are contiguous.
+    x, bias and the weights have one dtype and are contiguous. `one_row` replaces the launch of the table.
     """
     rows, columns = x.shape
     out = packed.shape[0]
-    compiled = isinstance(_one_row, triton.JITFunction)
+    compiled = is_compiled(_one_row)
     # The interpreter would cut off what bf16 cannot hold instead of rounding.
     y = torch.empty(rows, out, dtype=x.dtype if compiled else torch.float32, device=x.device)
-    tiles, planes, lanes = packed.words.shape[:3]
+    lanes = packed.words.shape[2]
     if columns != SLOTS * lanes:
         x = F.pad(x, (0, SLOTS * lanes - columns))
     elif x.data_ptr() % 16:
         x = x.clone()
-    scale = 2.0**packed.shift
-    half = packed.dtype == torch.float16
-    early = compiled and early_launches(x.device)
-    shape = {"C": lanes, "LOW": packed.low_bits, "HALF": half, "ASM": compiled}
-    with torch.cuda.device_of(x), LAUNCHING:
-        if rows == 1:
-            launch = launch or one_row_launch(tiles, planes, lanes, multiprocessors(x.device))
-            warps = launch.warps
-            turns = triton.cdiv(lanes, 4 * warps)
-            _one_row[(tiles,)](
-                y, x.view(torch.int32), x, packed.words, packed.far_index, packed.far_words, packed.row_start,
-                packed.escapes, bias, packed.base, packed.shift, scale, out,
-                W=warps, TURNS=turns, AHEAD=min(launch.ahead, turns), UNROLLED=min(launch.unrolled, turns),
-                EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, EARLY=early, **shape,
-                num_warps=warps, maxnreg=launch.registers, launch_pdl=early,
-            )  # fmt: skip
-            return y.to(x.dtype)
-        wide = max(16, triton.next_power_of_2(rows))
-        blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
-        programs, each = _programs(blocks * turns, RESIDENT[wide], x.device)
-        spread = {"TURNS": turns, "EACH": each, "BLOCKS": 1 + triton.cdiv(each - 1, turns)}
-        parts = torch.empty(
-            programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=x.device
-        )
-        _some_rows[(programs,)](
-            parts, x.view(torch.int32), packed.words, packed.far_index, packed.far_words, packed.base, scale,
-            blocks * turns, out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, EARLY=early, **spread, **shape,
-            num_warps=TILES,
-        )  # fmt: skip
-        _add_parts[(blocks, wide // 8)](
-            y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
-            C=lanes, HALF=half, BIAS=bias is not None, BM=wide, W=TILES, EARLY=early, **spread,
-            num_warps=TILES, launch_pdl=early,
-        )  # fmt: skip
+    if rows == 1:
+        _multiply_one_row(y, x, packed, bias, one_row)
+    else:
+        _multiply_some_rows(y, x, packed, bias)
     return y.to(x.dtype)
 
 
-class Launch(NamedTuple):
+def _multiply_one_row(
+    y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None,
+    one_row: OneRowLaunch | None,
+) -> None:  # fmt: skip
+    tiles, planes, lanes = packed.words.shape[:3]
+    warps, ahead, unrolled, registers = one_row or one_row_launch(tiles, planes, lanes, x.device)
+    turns = triton.cdiv(lanes, 4 * warps)
+    launch(
+        _one_row, (tiles,),
+        y, x.view(torch.int32), x, packed.words, packed.far_index, packed.far_words, packed.row_start,
+        packed.escapes, bias, packed.base, packed.shift, 2.0**packed.shift, packed.shape[0],
+        W=warps, TURNS=turns, AHEAD=min(ahead, turns), UNROLLED=min(unrolled, turns),
+        EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, C=lanes, LOW=packed.low_bits,
+        HALF=packed.dtype == torch.float16, COMPILED=is_compiled(_one_row),
+        num_warps=warps, maxnreg=registers, pdl=True, device=x.device,
+    )  # fmt: skip
+
+
+def _multiply_some_rows(
+    y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None
+) -> None:
+    rows, out, device = x.shape[0], packed.shape[0], x.device
+    tiles, _, lanes = packed.words.shape[:3]
+    scale, half = 2.0**packed.shift, packed.dtype == torch.float16
+    wide = max(16, triton.next_power_of_2(rows))
+    blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
+    resident = launch_for("packed_linear.some_rows", device, rows=wide)["programs"]
+    programs, each = _programs(blocks * turns, resident, device)
+    spread = {"TURNS": turns, "EACH": each, "BLOCKS": 1 + triton.cdiv(each - 1, turns)}
+    parts = torch.empty(programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=device)
+    # It waits for its predecessor to end, so its own successor, which has PDL, may start early.
+    launch(
+        _some_rows, (programs,),
+        parts, x.view(torch.int32), packed.words, packed.far_index, packed.far_words, packed.base, scale,
+        blocks * turns, out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes, LOW=packed.low_bits,
+        HALF=half, COMPILED=is_compiled(_some_rows), USE_PDL=uses_pdl(_some_rows, device), **spread,
+        num_warps=TILES, device=device,
+    )  # fmt: skip
+    launch(
+        _add_parts, (blocks, wide // 8),
+        y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
+        C=lanes, HALF=half, BIAS=bias is not None, BM=wide, W=TILES, **spread,
+        num_warps=TILES, pdl=True, device=device,
+    )  # fmt: skip
+
+
+class OneRowLaunch(NamedTuple):
     """How a product of one row is launched."""
 
-    warps: int  # that share a tile
-    ahead: int = 1  # turns by which words, x and far words are loaded before they are multiplied
-    unrolled: int = 1  # turns that the loop is written out for
-    registers: int = 128  # of a thread, at most
+    warps: int
+    """Warps that share a tile."""
+    ahead: int = 1
+    """Turns by which words, x and far words are prefetched."""
+    unrolled: int = 1
+    """Turns that the loop is written out for."""
+    registers: int = 128
+    """Registers of a thread, at most."""
 
 
 @functools.cache
-def one_row_launch(tiles: int, planes: int, lanes: int, multiprocessors: int) -> Launch:
-    """As many warps as let all tiles run at once, by the registers that they take on a multiprocessor.
+def one_row_launch(tiles: int, planes: int, lanes: int, device: torch.device) -> OneRowLaunch:
+    """The launch for so many tiles, planes and words of a row, from the table of the card.
 
-    Where that is not possible, 4; and 16 only if every tile has a multiprocessor to itself. Few warps load
-    further ahead, where planes are so few that there are registers for it.
+    It depends on how many tiles a multiprocessor has, and on how many warps that makes.
     """
-    few_planes = planes <= 7  # those of bf16 with 3 mantissa bits
-    registers = 72 if few_planes else 96
-    resident = REGISTERS // (32 * registers)
-    fitting = [warps for warps in (8, 4, 2) if tiles * warps <= resident * multiprocessors]
-    most = 16 if tiles <= multiprocessors else fitting[0] if fitting else 4
+    a_processor = tiles / multiprocessors(device)
+    most = launch_for("packed_linear.one_row_warps", device, planes=planes, tiles=a_processor)["warps"]
     warps = min(most, triton.next_power_of_2(triton.cdiv(lanes, 4)))
-    if few_planes and tiles * warps <= 16 * multiprocessors:
-        return Launch(warps, 2, 2)
-    return Launch(warps, registers=registers)
+    config = launch_for("packed_linear.one_row", device, planes=planes, warps=a_processor * warps)
+    return OneRowLaunch(warps, config["ahead"], config["unrolled"], config["registers"])
 
 
 @functools.cache
@@ -150,8 +161,8 @@ def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int
     return triton.cdiv(units, each), each
 
 
-_F16 = Layout(format_of(torch.float16), 8)
-_BF16 = Layout(format_of(torch.bfloat16), 8)
+_F16 = PackedLayout(format_of(torch.float16), 8)
+_BF16 = PackedLayout(format_of(torch.bfloat16), 8)
 _HIGH_PLANES_F16 = tl.constexpr(_F16.planes - 8)
 _HIGH_PLANES_BF16 = tl.constexpr(_BF16.planes - 8)
 
@@ -177,27 +188,29 @@ def _load_words(words, at, inside, P: tl.constexpr, C: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _record(index, c, inside, EVEN: tl.constexpr):
-    """Of a word which rows of its pair have a far word, and where they begin."""
+    """Which rows of a word's pair have a far word, as bits, and where their far words begin."""
     two = (index + c // 2 * 2)[:, None] + tl.arange(0, 2)[None, :]
     return tl.split(tl.load(two) if EVEN else tl.load(two, mask=inside[:, None], other=0))
 
 
 @triton.jit
-def _load_far(far, record, c, r, ASM: tl.constexpr):
+def _load_far(far, record, c, r, COMPILED: tl.constexpr):
     """The far words of rows r and r + 8, 0 where there is none."""
     mask, start = record
     bit = c % 2 * 16 + 2 * r
-    at = far + start + count_below(mask, bit, ASM)
+    at = far + start + count_below(mask, bit, COMPILED)
     own, next_own = (mask >> bit) & 1, (mask >> (bit + 1)) & 1
     return tl.load(at, mask=own != 0, other=0), tl.load(at + own, mask=next_own != 0, other=0)
 
 
 @triton.jit
-def _weights(words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr):
+def _weights(
+    words, far, base4, LOW: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, COMPILED: tl.constexpr
+):
     """Slots 4 G and 4 G + 1, and the next two, of a row."""
     low = low_bytes(words, LOW, G)
     high = high_bytes(words, far, base4, LOW, HALF, G)
-    return side_by_side(low, high, ASM)
+    return side_by_side(low, high, COMPILED)
 
 
 @triton.jit
@@ -239,16 +252,16 @@ def _load_pairs(x, c, r, inside, C: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def _multiply_next(
     coming, fars, pairs, sums, base4,
-    LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+    LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the next words, of rows r and r + 8, with x to the sums of the 8 instructions."""
     a, b = coming[0]
     far_a, far_b = fars[0]
     added = ()
     for g in tl.static_range(8):
-        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
-        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
-        added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, ASM),)
+        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, COMPILED)
+        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, COMPILED)
+        added += (multiply((a0, a1, a2, a3), pairs[0], sums[g], W, HALF, COMPILED),)
     return added
 
 
@@ -264,9 +277,9 @@ def _behind(queue, COUNT: tl.constexpr):
 @triton.jit
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, shift, scale, N,
-    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, COMPILED: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, UNROLLED: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """16 values of y for one row of x: W warps share the columns, 4 words each in turn.
 
@@ -297,14 +310,14 @@ def _one_row(
     for i in tl.static_range(AHEAD, 2 * AHEAD):
         k = tl.minimum(i, TURNS - 1) * (4 * W) + c
         records += (_record(index, k, k < C, EVEN),)
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()  # for x
     pairs = ()
     fars = ()
     for i in tl.static_range(AHEAD):
         k = i * (4 * W) + c
         pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
-        fars += (_load_far(far, records[i], k, r, ASM),)
+        fars += (_load_far(far, records[i], k, r, COMPILED),)
     records = _behind(records, AHEAD)
     off, column, there = _escape(escapes, first, stop, base, shift, scale, HALF)
     fix = off * tl.load(x + column, mask=there, other=0.0).to(tl.float32)
@@ -318,14 +331,14 @@ def _one_row(
         k = tl.minimum(turn + AHEAD, TURNS - 1) * (4 * W) + c
         coming += (_load_words(words, k * 16 + r * 2, k < C, P, C, EVEN),)
         pairs += (_load_pairs(pairs_of_x, k, r, k < C, C, EVEN),)
-        sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, ASM)
+        sums = _multiply_next(coming, fars, pairs, sums, base4, LOW, HALF, W, COMPILED)
         # Last, or the compiler lets what is multiplied wait for far words that are not needed yet.
-        fars += (_load_far(far, records[0], k, r, ASM),)
+        fars += (_load_far(far, records[0], k, r, COMPILED),)
         k = tl.minimum(turn + 2 * AHEAD, TURNS - 1) * (4 * W) + c
         records += (_record(index, k, k < C, EVEN),)
         coming, pairs = _behind(coming, 1), _behind(pairs, 1)
         fars, records = _behind(fars, 1), _behind(records, 1)
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_launch_dependents()  # all words have been asked for
     for step in range(1, tl.cdiv(tl.max(stop - first, 0), EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
@@ -338,7 +351,7 @@ def _one_row(
         bottom = tl.where(q == i, sums[2 * i][2] + sums[2 * i + 1][3], bottom)
     top = top * scale + tl.where(q % 2 == 0, fix, 0.0)
     bottom = bottom * scale + tl.where(q % 2 == 0, 0.0, fix)
-    top, bottom = sum_rows((top, bottom), W, ASM)
+    top, bottom = sum_rows((top, bottom), W, COMPILED)
     result = tl.where(q == 0, top, bottom)
     if BIAS:
         result += added
@@ -348,9 +361,9 @@ def _one_row(
 @triton.jit
 def _some_rows(
     parts, pairs_of_x, words, index, far, base, scale, units, N, M,
-    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
+    C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr, BM: tl.constexpr,
     W: tl.constexpr, TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """A share of the products of blocks of W tiles with up to BM rows of x: EACH of all `units`.
 
@@ -358,7 +371,7 @@ def _some_rows(
     Words and x of the next unit are under way meanwhile. The loop is not left to the compiler to overlap: it
     would cut the instruction in eight that wait for each other.
     """
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_launch_dependents()
     t = tl.arange(0, 32 * W)
     warp, lane = t // 32, t % 32
@@ -374,20 +387,20 @@ def _some_rows(
     a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
     next_tile, behind = _tile_and_word(tl.minimum(unit + 1, last), warp, q, tiles, W, TURNS)
     next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-    far_a, far_b = _load_far(far, record, c, r, ASM)
+    far_a, far_b = _load_far(far, record, c, r, COMPILED)
     at_hand = _columns(pairs_of_x, unit % TURNS, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
-        weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, ASM)
+        weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, COMPILED)
         now = _in_order(at_hand, (following - 1) % TURNS, C, HALF, BM)
         ahead = tl.minimum(following, last)
         tile, c = next_tile, behind
         next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
         a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
-        far_a, far_b = _load_far(far, next_record, c, r, ASM)
+        far_a, far_b = _load_far(far, next_record, c, r, COMPILED)
         next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
         at_hand = _columns(pairs_of_x, ahead % TURNS, M, C, BM, EVEN)
-        if ASM:
+        if COMPILED:
             sums = tl.dot(weights, now, sums)
         else:
             sums = tl.dot(weights.to(tl.float32), now.to(tl.float32), sums, input_precision="ieee")
@@ -417,7 +430,7 @@ def _tile_words(
 def _add_parts(
     y, parts, x, row_start, escapes, bias, base, shift, scale, N, M,
     C: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
-    TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs."""
     EL: tl.constexpr = 2  # escapes of a row at a time
@@ -438,7 +451,7 @@ def _add_parts(
         result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)
     program = block * TURNS // EACH
     beyond = ((block + 1) * TURNS - 1) // EACH + 1
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
     for _ in tl.static_range(MOST):
         own = (program.to(tl.int64) * BLOCKS + block - program * EACH // TURNS) * (BM * 16 * W)
@@ -467,7 +480,7 @@ def _in_order(pairs, turn, C: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr
 
 @triton.jit
 def _unpacked(
-    a, b, far_a, far_b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+    a, b, far_a, far_b, base4, LOW: tl.constexpr, HALF: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr
 ):
     """The weights of W tiles, [16 W, 128], from the words of rows r and r + 8.
 
@@ -475,8 +488,8 @@ def _unpacked(
     """
     groups = ()
     for g in tl.static_range(8):
-        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, ASM)
-        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, ASM)
+        a0, a2 = _weights(a, far_a, base4, LOW, HALF, g, COMPILED)
+        a1, a3 = _weights(b, far_b, base4, LOW, HALF, g, COMPILED)
         first = tl.join(_pair(a0, HALF), _pair(a1, HALF))
         groups += (tl.join(first, tl.join(_pair(a2, HALF), _pair(a3, HALF))),)
     # warp, r, q, of a pair, row r or r + 8, half of an instruction, g
@@ -486,7 +499,7 @@ def _unpacked(
 
 @triton.jit
 def _all_eight(groups):
-    """As one array, with three axes of 2 after the others that are the bits of their numbers."""
+    """Eight arrays as one, with three last axes of 2: the bits of their numbers."""
     even = tl.join(tl.join(groups[0], groups[4]), tl.join(groups[2], groups[6]))
     odd = tl.join(tl.join(groups[1], groups[5]), tl.join(groups[3], groups[7]))
     return tl.join(even, odd)

@@ -15,14 +15,17 @@ columns. Nothing is read or written outside the arrays.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.device.mma_fragments import side_by_side
+from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.float_fields import FloatFormat
 from neuzip.kernels.packed_linear.form import (
     F16,
@@ -30,7 +33,7 @@ from neuzip.kernels.packed_linear.form import (
     SLOTS,
     TILE_ROWS,
     TURN,
-    Layout,
+    PackedLayout,
     best_window,
     check_columns,
     check_escapes,
@@ -39,7 +42,7 @@ from neuzip.kernels.packed_linear.form import (
     low_bits,
     words_shape,
 )
-from neuzip.kernels.packed_linear.ops import PackedTensor, format_of
+from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
 from neuzip.kernels.packed_linear.triton.slots import (
     as_start,
     columns_of_word,
@@ -48,6 +51,7 @@ from neuzip.kernels.packed_linear.triton.slots import (
     slot_of_escape,
 )
 from neuzip.kernels.packed_linear.turns import by_turn
+from neuzip.kernels.tuning import launch_for
 
 WORDS = 8
 """Words of each row that a program has, if it has the 16 rows of a tile."""
@@ -69,7 +73,7 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     bits = weight.view(torch.int16)
     exponents, mantissas = _census(bits, fmt)
     window = best_window(exponents, fmt)
-    layout = Layout(fmt, low_bits(mantissas))
+    layout = PackedLayout(fmt, low_bits(mantissas))
     escapes = int(exponents[window.kinds == 0].sum())
     check_escapes(escapes)
     device = weight.device
@@ -79,16 +83,19 @@ def pack(weight: torch.Tensor) -> PackedTensor:
     starts = torch.zeros(out + 1, dtype=torch.int32, device=device)
     listed = torch.empty(escapes, dtype=torch.int32, device=device)
     if weight.numel():
-        form = {"columns": columns, "shift": window.shift, "F16": fmt == F16}
-        with torch.cuda.device_of(bits), LAUNCHING:  # Triton launches on the current device
-            kinds = torch.from_numpy(window.kinds).to(device)
-            _words_kernel[(tiles * triton.cdiv(far.shape[1], WORDS),)](
-                bits, kinds, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
-                LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32,
+        form: dict[str, Any] = {"columns": columns, "shift": window.shift, "F16": fmt == F16}
+        kinds = torch.from_numpy(window.kinds).to(device)
+        launch(
+            _words_kernel, (tiles * triton.cdiv(far.shape[1], WORDS),),
+            bits, kinds, words, far, starts[1:], out=out, base=window.base, lane=lane, **form,
+            LOW_BITS=layout.low_bits, WORDS=WORDS, num_warps=WORDS * TILE_ROWS // 32, device=bits.device,
+        )  # fmt: skip
+        starts = torch.cumsum(starts, 0, dtype=torch.int32)
+        if escapes:
+            launch(
+                _escapes_kernel, (out,),
+                bits, kinds, starts, listed, columns, F16=fmt == F16, TILE=1024, device=bits.device,
             )  # fmt: skip
-            starts = torch.cumsum(starts, 0, dtype=torch.int32)
-            if escapes:
-                _escapes_kernel[(out,)](bits, kinds, starts, listed, columns, F16=fmt == F16, TILE=1024)
     row_start = starts.to(torch.int16) if escapes <= FEW_ESCAPES else starts  # in 16 bits, modulo 2**16
     packed = PackedTensor(
         (out, columns), weight.dtype, layout.low_bits, window.base, window.shift, words,
@@ -126,40 +133,36 @@ def _decode(
     wide = min(most, 1 << (lane - 1).bit_length())
     whole = columns == SLOTS * lane and dense.data_ptr() % 4 == 0
     turns = whole and columns % TURN == 0
-    with torch.cuda.device_of(dense), LAUNCHING:
-        _decode_kernel[(downs * -(-lane // wide),)](
-            packed.words, packed.far_index, packed.far_words, packed.row_start, packed.escapes, ids,
-            dense.view(-1).view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
-            columns=columns, lane=lane, base=packed.base, shift=packed.shift,
-            F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, TURNS=turns,
-            WORDS=wide, ROWS=together, ASM=isinstance(_decode_kernel, triton.JITFunction), INVALID=INVALID,
-            num_warps=max(1, wide * together // 32),
-        )  # fmt: skip
+    launch(
+        _decode_kernel, (downs * -(-lane // wide),),
+        packed.words, packed.far_index, packed.far_words, packed.row_start, packed.escapes, ids,
+        dense.view(-1).view(torch.int32 if whole else torch.int16), start=start, count=count, out=out,
+        columns=columns, lane=lane, base=packed.base, shift=packed.shift,
+        F16=packed.dtype == torch.float16, LOW_BITS=packed.low_bits, WHOLE=whole, TURNS=turns,
+        WORDS=wide, ROWS=together, COMPILED=is_compiled(_decode_kernel), INVALID=INVALID,
+        num_warps=max(1, wide * together // 32), device=dense.device,
+    )  # fmt: skip
 
 
 def _census(bits: torch.Tensor, fmt: FloatFormat) -> tuple[npt.NDArray[np.int64], int]:
     """How often each exponent occurs, and bits of the mantissas among which is the lowest that any has."""
-    numel, tile, names = bits.numel(), 4096, 1 << fmt.exponent_bits
+    config = launch_for("packed_linear.census", bits.device)
+    numel, tile, names = bits.numel(), config["tile"], 1 << fmt.exponent_bits
     counts = torch.zeros(names + 1, dtype=torch.int64, device=bits.device)
     tiles = triton.cdiv(numel, tile)
     if numel:
-        with torch.cuda.device_of(bits), LAUNCHING:
-            _census_kernel[(min(tiles, _programs(bits.device)),)](
-                bits, counts, numel, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, TILE=tile,
-                num_warps=8,
-            )  # fmt: skip
+        launch(
+            _census_kernel, (min(tiles, config["programs"] * multiprocessors(bits.device)),),
+            bits, counts, numel, EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, TILE=tile,
+            num_warps=config["num_warps"], device=bits.device,
+        )  # fmt: skip
     *exponents, mantissas = counts.tolist()
     exponents[0] -= tiles * tile - numel  # what the last tile has beyond the weights counts as 0
     return np.array(exponents), mantissas
 
 
-def _programs(device: torch.device) -> int:
-    """How many programs keep a device busy."""
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def _gathered(far: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of far words [tiles, an even number, 16] the index, and those that are not zero, for which it waits."""
+    """The index of far words [tiles, an even number, 16], and those that are not zero, for which it waits."""
     pairs = far.view(far.shape[0], far.shape[1] // 2, 2 * TILE_ROWS)
     there = pairs != 0
     bits = torch.arange(2 * TILE_ROWS, device=far.device)
@@ -216,7 +219,7 @@ def _take(words, g, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _kind(kinds_ptr, v, there, F16: tl.constexpr):
-    """Whether patterns in int32 are escapes, in the window, or far: see `Window.kinds`."""
+    """Whether patterns in int32 are escapes, in the window, or far: see `ExponentWindow.kinds`."""
     exponent = (v >> 10) & 0x1F if F16 else (v >> 7) & 0xFF
     return tl.load(kinds_ptr + exponent, mask=there, other=0)
 
@@ -317,7 +320,7 @@ def _escapes_kernel(
 
 @triton.jit
 def _source_and_target(number, down, ids_ptr, start, count, out, ROWS: tl.constexpr):
-    """Of the rows of a program: the row of the weights, if it is there, the dense row, if it is wanted."""
+    """Rows of a program: that of the weights, whether it is there, the dense row, whether it is wanted."""
     if ids_ptr is None:
         row = (start // 16 + down).to(tl.int64) * 16 + number // 2 + number % 2 * 8
         wanted = (row >= start) & (row < start + count)
@@ -343,7 +346,7 @@ def _decode_kernel(
     words_ptr, index_ptr, far_ptr, row_start_ptr, escapes_ptr, ids_ptr, dense_ptr,
     start, count, out, columns, lane, base, shift,
     F16: tl.constexpr, LOW_BITS: tl.constexpr, WHOLE: tl.constexpr, TURNS: tl.constexpr, WORDS: tl.constexpr,
-    ROWS: tl.constexpr, ASM: tl.constexpr, INVALID: tl.constexpr,
+    ROWS: tl.constexpr, COMPILED: tl.constexpr, INVALID: tl.constexpr,
 ):  # fmt: skip
     """Write a part of `count` dense rows: of those from `start` on, or of those that ids name.
 
@@ -361,7 +364,7 @@ def _decode_kernel(
     record = index_ptr + (tile * ((lane + 1) // 2) + c // 2) * 2
     mask = tl.load(record, mask=there, other=0)
     bit = c % 2 * 16 + own
-    at = tl.load(record + 1, mask=there, other=0) + count_below(mask, bit, ASM)
+    at = tl.load(record + 1, mask=there, other=0) + count_below(mask, bit, COMPILED)
     far = tl.load(far_ptr + at, mask=there & ((mask >> bit) & 1 != 0), other=0)
 
     # The pattern less the shift's exponents, plus these: nothing is carried from one slot to the next, as no
@@ -397,7 +400,7 @@ def _decode_kernel(
         if F16:
             high = (high - _take(upper, g, 2, 1)) << 2 | _take(middle, g, 0, 2)
         high = differ(high, far, g, F16) | ((sign << (7 - g)) & -2139062144)
-        a, b = side_by_side(low, high, ASM)
+        a, b = side_by_side(low, high, COMPILED)
         firsts += (tl.where(valid, a + turn, INVALID),)
         seconds += (tl.where(valid, b + turn, INVALID),)
 
@@ -453,7 +456,7 @@ def _patch(row_start_ptr, escapes_ptr, row, valid, target, first, COLUMNS: tl.co
 
 @triton.jit
 def _first_at(escapes_ptr, begin, stop, column):
-    """Of the escapes of rows the first that is at a column or behind it."""
+    """The first escape of each row that is at a column or behind it."""
     while tl.max(stop - begin) > 0:
         middle = (begin + stop) // 2
         before = (tl.load(escapes_ptr + middle, mask=begin < stop, other=0) & 0xFFFF) < column

@@ -13,10 +13,10 @@ def as_start(loaded):
 
 
 @triton.jit
-def count_below(mask, bit, ASM: tl.constexpr):
+def count_below(mask, bit, COMPILED: tl.constexpr):
     """How many bits of an int32 are set below one."""
     below = mask & ~((tl.zeros_like(mask) - 1) << bit)
-    if ASM:
+    if COMPILED:
         return tl.inline_asm_elementwise(
             "popc.b32 $0, $1;", "=r,r", [below], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -84,7 +84,7 @@ def columns_of_word(c, lane):
 
 @triton.jit
 def slot_of_escape(pattern, base, shift, HALF: tl.constexpr):
-    """What stands in the slot of an escape, 16 bits in an int32: see `Window.slots_of_escapes`."""
+    """What stands in the slot of an escape, 16 bits in an int32: see `ExponentWindow.slots_of_escapes`."""
     if HALF:
         slot = (pattern & 0x83FF) | ((base - 7) << 10)
     else:

@@ -44,7 +44,7 @@ class Rates:
 
 
 def adamw(
-    weight: Tensor, gradient: Tensor, states: dict[str, Tensor], rates: Rates, chance: RngKey,
+    weight: Tensor, gradient: Tensor, states: dict[str, Tensor], rates: Rates, rng_key: RngKey,
     scale: Tensor | None = None, *, stochastic: bool,
 ) -> None:  # fmt: skip
     """Change a weight [n] and its states in place.
@@ -63,11 +63,11 @@ def adamw(
             raise ValueError(f"{name} is {tuple(array.shape)}, for {n} weights in one dimension")
     if stochastic and weight.dtype != torch.bfloat16:
         raise ValueError(f"weights are rounded by chance to torch.bfloat16, not to {weight.dtype}")
-    keys = [_signed(key) for use in range(CHANCES) for key in chance.keys(use)]
+    keys = [_signed(key) for use in range(CHANCES) for key in rng_key.keys(use)]
     with torch.cuda.device_of(weight), LAUNCHING:
         _adamw_kernel[(triton.cdiv(n, ROWS * BLOCK),)](
             weight, gradient, states["first"], states["first_top"], states["second"], states["second_top"],
-            weight if scale is None else scale, n, chance.element,
+            weight if scale is None else scale, n, rng_key.element,
             rates.beta1, rates.beta2, rates.epsilon, rates.size, rates.unbias, rates.keep, *keys,
             SCALED=scale is not None, STOCHASTIC=stochastic, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """How full blocks of bf16 are decoded of which nothing was dropped: all comes by way of shared memory.
 
 Loads of a warp to registers are waited for together, those of a moment ago with those of long ago; a
-program that decodes cannot ask far ahead with them. Copies to shared memory end in the order they were
-begun in, and are waited for in groups: a run of all lanes waits for what was asked for three runs ago.
+program that decodes cannot prefetch far ahead with them. Copies to shared memory end in the order they were
+begun in, and are waited for in groups: a run of all lanes waits for what was prefetched three runs ago.
 
     table     4,096 slots of 32 bits, for all warps of the program: 16 KB
     a warp    a ring of 1,024 words, in four pieces, 2 KB; the planes of four runs, 256 bytes each
@@ -21,13 +21,13 @@ import triton.language as tl
 from neuzip.kernels.rans.numbers import LANES, LOWER, RUN, RUNS, SCALE, SCALE_BITS
 
 WARPS = 8
-"""Of a program. Five programs of 40 KB share a multiprocessor."""
+"""Warps of a program. Five programs of 40 KB share a multiprocessor."""
 
 REGISTERS = 48
-"""Of a thread, so that they do not want more of these than there are."""
+"""Registers of a thread, at most, so that five programs fit."""
 
 PIECE, PIECES, AHEAD = 256, 4, 3
-"""Words of a piece, pieces of a ring; runs that planes are asked for ahead, and that a group has to end."""
+"""Words of a piece, pieces of a ring; runs that planes are prefetched ahead, and that a group has to end."""
 
 _RUNS, _LANES, _RUN_WORDS = tl.constexpr(RUNS), tl.constexpr(LANES), tl.constexpr(LANES * RUN * 2 // 8)
 _SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS), tl.constexpr(LOWER)
@@ -41,7 +41,7 @@ _WARP_BYTES = tl.constexpr(2 * PIECE * PIECES + (AHEAD + 1) * LANES * RUN)
 @triton.jit
 def runs(
     x, p, words, limit, tables, exponents, lowest, planes8, target, lane, shared,
-    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode and store all runs of full blocks, one a warp: states in the end, and words taken.
 
@@ -57,28 +57,28 @@ def runs(
     own = shared + _TABLE_BYTES + tl.arange(0, L) // _LANES * _WARP_BYTES
     piece = tl.zeros([L], tl.int32)
     for _ in tl.static_range(_PIECES):
-        piece = _copy_words(p, piece, end, words, own, lane, ASM)
+        piece = _copy_words(p, piece, end, words, own, lane, COMPILED)
     for run in tl.static_range(_AHEAD):
-        _copy_planes(planes8, run, own, lane, ASM)
-        _end_group(own, ASM)
+        _copy_planes(planes8, run, own, lane, COMPILED)
+        _end_group(own, COMPILED)
     for run in range(_RUNS - 1):
-        _wait(own, ASM)
+        _wait(own, COMPILED)
         if run < _RUNS - _AHEAD:
-            _copy_planes(planes8, run + _AHEAD, own, lane, ASM)
-        piece = _copy_words(p, piece, end, words, own, lane, ASM)
-        _end_group(own, ASM)
-        x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-        x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-        x, p, e2 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-        x, p, e3 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-        _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM)
-    _wait(own, ASM)
-    x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-    x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, ASM)
-    e2 = _exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, ASM)
-    e3 = _exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, ASM)
-    _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, ASM)
-    if ASM:  # pieces that nobody needs may be on their way
+            _copy_planes(planes8, run + _AHEAD, own, lane, COMPILED)
+        piece = _copy_words(p, piece, end, words, own, lane, COMPILED)
+        _end_group(own, COMPILED)
+        x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+        x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+        x, p, e2 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+        x, p, e3 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+        _store(target, run, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+    _wait(own, COMPILED)
+    x, p, e0 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+    x, p, e1 = _step(x, p, words, end, tables, exponents, lowest, own, shared, IN_A_ROW, M, L, COMPILED)
+    e2 = _exponents_of((x & 15) | ((x & 0xF0) << 12), exponents, lowest, IN_A_ROW, M, COMPILED)
+    e3 = _exponents_of(((x >> 8) & 15) | ((x & 0xF000) << 4), exponents, lowest, IN_A_ROW, M, COMPILED)
+    _store(target, _RUNS - 1, e0, e1, e2, e3, planes8, own, lane, COMPILED)
+    if COMPILED:  # pieces that nobody needs may be in flight
         tl.inline_asm_elementwise(
             "cp.async.wait_all; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -86,10 +86,10 @@ def runs(
 
 
 @triton.jit
-def to_shared(tables, L: tl.constexpr, ASM: tl.constexpr):
+def to_shared(tables, L: tl.constexpr, COMPILED: tl.constexpr):
     """Where the memory of a program is, once all its threads have put the table there: [L]."""
     start = tl.zeros([L], tl.int64) + tables.to(tl.int64)
-    if ASM:
+    if COMPILED:
         shared = tl.inline_asm_elementwise(
             _filling(L), "=r,l", [start], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
@@ -121,9 +121,9 @@ def _filling(threads):
 
 
 @triton.jit
-def _copy_words(p, piece, end, words, own, lane, ASM: tl.constexpr):
+def _copy_words(p, piece, end, words, own, lane, COMPILED: tl.constexpr):
     """Begin to copy the next piece if its place has been read: how many were begun. None from `end` on."""
-    if ASM:
+    if COMPILED:
         piece = tl.inline_asm_elementwise(
             _copying(), "=r,r,r,r,l,r,r", [p, piece, end, words.to(tl.int64), own, lane],
             dtype=tl.int32, is_pure=False, pack=1,
@@ -159,9 +159,9 @@ def _copying():
 
 
 @triton.jit
-def _copy_planes(planes8, run, own, lane, ASM: tl.constexpr):
+def _copy_planes(planes8, run, own, lane, COMPILED: tl.constexpr):
     """Begin to copy a lane's 8 bytes of a run."""
-    if ASM:
+    if COMPILED:
         tl.inline_asm_elementwise(
             "cp.async.ca.shared.global [$1], [$2], 8; mov.b32 $0, 0;", "=r,r,l",
             [_place_of(run, own, lane), (planes8 + run * _LANES).to(tl.int64)],
@@ -176,17 +176,17 @@ def _place_of(run, own, lane):
 
 
 @triton.jit
-def _end_group(own, ASM: tl.constexpr):
-    if ASM:
+def _end_group(own, COMPILED: tl.constexpr):
+    if COMPILED:
         tl.inline_asm_elementwise(
             "cp.async.commit_group; mov.b32 $0, 0;", "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def _wait(own, ASM: tl.constexpr):
+def _wait(own, COMPILED: tl.constexpr):
     """For all groups of the warp but the last ones, and for the other lanes."""
-    if ASM:
+    if COMPILED:
         tl.inline_asm_elementwise(_waiting(), "=r,r", [own], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -198,10 +198,10 @@ def _waiting():
 @triton.jit
 def _step(
     x, p, words, end, tables, exponents, lowest, own, shared,
-    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, ASM: tl.constexpr,
+    IN_A_ROW: tl.constexpr, M: tl.constexpr, L: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Decode a symbol of every lane: its exponents. `p` counts the words taken so far."""
-    if ASM:
+    if COMPILED:
         entry = tl.inline_asm_elementwise(
             "{ .reg .b32 at; and.b32 at, $1, 4095; shl.b32 at, at, 2; add.u32 at, at, $2;"
             " ld.shared.b32 $0, [at]; }",
@@ -210,14 +210,14 @@ def _step(
     else:
         entry = tl.load(tables + (x & _SLOTS)).to(tl.uint32, bitcast=True)
     x = ((entry >> 4) & 0xFFF) * (x >> _SCALE_BITS) + (entry >> 20)
-    if ASM:
+    if COMPILED:
         x, p = tl.inline_asm_elementwise(
             _refilling(), "=r,=r,r,r,r,r", [x, p, own, (1 << tl.arange(0, L) % _LANES) - 1],
             dtype=(tl.uint32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
         x, p = refilled(x, p, words, end, L)
-    return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, ASM)
+    return x, p, _exponents_of(entry, exponents, lowest, IN_A_ROW, M, COMPILED)
 
 
 @triton.jit
@@ -256,24 +256,24 @@ def _refilling():
 
 
 @triton.jit
-def _exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr):
-    """Of two weights in a word, whose places in a palette are bits 0 to 3 and 16 to 19 of an entry."""
+def _exponents_of(entry, exponents, lowest, IN_A_ROW: tl.constexpr, M: tl.constexpr, COMPILED: tl.constexpr):
+    """Exponents of two weights in a word, whose places in a palette are bits 0 to 3 and 16 to 19."""
     if not IN_A_ROW:
-        found = tl.load(exponents + ((entry & 15) | ((entry >> 12) & 0xF0))).to(tl.uint32, bitcast=True)
-    elif ASM:  # where the compiler would make three instructions of it
-        found = tl.inline_asm_elementwise(
+        pair = tl.load(exponents + ((entry & 15) | ((entry >> 12) & 0xF0))).to(tl.uint32, bitcast=True)
+    elif COMPILED:  # where the compiler would make three instructions of it
+        pair = tl.inline_asm_elementwise(
             f"{{ .reg .b32 both; and.b32 both, $1, 0x000F000F; mad.lo.u32 $0, both, {1 << M}, $2; }}",
             "=r,r,r", [entry, lowest], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        found = lowest + ((entry & 0x000F000F) << M)
-    return found
+        pair = lowest + ((entry & 0x000F000F) << M)
+    return pair
 
 
 @triton.jit
-def _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM: tl.constexpr):
+def _store(target, run, e0, e1, e2, e3, planes8, own, lane, COMPILED: tl.constexpr):
     """Merge the exponents of a lane's 8 weights with what else they have, and store them."""
-    if ASM:
+    if COMPILED:
         low, high = tl.inline_asm_elementwise(
             "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [_place_of(run, own, lane)],
             dtype=(tl.uint32, tl.uint32), is_pure=False, pack=1,
@@ -281,15 +281,15 @@ def _store(target, run, e0, e1, e2, e3, planes8, own, lane, ASM: tl.constexpr):
     else:
         both = tl.load(planes8 + run * _LANES)
         low, high = both.to(tl.uint32), (both >> 32).to(tl.uint32)
-    w0 = joined(_merged(e0, low, 0, ASM), _merged(e1, low, 1, ASM))
-    w1 = joined(_merged(e2, high, 0, ASM), _merged(e3, high, 1, ASM))
+    w0 = joined(_merged(e0, low, 0, COMPILED), _merged(e1, low, 1, COMPILED))
+    w1 = joined(_merged(e2, high, 0, COMPILED), _merged(e3, high, 1, COMPILED))
     tl.store(target + run * _RUN_WORDS, tl.join(w0, w1))
 
 
 @triton.jit
-def _merged(e, fields, HALF: tl.constexpr, ASM: tl.constexpr):
+def _merged(e, fields, HALF: tl.constexpr, COMPILED: tl.constexpr):
     """Two weights in a word: their exponents, and two bytes of the fields, sign and mantissa each."""
-    if ASM:
+    if COMPILED:
         twice = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, 0x3322;" if HALF else "prmt.b32 $0, $1, 0, 0x1100;", "=r,r", [fields],
             dtype=tl.uint32, is_pure=True, pack=1,

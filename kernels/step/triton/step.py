@@ -12,15 +12,9 @@ from torch import Tensor
 from triton.language.extra import cuda, libdevice
 
 from neuzip.kernels.device.floats import rounded, widened
-from neuzip.kernels.device.launch import LAUNCHING
-from neuzip.kernels.device.properties import early_launches
+from neuzip.kernels.device.launch import is_compiled, launch
 from neuzip.kernels.step.reference import NORMS, VECTOR, Norm, threads
-
-KEPT_TURNS = 4
-"""Turns of a thread up to which it keeps a row in its registers; of more it reads the row again."""
-
-GATED_BLOCK, LARGEST_BLOCK = 512, 2048
-"""Numbers of a program."""
+from neuzip.kernels.tuning import launch_for
 
 _LLAMA, _GEMMA = tl.constexpr(NORMS.index("llama")), tl.constexpr(NORMS.index("gemma"))
 _VECTOR = tl.constexpr(VECTOR)
@@ -37,14 +31,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
     width = threads(rows, columns)
     turns = -(-columns // (VECTOR * width))
-    compiled = isinstance(_rms_norm, triton.JITFunction)
-    early = compiled and early_launches(x.device)
-    with torch.cuda.device_of(x), LAUNCHING:
-        _rms_norm[(rows,)](
-            y, x, weight, columns, eps, 1 / columns, W=width, TURNS=turns, KEEP=turns <= KEPT_TURNS,
-            NORM=NORMS.index(norm), EARLY=early, COMPILED=compiled,
-            num_warps=max(1, width // 64), launch_pdl=early, enable_fp_fusion=False,
-        )  # fmt: skip
+    most = launch_for("step.rms_norm", x.device)["register_turns"]
+    launch(
+        _rms_norm, (rows,),
+        y, x, weight, columns, eps, 1 / columns, W=width, TURNS=turns, KEEP=turns <= most,
+        NORM=NORMS.index(norm), COMPILED=is_compiled(_rms_norm),
+        num_warps=max(1, width // 64), pdl=True, enable_fp_fusion=False, device=x.device,
+    )  # fmt: skip
     return y
 
 
@@ -52,50 +45,48 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     """Queries and keys [B, H, T, width], turned by cos and sin [B or 1, T, width]; see `can_rotate`."""
     batch, heads, tokens, width = q.shape
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    compiled = isinstance(_rotate, triton.JITFunction)
-    early = compiled and early_launches(q.device)
-    with torch.cuda.device_of(q), LAUNCHING:
-        _rotate[(tokens, heads + k.shape[1], batch)](
-            q_out, k_out, q, k, cos, sin, heads, *q_out.stride()[:3], *k_out.stride()[:3], *q.stride()[:3],
-            *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-            sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), EARLY=early, COMPILED=compiled,
-            num_warps=1, launch_pdl=early, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _rotate, (tokens, heads + k.shape[1], batch),
+        q_out, k_out, q, k, cos, sin, heads, *q_out.stride()[:3], *k_out.stride()[:3], *q.stride()[:3],
+        *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+        sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), COMPILED=is_compiled(_rotate),
+        num_warps=1, pdl=True, enable_fp_fusion=False, device=q.device,
+    )  # fmt: skip
     return q_out, k_out
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of tensors of one shape where `can_gate` says so: of that shape and dtype."""
     y = torch.empty_like(gate)
-    compiled = isinstance(_gated, triton.JITFunction)
-    early = compiled and early_launches(gate.device)
-    with torch.cuda.device_of(gate), LAUNCHING:
-        _gated[(triton.cdiv(gate.numel(), GATED_BLOCK),)](
-            y, gate, up, gate.numel(), BLOCK=GATED_BLOCK, EARLY=early, COMPILED=compiled,
-            num_warps=2, launch_pdl=early, enable_fp_fusion=False,
-        )  # fmt: skip
+    config = launch_for("step.gated", gate.device)
+    launch(
+        _gated, (triton.cdiv(gate.numel(), config["block"]),),
+        y, gate, up, gate.numel(), BLOCK=config["block"], COMPILED=is_compiled(_gated),
+        num_warps=config["num_warps"], pdl=True, enable_fp_fusion=False, device=gate.device,
+    )  # fmt: skip
     return y
 
 
 def largest(x: Tensor) -> Tensor:
     """Where the largest number of each row of x [B, N] is, int64 [B], where `can_find` says so.
 
-    As `Tensor.argmax`: of equal ones the first, and a NaN is larger than all.
+    `Tensor.argmax`: of equal ones the first, and a NaN is larger than all.
     """
     rows, columns = x.shape
-    parts = triton.cdiv(columns, LARGEST_BLOCK)
+    config = launch_for("step.largest", x.device)
+    parts = triton.cdiv(columns, config["block"])
     keys = torch.empty(rows, parts, dtype=torch.int64, device=x.device)
     places = torch.empty(rows, dtype=torch.int64, device=x.device)
-    early = isinstance(_largest, triton.JITFunction) and early_launches(x.device)
-    with torch.cuda.device_of(x), LAUNCHING:
-        _largest[(parts, rows)](
-            keys, x, x.stride(0), columns, BLOCK=LARGEST_BLOCK, EARLY=early, num_warps=4, launch_pdl=early,
-        )  # fmt: skip
-        _place_of_largest[(rows,)](
-            places, keys, parts, BLOCK=triton.next_power_of_2(parts), EARLY=early, num_warps=1,
-            launch_pdl=early,
-        )  # fmt: skip
+    launch(
+        _largest, (parts, rows),
+        keys, x, x.stride(0), columns, BLOCK=config["block"], num_warps=config["num_warps"], pdl=True,
+        device=x.device,
+    )  # fmt: skip
+    launch(
+        _place_of_largest, (rows,),
+        places, keys, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1, pdl=True, device=x.device,
+    )  # fmt: skip
     return places
 
 
@@ -106,28 +97,26 @@ def store(rooms: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor], places: T
     of values may differ.
     """
     batch, heads, tokens, _ = states[0].shape
-    compiled = isinstance(_store, triton.JITFunction)
-    early = compiled and early_launches(places.device)
     widths = [state.shape[3] for state in states]
-    with torch.cuda.device_of(places), LAUNCHING:
-        _store[(tokens, heads, batch)](
-            *rooms, *states, places, rooms[0].shape[2], *rooms[0].stride()[:3], *rooms[1].stride()[:3],
-            *states[0].stride(), *states[1].stride(), K_WIDTH=widths[0], V_WIDTH=widths[1],
-            BLOCK=triton.next_power_of_2(max(widths)), EARLY=early, num_warps=1, launch_pdl=early,
-        )  # fmt: skip
+    launch(
+        _store, (tokens, heads, batch),
+        *rooms, *states, places, rooms[0].shape[2], *rooms[0].stride()[:3], *rooms[1].stride()[:3],
+        *states[0].stride(), *states[1].stride(), K_WIDTH=widths[0], V_WIDTH=widths[1],
+        BLOCK=triton.next_power_of_2(max(widths)), num_warps=1, pdl=True, device=places.device,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["eps", "share"])
 def _rms_norm(
     y, x, weight, columns, eps, share,
-    W: tl.constexpr, TURNS: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    W: tl.constexpr, TURNS: tl.constexpr, KEEP: tl.constexpr, NORM: tl.constexpr, USE_PDL: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """A row. Thread t has the vectors t, t + W and so on."""
+    """The RMS norm of a row. Thread t has the vectors t, t + W and so on."""
     at = tl.arange(0, W)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
     x += tl.program_id(0).to(tl.int64) * columns
     y += tl.program_id(0).to(tl.int64) * columns
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     wide, weights = (), ()
@@ -170,7 +159,7 @@ def _folded(sums, W: tl.constexpr):
 
 @triton.jit
 def _place():
-    """Which token, head and text a program has."""
+    """Token, head and text of a program."""
     return tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
 
 
@@ -178,11 +167,11 @@ def _place():
 def _rotate(
     q_out, k_out, q, k, cos, sin, heads, q_ob, q_oh, q_ot, k_ob, k_oh, k_ot, q_b, q_h, q_t, k_b, k_h, k_t,
     cos_b, cos_t, sin_b, sin_t,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One head of queries or of keys, of one token."""
     token, head, text = _place()
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if head < heads:
@@ -207,12 +196,12 @@ def _rotate(
 
 @triton.jit
 def _gated(
-    y, gate, up, count, BLOCK: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr,
+    y, gate, up, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Some numbers."""
+    """silu(gate) * up of BLOCK numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     x = widened(tl.load(gate + at, mask=there, other=0.0))
@@ -227,11 +216,11 @@ def _gated(
 
 
 @triton.jit
-def _largest(keys, x, row, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _largest(keys, x, row, columns, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """The largest key of a part of a row: order of the number in the upper half, place in the lower one."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < columns
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     wide = widened(tl.load(x + tl.program_id(1).to(tl.int64) * row + at, mask=there, other=0.0))
@@ -244,11 +233,11 @@ def _largest(keys, x, row, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _place_of_largest(places, keys, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Of a row's parts."""
+def _place_of_largest(places, keys, parts, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """Where the largest number of a row is, from the largest key of each of its parts."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     key = tl.max(tl.load(keys + row * parts + at, mask=at < parts, other=-0x8000000000000000), 0)
@@ -259,12 +248,12 @@ def _place_of_largest(places, keys, parts, BLOCK: tl.constexpr, EARLY: tl.conste
 def _store(
     k_room, v_room, k, v, places, length, kr_b, kr_h, kr_n, vr_b, vr_h, vr_n,
     k_b, k_h, k_t, k_w, v_b, v_h, v_t, v_w,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A key and a value."""
+    """The key and the value of one token of a head, to row `places[token]` of its room."""
     token, head, text = _place()
     at = tl.arange(0, BLOCK)
-    if EARLY:
+    if USE_PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     place = tl.load(places + token)

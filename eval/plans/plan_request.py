@@ -1,0 +1,68 @@
+"""The request of a plan by target, and the stages of the search for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from neuzip.compress.device import CPU, Device
+from neuzip.compress.scheme import LOSSLESS, Rule
+from neuzip.eval.measures.comparison import Stage
+from neuzip.eval.plans.sensitivity import Method
+from neuzip.eval.plans.target_values import CompressionTarget
+
+DropLayers = int | Literal["auto"]
+"""Number of layers to drop: 0 for none, "auto" for as many as pay."""
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """A checkpoint to compress to a target.
+
+    rules        matrices that they leave lossless may be rounded
+    block_size   weights that share a normaliser in rounded tensors, None for none
+    coder, jobs  device that encodes weights, and number of threads
+    drop_layers  number of layers to drop, or "auto" for as many as pay
+    """
+
+    src: Path
+    dst: Path
+    target: CompressionTarget
+    method: Method
+    rules: tuple[Rule, ...] = (Rule("*", LOSSLESS),)
+    block_size: int | None = None
+    coder: Device = CPU
+    jobs: int | None = None
+    drop_layers: DropLayers = 0
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a search in order, and `show`, which shows their progress."""
+
+    show: Stage
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, request: TargetRequest, show: Stage, *, trials: bool, result: bool) -> Stages:
+        """The stages of a request, with or without trials, and with or without writing the result."""
+        names = {
+            "sizes": True,
+            "sensitivity": request.method != "weights",
+            "layers": request.drop_layers != 0,
+            "trials": trials,
+            "result": result,
+        }
+        return cls(show, tuple(name for name, takes_place in names.items() if takes_place))
+
+    def at(self, name: str) -> Stage:
+        """Shows the progress of one stage, with its number in the label."""
+        if name not in self.names:
+            return self.show
+        where = f"stage {self.names.index(name) + 1} of {len(self.names)}"
+        return lambda label, total, unit: self.show(f"{where}, {label}", total, unit)
+
+    def all_at(self, name: str) -> Stages:
+        """Shows the progress of all stages as that of one."""
+        return Stages(self.at(name), ())

@@ -1,0 +1,115 @@
+"""A search along one dimension: the largest budget whose outcome is within a limit, by few costly trials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from neuzip.eval.measures.estimates import Estimate
+from neuzip.eval.plans.allocation import Allocation
+
+ATTEMPTS = 8
+"""Allocations that are tried at most."""
+
+CLOSE, AIM = 0.95, 0.98
+"""Shares of a limit: a value above CLOSE that holds ends the search, and the next attempt aims at AIM."""
+
+LEAP = 16.0
+"""Largest factor by which a budget is changed at once."""
+
+CAUTIOUS = 2.0
+"""Largest factor by which a budget grows if the value is within its standard error of 0."""
+
+NARROW = 0.01
+"""Relative difference of two budgets at which the search ends."""
+
+TINY = 1e-9
+"""Share of the limit below which a budget is not tried."""
+
+AMPLE = 1e3
+"""Multiple of the weight of an allocation above which a larger budget cannot change it."""
+
+Product = TypeVar("Product")
+
+
+@dataclass(frozen=True)
+class SearchAttempt(Generic[Product]):
+    """An allocation, its measured value in the unit of the limit, and what the trial produced."""
+
+    allocation: Allocation
+    estimate: Estimate
+    product: Product
+
+    @property
+    def value(self) -> float:
+        """The estimate with its standard error added, which has to be within the limit."""
+        return upper(self.estimate)
+
+
+def upper(estimate: Estimate) -> float:
+    """An estimate with its standard error added, if it has one."""
+    return estimate.value + (estimate.standard_error or 0.0)
+
+
+def search_budget(
+    allocate: Callable[[float], Allocation],
+    trial: Callable[[Allocation], tuple[Estimate, Product]],
+    limit: float,
+    floor: float = 0.0,
+) -> list[SearchAttempt[Product]]:
+    """Try allocations until one whose value is at most `limit` comes close to it. The last attempt holds.
+
+    allocate  the best allocation within a budget
+    trial     the value of an allocation, and what the trial produced. The value grows with the budget, in
+              about its unit, and is `floor` for a budget of 0; that allocation is the last if no other holds
+
+    A value holds if it is within the limit with its standard error added.
+    """
+    known: dict[tuple[int, ...], SearchAttempt[Product]] = {}
+    holding: SearchAttempt[Product] | None = None
+    span = limit - floor
+    budget, low, high = span, 0.0, math.inf
+    while span > 0 and (high - low) > NARROW * low and budget > TINY * span:
+        allocation = allocate(budget)
+        attempt = known.get(allocation.chosen)
+        if attempt is None:
+            if len(known) == ATTEMPTS:
+                break
+            attempt = known[allocation.chosen] = SearchAttempt(allocation, *trial(allocation))
+        if attempt.value <= limit:
+            low = budget
+            if holding is None or allocation.cost < holding.allocation.cost:
+                holding = attempt
+            if attempt.value - floor >= CLOSE * span or budget > allocation.weight * AMPLE:
+                break
+        else:
+            high = budget
+        above = replace(attempt.estimate, value=attempt.estimate.value - floor)
+        budget = _next_budget(budget, above, span, low, high)
+    attempts = list(known.values())
+    if holding is None:
+        lossless = allocate(0.0)
+        holding = SearchAttempt(lossless, *trial(lossless))
+    else:
+        attempts.remove(holding)
+    return [*attempts, holding]
+
+
+def _next_budget(budget: float, estimate: Estimate, limit: float, low: float, high: float) -> float:
+    """The next budget: corrected by limit / value, or between `low`, which held, and `high`, which did not.
+
+    A value below its standard error counts as that error, as differences of losses may be negative. A value
+    within twice its error of 0 says little about the budget.
+    """
+    error = estimate.standard_error or 0.0
+    value = max(upper(estimate), error)
+    step = AIM * limit / value if 0 < value < math.inf else LEAP if value <= 0 else 1 / LEAP
+    most = CAUTIOUS if estimate.value < 2 * error else LEAP
+    aimed = budget * min(max(step, 1 / LEAP), most)
+    if low < aimed < high:
+        return aimed
+    if math.isinf(high):
+        return low * CAUTIOUS
+    return math.sqrt(low * high) if low > 0 else high / LEAP

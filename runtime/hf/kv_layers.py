@@ -1,0 +1,291 @@
+"""Keys and values of one layer in few bits, as layers of transformers' caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from neuzip.kernels import kv_cache as kernels
+from neuzip.kernels.kv_cache import Heads
+from neuzip.kernels.quantizers.kv import Range
+from neuzip.runtime.hf.static_cache import TokenPositions
+
+GROWTH = 256
+"""Tokens by which a layer grows."""
+
+BY_A_KERNEL = "by a kernel that reads the packed form"
+DEQUANTISED = "dequantised, then the model's own attention"
+
+
+@dataclass(eq=False)
+class CacheFormat:
+    """How keys and values are kept and read: what a cache and its layers have in common.
+
+    first         int64 [B], the first token of each prompt; None: token 0
+    reads_packed  whether attention now takes what is packed, and `how` it is read, in words
+    """
+
+    bits: int
+    span: Range
+    scale_dtype: torch.dtype
+    first: Tensor | None
+    reads_packed: bool = False
+    how: str = DEQUANTISED
+
+    def first_tokens(self, batch: int) -> Tensor:
+        """Which token of each text is its first, int64 [batch]. Raises ValueError for another batch."""
+        if self.first is None:
+            return torch.zeros(batch, dtype=torch.int64)
+        if batch % self.first.shape[0]:
+            raise ValueError(f"{batch} texts, and a mask of {self.first.shape[0]}")
+        return self.first.repeat_interleave(batch // self.first.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedStates:
+    """What a layer hands to attention in place of dense keys or values [B, H, N, width]."""
+
+    heads: Heads
+    first: Tensor
+    length: int | Tensor
+    dtype: torch.dtype
+    form: CacheFormat
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the dense numbers."""
+        return torch.Size((*self.heads.words.shape[:3], self.heads.width))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.heads.words.device
+
+    def dense(self) -> Tensor:
+        """[B, H, N, width]."""
+        return kernels.load(self.heads, self.first, self.dtype)
+
+
+class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, [B, H, tokens, width], in few bits; it grows by GROWTH tokens.
+
+    With a `window` it lets go of tokens that no later one sees, as transformers' sliding layers do.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    max_length = -1
+
+    def __init__(self, form: CacheFormat, window: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.form, self.window = form, window
+        self.is_sliding = window is not None
+        self.record_past = False
+        self.key_heads: Heads | None = None
+        self.value_heads: Heads | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.start, self.end = 0, 0  # in memory
+        self.gone = 0  # tokens that are no longer in it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with memory for later tokens."""
+        return sum(heads.nbytes for heads in (self.key_heads, self.value_heads) if heads is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Know shapes, dtype and device from the first states, [B, H, T, width]."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.first = self.form.first_tokens(self.batch_size).to(self.device)
+        self.last_first = int(self.first.max()) if self.first.numel() else 0
+        tokens = max(self.max_length, 0)
+        self.key_heads, self.value_heads = (
+            self._allocate(states, tokens) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | PackedStates, Tensor | PackedStates]:
+        """Add tokens, [B, H, T, width]; what they attend to: dense, or packed for T = 1 in `attention`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        self._reserve(key_states, value_states)
+        begin = self.end
+        self._store(key_states, value_states, begin, self.gone + begin <= self.last_first)
+        self.end += tokens
+        visible = self.start if self.window is None else max(self.start, begin - self.window + 1)
+        shown = self._shown(visible, self.end, self.end - visible, packed=tokens == 1)
+        self._let_go()
+        return shown
+
+    def _store(self, keys: Tensor, values: Tensor, at: int | Tensor, with_first: bool) -> None:
+        """Write tokens. Those after the first of every text spare the search for it."""
+        assert self.key_heads is not None and self.value_heads is not None
+        both = self.key_heads, self.value_heads
+        kernels.store(both, (keys, values), at, self.first, with_first=with_first)
+
+    def _shown(
+        self, start: int, stop: int, length: int | Tensor, *, packed: bool
+    ) -> tuple[Tensor | PackedStates, Tensor | PackedStates]:
+        assert self.key_heads is not None and self.value_heads is not None
+        first = self.first - start if start else self.first
+        states = [
+            PackedStates(heads.tokens(start, stop), first, length, self.dtype, self.form)
+            for heads in (self.key_heads, self.value_heads)
+        ]
+        keys, values = states
+        return (keys, values) if packed and self.form.reads_packed else (keys.dense(), values.dense())
+
+    def _allocate(self, states: Tensor, tokens: int) -> Heads:
+        batch, heads, _, width = states.shape
+        form = self.form
+        return kernels.empty(
+            (batch, heads, tokens, width), form.bits,
+            span=form.span, scale_dtype=form.scale_dtype, device=states.device,
+        )  # fmt: skip
+
+    def _reserve(self, keys: Tensor, values: Tensor) -> None:
+        """Move what is still there to larger memory, if the new tokens do not fit into this one."""
+        assert self.key_heads is not None and self.value_heads is not None
+        tokens = keys.shape[2]
+        if self.end + tokens <= self.key_heads.room:
+            return
+        live = self.end - self.start
+        wanted = -(-(live + tokens) // GROWTH) * GROWTH
+        moved = []
+        for heads, states in ((self.key_heads, keys), (self.value_heads, values)):
+            larger = self._allocate(states, wanted)
+            larger.tokens(0, live).copy_(heads.tokens(self.start, self.end))
+            moved.append(larger)
+        self.key_heads, self.value_heads = moved
+        self.first = self.first - self.start
+        self.gone += self.start
+        self.start, self.end = 0, live
+
+    def _let_go(self) -> None:
+        if self.window is not None and not self.record_past:
+            self.start = max(self.start, self.end - self.window + 1)
+
+    def activate_past_recording(self) -> None:
+        """Keep tokens behind the window until `crop`."""
+        self.record_past = True
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, those let go included."""
+        return self.gone + self.end
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """How many tokens a mask for so many new ones has, and which is its first. (4.57 gives positions.)"""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        seen = self.gone + self.end
+        offset = 0 if self.window is None else max(seen - self.window + 1, 0)
+        return seen - offset + new, offset
+
+    def get_max_length(self) -> int:
+        """The window, the capacity of a static layer, or -1."""
+        return self.max_length if self.window is None else self.window
+
+    get_max_cache_shape = get_max_length  # transformers 4.57
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.is_initialized, self.key_heads, self.value_heads = False, None, None
+        self._forget()
+
+    def crop(self, tokens: int) -> None:
+        """Take off the last -`tokens`; a number above 0 is how many are to remain (transformers 4.57)."""
+        seen = self.gone + self.end
+        removed = -tokens if tokens <= 0 else max(seen - tokens, 0)
+        if self.window is not None and removed and seen >= self.window and not self.record_past:
+            raise RuntimeError(
+                "a sliding window has let go of the tokens before it: call activate_past_recording first"
+            )
+        if self.gone + self.start and self.end - removed < self.start:
+            raise RuntimeError(f"the last {removed} of {seen} tokens cannot be taken off: not all are kept")
+        self.end = max(self.end - removed, self.start)
+        if self.window is not None:
+            self.start = max(self.start, self.end - self.window + 1)
+
+    def _choose(self, choose: Any) -> None:
+        if not self.is_initialized:
+            return
+        assert self.key_heads is not None and self.value_heads is not None
+        self.key_heads, self.value_heads = self.key_heads.texts(choose), self.value_heads.texts(choose)
+        self.first = choose(self.first)
+        self.batch_size = self.first.shape[0]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Texts in another order, for beam search."""
+        self._choose(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each text several times."""
+        self._choose(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only some texts."""
+        self._choose(lambda tensor: tensor[indices])
+
+
+class StaticKVLayer(KVLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer in memory of fixed size, their number on the device: for CUDA graphs.
+
+    A sliding window is in the mask alone. `places` says where tokens are; without, each layer counts them.
+    """
+
+    is_compileable = True  # or a mask would be left out that hides the rest of the memory
+    is_croppable = False
+
+    def __init__(self, form: CacheFormat, max_length: int, places: TokenPositions | None = None) -> None:
+        super().__init__(form)
+        self.max_length, self.places = max_length, places
+        self.length: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all."""
+        super().lazy_initialization(key_states, value_states)
+        if self.places is None:
+            self.length = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | PackedStates, Tensor | PackedStates]:
+        """Add tokens, [B, H, T, width]; all of the memory: a mask, or the length, tells what counts."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        if self.length is not None:
+            self._store(key_states, value_states, self.length, with_first=True)
+            end = self.length.add_(tokens)
+        else:
+            assert self.places is not None and self.places.end is not None
+            self._store(key_states, value_states, self.places.tokens.to(self.device), with_first=True)
+            end = self.places.end.to(self.device)
+        return self._shown(0, self.max_length, end, packed=tokens == 1)
+
+    def get_seq_length(self) -> int:
+        """Tokens so far: int64 [] on the device, or 0."""
+        if self.places is not None and self.is_initialized:
+            return self.places.tokens[0]  # type: ignore[return-value]
+        return self.length if self.length is not None else 0  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """All of the memory."""
+        return self.max_length, 0
+
+    def reset(self) -> None:
+        """Begin anew in the same memory."""
+        if self.length is not None:
+            self.length.zero_()
+
+    def crop(self, tokens: int) -> None:
+        """Not possible: the host does not know the length."""
+        raise RuntimeError("a static cache cannot be cropped: use one that grows")

@@ -1,0 +1,260 @@
+"""Tensors of a checkpoint for transformers, decoded when it asks for their values, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.ternary import is_ternary
+from neuzip.compress.workers import Workers
+from neuzip.errors import NeuzipError
+from neuzip.kernels.ternary_linear import TernaryWeight
+from neuzip.runtime.activations import ACTIVATIONS_ENTRY
+from neuzip.runtime.dtypes import torch_dtype
+from neuzip.runtime.read import read_tensor, read_tensors, read_ternary
+from neuzip.runtime.weights import BitWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GROUP = 256 << 20
+"""Bytes of tensors, decoded, that a GPU decodes at once while it compresses a model in memory."""
+
+
+class StoredTensors(dict[str, Any]):
+    """Tensors by name, each read when its values are asked for.
+
+    `ternary_mode` is the activation mode of ternary layers where neither a caller nor config.json says one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], ternary_mode: str) -> None:
+        super().__init__(tensors)
+        self.ternary_mode = ternary_mode
+
+
+def ternary_mode(source: TensorSource, tensors: Iterable[SourceTensor]) -> str:
+    """The mode for ternary tensors where nothing says one: "none" if they were ternary before compression."""
+    records = [target.record for target in map(source.resolve, tensors) if is_ternary(target)]
+    by_compression = any(record is not None and record.quantizer != "exact" for record in records)
+    return "b1.58" if by_compression else "none"
+
+
+def record_activations(
+    config: PreTrainedConfig, source: TensorSource, tensors: Iterable[SourceTensor]
+) -> None:
+    """Have a config say what the config.json beside ternary weights says of activations. Raises FormatError.
+
+    The config may have been made of the original's config.json, which does not.
+    """
+    if any(is_ternary(target) for target in map(source.resolve, tensors)):
+        activations = ACTIVATIONS_ENTRY.read(source.checkpoint.root)
+        if activations is not None:
+            ACTIVATIONS_ENTRY.set(config, activations)
+
+
+@contextmanager
+def stored_tensors(
+    source: TensorSource,
+    tensors: list[SourceTensor],
+    place: torch.device | None,
+    *,
+    verify: bool = True,
+    in_groups: bool = False,
+) -> Iterator[StoredTensors]:
+    """Tensors by name, for `state_dict` of `from_pretrained`: on a GPU decoded at once, else when asked for.
+
+    A `place` of None is wherever transformers asks for them. `in_groups` is for models that are compressed in
+    memory: tensors are decoded when asked for on GPUs too, with some of those that will be asked for next,
+    and ternary matrices are a BitWeight. What is found damaged meanwhile is raised as FormatError in the end,
+    whatever transformers makes of it.
+    """
+    failures: list[NeuzipError] = []
+    with Workers() as workers:
+        ternary: dict[str, SourceTensor] = {}
+        mode = ternary_mode(source, tensors) if in_groups else "none"
+        if in_groups:
+            matrices = [t for t in tensors if BitWeight.can_be(t.info.shape)]
+            ternary = {t.name: t for t in matrices if is_ternary(source.resolve(t))}
+            tensors = [t for t in tensors if t.name not in ternary]
+        if in_groups and (place is None or place.type == "cuda"):
+            groups = _TensorGroups(source, tensors, place, workers, failures, verify)
+            stored: dict[str, Any] = {
+                t.name: _PlacedTensor(source, t, partial(groups.take, t)) for t in tensors
+            }
+        elif place is not None and place.type == "cuda":
+            read = read_tensors(source, tensors, place, workers, verify=verify)
+            loaded = {t.name: [data] for t, data in zip(tensors, read, strict=True)}
+            del read
+            stored = {t.name: _PlacedTensor(source, t, partial(_hand_over, loaded[t.name])) for t in tensors}
+        else:
+            stored = {t.name: _EncodedTensor(source, t, workers, failures, verify) for t in tensors}
+        stored |= {
+            name: _TernaryTensor(source, tensor, place, failures, verify) for name, tensor in ternary.items()
+        }
+        try:
+            yield StoredTensors(stored, mode)
+        except Exception as error:
+            if failures:
+                raise failures[0] from error
+            raise
+        if failures:
+            raise failures[0]
+
+
+class _EncodedTensor:
+    """A tensor of which transformers knows the kind, and that is decoded when it asks for the values.
+
+    Version 5 does so with `tensor[...]`, as it does with the slices of safetensors, 4.57 with
+    `tensor.to(device)`. What goes wrong then is noted in `failures`, as transformers would wrap it up.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensor: SourceTensor,
+        workers: Workers,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        self._source, self._tensor, self._workers, self._failures = source, tensor, workers, failures
+        self._verify = verify
+        self.dtype = torch_dtype(source, tensor)
+        self.shape = torch.Size(tensor.info.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def to(self, *target: Any, **options: Any) -> torch.Tensor:
+        return self._read().to(*target, **options)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._read()[index]
+
+    def _read(self) -> torch.Tensor:
+        try:
+            return read_tensor(self._source, self._tensor, self._workers, verify=self._verify)
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+
+
+class _TensorGroups:
+    """Tensors on the GPUs that ask for them, decoded a few at a time: those that will be wanted next, too.
+
+    On `place`, if that is not None, whatever device is asked for: without accelerate transformers knows none.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensors: list[SourceTensor],
+        place: torch.device | None,
+        workers: Workers,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        from transformers.core_model_loading import dot_natural_key
+
+        self._source, self._workers, self._failures = source, workers, failures
+        self._place, self._verify = place, verify
+        in_order = sorted(tensors, key=lambda t: dot_natural_key(t.name))
+        self._waiting = {t.name: t for t in in_order}
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def take(self, tensor: SourceTensor, device: torch.device) -> torch.Tensor:
+        """A tensor on `device`, which is then the caller's alone. Raises FormatError."""
+        device = device if self._place is None else self._place
+        if tensor.name not in self._ready:
+            group = [tensor, *self._next(tensor)] if device.type == "cuda" else [tensor]
+            try:
+                read = read_tensors(self._source, group, device, self._workers, verify=self._verify)
+            except NeuzipError as failure:
+                self._failures.append(failure)
+                raise
+            for t in group:
+                self._waiting.pop(t.name, None)
+            self._ready |= {t.name: data for t, data in zip(group, read, strict=True)}
+        return self._ready.pop(tensor.name).to(device)
+
+    def _next(self, tensor: SourceTensor) -> Iterator[SourceTensor]:
+        """Tensors that wait behind one, as many as fit into a group with it."""
+        left = GROUP - tensor.info.nbytes
+        names = iter(self._waiting)
+        if tensor.name in self._waiting:
+            for name in names:
+                if name == tensor.name:
+                    break
+        for name in names:
+            left -= self._waiting[name].info.nbytes
+            if left < 0:
+                return
+            yield self._waiting[name]
+
+
+def _hand_over(loaded: list[torch.Tensor], _: torch.device) -> torch.Tensor:
+    return loaded.pop()
+
+
+class _PlacedTensor:
+    """A tensor that transformers gets where it shall stay, when it asks for the values.
+
+    Version 5 does so once, with `tensor[...].to(device=..., dtype=...)`, and takes what it is given. `take`
+    gives it up, so that another dtype takes the place of the first.
+    """
+
+    def __init__(
+        self, source: TensorSource, tensor: SourceTensor, take: Callable[[torch.device], torch.Tensor]
+    ) -> None:
+        self.dtype, self.shape = torch_dtype(source, tensor), torch.Size(tensor.info.shape)
+        self._take = take
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def to(
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> torch.Tensor:
+        return self._take(torch.device("cpu" if device is None else device)).to(dtype=dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index is ...
+        return self
+
+
+class _TernaryTensor:
+    """A ternary matrix that transformers gets as a BitWeight, as `_PlacedTensor` gives others."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensor: SourceTensor,
+        place: torch.device | None,
+        failures: list[NeuzipError],
+        verify: bool,
+    ) -> None:
+        self._source, self._tensor, self._place, self._failures = source, tensor, place, failures
+        self._verify = verify
+        self.dtype, self.shape = torch_dtype(source, tensor), torch.Size(tensor.info.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def to(
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> torch.Tensor:
+        place = self._place or torch.device("cpu" if device is None else device)
+        try:
+            ternary = read_ternary(self._source, self._tensor, place, verify=self._verify)
+        except NeuzipError as failure:
+            self._failures.append(failure)
+            raise
+        return BitWeight.of(TernaryWeight.of(ternary), self.dtype if dtype is None else dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index is ...
+        return self

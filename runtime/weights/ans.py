@@ -1,0 +1,203 @@
+"""Weights as rANS codes them, decoded by a GPU for every product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from neuzip.errors import NeuzipError
+from neuzip.kernels.float_fields import FORMATS
+from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
+from neuzip.kernels.rans.ops import ResidentTensor, decode_together
+from neuzip.runtime.buffers import DecodeUnit
+from neuzip.runtime.weights import base
+from neuzip.runtime.weights.base import (
+    CompressedWeight,
+    RowRange,
+    matrices,
+    parts_within,
+    rows_at_a_time,
+)
+
+ANS_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+"""Dtypes that are coded, and their names in safetensors."""
+
+
+class AnsWeight(CompressedWeight):
+    """Weights as rANS codes them, about 10.6 bits each in bf16, decoded for every product by a GPU."""
+
+    residents: tuple[ResidentTensor, ...]
+    chunks: tuple[tuple[int, int], ...]
+    """For each part, where it is: resident tensor and chunk."""
+
+    @classmethod
+    def of(cls, dense: torch.Tensor) -> AnsWeight:
+        """Code a bf16, fp16 or fp32 weight [out, in] or [experts, out, in] on its GPU.
+
+        Mantissa bits that no weight uses take no memory. Raises ValueError for other shapes, TypeError for
+        other dtypes. Beside the codes, the coder needs memory of about twice LARGEST.
+        """
+        dense = matrices(dense).contiguous()
+        if dense.dtype not in ANS_FORMATS:
+            raise TypeError(f"rANS codes bfloat16, float16 or float32 weights here, not {dense.dtype}")
+        residents, parts, chunks = [], [], []
+        for rows in _coded_together(dense):
+            bounds = [start for start, _ in rows] + [rows[-1][1]]
+            residents.append(_code(dense.view(-1, dense.shape[-1]), bounds))
+            for number, (start, stop) in enumerate(rows):
+                parts.append((start, stop))
+                chunks.append((len(residents) - 1, number))
+        return cls._of(residents, parts, chunks, tuple(dense.shape), False, dense.dtype)
+
+    @classmethod
+    def _of(
+        cls,
+        residents: Sequence[ResidentTensor],
+        rows: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int]],
+        stored: tuple[int, ...],
+        flipped: bool,
+        dtype: torch.dtype,
+    ) -> AnsWeight:
+        units = [_ans_unit(residents[i], number, stored[-1], dtype) for i, number in chunks]
+        parts = [RowRange(*bounds, unit) for bounds, unit in zip(rows, units, strict=True)]
+        return cls._with_parts(residents, parts, chunks, stored, flipped, dtype)
+
+    @classmethod
+    def _with_parts(
+        cls,
+        residents: Sequence[ResidentTensor],
+        parts: Sequence[RowRange],
+        chunks: Sequence[tuple[int, int]],
+        stored: tuple[int, ...],
+        flipped: bool,
+        dtype: torch.dtype,
+    ) -> AnsWeight:
+        weight = cls._wrapper(stored, flipped, dtype, residents[0].memory.device)
+        weight.residents, weight.parts, weight.chunks = tuple(residents), tuple(parts), tuple(chunks)
+        for name, resident in zip(weight._names(), residents, strict=True):  # for __tensor_flatten__
+            setattr(weight, name, resident.memory)
+        return weight
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the codes on their device; of an expert, those of all experts."""
+        return sum(resident.nbytes for resident in self.residents)
+
+    @property
+    def _storage(self) -> torch.Tensor:
+        return self.residents[0].memory
+
+    def _names(self) -> list[str]:
+        return [f"memory{i}" for i in range(len(self.residents))]
+
+    def _again(self, stored: tuple[int, ...], flipped: bool, rows: slice) -> AnsWeight:
+        chunks = [
+            chunk
+            for chunk, part in zip(self.chunks, self.parts, strict=True)
+            if rows.start <= part.start < rows.stop
+        ]
+        used = sorted({resident for resident, _ in chunks})
+        return self._with_parts(
+            [self.residents[i] for i in used],
+            parts_within(self.parts, rows),
+            [(used.index(resident), number) for resident, number in chunks],
+            stored, flipped, self.dtype,
+        )  # fmt: skip
+
+    def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> AnsWeight:
+        residents = [resident.on(move(resident.memory)) for resident in self.residents]
+        rows = [(part.start, part.stop) for part in self.parts]
+        return self._of(residents, rows, self.chunks, self.stored, self.flipped, self.dtype)
+
+    def _decode_all(self) -> torch.Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0].unit.dense()
+        memory = self.residents[0].memory
+        dense = memory.new_empty((self._rows, self.stored[-1]), dtype=self.dtype)
+        for part in self.parts:
+            dense[part.start : part.stop] = part.unit.dense()
+        return dense
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        rows = tuple((part.start, part.stop) for part in self.parts)
+        layouts = tuple((resident.layout, resident.bounds) for resident in self.residents)
+        return self._names(), (layouts, rows, self.chunks, self.stored, self.flipped, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        arrays: dict[str, torch.Tensor], context: Any, size: object, stride: object
+    ) -> AnsWeight:
+        layouts, *rest = context
+        memories = [arrays[f"memory{i}"] for i in range(len(layouts))]
+        residents = [ResidentTensor(m, *layout) for m, layout in zip(memories, layouts, strict=True)]
+        return AnsWeight._of(residents, *rest)
+
+
+def _coded_together(dense: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
+    """Ranges of rows that are decoded one by one, as many together as have LARGEST bytes."""
+    size = dense.shape[-1] * dense.dtype.itemsize
+    together: list[tuple[int, int]] = []
+    for start, stop in rows_at_a_time(tuple(dense.shape), dense.dtype.itemsize):
+        if together and (stop - together[0][0]) * size > base.LARGEST:
+            yield together
+            together = []
+        together.append((start, stop))
+    yield together
+
+
+def _code(rows: torch.Tensor, bounds: list[int]) -> ResidentTensor:
+    """Rows of a dense matrix, coded, with the bounds of their chunks. Looks whether they are restored."""
+    from neuzip.kernels.rans.triton import encode as triton_encode
+
+    columns, fmt = rows.shape[1], FORMATS[ANS_FORMATS[rows.dtype]]
+    bits = rows[bounds[0] : bounds[-1]].view(-1).view(PATTERNS[fmt.bits])
+    with torch.cuda.device_of(bits):  # type: ignore[no-untyped-call]
+        encoded = triton_encode.encode(bits, fmt)
+        coded = CodedTensor(
+            fmt, encoded.kept_bits, bits.numel(), encoded.table, encoded.index, encoded.words,
+            {width: _filled_up(plane) for width, plane in encoded.planes.items()},
+        )  # fmt: skip
+        del encoded
+        chunks = [(bound - bounds[0]) * columns for bound in bounds]
+        resident = ResidentTensor.of(coded, bounds=chunks)
+        for number, (start, stop) in enumerate(pairwise(chunks)):
+            decoded, errors = resident.decode(number)
+            raise_if_corrupt(errors, ["a weight coded just now"])
+            if not torch.equal(decoded, bits[start:stop]):
+                raise AssertionError("a weight coded just now is not what it was")
+    return resident
+
+
+def _filled_up(plane: torch.Tensor) -> torch.Tensor:
+    """A plane of the encoder, with what fills its memory up."""
+    return plane.as_strided((-(-plane.numel() // ALIGNMENT) * ALIGNMENT,), (1,))
+
+
+def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype) -> DecodeUnit:
+    return DecodeUnit(
+        resident.room(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
+    )
+
+
+def _decode_chunks(
+    coded: Sequence[tuple[ResidentTensor, int, int, torch.dtype]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    if coded[0][0].memory.device.type == "cpu":
+        from neuzip.kernels.rans.triton.warp import INTERPRETED
+
+        if not INTERPRETED.value:
+            raise NeuzipError(
+                "an AnsWeight on the CPU cannot be decoded",
+                "move the model to a CUDA device before it is used",
+            )
+    chunks = [(resident, number) for resident, number, _, _ in coded]
+    targets = [memory for memory in memories if memory is not None]
+    if targets:
+        bits = decode_together(chunks, targets)
+    else:
+        bits = [resident.decode(number)[0] for resident, number in chunks]
+    return [b.view(dtype).view(-1, columns) for b, (_, _, columns, dtype) in zip(bits, coded, strict=True)]

@@ -1,0 +1,147 @@
+"""Weights in the packed form of `kernels.packed_linear`, which products read as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from neuzip.kernels.packed_linear import ops as packed_ops
+from neuzip.kernels.packed_linear.form import TILE_ROWS
+from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
+from neuzip.runtime.buffers import DecodeUnit
+from neuzip.runtime.weights.base import CompressedWeight, RowRange, matrices, parts_within, rows_at_a_time
+
+
+class PackedWeight(CompressedWeight):
+    """Weights in the packed form, about 11.4 bits each in bf16, that products read as they lie.
+
+    `exact` decodes for products instead, so that results are those of the dense weight bit for bit.
+    """
+
+    packed: PackedTensor
+    first: int
+    """The row of `packed` with which it begins."""
+
+    exact: bool
+    looks_up_rows = True
+    words: torch.Tensor
+    far_index: torch.Tensor
+    far_words: torch.Tensor
+    row_start: torch.Tensor
+    escapes: torch.Tensor
+    turn_index: torch.Tensor
+    turn_escapes: torch.Tensor
+
+    @classmethod
+    def of(cls, dense: torch.Tensor, transposed: bool = False, exact: bool = False) -> PackedWeight:
+        """Pack a bf16 or fp16 weight [out, in] or [experts, out, in] on its device.
+
+        `transposed` is for weights [in, out] and [experts, in, out] that are used as x @ w, such as Conv1D's.
+        Raises ValueError for other shapes and for more than 65,536 columns, TypeError for other dtypes.
+        """
+        dense = matrices(dense)
+        stored = (dense.mT if transposed else dense).contiguous()
+        packed = packed_ops.pack(stored.view(-1, stored.shape[-1]))
+        return cls._of(packed, tuple(stored.shape), transposed, 0, exact)
+
+    @classmethod
+    def _of(
+        cls, packed: PackedTensor, stored: tuple[int, ...], flipped: bool, first: int, exact: bool
+    ) -> PackedWeight:
+        weight = cls._wrapper(stored, flipped, packed.dtype, packed.device)
+        weight.packed, weight.first, weight.exact = packed, first, exact
+        for name in ARRAYS:  # for __tensor_flatten__
+            setattr(weight, name, getattr(packed, name))
+        weight.parts = _packed_parts(packed, stored, first) if exact else ()
+        return weight
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the packed form on its device; of an expert, those of all experts."""
+        return self.packed.nbytes
+
+    @property
+    def _storage(self) -> torch.Tensor:
+        return self.words
+
+    def _again(self, stored: tuple[int, ...], flipped: bool, rows: slice) -> PackedWeight:
+        again = self._of(self.packed, stored, flipped, self.first + rows.start, False)
+        again.exact = self.exact
+        again.parts = parts_within(self.parts, rows)
+        return again
+
+    def _elsewhere(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
+        moved: dict[str, Any] = {name: move(getattr(self.packed, name)) for name in ARRAYS}
+        packed = replace(self.packed, **moved)
+        packed.wait()
+        return self._of(packed, self.stored, self.flipped, self.first, self.exact)
+
+    def _decode_all(self) -> torch.Tensor:
+        return packed_ops.decode(self.packed, slice(self.first, self.first + self._rows))
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.exact:
+            return super()._linear(x, bias)
+        if self._rows == self.packed.shape[0]:
+            return packed_ops.linear(x, self.packed, bias)
+        if self.words.is_cuda and self.first % TILE_ROWS == 0:
+            return packed_ops.linear(x, self._own(), bias)
+        return F.linear(x, self._decode_all(), bias)
+
+    def _own(self) -> PackedTensor:
+        """An expert's own matrix, for kernels. Far words and escapes of all stay together."""
+        end = self.first + self._rows
+        tiles = slice(self.first // TILE_ROWS, -(-end // TILE_ROWS))
+        return replace(
+            self.packed,
+            shape=(self._rows, self.stored[-1]),
+            words=self.words[tiles],
+            far_index=self.far_index[tiles],
+            row_start=self.row_start[self.first : end + 1],
+            turn_index=self.turn_index[tiles],
+        )
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._rows < self.packed.shape[0]:  # beyond an expert's rows are those of its neighbours
+            ids = torch.where((ids >= 0) & (ids < self._rows), ids + self.first, -1)
+        return packed_ops.rows(self.packed, ids)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        p = self.packed
+        numbers = p.shape, p.dtype, p.low_bits, p.base, p.shift
+        return [*ARRAYS], (numbers, self.stored, self.flipped, self.first, self.exact)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        arrays: dict[str, Any], context: Any, size: object, stride: object
+    ) -> PackedWeight:
+        numbers, *rest = context
+        return PackedWeight._of(PackedTensor(*numbers, **arrays), *rest)
+
+
+def _packed_parts(packed: PackedTensor, stored: tuple[int, ...], first: int) -> tuple[RowRange, ...]:
+    size = stored[-1] * packed.dtype.itemsize
+    return tuple(
+        RowRange(
+            start,
+            stop,
+            DecodeUnit(
+                (stop - start) * size, packed.arrays, (packed, slice(first + start, first + stop)), _unpack
+            ),
+        )
+        for start, stop in rows_at_a_time(stored, packed.dtype.itemsize)
+    )
+
+
+def _unpack(
+    coded: Sequence[tuple[PackedTensor, slice]], memories: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    def decode(packed: PackedTensor, rows: slice, memory: torch.Tensor | None) -> torch.Tensor:
+        out = None if memory is None else memory.view(packed.dtype).view(-1, packed.shape[1])
+        return packed_ops.decode(packed, rows, out)
+
+    return [decode(*rows, memory) for rows, memory in zip(coded, memories, strict=True)]

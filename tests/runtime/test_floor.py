@@ -1,0 +1,78 @@
+"""The floor of the runtime: what an engine such as vLLM builds on, without transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FLOOR = Path(__file__).resolve().parents[2] / "runtime"
+ABOVE = {"hf", "decode"}
+"""Packages that stand on the floor and import transformers."""
+
+MODULES = sorted(
+    ".".join(("neuzip.runtime", *path.relative_to(FLOOR).with_suffix("").parts)).removesuffix(".__init__")
+    for path in FLOOR.rglob("*.py")
+    if path.relative_to(FLOOR).parts[0] not in ABOVE
+)
+
+IMPORT_ALL = """
+import sys
+from importlib import import_module
+
+for name in sys.argv[1:]:
+    import_module(name)
+    above = {"transformers", "neuzip.runtime.hf", "neuzip.runtime.decode"} & {*sys.modules}
+    assert not above, f"{name} imports {above}"
+"""
+
+USE = """
+import sys
+from pathlib import Path
+
+import torch
+
+from neuzip.compress.source import TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.runtime.activations import Activations
+from neuzip.runtime.bitlinear import BitLinear
+from neuzip.runtime.read import read_tensors
+from neuzip.runtime.weights import PackedWeight
+
+with TensorSource(Path(sys.argv[1])) as source, Workers() as workers:
+    by_name = {tensor.name: tensor for tensor in source.tensors()}
+    dense, = read_tensors(source, [by_name["w"]], torch.device("cpu"), workers)
+x = torch.ones(2, dense.shape[1], dtype=dense.dtype)
+packed = PackedWeight.of(dense)
+assert torch.equal(packed.dense(), dense)
+torch.testing.assert_close(torch.nn.functional.linear(x, packed), x @ dense.t())
+assert hasattr(torch.ops.neuzip, "packed_linear")
+assert Activations("a4.8").at("model.layers.0.self_attn.o_proj") == "top_k_int8" and BitLinear is not None
+assert "transformers" not in sys.modules
+"""
+
+
+def run(code: str, *arguments: object) -> None:
+    """Run code in a fresh process."""
+    subprocess.run([sys.executable, "-P", "-c", code, *map(str, arguments)], check=True, timeout=300)
+
+
+def test_there_is_a_floor() -> None:
+    assert {"neuzip.runtime.read", "neuzip.runtime.weights", "neuzip.runtime.weights.packed"} <= {*MODULES}
+
+
+def test_the_floor_imports_no_transformers() -> None:
+    run(IMPORT_ALL, *MODULES)
+
+
+def test_an_engine_reads_multiplies_and_quantises_by_the_floor(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from neuzip.compress import compress
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 96, generator=generator).to(torch.bfloat16)
+    save_file({"w": weight}, tmp_path / "plain.safetensors")
+    compress(tmp_path / "plain.safetensors", tmp_path / "small.safetensors")
+    run(USE, tmp_path / "small.safetensors")
