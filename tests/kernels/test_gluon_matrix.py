@@ -390,16 +390,15 @@ from neuzip.kernels.ternary_linear.gluon import matrix as gluon_matrix
 
 gluon_matrix.multiprocessors = lambda device: 132
 words = torch.zeros(17, 2, 16, 16, dtype=torch.int32)
-for size in (256, 128):
+for size, dtype, by_row, bias in (
+    (256, torch.bfloat16, False, None), (256, torch.float16, True, torch.float32),
+    (128, torch.bfloat16, True, torch.bfloat16), (128, torch.float16, False, torch.float16),
+):
     gluon_matrix.rows_of_block = lambda out, tokens, processors: size
-    for dtype, by_row, bias in (
-        (torch.bfloat16, False, None), (torch.float16, True, torch.float32),
-        (torch.bfloat16, True, torch.bfloat16), (torch.float16, False, torch.float16),
-    ):
-        scale = torch.ones((264, 1) if by_row else ())
-        weight = TernaryWeight(words, scale, 300 if by_row else None, (264, 300))
-        bias = None if bias is None else torch.zeros(264, dtype=bias)
-        gluon_matrix.many_tokens(torch.zeros(300, 300, dtype=dtype), weight, bias, "int8", False)
+    scale = torch.ones((264, 1) if by_row else ())
+    weight = TernaryWeight(words, scale, 300 if by_row else None, (264, 300))
+    bias = None if bias is None else torch.zeros(264, dtype=bias)
+    gluon_matrix.many_tokens(torch.zeros(300, 300, dtype=dtype), weight, bias, "int8", False)
 """
 
 
@@ -410,9 +409,9 @@ def test_products_of_two_turns_are_under_way_together(tmp_path: Path):
     The compiler says nothing where it cannot have that, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
-    assert len(kernels) == 8
+    assert len(kernels) == 4
     for number, (shared, *instructions) in enumerate(kernels):
         assert int(shared) <= 227 << 10
-        assert instructions.count("IGMMA") == 2 * 2 * (8 if number < 4 else 4)
+        assert instructions.count("IGMMA") == 2 * 2 * (8 if number < 2 else 4)
         assert instructions.count("WARPGROUP.DEPBAR") <= 4
         assert not {"STL", "LDL"} & set(instructions), "registers in local memory"
