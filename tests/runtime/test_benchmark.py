@@ -17,9 +17,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.demo import CHECKPOINT
 from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
 from neuzip.runtime.decode.benchmark import (
@@ -39,14 +37,6 @@ from neuzip.runtime.hf.load import load_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in checkpoint, compressed."""
-    folder = tmp_path_factory.mktemp("bench") / "small"
-    compress(CHECKPOINT, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
