@@ -64,9 +64,9 @@ def compress(
     the rest when it was compared. All `ranks` of a `ranks.joined()` make the same call; rank 0's `on_bytes`
     is told for all, `jobs` are the threads of each. The bytes are the same on any `device`.
     `allow_destructive` lets ternary schemes round weights that are not ternary; `activations` is the mode
-    that config.json says for ternary weights (runtime/activations.py). `on_file` is told of each container that
-    gets its final name; it needs one process. With a `base` what is stored is a delta: of
-    every tensor the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
+    that config.json says for ternary weights (runtime/activations.py). `on_file` is told of each container
+    that gets its final name; it needs one process. With a `base` what is stored is a delta: of every tensor
+    the lesser of its difference from the base's and of what it takes alone. Raises NeuzipError.
     """
     assert on_file is None or ranks.world == 1
     began = time.monotonic()
