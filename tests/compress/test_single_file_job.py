@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import Save, partial, weights
+from folders import Save, partial, refusing, weights
 
 from neuzip.compress import (
     Rule,
