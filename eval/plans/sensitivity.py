@@ -31,11 +31,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from neuzip.compress import lossless, truncated
-from neuzip.compress.lossless import Map
+from neuzip.compress.pieces import Map, pieces
 from neuzip.compress.plan import PlannedTensor, make_plan
-from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.rules import LOSSLESS, Rule
+from neuzip.compress.scheme import Scheme
+from neuzip.compress.schemes import lossless, truncated
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.head import HeadedModel, Predictions, divergence
@@ -126,7 +128,7 @@ class Sensitivity:
         ]
 
 
-def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
+def find_groups(source: FolderSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
     """The tensors that may be rounded: matrices of floats that `rules` leave lossless, by what they are.
 
     Tensors with equal bytes go together. Raises NeuzipError if there are none.
@@ -183,7 +185,7 @@ def rules_of(groups: Sequence[TensorGroup], schemes: Sequence[Scheme]) -> list[R
 
 
 def predict_candidates(
-    source: TensorSource,
+    source: FolderSource,
     groups: Sequence[TensorGroup],
     block_size: int | None,
     workers: Workers,
@@ -223,7 +225,7 @@ def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
     return [LOSSLESS, *(Scheme("truncated", k, block_size) for k in range(most, -1, -1))]
 
 
-def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
+def read_bits(source: FolderSource, tensor: SourceTensor) -> Bits:
     """The bit patterns of a whole tensor of floats."""
     return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
 
@@ -233,9 +235,7 @@ def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: 
     rounding = _rounding(tensor, bits, scheme)
     if rounding is None:
         return bits
-    parts = parallel(
-        lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), lossless.pieces(bits.size)
-    )
+    parts = parallel(lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), pieces(bits.size))
     return np.concatenate(list(parts))
 
 
@@ -256,7 +256,7 @@ def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: 
         part = bits[slice(*piece)]
         return census(part if rounding is None else rounding.apply(part)[0], fmt)
 
-    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
+    counted = functools.reduce(operator.add, parallel(count, pieces(bits.size)))
     expected = lossless.expected_bytes(counted, bits.size, fmt)
     if rounding is not None:
         expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
@@ -272,7 +272,7 @@ def _squares(
     """
     fmt, counts = FORMATS[tensor.info.dtype], None
     if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
-        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
+        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), pieces(bits.size))
         counted = functools.reduce(operator.add, parts).top
         patterns = np.flatnonzero(counted)
         bits, counts = patterns.astype(fmt.dtype), counted[patterns]
@@ -288,12 +288,12 @@ def _squares(
             yield scheme, error.squares, error.original_squares
 
 
-def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
+def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.ErrorSums:
     parts = parallel(
-        lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
-        lossless.pieces(bits.size),
+        lambda piece: truncated.ErrorSums.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
+        pieces(bits.size),
     )
-    return sum(parts, truncated.Error())
+    return sum(parts, truncated.ErrorSums())
 
 
 # What a choice does to the model
@@ -338,7 +338,7 @@ ParametersByTensor = Mapping[str, torch.nn.Parameter]
 
 
 def find_parameters(
-    model: PreTrainedModel, source: TensorSource, groups: Sequence[TensorGroup]
+    model: PreTrainedModel, source: FolderSource, groups: Sequence[TensorGroup]
 ) -> dict[str, torch.nn.Parameter]:
     """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -379,7 +379,7 @@ def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
 
 def measure(
     model: HeadedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
@@ -417,7 +417,7 @@ def passes(candidates: Sequence[GroupCandidates]) -> int:
 
 def fisher(
     model: PreTrainedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
@@ -562,7 +562,7 @@ def _values(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tenso
     return plain.to(device=like.device, dtype=like.dtype, copy=True)
 
 
-def _require_some(places: ParametersByTensor, source: TensorSource) -> None:
+def _require_some(places: ParametersByTensor, source: FolderSource) -> None:
     if not places:
         raise NeuzipError(
             f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",
