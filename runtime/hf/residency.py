@@ -42,7 +42,7 @@ RESIDENCIES = ("dense", "packed", "ans")
 """How the weights of a live model may be kept in memory."""
 
 DTYPES = torch_dtypes_for("packed")
-"""What can be compressed in memory."""
+"""Dtypes of weights that can be compressed in memory."""
 
 SMALLEST = 1 << 16
 """Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""

@@ -180,7 +180,7 @@ def _filled_up(plane: torch.Tensor) -> torch.Tensor:
 
 def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype) -> DecodeUnit:
     return DecodeUnit(
-        resident.room(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
+        resident.capacity(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
     )
 
 
