@@ -980,7 +980,7 @@ def replay(ptx, stages, prologue, steps, steps_of_codes, sets):
 seen = set()
 compile_only.watch(see)
 launches.multiprocessors = matrix.multiprocessors = lambda device: 132
-device_launch.early_launches = lambda device: True
+device_launch.has_pdl = lambda device: True
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 def x(tokens, columns, dtype):
