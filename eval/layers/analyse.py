@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuzip.choices import LayerChoice
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage
 from neuzip.eval.measures.conventions import Reading, TokenWindow
@@ -44,7 +45,6 @@ from neuzip.runtime.hf.messages import versions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Choice = Literal["greedy", "block", "angular"]
 """How layers to drop are chosen: see `choose`."""
 
 MAX_TOKENS = 16384
@@ -117,7 +117,7 @@ class LayerRemoval:
     `klds` are the divergences, in nats a token, after each choice. `parameters` are those that go.
     """
 
-    choice: Choice
+    choice: LayerChoice
     layers: tuple[int, ...]
     order: tuple[int, ...]
     klds: tuple[float, ...]
@@ -164,7 +164,7 @@ def analyse(
     max_tokens: int | None = None,
     gradient_windows: int = GRADIENT_WINDOWS,
     drop: int | None = None,
-    choice: Choice = "greedy",
+    choice: LayerChoice = "greedy",
     device: str = "auto",
     dtype: str = "auto",
 ) -> LayerAnalysis:
@@ -451,7 +451,7 @@ def choose(
     layers: Sequence[LayerReport],
     distances: Distances,
     drop: int,
-    choice: Choice,
+    choice: LayerChoice,
     stage: Stage,
 ) -> LayerRemoval:
     """`drop` layers that are missed least.

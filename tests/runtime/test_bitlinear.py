@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ needs_version_5 = pytest.mark.skipif(
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**(SIZES | HEADS | more)))
+    return models.llama(**(SIZES | HEADS | more))
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -734,7 +735,9 @@ def test_from_pretrained(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["llama"] / "small", **options)
     expected = load_model(folders["llama"] / "small", residency="packed", activations="a4.8")
     assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    assert repr(model.hf_quantizer.asked) == "NeuzipConfig(residency='packed', activations='a4.8')"
+    assert (
+        repr(model.hf_quantizer.quantization_config) == "NeuzipConfig(residency='packed', activations='a4.8')"
+    )
     default = AutoModelForCausalLM.from_pretrained(
         folders["llama"] / "small", quantization_config=NeuzipConfig("packed")
     )

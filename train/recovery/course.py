@@ -30,12 +30,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from neuzip.choices import ScaleTraining, WholeGroup
 from neuzip.compress.overwrite_guard import refuse_nesting, require_free
 from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, partial_name, publish, remove, workspace, write_file
@@ -107,8 +108,8 @@ class RecoverySettings:
     """
 
     activations: str = "b1.58"
-    group: Literal["tensor", "row"] = "tensor"
-    scales: Literal["learned", "absmean"] = "learned"
+    group: WholeGroup = "tensor"
+    scales: ScaleTraining = "learned"
     sub_norms: bool = False
     lr: float = 3e-4
     scale_lr: float = 1.0
