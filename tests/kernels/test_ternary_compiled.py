@@ -3,47 +3,12 @@
 Element i of a row of threads is in thread i, which the instructions rely on.
 """
 
-With a CUDA device the kernels run there, else in Triton's interpreter. What a kernel reads outside its arrays
-shows on a GPU, as for packed weights: see kernels/test_packed_ops.py.
-"""
-
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import compile_only
 import pytest
-import torch
-import torch.nn.functional as F
-import triton
-import triton.language as tl
-from bits import same_numbers as same_bits
-from tensors import gaussian
-from torch import Tensor
-from torch.library import opcheck
-
-from neuzip.kernels import quantizers
-from neuzip.kernels.quantizers import Ternary
-from neuzip.kernels.quantizers.magnitudes import quotient
-from neuzip.kernels.ternary_linear import (
-    TernaryWeight,
-    reference,
-    relu2_glu,
-    ternary_linear,
-    ternary_linears,
-)
-from neuzip.kernels.ternary_linear import ops as torch_ops
-from neuzip.kernels.ternary_linear.triton import few_tokens as triton_few_tokens
-from neuzip.kernels.ternary_linear.triton import launches, quantize_device, smem_ring
-from neuzip.kernels.ternary_linear.triton import matrix as triton_matrix
-from neuzip.kernels.ternary_linear.triton import one_token as triton_one_token
-from neuzip.kernels.ternary_linear.triton import quantize as triton_quantize
-from neuzip.kernels.ternary_linear.triton.launches import FewTokensLaunch, ManyTokensLaunch
-from neuzip.kernels.ternary_linear.triton.launches import OneTokenLaunch as Launch
-
 
 COMPILED = """
 import re, torch
