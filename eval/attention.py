@@ -15,15 +15,12 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
@@ -34,6 +31,15 @@ from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
+from neuzip.eval.observed_attention import (
+    TRIED,
+    ObservedAttention,
+    layer_count,
+    observed,
+    quantised,
+    refusals,
+    run_body,
+)
 from neuzip.eval.plans.allocation import Allocation, Option, allocate
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.target_values import value_of
@@ -42,12 +48,10 @@ from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.hf import attention as runtime
 from neuzip.runtime.hf.attention_config import record_layers
 from neuzip.runtime.hf.config import load_config
-from neuzip.runtime.hf.decoder import input_device, positions
+from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,9 +78,6 @@ SIMILARITY_WINDOWS = 8
 
 SIMILARITY_ROWS = 1
 """Tokens fed at once, or else a window: exact attention takes fp64 logits."""
-
-TRIED = 64
-"""Tokens that are fed to learn which layers can be quantised."""
 
 STRANGE = 0.05
 """Relative L1 of a layer's own attention to the exact one, beyond which it is something else."""
@@ -224,29 +225,6 @@ def calibrate(
     )
 
 
-def layer_count(model: PreTrainedModel) -> int:
-    """How many layers a model's config says there are."""
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
-
-
-# Similarity, on what layers are given
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedAttention:
-    """What a layer's attention is given: q [B, Hq, N, D], k and v [B, Hkv, N, D], and how it is to attend.
-
-    `own` [B, Hq, N, D] is what it gives.
-    """
-
-    layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    own: Tensor
-    options: dict[str, Any]
-
-
 def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[AttentionLayer], int]:
     """Layers with the similarity of each form; and over how many windows.
 
@@ -270,9 +248,9 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
             of_layer = by_layer.setdefault(call.layer, {}).setdefault(bits, [])
             of_layer += [similarity(one, right) for one, right in zip(out, exact, strict=True)]
 
-    with stage("similarity", len(windows), "windows") as advance, _watched(baseline.model, see):
+    with stage("similarity", len(windows), "windows") as advance, observed(baseline.model, see):
         for batch in batches(reading.ids, windows, SIMILARITY_ROWS):
-            _run(baseline.model, batch.ids)
+            run_body(baseline.model, batch.ids)
             advance(len(batch.ids))
     layers = [
         AttentionLayer(number, refused=refused.get(number, "it has no attention"))
@@ -290,81 +268,6 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
     return layers, len(windows)
 
 
-def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
-    """Why layers cannot be quantised, in words, by their numbers; `ids` int64 [1, T] are tried."""
-    refused: dict[int, str] = {}
-    with _quantised(model, [8] * layer_count(model)):
-
-        def seen(layer: int, before: dict[str, int]) -> None:
-            now = runtime.uses(model)
-            for how in now:
-                if now[how] > before.get(how, 0) and not how.endswith(" bits"):
-                    refused[layer] = how.partition(": ")[2] or how
-
-        with _wrapped(model, lambda _: runtime.uses(model), lambda call, before: seen(call.layer, before)):
-            _run(model, ids)
-    return refused
-
-
-@contextmanager
-def _watched(model: PreTrainedModel, see: Callable[[ObservedAttention], None]) -> Iterator[None]:
-    """Show what each layer's attention is given and gives, at full precision."""
-    with _quantised(model, [None] * layer_count(model)), _wrapped(model, lambda _: None, lambda c, _: see(c)):
-        yield
-
-
-@contextmanager
-def _quantised(model: PreTrainedModel, bits: Sequence[int | None]) -> Iterator[None]:
-    """Have layers attend in so many bits wherever they can; what the model did before comes back after."""
-    runtime.patch_attention(model, bits, policy="always", warn=False)
-    try:
-        yield
-    finally:
-        runtime.unpatch_attention(model)
-
-
-@contextmanager
-def _wrapped(
-    model: PreTrainedModel, before: Callable[[None], Any], after: Callable[[ObservedAttention, Any], None]
-) -> Iterator[None]:
-    """Call `before` ahead of the attention of each layer, and `after` with that and what came of it."""
-    name = model.config.get_text_config(decoder=True)._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS[name]
-
-    def watch(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-    ) -> Any:
-        layer = getattr(module, "layer_idx", None)
-        noticed = before(None)
-        output = attend(module, query, key, value, *rest, **options)
-        if isinstance(layer, int):
-            causal = options.get("is_causal")
-            attention_options = {
-                "causal": getattr(module, "is_causal", True) if causal is None else causal,
-                "scale": options.get("scaling"),
-                "window": options.get("sliding_window"),
-                "softcap": options.get("softcap"),
-            }
-            after(
-                ObservedAttention(layer, query, key, value, output[0].transpose(1, 2), attention_options),
-                noticed,
-            )
-        return output
-
-    with registered(ALL_ATTENTION_FUNCTIONS, name, watch):
-        yield
-
-
-@torch.inference_mode()
-def _run(model: PreTrainedModel, ids: Tensor) -> None:
-    """Up to the hidden states: the head has nothing to do with attention."""
-    body: Any = getattr(model, model.base_model_prefix, model)
-    body(input_ids=ids.to(input_device(model)), use_cache=False)
-
-
-# Divergence, of the model with one layer quantised
-
-
 class _Quantised(HeadedModel):
     """A model whose layers have attention in `bits` while it predicts, and its own at all other times."""
 
@@ -372,8 +275,8 @@ class _Quantised(HeadedModel):
         self.bits: Sequence[int | None] = [None] * layer_count(model)
         super().__init__(model)
 
-    def _run(self, ids: Tensor) -> Tensor:
-        with _quantised(self.model, self.bits):
+    def run_body(self, ids: Tensor) -> Tensor:
+        with quantised(self.model, self.bits):
             return super()._run(ids)
 
 
@@ -403,9 +306,6 @@ def _kld(
         return baseline.compare(model, on_tokens).kld.mean
     except NotFinite:
         return None
-
-
-# The choice
 
 
 def choose(
@@ -503,9 +403,6 @@ def with_bits(layers: Sequence[AttentionLayer], bits: Sequence[int | None]) -> l
 def _kld_of(layer: AttentionLayer) -> float:
     form = None if layer.bits is None else layer.form(layer.bits)
     return 0.0 if form is None or form.kld is None else form.kld.value
-
-
-# What is written
 
 
 def copy_patched(

@@ -30,7 +30,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.estimates import mean as mean_of_blocks
 from neuzip.eval.measures.head import HeadedModel, statistics
-from neuzip.eval.report.evaluation import ReportRow
+from neuzip.eval.report.rows import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.push import resolve_source
 from neuzip.runtime.devices import choose_device

@@ -214,8 +214,9 @@ def command(
                 "--sparsity: counted on unquantised activations, as --residency dense does not quantise them"
             )
         from neuzip.eval.report import evaluation as reports
+        from neuzip.eval.report import sweep_results
 
-        swept = None if sweep is None else reports.read_sweep(sweep)
+        swept = None if sweep is None else sweep_results.read_sweep(sweep)
         if document is not None:
             task = prepare(
                 paths, document, conventions=names, window=window, stride=stride, max_tokens=max_tokens,

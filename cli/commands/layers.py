@@ -17,7 +17,9 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import shell
 
 if TYPE_CHECKING:
-    from neuzip.eval.layers.analyse import LayerAnalysis, LayerRemoval, LayerReport
+    from neuzip.eval.layers.analyse import LayerAnalysis
+    from neuzip.eval.layers.layer_report import LayerReport
+    from neuzip.eval.layers.left_out import LayerRemoval
     from neuzip.eval.layers.removal import Pruned
     from neuzip.eval.measures.estimates import Estimate
 

@@ -19,7 +19,7 @@ from neuzip.errors import NeuzipError, UsageError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.measures.divergence import Comparison
-    from neuzip.train.recovery.course import Recovered
+    from neuzip.train.recovery.run import Recovered
 
 PACKAGES = ("torch", "transformers", "matplotlib")
 
@@ -184,17 +184,19 @@ def command(
     from neuzip.runtime.hf.decoder import positions
     from neuzip.runtime.hf.load import load_model
     from neuzip.runtime.hf.tokenizer import load_tokenizer
-    from neuzip.train.recovery import course as recovery
+    from neuzip.train.recovery import run
+    from neuzip.train.recovery.course import Recovery
     from neuzip.train.recovery.distill import LossWeights
     from neuzip.train.recovery.latent import runnable
+    from neuzip.train.recovery.settings import RecoverySettings
     from neuzip.train.text import TrainingWindows
 
-    recovery.require_room(path, output, overwrite, keep_state, from_state)
+    run.require_room(path, output, overwrite, keep_state, from_state)
     most = positions(load_config(of_original))
     if window is not None and most is not None and window > most:
         raise UsageError(f"--window {window}: {of_original} has {most} positions", f"give at most {most}")
     length = window or min(WINDOW, most or WINDOW)
-    settings = recovery.RecoverySettings(
+    settings = RecoverySettings(
         activations=activations, group=ternary_group, scales=scales, sub_norms=sub_norms, lr=lr,
         strength=strength, loss=LossWeights(kld, cross_entropy, hidden, temperature), noise=noise,
         length=length, batch=batch, seed=seed,
@@ -210,7 +212,7 @@ def command(
         teacher = load_model(
             of_original, torch.float32 if where.type == "cpu" else None, where, attention=False
         )
-    course = recovery.Recovery.begin(path, teacher, windows, settings)
+    course = Recovery.begin(path, teacher, windows, settings)
     found: dict[str, Comparison] = {}
 
     def compare(when: str, model: Any) -> None:
@@ -219,7 +221,7 @@ def command(
                 found[when] = judge.compare(HeadedModel(model), advance)
             show(out, when, found[when])
 
-    def start(course: recovery.Recovery, taken: int) -> None:
+    def start(course: Recovery, taken: int) -> None:
         going_on = f", {taken} of them done already" if taken else ""
         out.status(
             f"{count_text(course.steps, 'step')} of {windows.per_batch * windows.length} tokens{going_on}"
@@ -229,7 +231,7 @@ def command(
         compare("before", course.student)
 
     with out.progress("recover", steps, unit="steps") as advance:
-        result = recovery.recover(
+        result = run.recover(
             course, path, output, steps=steps, seconds=seconds, from_state=from_state,
             keep_state=keep_state, overwrite=overwrite, on_start=start, on_step=lambda *_: advance(1),
         )  # fmt: skip
@@ -290,7 +292,7 @@ def losses_text(losses: list[float]) -> str:
 
 def finish(out: Output, dst: Path, result: Recovered, windows: Any) -> dict[str, Any]:
     """Say what was done, and give it as figures."""
-    from neuzip.train.recovery.course import LOG, PICTURE
+    from neuzip.train.recovery.run import LOG, PICTURE
 
     figures = result.figures
     if not figures:

@@ -21,7 +21,7 @@ from pathlib import Path
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workspace import remove_scratch, scratch_folder, writing
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.layers.analyse import ModelWithout, measure_without
+from neuzip.eval.layers.left_out import ModelWithout, measure_without
 from neuzip.eval.layers.removal import Pruned, remove_layers, require_removable
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.divergence import Comparison

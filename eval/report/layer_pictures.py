@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neuzip.compress.workspace import write_file
-from neuzip.eval.layers.analyse import LayerAnalysis, LayerReport
+from neuzip.eval.layers.analyse import LayerAnalysis
+from neuzip.eval.layers.layer_report import LayerReport
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.histograms import visible

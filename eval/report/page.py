@@ -18,7 +18,9 @@ from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.evaluation import BINS, LOWEST, Distribution, EvaluationReport, pareto
+from neuzip.eval.report.distribution import BINS, LOWEST, Distribution
+from neuzip.eval.report.evaluation import EvaluationReport
+from neuzip.eval.report.sweep_results import pareto
 from neuzip.eval.report.text import (
     bytes_text,
     change_text,

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neuzip.eval.report import histogram_pictures as inspect_pictures
-from neuzip.eval.report.evaluation import (
-    BINS,
-    LOWEST,
-    MEAN_KLD,
-    Distribution,
-    EvaluationReport,
-    SweepPoint,
-    TensorRow,
-    pareto,
-)
+from neuzip.eval.report.distribution import BINS, LOWEST, Distribution
+from neuzip.eval.report.evaluation import EvaluationReport
 from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS
+from neuzip.eval.report.rows import MEAN_KLD
+from neuzip.eval.report.sweep_results import SweepPoint, pareto
+from neuzip.eval.report.tensors import TensorRow
 from neuzip.eval.report.text import number_text, power_text
 
 if TYPE_CHECKING:

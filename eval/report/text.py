@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.report.evaluation import SPEED, ReportRow
+from neuzip.eval.report.rows import SPEED, ReportRow
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
