@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from gluon_on_a_cpu import Hang, OnACpu, changed
 
-from neuzip.kernels.packed_linear import Window
+from neuzip.kernels.packed_linear import ExponentWindow
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.gluon import linear as gluon_linear
 from neuzip.kernels.packed_linear.tensor import PackedTensor, format_of
@@ -199,7 +199,7 @@ def given(kernel: OnACpu, out: int, columns: int) -> np.ndarray:
 def settled(packed: PackedTensor, weights: torch.Tensor) -> np.ndarray:
     """The patterns of weights 2**shift times smaller."""
     bits, fmt = weights.view(torch.int16).numpy().view(np.uint16), format_of(weights.dtype)
-    window = Window(packed.base, packed.shift, fmt)
+    window = ExponentWindow(packed.base, packed.shift, fmt)
     escapes = window.kinds[bits >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1] == 0
     return np.where(escapes, window.settled(bits), bits - np.uint16(window.shifted))
 
