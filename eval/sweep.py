@@ -26,6 +26,7 @@ from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage, read_tokens
 from neuzip.eval.measures.divergence import Comparison, KLDivergence
@@ -33,7 +34,6 @@ from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
 from neuzip.eval.measures.texts import Text
 from neuzip.eval.plans.allocation import Option, pareto_front
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.eval.attention import BITS, AttentionCalibration, AttentionLayer, QuantizedAttention
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
