@@ -62,30 +62,30 @@ MODES: dict[Mode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)
 """Bits that a layer may get, the fewest first; full precision is always the last resort."""
 
 BITS = (8, 4)
-"""Bits that similarities are told for."""
+"""Bits for which similarities are measured."""
 
 FULL = 16
-"""What a layer at full precision counts as: its keys and queries are no narrower than that."""
+"""Bits that a layer at full precision counts as: its keys and queries have at least these."""
 
 AUTO_MAX_KLD = 0.001
-"""Budget of "auto", in nats a token: to a model that is right about its text, 0.1 % of perplexity."""
+"""Nats per token: the budget of the mode "auto", which is 0.1 % of perplexity."""
 
 WINDOW, MAX_TOKENS = 2048, 16384
-"""Tokens of a window, as far as the model can, and those predicted in all: attention errs by length."""
+"""Tokens of a window, if the model has so many positions, and of all windows: the error grows with length."""
 
 SIMILARITY_WINDOWS = 8
-"""Windows that similarities are of, if there are as many."""
+"""Windows over which similarities are measured, if there are as many."""
 
 SIMILARITY_ROWS = 1
-"""Tokens fed at once, or else a window: exact attention takes fp64 logits."""
+"""Tokens fed at once, but at least a window: exact attention takes fp64 logits."""
 
 STRANGE = 0.05
-"""Relative L1 of a layer's own attention to the exact one, beyond which it is something else."""
+"""Relative L1 distance from exact attention above which a layer computes something else."""
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close a layer's output is to exact attention, over windows of the text.
+    """Similarity of a layer's output to exact attention, over windows of the text.
 
     `worst` has each figure of the window where it is worst. `score` is the mean of cosine * (1 - relative
     L1), `deviation` its standard deviation, None of one window.
@@ -99,7 +99,7 @@ class Closeness:
 
     @staticmethod
     def of(windows: Sequence[Similarity]) -> Closeness:
-        """Of at least one window."""
+        """The closeness over the similarities of one or more windows."""
         cosines, errors, roots = zip(*((s.cosine, s.relative_l1, s.rmse) for s in windows), strict=True)
         scores = [s.score for s in windows]
         return Closeness(
@@ -133,7 +133,7 @@ class AttentionLayer:
     bits: int | None = None
 
     def form(self, bits: int) -> QuantizedAttention | None:
-        """Its attention in so many bits, if it can have them."""
+        """The layer's attention in `bits`, None if it cannot be quantised."""
         return next((form for form in self.forms if form.bits == bits), None)
 
 
@@ -167,11 +167,11 @@ class AttentionCalibration:
 
     @property
     def bits(self) -> tuple[int | None, ...]:
-        """Those of each layer, as `runtime.attention.record` takes them."""
+        """The bits of each layer, None for full precision."""
         return tuple(layer.bits for layer in self.layers)
 
     def rank(self, layer: AttentionLayer, bits: int) -> int:
-        """The place of a layer, from 1, by the score of its attention in so many bits."""
+        """The rank of a layer, from 1, by the score of its attention in `bits`."""
         return by_score(self.layers, bits).index(layer.number) + 1
 
 
@@ -353,7 +353,7 @@ def choose(
 
 
 def usable(layer: AttentionLayer, bits: int) -> bool:
-    """Whether a layer can have so many bits: its divergence was measured, and is finite."""
+    """Whether a layer can be quantised to `bits`: its divergence was measured and is finite."""
     form = layer.form(bits)
     return form is not None and form.kld is not None
 

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRIED = 64
-"""Tokens that are fed to learn which layers can be quantised."""
+"""Tokens fed to find out which layers can be quantised."""
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """How many layers a model's config says there are."""
+    """The number of layers in a model's config."""
     return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 @dataclass(frozen=True, eq=False)
 class ObservedAttention:
-    """What a layer's attention is given: q [B, Hq, N, D], k and v [B, Hkv, N, D], and how it is to attend.
+    """A call of a layer's attention: q [B, Hq, N, D], k and v [B, Hkv, N, D], and options such as `causal`.
 
-    `own` [B, Hq, N, D] is what it gives.
+    `own` [B, Hq, N, D] is its output.
     """
 
     layer: int
@@ -43,7 +43,7 @@ class ObservedAttention:
 
 
 def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
-    """Why layers cannot be quantised, in words, by their numbers; `ids` int64 [1, T] are tried."""
+    """Reasons why layers cannot be quantised, by their numbers. The model runs on `ids`, int64 [1, T]."""
     refused: dict[int, str] = {}
     with quantised(model, [8] * layer_count(model)):
 
@@ -60,14 +60,14 @@ def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
 
 @contextmanager
 def observed(model: PreTrainedModel, see: Callable[[ObservedAttention], None]) -> Iterator[None]:
-    """Show what each layer's attention is given and gives, at full precision."""
+    """Context in which `see` gets each call of attention at full precision."""
     with quantised(model, [None] * layer_count(model)), _wrapped(model, lambda _: None, lambda c, _: see(c)):
         yield
 
 
 @contextmanager
 def quantised(model: PreTrainedModel, bits: Sequence[int | None]) -> Iterator[None]:
-    """Have layers attend in so many bits wherever they can; what the model did before comes back after."""
+    """Context in which layers attend in `bits` wherever they can, None for full precision."""
     runtime.patch_attention(model, bits, policy="always", warn=False)
     try:
         yield

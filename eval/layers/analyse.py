@@ -8,7 +8,7 @@
     gradient norm     of the mean loss of a window, over all parameters of the layer
     left out          divergence and loss of the model with this layer passing on what it is given
 
-The last is the measure, the others predict it; how well they do is told as Spearman's rank correlation.
+The last one is the measure. The others predict it, and Spearman's rank correlation says how well.
 States are compared in fp64: where two are nearly parallel, arccos halves the digits of their cosine.
 """
 
@@ -32,15 +32,15 @@ from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.messages import versions
 
 MAX_TOKENS = 16384
-"""Tokens predicted if nothing else is asked for."""
+"""Tokens predicted by default."""
 
 GRADIENT_WINDOWS = 8
-"""Windows that gradients are taken of, if there are as many and nothing else is asked for."""
+"""Windows over which gradients are computed by default, if there are as many."""
 
 
 @dataclass(frozen=True)
 class LayerAnalysis:
-    """What was measured of the layers of a model.
+    """Measurements of the layers of a model.
 
     `rank_correlations` are those of each metric with the divergence of the model without the layer, None
     where a metric is the same for all; "depth" says that later layers are worth less. `parameters` are all of

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE_BYTES = 128 << 20
-"""Hidden states in fp64 that are compared at a time."""
+"""Bytes of hidden states in fp64 that are compared at a time."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -46,7 +46,7 @@ class Distances:
 
     @classmethod
     def of(cls, sums: Sequence[Matrix], counts: Sequence[int]) -> Distances:
-        """From the sums of each window, [L + 1, L + 1], over as many tokens."""
+        """Distances from the sum of each window, [L + 1, L + 1], over `counts` tokens."""
         size = len(sums[0])
         rows = [
             [mean([float(s[at, at + n]) for s in sums], counts) for at in range(size - n)]
@@ -58,13 +58,13 @@ class Distances:
         )
 
     def between(self, layer: int, n: int = 1) -> Estimate:
-        """What `n` layers from this one on do."""
+        """The distance over `n` layers, from the input of `layer` on."""
         return Estimate(self.mean[n - 1][layer], self.standard_error[n - 1][layer])
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What lies between layers: `influence` is 1 - cos(x^l, x^(l+1)) of each token, [tokens, L]."""
+    """Distances between the states of layers. `influence` is 1 - cos(x^l, x^(l+1)) per token, [tokens, L]."""
 
     last_token: Distances
     all_tokens: Distances
@@ -95,9 +95,9 @@ def compare_states(
 
 @torch.inference_mode()
 def states_between(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """What each layer is given, and what the last one gives, [B, T, D] each; `ids` int64 [B, T].
+    """The input of each layer and the output of the last, [B, T, D] each. `ids` is int64 [B, T].
 
-    Raises NeuzipError for layers that are given something else.
+    Raises NeuzipError for layers with other inputs.
     """
     stack = decoder_layers(model)
     states: list[Tensor] = []
@@ -132,7 +132,7 @@ def input_states(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Angles:
-    """Of all pairs of states of a window, [L + 1, L + 1], as parts of pi: summed over tokens, the last."""
+    """Angles / pi of all pairs of states of a window, [L + 1, L + 1]: summed over tokens, and of the last."""
 
     sum: Matrix
     last: Matrix

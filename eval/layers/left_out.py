@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Choice = Literal["greedy", "block", "angular"]
-"""How layers to drop are chosen: see `choose`."""
+"""How layers to drop are chosen, as `choose` describes."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelWithout(HeadedModel):
 
 @contextmanager
 def _passing_on(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Have layers give the states that they are given.
+    """Context in which layers return their input states.
 
     They still compute: what else they give keeps its form, which differs from model to model.
     """
@@ -139,7 +139,7 @@ def _least(
     label: str,
     known: Sequence[Comparison | None] | None = None,
 ) -> tuple[list[int], Comparison]:
-    """Of sets of layers the one without which the divergence is smallest, of equals the first."""
+    """The set of layers without which the divergence is smallest; the first of equal ones."""
     if known is None:
         with stage(label, len(candidates) * baseline.tokens, "tokens") as advance:
             known = [measure_without(baseline, model, one, advance) for one in candidates]

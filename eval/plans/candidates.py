@@ -20,13 +20,13 @@ from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, cens
 from neuzip.kernels.float_fields.values import to_float64
 
 FINEST = 15
-"""Mantissa bits up to which there is a scheme for every number: beyond, a tensor is lossless."""
+"""Largest number of mantissa bits of a rounding scheme; with more a tensor is lossless."""
 
 OnWork = Callable[[int], None]
 
 
 def ignore_progress(_: int) -> None:
-    """Look away."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def predict_candidates(
     workers: Workers,
     on_bytes: OnWork = ignore_progress,
 ) -> list[GroupCandidates]:
-    """Count what every group is in every scheme, to know its bytes, about, and the squared error.
+    """Predict the bytes of every group in every scheme, and the squared error.
 
     Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
     """
@@ -79,7 +79,7 @@ def predict_candidates(
 
 
 def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
-    """What a group can become: lossless, or rounded to ever fewer bits."""
+    """The schemes for a group: lossless, then ever fewer mantissa bits."""
     formats = [FORMATS[t.info.dtype] for t in group.tensors]
     if not all(truncated.normalisable(fmt) for fmt in formats):
         block_size = None
@@ -93,7 +93,7 @@ def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
 
 
 def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:
-    """What comes back of a tensor's bit patterns once they were stored in a scheme."""
+    """The bit patterns that a tensor has after it was stored in a scheme."""
     rounding = _rounding(tensor, bits, scheme)
     if rounding is None:
         return bits
@@ -104,7 +104,7 @@ def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: 
 
 
 def _rounding(tensor: SourceTensor, bits: Bits, scheme: Scheme) -> truncated.Rounding | None:
-    """How a scheme rounds a tensor; None where it comes back as it is."""
+    """The rounding of a tensor by a scheme; None if it changes nothing."""
     fmt = FORMATS[tensor.info.dtype]
     k = scheme.mantissa_bits
     if k is None or k >= fmt.mantissa_bits or non_finite(bits, fmt).any():

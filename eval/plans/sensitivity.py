@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 Method = Literal["measured", "fisher", "weights"]
 
 MEASURED_BITS = 2
-"""Mantissa bits up to which a scheme is measured, if any is."""
+"""Largest number of mantissa bits of a scheme that is measured."""
 
 BATCH = 1024
-"""Tokens fed at a time, or those of one window."""
+"""Tokens fed at a time, but at least one window."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sensitivity:
     estimated: int = 0
 
     def options(self, by: Literal["bytes", "divergence"]) -> list[list[Option]]:
-        """What `allocate` takes; `by` is what there is a budget of."""
+        """The options of each group for `allocate`, with a budget of bytes or of divergence."""
         return [
             [
                 Option(c.nbytes, d) if by == "bytes" else Option(d, c.nbytes)
@@ -109,7 +109,7 @@ class CalibrationWindows:
 
     @property
     def tokens(self) -> int:
-        """How many are predicted."""
+        """Number of predicted tokens."""
         return self.targets.numel()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -132,7 +132,7 @@ def measure(
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
 ) -> Sensitivity:
-    """Round one group at a time in a live model, and put it back. `on_tokens` is told of tokens predicted.
+    """Round one group at a time in a live model, and restore it. `on_tokens` counts predictions.
 
     A scheme that makes the model give no finite divergence is left out. Raises NeuzipError if no tensor is
     found in the model.
@@ -158,7 +158,7 @@ def measure(
 
 
 def passes(candidates: Sequence[GroupCandidates]) -> int:
-    """How many passes `measure` makes at most."""
+    """The largest number of passes of `measure`."""
     bits = [c.scheme.mantissa_bits for one in candidates for c in one.choices]
     return sum(k is not None and k <= MEASURED_BITS for k in bits)
 
@@ -233,7 +233,7 @@ def _fisher_diagonal(
 def _rounded_in_place(
     group: TensorGroup, bits: Mapping[str, Bits], scheme: Scheme, places: ParametersByTensor
 ) -> Iterator[None]:
-    """Have a live model compute with the rounded tensors of a group; what it had before comes back after."""
+    """Context in which a live model computes with the rounded tensors of a group."""
     before = {places[t.name]: places[t.name].data for t in group.tensors}
     try:
         for t in group.tensors:

@@ -13,14 +13,14 @@ LOWEST, HIGHEST = -12, 2
 """Powers of ten between which divergences are counted."""
 
 BINS = 5
-"""Counters a power of ten."""
+"""Counters per power of ten."""
 
 QUANTILES = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "99.9 %": 0.999}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How the divergences of `tokens` tokens are spread, in nats.
+    """The distribution of the divergences of `tokens` tokens, in nats.
 
     `counts` are those from 10**LOWEST to 10**HIGHEST in steps of 10**(1 / BINS); `zero` is how many are
     exactly 0, `below` and `above` lie outside, `not_finite` are infinite or no number. `quantiles` are over

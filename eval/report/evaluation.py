@@ -34,7 +34,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """All that a page tells. What was not measured is None or empty, and its section is left out.
+    """The content of a report. Sections of figures that are None or empty are left out.
 
     `identical` is whether all measured figures of both models agree to the last bit; `blocks` is what their
     standard errors are over. `missing` are tensors that only the original has. `sweep_differs` names what was
@@ -106,7 +106,7 @@ def build_report(
     read_weights: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> EvaluationReport:
-    """The report of an evaluation, with what the checkpoints' files tell and, if given, a sweep's results.
+    """The report of an evaluation, with figures of the checkpoints' files and, optionally, of a sweep.
 
     Without `read_weights` no weight is read, and tensors are told as the headers of the files have them.
 
@@ -136,7 +136,7 @@ def build_report(
 
 
 def _depends_on(evaluation: Evaluation, base: Path | None, text: Text | None) -> dict[str, Any]:
-    """What an evaluation was measured with, as the rows of a sweep tell it; what is not known is left out."""
+    """The conditions of an evaluation under the names in rows of a sweep; unknown ones are left out."""
     name = evaluation.compared or evaluation.measured[0].convention.name
     convention = evaluation.by(name).convention
     facts: dict[str, Any] = {"rule": convention.rule, "tokens": convention.tokens}
@@ -148,7 +148,7 @@ def _depends_on(evaluation: Evaluation, base: Path | None, text: Text | None) ->
 
 
 def _attention_text(bits: Sequence[int | None] | None) -> str:
-    """What is said of quantised attention, if there is any: of how many layers, in how many bits."""
+    """Words for quantised attention, with its layers and bits; empty if there is none."""
     counts = [f"{bits.count(n)} of {len(bits)} layers in {n} bits" for n in (8, 4) if bits and n in bits]
     return f", attention of {', '.join(counts)}" if bits and counts else ""
 

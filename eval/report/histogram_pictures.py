@@ -38,7 +38,7 @@ _ACROSS = ("", *"▏▎▍▌▋▊▉█")
 _UP = " ▁▂▃▄▅▆▇█"
 
 BLOCKS = "".join(_ACROSS) + _UP
-"""What `sketch` draws with; for a terminal that lacks any of it there is an ASCII form."""
+"""Characters of `sketch`; a terminal that lacks one of them gets an ASCII form."""
 
 RARE = 0.001
 """Share below which an exponent at either end is counted with its neighbours."""
@@ -110,12 +110,12 @@ def sketch(counts: Counts, *, ascii_only: bool = False) -> list[str]:
 
 
 def headline(counts: Counts) -> str:
-    """What a row of histograms is about."""
+    """The headline of a row of histograms."""
     return f"{counts.fmt.name}: {counts.numel:,} weights"
 
 
 def summary(inspection: Inspection) -> str:
-    """What the histograms come to, in a sentence."""
+    """A sentence that sums up the histograms."""
     size = f"{inspection.nbytes:,} bytes"
     if inspection.bound_bytes is None or not inspection.nbytes:
         return size
@@ -247,7 +247,7 @@ def _exponents(axes: Axes, counts: Counts) -> None:
 
 
 def _places(bars: list[Bar]) -> list[float]:
-    """Where bars stand: those at the ends apart, with room for their labels."""
+    """The positions of bars, with a gap for the labels of those at the ends."""
     places: list[float] = []
     for at, bar in enumerate(bars):
         apart = at > 0 and (bar.power is None or bars[at - 1].power is None)

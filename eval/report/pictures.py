@@ -65,7 +65,7 @@ def _inline(figure: Figure) -> str:
 
 
 def _unique(svg: str, name: str) -> str:
-    """Names that several pictures of a page would share, told apart."""
+    """The SVG with identifiers that no other picture of a page has."""
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", svg)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MEAN_KLD = "mean KLD"
 
 SPEED = "tokens/s"
-"""The unit of figures that were measured once: they are told roughly, and no change of them."""
+"""Unit of figures that were measured once: they are printed roughly, without a change."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ReportRow:
 
 
 def perplexity_rows(measured: ConventionScores, both: bool) -> Iterator[ReportRow]:
-    """What is told under a convention: a word and a byte in lm-eval's, a token in the others."""
+    """The perplexities of a convention: per word and byte in lm-eval's, per token in the others."""
     c, after = measured.convention, measured.scores[-1]
     before = measured.scores[0] if both else None
     special = "; no special tokens" if c.special_tokens == "none" else ""
@@ -68,7 +68,7 @@ def perplexity_rows(measured: ConventionScores, both: bool) -> Iterator[ReportRo
 
 
 def _change(of: str, before: Estimate | None, difference: ModelDifference | None) -> Estimate | None:
-    """What the paired difference of losses makes of a figure, in percent."""
+    """The change of a figure in percent, from the paired difference of losses."""
     if before is None or difference is None:
         return None
     if of == "bits_per_byte" and difference.nll_per_byte is not None:

@@ -19,12 +19,12 @@ SWEEP_DEPENDS_ON = {
     "rule": "windows",
     "tokens": "number of tokens",
 }
-"""What must be the same for figures to be compared: its name in the rows of a sweep, and in words."""
+"""Conditions that must be equal to compare figures: their names in rows of a sweep, and in words."""
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """What one scheme costs and does: bits a weight, stored bytes, mean divergence and perplexity."""
+    """A scheme of a sweep: bits per weight, stored bytes, mean divergence and perplexity."""
 
     scheme: str
     bits_per_weight: float
@@ -41,18 +41,18 @@ class SweepResults:
     depends_on: Mapping[str, Any]
 
     def differing(self, others: Mapping[str, Any]) -> tuple[str, ...]:
-        """What of `others` was another for the sweep, in words."""
+        """The conditions of the sweep that differ from `others`, in words."""
         return differing(others, {name: self.depends_on.get(name) for name in others})
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is not the same in both of that on which the figures of a sweep depend, in words."""
+    """The conditions of a sweep that differ between `a` and `b`, in words."""
     others = fingerprint.differing(a, b)
     return tuple(words for name, words in SWEEP_DEPENDS_ON.items() if name in others)
 
 
 def read_sweep(folder: Path) -> SweepResults:
-    """What `neuzip sweep --output` wrote. Raises NeuzipError for other folders and for rows of several."""
+    """Read a folder of `neuzip sweep --output`. Raises NeuzipError for another one, or several sweeps."""
     from neuzip.eval.sweep import SweepRow
 
     points = []
@@ -82,5 +82,5 @@ def read_sweep(folder: Path) -> SweepResults:
 
 
 def pareto(points: Sequence[SweepPoint]) -> list[SweepPoint]:
-    """Those that no other beats in both size and mean divergence, the smallest first."""
+    """The points that no other beats in both size and mean divergence, the smallest first."""
     return [points[i] for i in pareto_front([Option(p.bits_per_weight, p.kld.value) for p in points])]

@@ -41,7 +41,7 @@ class TensorRow:
 
 
 def weight_file_bytes(path: Path) -> int:
-    """What the weight files of a checkpoint take on the disk."""
+    """Bytes of the weight files of a checkpoint."""
     return sum(file.stat().st_size for file in find_checkpoint(path).weight_paths())
 
 
@@ -52,7 +52,7 @@ def read_tensors(
     jobs: int | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> tuple[Inspection, tuple[TensorRow, ...], tuple[str, ...]]:
-    """What the tensors of a checkpoint are made of and, with `base`, how far each is from the original's.
+    """The figures of a checkpoint's tensors and, with `base`, their distances from the original's.
 
     The last are the names of tensors that only the original has. Reads both whole. `on_bytes` is told of
     bytes read, twice those of the tensors with `base`. Raises FormatError.

@@ -65,12 +65,12 @@ if TYPE_CHECKING:
 STATE_FILE = "recovery.safetensors"
 
 SEEN_TOKENS = 65_536
-"""Tokens of the training text that a conversion sees, at most, and what a window of them has."""
+"""Most tokens of the training text that a conversion reads."""
 
 SEEN_WINDOW = 512
 
 TRIAL_STEPS, TRIAL_SECONDS = 4, 10.0
-"""What is tried at least to tell how long a step takes; the first does not count."""
+"""Least number and seconds of trial steps that measure the time of a step; the first does not count."""
 
 USED = 0.97
 """Share of a budget that is planned for: checkpoints take time, and steps are not all alike."""
@@ -115,7 +115,7 @@ class Recovery:
         windows: TrainingWindows,
         settings: RecoverySettings,
     ) -> Recovery:
-        """From a checkpoint that is ternary, or is made so now; on the device of `base`.
+        """A recovery of a checkpoint that is ternary, or is converted now, on the device of `base`.
 
         Raises NeuzipError for a model that is not like `base`, or is another one and not ternary.
         """
@@ -189,7 +189,7 @@ class Recovery:
         return {**figures, "norm": norm, "strength": strength}
 
     def strength(self, number: int) -> float:
-        """How much of the quantisation a step has: lambda, rising linearly to 1."""
+        """The share of quantisation in a step, lambda, which rises linearly to 1."""
         rising = round(self.settings.strength * self.steps)
         return min(1.0, number / rising) if rising else 1.0
 
@@ -223,7 +223,7 @@ class Recovery:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _noisy(self, ids: Tensor, number: int) -> Tensor:
-        """With some tokens replaced by others, by a choice that is a function of seed and step.
+        """Tokens of which some are replaced by random ones, as a function of seed and step.
 
         What stands in front of windows is not of the text, and stays.
         """
@@ -279,7 +279,7 @@ class Recovery:
                     self.optimizer.state[parameter][kind] = value.to(device, copy=True)
 
     def _course(self) -> dict[str, Any]:
-        """What has to be the same for a course to go on."""
+        """The facts that must be equal for a course to resume."""
         return {
             "begun_with": {**self._begun_with, "text": self.windows.checksum()},
             "settings": json.loads(json.dumps(asdict(self.settings))),
@@ -367,7 +367,7 @@ def no_state(path: Path) -> FormatError:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells weights apart by names, shapes and values, in whatever dtype they hold them exactly."""
+    """A fingerprint of names, shapes and values of weights, equal in any dtype that holds them exactly."""
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         total = int(checksum(parameter.detach().float()))

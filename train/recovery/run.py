@@ -19,18 +19,18 @@ from neuzip.train.loop import Figures, picture_of_losses, read_log, run
 from neuzip.train.recovery.course import STATE_FILE, Recovery, no_state
 
 STATE_FOLDER, LOG, PICTURE, SETTINGS = "state", "recovery.jsonl", "recovery.svg", "recovery.json"
-"""What stands beside a model in its folder; the state only until the model is there."""
+"""Files and folders beside a model in its folder. The state is removed once the model is written."""
 
 CHECKPOINTS = 10
-"""So often is the state written."""
+"""Number of times that the state is written in a run."""
 
 DRAWN = 2000
-"""Steps that a picture has, at most."""
+"""Most steps in a picture."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """What a course was: figures of its steps, the weights that are ternary now, where it began to resume."""
+    """A finished course: figures of its steps, the ternary weights, and the step at which it resumed."""
 
     figures: list[Figures]
     steps: int
@@ -56,7 +56,7 @@ def recover(
     on_start: Callable[[Recovery, int], None] = lambda course, taken: None,
     on_step: Callable[[int, Figures], None] = lambda number, figures: None,
 ) -> Recovered:
-    """Train for so many steps, or as many as fit into `seconds`, and write the result, its log and a picture.
+    """Train for `steps`, or as many as fit into `seconds`, and write the result, its log and a picture.
 
     A run that was stopped leaves its state beside `dst`; called again with the same settings it goes on.
     Seconds count training alone, and what went before is taken off. `from_state` is what an earlier course
@@ -102,7 +102,7 @@ def recover(
 
 
 def thinned(figures: list[Figures], count: int) -> list[Figures]:
-    """Every so many of them, `count` or fewer, the last one among them."""
+    """At most `count` of the figures, evenly spaced, the last one among them."""
     every = max(1, -(-len(figures) // count))
     return figures[::-1][::every][::-1]
 

@@ -13,7 +13,7 @@ from neuzip.train.recovery.distill import LossWeights
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """How a model is recovered.
+    """The settings of a recovery.
 
     activations   a mode of `bitlinear`: what inputs are quantised to
     group         what shares a scale where SRC is not ternary yet: "tensor", as in b1.58, or "row"
