@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -339,8 +339,14 @@ def written(parameter: inspect.Parameter) -> str:
 
 
 def annotation(value: Any) -> str:
-    """An annotation as it was written."""
-    return value if isinstance(value, str) else inspect.formatannotation(value)
+    """An annotation as it was written, with the values of a choice in place of its name."""
+    from neuzip import choices
+
+    text = value if isinstance(value, str) else inspect.formatannotation(value)
+    names = [name for name, choice in vars(choices).items() if get_origin(choice) is Literal]
+    return re.sub(
+        rf"\b({'|'.join(names)})\b", lambda m: repr(getattr(choices, m[0])).removeprefix("typing."), text
+    )
 
 
 def prose(thing: Any) -> str:

@@ -32,12 +32,15 @@ from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
 from neuzip.kernels.quantizers import Ternary, squared_relu
 from neuzip.kernels.ternary_linear import Activation, TernaryWeight, reference, relu2_glu, ternary_linear
+from neuzip.kernels.ternary_linear.triton.few_tokens import few_tokens
+from neuzip.kernels.ternary_linear.triton.launches import FewTokensLaunch, OneTokenLaunch
+from neuzip.kernels.ternary_linear.triton.one_token import one_token
 from neuzip.kernels.ternary_linear.triton.quantize import quantize
-from neuzip.kernels.ternary_linear.triton.vector import Launch, few_tokens, one_token
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
 Call = Callable[[], object]
+AnyLaunch = OneTokenLaunch | FewTokensLaunch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,36 +52,46 @@ CLOSED = (0.5, 0.675)
 """Shares of gates that are 0: what chance gives, and that of a4.8's 7B model."""
 
 LAUNCHES = {
-    (4096, 4096): [(8, 1, 2, 1), (8, 1, 2, 4), (8, 2, 2, 1), (4, 1, 4, 2), (16, 1, 1, 2)],
-    (14336, 4096): [(4, 2, 2, 1), (4, 2, 2, 4), (4, 1, 4, 2), (8, 2, 2, 1)],
-    (4096, 14336): [(8, 2, 7, 1), (8, 2, 7, 4), (8, 1, 7, 2), (16, 2, 4, 1)],
-    (28672, 8192): [(4, 2, 2, 1), (4, 2, 2, 4), (4, 1, 4, 2), (8, 2, 2, 1)],
+    (4096, 4096): [(8, 1, 2, 1), (8, 2, 2, 1), (4, 1, 4, 2), (16, 1, 1, 2)],
+    (14336, 4096): [(4, 2, 2, 1), (4, 1, 4, 2), (8, 2, 2, 1)],
+    (4096, 14336): [(8, 2, 7, 1), (8, 1, 7, 2), (16, 2, 4, 1)],
+    (28672, 8192): [(4, 2, 2, 1), (4, 1, 4, 2), (8, 2, 2, 1)],
 }
-"""Of 16 tokens, for each shape: warps, tiles of a warp, places for words, sets of sums."""
+"""Launches tried for 16 tokens, for each shape: warps, tiles of a warp, stages, sets of accumulators."""
 
 LAUNCHES_OF_ONE = {
     (4096, 4096): [
-        Launch(4, 2, places=8), Launch(4, 2, places=7, head=1), Launch(8, 2, places=3, head=1, registers=80),
+        OneTokenLaunch(4, 2, stages=8),
+        OneTokenLaunch(4, 2, stages=7, prologue=1),
+        OneTokenLaunch(8, 2, stages=3, prologue=1, registers=80),
     ],
-    (3200, 8640): [Launch(8, 2, places=5, registers=112, next_at_once=False), Launch(8, 1, places=4, head=1)],
+    (3200, 8640): [
+        OneTokenLaunch(8, 2, stages=5, registers=112, trigger_next_early=False),
+        OneTokenLaunch(8, 1, stages=4, prologue=1),
+    ],
     (9600, 3200): [
-        Launch(4, 3, places=8, head=4, registers=96), Launch(8, 3, places=4, head=2, registers=80),
+        OneTokenLaunch(4, 3, stages=8, prologue=4, registers=96),
+        OneTokenLaunch(8, 3, stages=4, prologue=2, registers=80),
     ],
     (14336, 4096): [
-        Launch(4, 3, places=8, head=4), Launch(4, 3, places=9, head=3, registers=96),
-        Launch(8, 3, places=4, head=2, registers=64), Launch(8, 3, places=4, head=2, bits=False),
+        OneTokenLaunch(4, 3, stages=8, prologue=4),
+        OneTokenLaunch(4, 3, stages=9, prologue=3, registers=96),
+        OneTokenLaunch(8, 3, stages=4, prologue=2, registers=64),
+        OneTokenLaunch(8, 3, stages=4, prologue=2, bits=False),
     ],
     (4096, 14336): [
-        Launch(8, 1, places=4, head=3, registers=128), Launch(8, 1, places=4, head=3, registers=96),
-        Launch(8, 2, places=4, head=4, registers=128, next_at_once=False),
-        Launch(8, 1, places=4, head=3, registers=128, bits=False),
+        OneTokenLaunch(8, 1, stages=4, prologue=3, registers=128),
+        OneTokenLaunch(8, 1, stages=4, prologue=3, registers=96),
+        OneTokenLaunch(8, 2, stages=4, prologue=4, registers=128, trigger_next_early=False),
+        OneTokenLaunch(8, 1, stages=4, prologue=3, registers=128, bits=False),
     ],
     (28672, 8192): [
-        Launch(4, 2, places=8, head=4), Launch(8, 2, places=4, head=4, registers=96),
-        Launch(4, 1, places=8, fused=False, start=True),
+        OneTokenLaunch(4, 2, stages=8, prologue=4),
+        OneTokenLaunch(8, 2, stages=4, prologue=4, registers=96),
+        OneTokenLaunch(4, 1, stages=8, fused=False, quantizer_pdl=True),
     ],
 }  # fmt: skip
-"""Of one token: some that were tried last, and the one before them if it was another."""
+"""Launches tried last for one token, for each shape, and the one before them if it was another."""
 
 
 def aim(out: int, columns: int, tokens: int) -> tuple[float, float]:
@@ -143,13 +156,13 @@ def launches(rounds: int) -> None:
     """One token and 16, launched in other ways: warps that share tiles, tiles of a warp, and what else."""
     for shape, of_one in LAUNCHES_OF_ONE.items():
         weights = rotated(*shape)
-        ways: list[Launch | None] = [None, *of_one]
+        ways: list[AnyLaunch | None] = [None, *of_one]
         x = torch.randn(1, shape[1], device=DEVICE).bfloat16()
         for activation in ACTIVATIONS:
             tried(x, weights, activation, ways, rounds)
         ways = [None]
-        for warps, tiles, places, sets in LAUNCHES.get(shape, ()):
-            ways.append(Launch(warps, tiles, places=places, sets=sets))
+        for warps, tiles, stages, sets in LAUNCHES.get(shape, ()):
+            ways.append(FewTokensLaunch(warps, tiles, stages=stages, accumulator_sets=sets))
         x = torch.randn(16, shape[1], device=DEVICE).bfloat16()
         tried(x, weights, "int8", ways, rounds)
         quantised: list[Call] = [partial(quantize, x, "int8", 0, False, 2) for _ in weights]
@@ -162,7 +175,7 @@ def tried(
     x: Tensor,
     weights: Sequence[TernaryWeight],
     activation: Activation,
-    ways: Sequence[Launch | None],
+    ways: Sequence[AnyLaunch | None],
     rounds: int,
 ) -> None:
     """A line for each way, of which all have to give the same bits; None is the usual one."""
@@ -181,10 +194,12 @@ def tried(
         )
 
 
-def launched(x: Tensor, weight: TernaryWeight, activation: Activation, way: Launch | None) -> Tensor:
+def launched(x: Tensor, weight: TernaryWeight, activation: Activation, way: AnyLaunch | None) -> Tensor:
     """A product of one token or few, launched in a way."""
     if len(x) == 1:
+        assert not isinstance(way, FewTokensLaunch)
         return one_token(x, [weight], [None], activation, False, launch=way)[0]
+    assert not isinstance(way, OneTokenLaunch)
     return few_tokens(x, weight, None, activation, False, launch=way)
 
 

@@ -6,13 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from neuzip.cli.output import Output
-from neuzip.runtime.requirements import require_quantisable as require_quantisable
 
 
 def warn_of_plain_inputs(
-    out: Output, path: Path, residencies: Collection[str], asked: str | None = None
+    out: Output, path: Path, residencies: Collection[str], requested: str | None = None
 ) -> None:
-    """Say so if activations, those asked for or else those of config.json, have no effect on a checkpoint.
+    """Say so if activations, those `requested` or else those of config.json, have no effect on a checkpoint.
 
     Raises NeuzipError for what is no checkpoint, FormatError for a config.json that records what is none.
     """
@@ -20,16 +19,20 @@ def warn_of_plain_inputs(
     from neuzip.compress.ternary import is_ternary
     from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 
-    says = ACTIVATIONS_ENTRY.read(path) if asked is None else Activations(asked)
-    if says is None or says.mode == "none":
+    activations = ACTIVATIONS_ENTRY.read(path) if requested is None else Activations(requested)
+    if activations is None or activations.mode == "none":
         return
     with TensorSource(path) as source:
-        is_stored_so = any(is_ternary(source.resolve(tensor)) for tensor in source.tensors())
-    told = f"{path / 'config.json'} records {says.mode}" if asked is None else f"--activations {asked}"
-    if not is_stored_so:
+        has_ternary = any(is_ternary(source.resolve(tensor)) for tensor in source.tensors())
+    origin = f"{path / 'config.json'} records {activations.mode}"
+    if requested is not None:
+        origin = f"--activations {requested}"
+    if not has_ternary:
         out.warning(
-            f"{told}, but no weights are stored as ternary, so activations are not quantised",
+            f"{origin}, but no weights are stored as ternary, so activations are not quantised",
             "store them with `neuzip compress --ternary`, and run with --residency packed",
         )
     elif set(residencies) == {"dense"}:
-        out.warning(f"{told}, but --residency dense does not quantise activations", "use --residency packed")
+        out.warning(
+            f"{origin}, but --residency dense does not quantise activations", "use --residency packed"
+        )

@@ -50,36 +50,36 @@ def renamed(
     --against is now called --original; version 0.2 removes the old name
     ['a', '--original=b']
     """
-    found: list[str] = []
+    renamed_arguments: list[str] = []
     names: dict[str, set[str]] = defaultdict(set)
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
-            found += [argument, *rest]
+            renamed_arguments += [argument, *rest]
             break
-        name, given, value = argument.partition("=")
+        name, has_value, value = argument.partition("=")
         new = NAMES.get(verb, {}).get(name, name)
-        if not name.startswith("--") or not (takes_value(new) or given):
-            found.append(argument)  # an argument, a short option, or one that is on or off
+        if not name.startswith("--") or not (takes_value(new) or has_value):
+            renamed_arguments.append(argument)  # an argument, a short option, or one that is on or off
             if takes_value(argument):
-                found += _next(rest)
+                renamed_arguments += _next(rest)
             continue
-        values = [value] if given else _next(rest)
+        values = [value] if has_value else _next(rest)
         if values and (verb, name, values[0]) in VALUES:
             new, replaced = VALUES[verb, name, values[0]]
             names[new].add(name)
             warn(f"{name} {values[0]} is now {new} {replaced}; version 0.2 removes the old form")
-            found += [new, replaced]
+            renamed_arguments += [new, replaced]
             continue
         if new != name:
             warn(f"{name} is now called {new}; version 0.2 removes the old name")
         names[new].add(name)
-        found += [f"{new}={value}"] if given else [new, *values]
+        renamed_arguments += [f"{new}={value}"] if has_value else [new, *values]
     for new, given_as in names.items():
         for old in sorted(given_as - {new}):
             if new in given_as:
                 raise UsageError(f"{old} and {new} are one option", f"leave out {old}")
-    return found
+    return renamed_arguments
 
 
 def _next(arguments: Iterator[str]) -> list[str]:

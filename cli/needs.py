@@ -10,8 +10,8 @@ Needs = Mapping[str, Sequence[str]]
 """By option, those of which one has to be given too, perhaps with a value: {"--gguf-type": ["--to gguf"]}."""
 
 
-def refuse_without_effect(needs: Needs, given: Mapping[str, object]) -> None:
-    """Raise UsageError for an option of `given`, names and values, that lacks what it needs.
+def refuse_without_effect(needs: Needs, options: Mapping[str, object]) -> None:
+    """Raise UsageError for one of `options`, names and values, that lacks what it needs.
 
     >>> refuse_without_effect({"--overwrite": ["--plot", "--output"]}, {"--overwrite": True, "--plot": "a"})
     >>> refuse_without_effect({"--mode": ["--to a"]}, {"--mode": "x", "--to": "b"})
@@ -20,7 +20,7 @@ def refuse_without_effect(needs: Needs, given: Mapping[str, object]) -> None:
     neuzip.errors.UsageError: --mode has no effect without --to a
     """
     for option, others in needs.items():
-        if option not in given or any(_is_met(other, given) for other in others):
+        if option not in options or any(_is_met(other, options) for other in others):
             continue
         *first, last = others
         named = f"{', '.join(first)} or {last}" if first else last
@@ -30,6 +30,6 @@ def refuse_without_effect(needs: Needs, given: Mapping[str, object]) -> None:
         )
 
 
-def _is_met(other: str, given: Mapping[str, object]) -> bool:
+def _is_met(other: str, options: Mapping[str, object]) -> bool:
     name, _, value = other.partition(" ")
-    return name in given and value in ("", str(given[name]))
+    return name in options and value in ("", str(options[name]))

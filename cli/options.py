@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from neuzip.choices import Activations, Attention, DeviceName, Residency
 from neuzip.cli import tracebacks
 
 SourceArgument = Annotated[
@@ -46,20 +47,19 @@ JobsOption = Annotated[
     typer.Option("--jobs", "-j", metavar="N", min=1, help="Number of threads (default: all cores)"),
 ]
 DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"],
+    DeviceName,
     typer.Option(help="Device; auto uses a GPU only for 16 GiB of weights or more"),
 ]
 RunDeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"],
+    DeviceName,
     typer.Option("--device", help="Device; auto is a GPU if there is one"),
 ]
-Residency = Literal["dense", "packed", "ans"]
 ResidencyOption = Annotated[
     Residency,
     typer.Option(help="In-memory weight format: uncompressed, packed (fixed width) or rANS-coded (GPU only)"),
 ]
 ActivationsOption = Annotated[
-    Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None,
+    Activations | None,
     typer.Option(help="Activation quantisation for ternary weights (default: as in config.json)"),
 ]
 KvBits = Literal["8", "4", "3"]
@@ -67,8 +67,6 @@ KvBitsOption = Annotated[
     KvBits | None,
     typer.Option("--kv-bits", help="Quantise the KV cache to N bits", show_default=False),
 ]
-AttentionMode = Literal["auto", "8bit", "4bit"]
-Attention = Literal["recorded", "none", "8bit", "4bit"]
 AttentionOption = Annotated[
     Attention,
     typer.Option(

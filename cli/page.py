@@ -43,16 +43,16 @@ def page(
             return super().invoke(ctx)
 
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+            records: dict[str, list[tuple[str, str]]] = defaultdict(list)
             for parameter in self.get_params(ctx):
                 is_argument = parameter.param_type_name == "argument"
                 title = "Arguments" if is_argument else titles.get(str(parameter.name), "Options")
                 if (record := parameter.get_help_record(ctx)) is not None:
-                    found[title].append(record)
+                    records[title].append(record)
             for title in ("Arguments", *groups, "Options"):
-                if title in found:
+                if title in records:
                     with formatter.section(title):
-                        formatter.write_dl(found[title])
+                        formatter.write_dl(records[title])
 
     return Page
 

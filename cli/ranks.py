@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """This process, or those that torchrun started; the one that fails first says why, the others end."""
-    from neuzip.compress.ranks import AnotherRankFailed, joined
+    from neuzip.compress.torchrun import AnotherRankFailed, joined
 
     try:
         with joined() as ranks:

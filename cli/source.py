@@ -13,10 +13,22 @@ def resolved(out: Output, src: str) -> Path:
     Raises NeuzipError.
     """
     from neuzip.cli.interrupt import leaving_at_once
-    from neuzip.formats.hub.push import resolve_source
+    from neuzip.formats.hub.download import resolve_source
 
     with leaving_at_once():
         return resolve_source(src, note=out.status, progress=out.watched)
+
+
+def resolved_model(out: Output, src: str) -> Path:
+    """The path of a model; what is no checkpoint is refused at once, before torch is imported.
+
+    Raises NeuzipError.
+    """
+    from neuzip.formats.checkpoint import find_checkpoint
+
+    path = resolved(out, src)
+    find_checkpoint(path)
+    return path
 
 
 def refuse_before_download(src: str, dst: Path, overwrite: bool) -> None:

@@ -23,6 +23,7 @@ from .encode_tensor import TensorEncoder
 from .entry_checks import refuse_other, require_config, require_plain
 from .overwrite_guard import refuse_existing
 from .plan import make_plan, online_config
+from .progress import OnBytes, ignore
 from .rank_job import SHARED_FILES, OnFile, RankJob
 from .ranks import ALONE, Ranks
 from .reports import CompressionReport, compression_report
@@ -33,7 +34,6 @@ from .scheme import LOSSLESS, Rule
 from .side_files import SideFiles
 from .single_file_job import compress_file
 from .source import TensorSource
-from .verify import OnBytes, ignore
 from .workers import Workers
 from .workspace import partial_name, publish, recover, remove_scratch, sync_folder, workspace, writing
 

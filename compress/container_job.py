@@ -17,9 +17,10 @@ from .device import CPU, Device
 from .encode_ahead import PlannedAndEncoded, encode_in_order, explaining_compiler
 from .encode_tensor import TensorEncoder
 from .plan import PlannedTensor, coded_streams, pooled_tensors
+from .progress import OnBytes, ignore
 from .results import TensorResults
 from .source import SourceTensor, TensorSource
-from .verify import OnBytes, check_tensors, ignore
+from .tensor_checks import check_tensors
 from .workers import Workers, ahead
 from .workspace import permissions
 

@@ -76,12 +76,12 @@ class DeltaBase:
 
         Without `code` it is only found out whether the two are the same.
         """
-        found = self.counterpart(tensor)
-        if found is None:
+        counterpart = self.counterpart(tensor)
+        if counterpart is None:
             return None
-        file = None if self.source.checkpoint.is_file else found.file
-        record = TensorRecord("base", "", alias_of=found.name, alias_file=file)
-        info, new, old = tensor.info, source.reader(tensor), self.source.reader(found)
+        file = None if self.source.checkpoint.is_file else counterpart.file
+        record = TensorRecord("base", "", alias_of=counterpart.name, alias_file=file)
+        info, new, old = tensor.info, source.reader(tensor), self.source.reader(counterpart)
         fmt = FORMATS.get(info.dtype)
         if fmt is None or not code or info.nbytes < SMALLEST:
             if not all(np.array_equal(new(*piece), old(*piece)) for piece in tensor.pieces()):
@@ -119,20 +119,20 @@ def _patterns(read: Callable[[int, int], Bytes], size: int, dtype: np.dtype[np.u
     return lambda start, stop: read(start * size, stop * size).view(dtype)
 
 
-def name_of(path: str | os.PathLike[str], given: str) -> str:
-    """What to call a base: its Hub id as `given`, or what its config.json says, or its folder's name."""
+def name_of(path: str | os.PathLike[str], argument: str) -> str:
+    """The name of a base: `argument` if that is a Hub id, or what config.json says, or its folder's name."""
     path = Path(path)
-    if not Path(given).exists():
-        return given
+    if not Path(argument).exists():
+        return argument
     config = path / "config.json"
     if config.is_file() and config.stat().st_size <= LARGEST_CONFIG:
         try:
             document = json.loads(config.read_bytes())
         except (ValueError, RecursionError):  # only a name was wanted
             document = None
-        said = document.get("_name_or_path") if isinstance(document, dict) else None
-        if isinstance(said, str) and said and not os.path.isabs(said):
-            return said
+        name = document.get("_name_or_path") if isinstance(document, dict) else None
+        if isinstance(name, str) and name and not os.path.isabs(name):
+            return name
     return path.resolve().name
 
 
@@ -143,18 +143,20 @@ def check_base(source: TensorSource, workers: Workers) -> None:
     """
     assert source.base is not None
     needing = [t for t in source.tensors() if t.record is not None and t.record.needs_base]
-    found = [source.base_tensor(t) for t in needing]
+    counterparts = [source.base_tensor(t) for t in needing]
 
     def checksum(tensor: SourceTensor) -> str:
         assert source.base is not None
         return digest(source.base.reader(tensor), tensor.info.nbytes)
 
-    for tensor, counterpart, seen in zip(needing, found, workers.map(checksum, found), strict=True):
+    for tensor, counterpart, actual in zip(
+        needing, counterparts, workers.map(checksum, counterparts), strict=True
+    ):
         assert tensor.record is not None
-        if seen != tensor.record.base:
+        if actual != tensor.record.base:
             raise NeuzipError(
                 f"{source.base.checkpoint.root / counterpart.file}: tensor {counterpart.name!r} has the "
-                f"checksum {seen}, and {source.checkpoint.root / tensor.file} was made against one with "
+                f"checksum {actual}, and {source.checkpoint.root / tensor.file} was made against one with "
                 f"{tensor.record.base}",
                 source.base_hint(),
             )

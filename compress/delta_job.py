@@ -1,4 +1,4 @@
-"""Two checkpoints of one family to a delta: what it takes to make the one of the other."""
+"""From two checkpoints of one family to a delta: what it takes to make one from the other, its base."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .delta_base import DeltaBase
 from .device import CPU, Device
 from .entry_checks import refuse_other_file, refuse_unless_made
 from .overwrite_guard import refuse_existing, refuse_nesting, require_name
+from .progress import Stage, unseen
 from .reports import CompressionReport
 from .restore import decompress
 from .scheme import Rule
 from .source import TensorSource, weight_bytes
-from .verify import Stage, unseen
 from .workspace import recover, remove, writing
 
 
@@ -46,7 +46,7 @@ def compress_delta(
         refuse_nesting(source.checkpoint.path, dst)
         refuse_nesting(source.checkpoint.path, Path(new))
         with (
-            _plain(Path(new), dst, overwrite, jobs, device, stage) as path,
+            _uncompressed(Path(new), dst, overwrite, jobs, device, stage) as path,
             stage("compress", weight_bytes(path)) as advance,
         ):
             report = compress(
@@ -57,10 +57,13 @@ def compress_delta(
 
 
 @contextmanager
-def _plain(
+def _uncompressed(
     new: Path, dst: Path, overwrite: bool, jobs: int | None, device: Device, stage: Stage
 ) -> Iterator[Path]:
-    """`new`, or what it restores to if it is compressed. A run that was killed leaves that to the next."""
+    """The path of `new`, or of what it restores to if it is compressed.
+
+    What was restored is removed when all went well; a run that fails or is killed leaves it to the next.
+    """
     with TensorSource(new) as source:
         if not source.is_compressed:
             yield new

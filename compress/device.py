@@ -76,13 +76,13 @@ def named(device: AnyDevice) -> str:
     name = "auto" if device is None else str(device)
     if isinstance(device, int) and not isinstance(device, bool):
         name = f"cuda:{device}"
-    found = re.fullmatch(r"(auto|cpu|cuda)|(cpu):0|(cuda:\d{1,4})", name)
-    if found is None:
+    match = re.fullmatch(r"(auto|cpu|cuda)|(cpu):0|(cuda:\d{1,4})", name)
+    if match is None:
         raise UsageError(
             f"`device={device!r}`: is no device that neuzip knows",
             "give 'auto', 'cpu', 'cuda', 'cuda:1', the number of a GPU, or a torch.device",
         )
-    return str(found[1] or found[2] or found[3])
+    return str(match[1] or match[2] or match[3])
 
 
 def choose(device: AnyDevice, nbytes: int) -> Device:
@@ -149,9 +149,9 @@ def unfit(number: int) -> str | None:
     """Why a card cannot run the kernels, if it cannot."""
     import torch
 
-    found = torch.cuda.get_device_capability(number)
-    if found >= CAPABILITY:
+    capability = torch.cuda.get_device_capability(number)
+    if capability >= CAPABILITY:
         return None
     name = torch.cuda.get_device_name(number)
     needed = ".".join(map(str, CAPABILITY))
-    return f"{name} has the compute capability {'.'.join(map(str, found))}, and {needed} is needed"
+    return f"{name} has the compute capability {'.'.join(map(str, capability))}, and {needed} is needed"

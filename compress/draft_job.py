@@ -11,9 +11,11 @@ from neuzip.errors import NeuzipError
 from neuzip.formats.checkpoint import Checkpoint, find_checkpoint
 from neuzip.formats.hub.connection import Note
 from neuzip.formats.hub.draft import Draft
+from neuzip.formats.hub.listing import HubFile
+from neuzip.formats.hub.notes import pass_over
 from neuzip.formats.hub.private_files import private_files, refuse_private
-from neuzip.formats.hub.push import HubFile, Pushed, plan_push
-from neuzip.formats.hub.push import ignore as pass_over
+from neuzip.formats.hub.push import Pushed
+from neuzip.formats.hub.push_plan import plan_push
 
 from .checkpoint_job import DEFAULT_RULES, compress
 from .entry_checks import refuse_unless_made, require_plain

@@ -11,7 +11,7 @@ from pathlib import Path
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import OWN_FOLDER
 from neuzip.formats.container import Container
-from neuzip.formats.hub.push import hub_id
+from neuzip.formats.hub.ids import hub_id
 from neuzip.formats.safetensors_file import Header
 
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name

@@ -24,9 +24,11 @@ from neuzip.formats.checkpoint import OWN_FOLDER, Checkpoint
 from neuzip.formats.container import Container
 from neuzip.formats.hub.connection import Note, bars
 from neuzip.formats.hub.draft import Draft
+from neuzip.formats.hub.listing import HubFile
+from neuzip.formats.hub.notes import pass_over
 from neuzip.formats.hub.private_files import private_files, refuse_private
-from neuzip.formats.hub.push import HubFile, Pushed, plan_push
-from neuzip.formats.hub.push import ignore as pass_over
+from neuzip.formats.hub.push import Pushed
+from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.hub.stream import RemoteCheckpoint, download, find_remote, read_headers
 from neuzip.formats.safetensors_file import Header
 
@@ -42,6 +44,7 @@ from .hub_state import STATE_PATH, HubState, begin_or_resume, load_state, new_st
 from .husk import put_husk
 from .overwrite_guard import refuse_existing
 from .plan import Plan, PlannedTensor, choose_schemes, online_config, refuse_destruction
+from .progress import OnBytes, ignore
 from .ranks import ALONE
 from .reports import CompressionReport, compression_report
 from .results import RunOutcome, TensorResults
@@ -51,18 +54,9 @@ from .scheme import Rule
 from .side_files import SideFiles
 from .source import TensorSource
 from .sources.hub import HubSource
-from .verify import OnBytes, check_tensors, ignore
+from .tensor_checks import check_tensors
 from .workers import Workers
-from .workspace import (
-    files_in,
-    partial_name,
-    publish,
-    recover,
-    remove,
-    sync_folder,
-    workspace,
-    writing,
-)
+from .workspace import files_in, partial_name, publish, recover, remove, sync_folder, workspace, writing
 
 SOURCE_FOLDER = f"{OWN_FOLDER}/source"
 """Where downloads lie in the workspace."""

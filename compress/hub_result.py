@@ -14,8 +14,10 @@ from neuzip.formats.checkpoint import ORIGINAL_FOLDER, read_stored_files
 from neuzip.formats.hub.stream import RemoteCheckpoint
 
 from .device import Device
+from .folder_checks import check_rewritten
+from .progress import OnBytes
 from .source import TensorSource
-from .verify import OnBytes, check_rewritten, check_tensors
+from .tensor_checks import check_tensors
 from .workers import Workers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import OWN_FOLDER
 from neuzip.formats.hub.draft import Draft
-from neuzip.formats.hub.push import HubFile
+from neuzip.formats.hub.listing import HubFile
 from neuzip.formats.hub.stream import RemoteCheckpoint
 
 from .scheme import Rule

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     """A GPU, as NVIDIA's management library (NVML) describes it."""
 
     name: str
@@ -24,7 +24,7 @@ class Driver:
 
     version: str | None = None
     cuda: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[InstalledGpu, ...] = ()
 
 
 def processor() -> str:
@@ -76,13 +76,13 @@ def nvidia_driver() -> Driver:
             cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
         count = ctypes.c_uint(0)
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        found = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index)) is not None]
-        return Driver(version, cuda, tuple(found))
+        gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index)) is not None]
+        return Driver(version, cuda, tuple(gpus))
     finally:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
+def _gpu(nvml: ctypes.CDLL, index: int) -> InstalledGpu | None:
     handle, text, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _Memory()
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     failed = (
@@ -91,4 +91,4 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
         or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
         or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     )
-    return None if failed else Gpu(text.value.decode(), f"{major.value}.{minor.value}", memory.total)
+    return None if failed else InstalledGpu(text.value.decode(), f"{major.value}.{minor.value}", memory.total)

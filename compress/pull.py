@@ -11,13 +11,14 @@ from pathlib import Path
 
 from neuzip.errors import FormatError, NeuzipError, VerificationError
 from neuzip.formats.hub.connection import Note
+from neuzip.formats.hub.listing import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
 from neuzip.formats.hub.pull import RECORDS, fetch
-from neuzip.formats.hub.push import HASHING_THREADS, HubFile, Listing, not_as_on_the_hub
 from neuzip.formats.safetensors_file import LONGEST_SIGN, other_format
 
 from .overwrite_guard import refuse_existing, require_name
+from .progress import Stage
 from .source import weight_bytes
-from .verify import Stage, verify
+from .verify import verify
 from .workspace import files_in, publish, recover, refuse_strangers, remove, workspace, write_file, writing
 
 MARK = f"{RECORDS}/neuzip-pull"

@@ -22,9 +22,10 @@ from .container_job import ContainerJob
 from .encode_ahead import PlannedAndEncoded
 from .encode_tensor import EncodedTensor
 from .plan import Plan, PlannedTensor
-from .ranks import ALONE, Ranks, share_out, split
+from .ranks import ALONE, Ranks
 from .results import TensorKey, TensorResults
 from .resume import ContainerState, container_state
+from .shares import share_out, split
 from .workspace import make_folder, partial_name, scratch_folder, writing
 
 SHARED_FILES = "`source` and `destination` must lie on a file system that all ranks share"

@@ -1,85 +1,169 @@
-"""What `compress` is asked for, as the rules it stands for: which parameters exclude or need each other."""
+"""What `compress` is to do, as its callers gave it: parameters that exclude or need each other, and rules."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from neuzip.choices import Activations, Sensitivity, TernaryPacking, TernaryQuantizer
 from neuzip.errors import UsageError
 
-from .scheme import RAW, Rule, Scheme, read_plan_file, rules_of_options
+from .scheme import RAW, Rule, read_plan_file, rules_of_options, ternary_of_options
 
-FOR_TERNARY = ("ternary_quantizer", "ternary_group", "ternary_packing")
-"""Parameters that say how weights are made ternary."""
+TARGET = "target"
+"""The name in the tables below of whichever parameter sets a target: `max_kld`, for example."""
 
-
-def given(**values: object) -> dict[str, object]:
-    """The parameters that were given: those that are neither None nor empty nor False; but 0 is a number."""
-    return {name: value for name, value in values.items() if value or (value == 0 and value is not False)}
+OWN_RULES = ("mantissa_bits", "bits_for", "block_size", "include", "ternary")
+"""Parameters that stand for rules, which a list of rules has to hold itself."""
 
 
-def refuse_contradictions(given: Mapping[str, object], target: str | None = None) -> None:
-    """Raise UsageError for parameters of `compress` that exclude each other, or lack one that they need.
+@dataclass(frozen=True)
+class Conflict:
+    """A parameter that excludes others. `hint` says what to do instead."""
 
-    `given` are those that differ from their defaults, by name; `target` is the name of the target among them.
+    parameter: str
+    others: tuple[str, ...]
+    hint: str
+
+    def problem(self, parameters: Mapping[str, object], target: str | None) -> UsageError | None:
+        """The error if the parameter and some of the others are among `parameters`, those that were given."""
+        if self.parameter not in parameters:
+            return None
+        others = [f"`{_name(other, target)}`" for other in self.others if other in parameters]
+        if not others:
+            return None
+        return UsageError(f"`{_name(self.parameter, target)}` excludes {' and '.join(others)}", self.hint)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A parameter without effect unless `other` is given too. `other_text` is what a message calls that."""
+
+    parameter: str
+    other: str
+    other_text: str
+    hint: str
+
+    def problem(self, parameters: Mapping[str, object], target: str | None) -> UsageError | None:
+        """The error if the parameter is among `parameters`, those that were given, and the other is not."""
+        if self.parameter not in parameters or self.other in parameters:
+            return None
+        return UsageError(f"`{self.parameter}` has no effect without {self.other_text}", self.hint)
+
+
+_WITH_TERNARY = "add `ternary=True`, or leave it out"
+_WITH_TARGET = "add `max_kld`, `max_ppl_increase` or `target_size`, or leave it out"
+
+CHECKS: tuple[Conflict | Requirement, ...] = (
+    Conflict("plan", (*OWN_RULES, "rules"), "write them into the plan"),
+    Conflict("rules", (*OWN_RULES, "exclude"), "write them into the rules"),
+    Conflict(
+        TARGET, ("plan", "rules", "mantissa_bits", "bits_for", "ternary"),
+        "it chooses the mantissa bits itself",
+    ),
+    Requirement("ternary_quantizer", "ternary", "`ternary=True`", _WITH_TERNARY),
+    Requirement("ternary_group", "ternary", "`ternary=True`", _WITH_TERNARY),
+    Requirement("ternary_packing", "ternary", "`ternary=True`", _WITH_TERNARY),
+    Requirement("text", TARGET, "a target", _WITH_TARGET),
+    Requirement("sensitivity", TARGET, "a target", _WITH_TARGET),
+    Conflict(
+        "base", ("mantissa_bits", "bits_for", "plan", "rules", "ternary", TARGET),
+        "a delta is always exact: leave them out",
+    ),
+)  # fmt: skip
+"""What is looked at in this order before anything is read; the first problem is raised."""
+
+
+@dataclass(frozen=True)
+class CompressRequest:
+    """The parameters of `compress` that say how tensors are stored; the defaults are those of its callers.
+
+    bits_for       mantissa bits by glob, as "GLOB=K"
+    block_size     weights that share a per-block scale, in decimal digits, or "none"
+    ternary_group  weights that share a scale, in decimal digits, or "row" or "tensor"
+    target         name of the parameter that sets a target, such as "max_kld"; None without one
     """
-    own = ("mantissa_bits", "bits_for", "block_size", "include", "ternary", "rules")
-    if "plan" in given:
-        _exclude(given, "plan", own, "write them into the plan")
-    if "rules" in given:
-        _exclude(given, "rules", (*own[:-1], "exclude"), "write them into the rules")
-    if target is not None:
-        others = ("plan", "rules", "mantissa_bits", "bits_for", "ternary")
-        _exclude(given, target, others, "it chooses the mantissa bits itself")
-    for name in FOR_TERNARY:
-        if name in given and "ternary" not in given:
+
+    mantissa_bits: int | None = None
+    bits_for: Sequence[str] = ()
+    block_size: str = "none"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    plan: str | os.PathLike[str] | None = None
+    rules: Sequence[Rule] | None = None
+    ternary: bool = False
+    ternary_quantizer: TernaryQuantizer = "absmean"
+    ternary_group: str = "tensor"
+    ternary_packing: TernaryPacking = "trits"
+    activations: Activations | None = None
+    allow_destructive: bool = False
+    target: str | None = None
+    text: str | os.PathLike[str] | None = None
+    sensitivity: Sensitivity = "auto"
+    base: str | os.PathLike[str] | None = None
+
+    def parameters(self) -> dict[str, object]:
+        """The parameters that were given, by name: those that differ from their defaults.
+
+        >>> CompressRequest(mantissa_bits=0, ternary_group="row").parameters()
+        {'mantissa_bits': 0, 'ternary_group': 'row'}
+        """
+        defaults = type(self).__dataclass_fields__
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if value != defaults[name].default and (value or type(value) is int or name == "rules")
+        }
+
+    def refuse_conflicts(self) -> None:
+        """Raise UsageError for parameters that exclude each other, or lack one that they need."""
+        parameters = self.parameters()
+        for check in CHECKS:
+            if (problem := check.problem(parameters, self.target)) is not None:
+                raise problem
+
+    def to_rules(self) -> Sequence[Rule]:
+        """The rules that the parameters stand for, those of a `plan` file among them.
+
+        Raises NeuzipError for a plan that cannot be read, and UsageError for `rules` that are none and for
+        parameters of ternary weights where no rule makes any.
+        """
+        if self.rules is None:
+            rules: Sequence[Rule] = self._rules()
+        elif isinstance(self.rules, list | tuple) and all(isinstance(rule, Rule) for rule in self.rules):
+            rules = self.rules
+        else:
             raise UsageError(
-                f"`{name}` has no effect without `ternary=True`", "add `ternary=True`, or leave it out"
+                f"`rules={self.rules!r}`: is no list of neuzip.Rule", 'give rules: [Rule("*.weight", ...)]'
             )
-    for name in ("text", "sensitivity"):
-        if name in given and target is None:
-            raise UsageError(
-                f"`{name}` has no effect without a target",
-                "add `max_kld`, `max_ppl_increase` or `target_size`, or leave it out",
-            )
+        self._require_ternary(rules)
+        return rules
+
+    def _rules(self) -> list[Rule]:
+        ternary = ternary_of_options(self.ternary_quantizer, self.ternary_group, self.ternary_packing)
+        if self.plan is not None:
+            return [*(Rule(glob, RAW) for glob in self.exclude), *read_plan_file(self.plan)]
+        block_size = "none" if self.target is not None else self.block_size  # a target has it try both
+        return rules_of_options(
+            self.mantissa_bits, block_size, self.include, self.exclude, ternary if self.ternary else None,
+            self.bits_for,
+        )  # fmt: skip
+
+    def _require_ternary(self, rules: Iterable[Rule]) -> None:
+        """Raise UsageError for parameters of ternary weights without a ternary rule."""
+        if any(rule.scheme.kind == "ternary" for rule in rules):
+            return
+        why = "without `ternary=True`, or a plan with ternary rules"
+        if self.plan is not None:
+            why = f"because {self.plan} has no ternary rule"
+        for name in ("activations", "allow_destructive"):
+            if name in self.parameters():
+                raise UsageError(
+                    f"`{name}` has no effect {why}", 'add a rule with scheme = "ternary", or leave it out'
+                )
 
 
-def refuse_beside_base(given: Mapping[str, object], target: str | None = None) -> None:
-    """Raise UsageError for parameters that a delta excludes."""
-    others = ("mantissa_bits", "bits_for", "plan", "rules", "ternary", *([] if target is None else [target]))
-    _exclude(given, "base", others, "a delta is always exact: leave them out")
-
-
-def refuse_without_ternary(given: Mapping[str, object], rules: Iterable[Rule]) -> None:
-    """Raise UsageError for parameters of ternary weights where no rule makes any, such as those of a plan."""
-    if any(rule.scheme.kind == "ternary" for rule in rules):
-        return
-    why = "without `ternary=True`, or a plan with ternary rules"
-    if "plan" in given:
-        why = f"because {given['plan']} has no ternary rule"
-    for name in ("activations", "allow_destructive"):
-        if name in given:
-            raise UsageError(
-                f"`{name}` has no effect {why}", 'add a rule with scheme = "ternary", or leave it out'
-            )
-
-
-def _exclude(given: Mapping[str, object], name: str, others: Sequence[str], hint: str) -> None:
-    excluded = [f"`{other}`" for other in others if other in given]
-    if excluded:
-        raise UsageError(f"`{name}` excludes {' and '.join(excluded)}", hint)
-
-
-def rules_of(
-    mantissa_bits: int | None = None,
-    block_size: str = "none",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    ternary: Scheme | None = None,
-    bits_for: Sequence[str] = (),
-    plan: str | os.PathLike[str] | None = None,
-) -> list[Rule]:
-    """The rules that parameters stand for, those of a `plan` file among them. Raises NeuzipError."""
-    if plan is not None:
-        return [*(Rule(glob, RAW) for glob in exclude), *read_plan_file(plan)]
-    return rules_of_options(mantissa_bits, block_size, include, exclude, ternary, bits_for)
+def _name(parameter: str, target: str | None) -> str:
+    """A parameter as messages call it: a target by the one that sets it."""
+    return parameter if parameter != TARGET or target is None else target

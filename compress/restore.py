@@ -20,9 +20,11 @@ from neuzip.formats.safetensors_file import TensorFile, opener
 
 from .delta_base import check_base
 from .device import CPU, Device
+from .folder_checks import verify_files
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
+from .progress import OnBytes, ignore
 from .source import Bytes, SourceTensor, TensorSource, digest
-from .verify import OnBytes, check_tensors, ignore, verify_files
+from .tensor_checks import check_tensors
 from .workers import Workers, default_jobs
 from .workspace import (
     copy_file,
@@ -107,7 +109,7 @@ def decompress(
 def _restore_single(
     source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
-    """How many files there are, one, and whether it was there before."""
+    """Restore a single file: the number of files, 1, and whether it was there before."""
     (file,) = source.checkpoint.weights
     refuse_folder(dst)
     with file_workspace(dst, overwrite) as work:
@@ -124,7 +126,7 @@ def _restore_single(
 def _restore_folder(
     source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
-    """How many files there are, and whether they were there before."""
+    """Restore a folder: the number of files, and whether they were there before."""
     checkpoint = source.checkpoint
     if not checkpoint.is_compressed_folder:
         raise NeuzipError(

@@ -29,7 +29,7 @@ from neuzip.formats.checkpoint import (
     to_json,
 )
 from neuzip.formats.config_section import SECTION, own_section
-from neuzip.formats.hub.push import HUB_FILES
+from neuzip.formats.hub.push_plan import HUB_FILES
 from neuzip.formats.manifest import TensorRecord
 
 from .run_identity import RUN_ID_PATH

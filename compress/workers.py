@@ -19,7 +19,7 @@ def default_jobs() -> int:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each begun while the one before it is still in use."""
+    """Items of an iterator, each begun while the one before it is still in use."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="neuzip-ahead") as pool:
         coming = pool.submit(next, items, end)

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from neuzip.choices import AttentionMode
 from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.workspace import clear, copy_file, publish, recover, workspace, writing
 from neuzip.errors import NeuzipError
@@ -56,9 +57,8 @@ from neuzip.runtime.hf.messages import versions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Mode = Literal["auto", "8bit", "4bit"]
 
-MODES: dict[Mode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
+MODES: dict[AttentionMode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
 """Bits that a layer may get, the fewest first; full precision is always the last resort."""
 
 BITS = (8, 4)
@@ -147,7 +147,7 @@ class AttentionCalibration:
     of the model with the choice. `special_tokens` says what stands in front of windows, as in `Convention`.
     """
 
-    mode: Mode
+    mode: AttentionMode
     limit: float | None
     offered: tuple[int, ...]
     layers: tuple[AttentionLayer, ...]
@@ -178,7 +178,7 @@ class AttentionCalibration:
 def calibrate(
     path: str | os.PathLike[str],
     text: Text,
-    mode: Mode,
+    mode: AttentionMode,
     stage: Stage,
     *,
     max_kld: float | None = None,

@@ -32,7 +32,7 @@ from neuzip.eval.measures.estimates import mean as mean_of_blocks
 from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.report.rows import ReportRow
 from neuzip.eval.report.text import figure_text
-from neuzip.formats.hub.push import resolve_source
+from neuzip.formats.hub.download import resolve_source
 from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.config import load_config

@@ -195,8 +195,8 @@ class _WhenImported:
         if name not in _REGISTER:
             return None
         others = sys.meta_path[sys.meta_path.index(cls) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((s for s in found if s is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((s for s in specs if s is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

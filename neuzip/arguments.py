@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from neuzip.errors import UsageError
-from neuzip.formats.hub.push import log, resolve_source
+from neuzip.formats.hub.download import resolve_source
+from neuzip.formats.hub.notes import log
 
 Source: TypeAlias = "str | os.PathLike[str]"
 """A checkpoint: a folder, a .safetensors file, or a Hub id, `owner/name` or `owner/name@revision`."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from neuzip.arguments import (
     Source,
@@ -20,31 +20,42 @@ from neuzip.arguments import (
     require_paths,
     require_texts,
 )
+from neuzip.choices import (
+    Activations,
+    BitnetMode,
+    ExportActivations,
+    ExportEngine,
+    GgufType,
+    LinearClass,
+    Sensitivity,
+    TernaryPacking,
+    TernaryQuantizer,
+    WholeGroup,
+)
 from neuzip.compress import compress, decompress, verify
 from neuzip.compress.delta_base import name_of
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import AnyDevice, choose, named
 from neuzip.compress.entry_checks import refuse_before_download
+from neuzip.compress.progress import unseen
 from neuzip.compress.pull import PullReport
 from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.reports import CompressionReport
-from neuzip.compress.request import (
-    given,
-    refuse_beside_base,
-    refuse_contradictions,
-    refuse_without_ternary,
-    rules_of,
-)
+from neuzip.compress.request import CompressRequest
 from neuzip.compress.restore import DecompressionReport
-from neuzip.compress.scheme import Rule, ternary_of_options
+from neuzip.compress.scheme import Rule
 from neuzip.compress.source import TensorSource, weight_bytes
-from neuzip.compress.verify import VerifyReport, unseen
+from neuzip.compress.verify import VerifyReport
 from neuzip.distribution import require
 from neuzip.errors import UsageError
 from neuzip.formats.hub.connection import require_token
+from neuzip.formats.hub.ids import repository_name
+from neuzip.formats.hub.listing import find_repository
+from neuzip.formats.hub.notes import log
 from neuzip.formats.hub.private_files import refuse_private
-from neuzip.formats.hub.push import Pushed, find_repository, log, plan_push, repository_name
+from neuzip.formats.hub.push import Pushed
 from neuzip.formats.hub.push import push as push_plan
+from neuzip.formats.hub.push_plan import plan_push
 
 if TYPE_CHECKING:
     from neuzip.compress.export import ExportReport
@@ -52,12 +63,7 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.histograms import Inspection
     from neuzip.eval.plans.deliver import TargetResult
     from neuzip.eval.plans.plan_request import DropLayers
-    from neuzip.eval.plans.target_request import Sensitivity
     from neuzip.eval.plans.target_values import RequestedTarget
-
-
-MODES = ("b1.58", "a4.8", "a4.8-fp4", "none", None)
-SENSITIVITIES = ("auto", "measured", "fisher", "weights")
 
 
 @dataclass(frozen=True)
@@ -86,16 +92,16 @@ def compress_checkpoint(
     plan: str | os.PathLike[str] | None = None,
     rules: Sequence[Rule] | None = None,
     ternary: bool = False,
-    ternary_quantizer: Literal["absmean", "absmean-clamped", "least-squares"] = "absmean",
-    ternary_group: int | Literal["row", "tensor"] = "tensor",
-    ternary_packing: Literal["trits", "2bit"] = "trits",
-    activations: Literal["b1.58", "a4.8", "a4.8-fp4", "none"] | None = None,
+    ternary_quantizer: TernaryQuantizer = "absmean",
+    ternary_group: int | WholeGroup = "tensor",
+    ternary_packing: TernaryPacking = "trits",
+    activations: Activations | None = None,
     allow_destructive: bool = False,
     max_kld: float | None = None,
     max_ppl_increase: str | None = None,
     target_size: int | str | None = None,
     text: str | os.PathLike[str] | None = None,
-    sensitivity: Literal["auto", "measured", "fisher", "weights"] = "auto",
+    sensitivity: Sensitivity = "auto",
     drop_layers: int | Literal["auto"] = 0,
     base: Source | None = None,
     device: AnyDevice = "auto",
@@ -145,39 +151,26 @@ def compress_checkpoint(
     (True, True)
     """
     require_paths(source=source, destination=destination, plan=plan or "", text=text or "")
-    require_one_of(MODES, activations=activations)
-    require_one_of(SENSITIVITIES, sensitivity=sensitivity)
-    said = given(
-        mantissa_bits=mantissa_bits, bits_for=bits_for, block_size=block_size, include=include,
-        exclude=exclude, plan=plan, rules=rules is not None, ternary=ternary,
-        ternary_quantizer=ternary_quantizer != "absmean", ternary_group=ternary_group != "tensor",
-        ternary_packing=ternary_packing != "trits", activations=activations,
-        allow_destructive=allow_destructive, text=text, sensitivity=sensitivity != "auto",
-    )  # fmt: skip
+    require_one_of((*get_args(Activations), None), activations=activations)
+    require_one_of(get_args(Sensitivity), sensitivity=sensitivity)
     goal = _goal(max_kld, max_ppl_increase, target_size)
-    target = None if goal is None else goal.parameter
-    refuse_contradictions(said, target)
-    if base is not None:
-        refuse_beside_base(said, target)
+    request = CompressRequest(
+        mantissa_bits=mantissa_bits, bits_for=_bits_for(bits_for),
+        block_size="none" if block_size is None else str(block_size), include=as_list("include", include),
+        exclude=as_list("exclude", exclude), plan=plan, rules=rules, ternary=ternary,
+        ternary_quantizer=ternary_quantizer, ternary_group=str(ternary_group),
+        ternary_packing=ternary_packing, activations=activations, allow_destructive=allow_destructive,
+        target=None if goal is None else goal.parameter, text=text, sensitivity=sensitivity, base=base,
+    )  # fmt: skip
+    request.refuse_conflicts()
     if drop_layers:
         _require_droppable(drop_layers, goal, sensitivity)
-    if rules is None:
-        weights = ternary_of_options(ternary_quantizer, str(ternary_group), ternary_packing)
-        rules = rules_of(
-            mantissa_bits, "none" if goal is not None or block_size is None else str(block_size),
-            as_list("include", include), as_list("exclude", exclude), weights if ternary else None,
-            _bits_for(bits_for), plan,
-        )  # fmt: skip
-    elif not isinstance(rules, list | tuple) or not all(isinstance(rule, Rule) for rule in rules):
-        raise UsageError(
-            f"`rules={rules!r}`: is no list of neuzip.Rule", 'give rules: [Rule("*.weight", ...)]'
-        )
-    refuse_without_ternary(said, rules)
+    rules = request.to_rules()
     named(device)
     require_counts(jobs=jobs)
+    dst = Path(destination)
     if goal is not None:
         require(f"`{goal.parameter}`", "torch", "transformers")
-    dst = Path(destination)
     refuse_before_download(source, dst, overwrite)
     path = local("source", source)
     if goal is not None:
@@ -297,12 +290,12 @@ def export_checkpoint(
     source: Source,
     destination: str | os.PathLike[str],
     *,
-    to: Literal["transformers-bitnet", "compressed-tensors", "gguf"],
-    gguf_type: Literal["tq1_0", "tq2_0", "q2_0"] | None = None,
+    to: ExportEngine,
+    gguf_type: GgufType | None = None,
     gguf_mixed: bool = False,
-    linear_class: Literal["bitlinear", "autobitlinear"] | None = None,
-    mode: Literal["offline", "online"] | None = None,
-    activations: Literal["b1.58", "none"] | None = None,
+    linear_class: LinearClass | None = None,
+    mode: BitnetMode | None = None,
+    activations: ExportActivations | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
     """Write a ternary model, plain or compressed, in the format of another engine.
@@ -317,10 +310,10 @@ def export_checkpoint(
     """
     require("export_checkpoint", "torch")
     require_paths(destination=destination)
-    require_one_of(("tq1_0", "tq2_0", "q2_0", None), gguf_type=gguf_type)
-    require_one_of(("bitlinear", "autobitlinear", None), linear_class=linear_class)
-    require_one_of(("offline", "online", None), mode=mode)
-    require_one_of(("b1.58", "none", None), activations=activations)
+    require_one_of((*get_args(GgufType), None), gguf_type=gguf_type)
+    require_one_of((*get_args(LinearClass), None), linear_class=linear_class)
+    require_one_of((*get_args(BitnetMode), None), mode=mode)
+    require_one_of((*get_args(ExportActivations), None), activations=activations)
     from neuzip.compress.export import export, target_of
 
     target = target_of(to, destination, gguf_type, gguf_mixed, linear_class, mode, activations)
@@ -416,13 +409,13 @@ def _reach(
     from neuzip.eval.plans.deliver import compress_to_target
     from neuzip.eval.plans.target_request import prepare_search, text_for
 
-    asked = prepare_search(
+    search = prepare_search(
         goal, path, dst, rules, block_size=block_size,
         text=text_for(goal, sensitivity, text, needed=drop_layers != 0), sensitivity=sensitivity,
         device=device, jobs=jobs, overwrite=overwrite, drop_layers=drop_layers,
     )  # fmt: skip
     return compress_to_target(
-        asked.request, asked.text, asked.baseline, unseen,
+        search.request, search.text, search.baseline, unseen,
         command="made by neuzip.compress_checkpoint", verify=verify, overwrite=overwrite,
     )  # fmt: skip
 

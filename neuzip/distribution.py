@@ -16,7 +16,7 @@ from traceback import walk_tb
 from neuzip.errors import NeuzipError
 
 NAME = "neuzip-toolkit"
-"""As an index knows it. The package that PyPI calls `neuzip` is somebody else's."""
+"""The name of the distribution on an index. The package that PyPI calls `neuzip` is somebody else's."""
 
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 """Modules whose distribution has another name, where it is not that with - for _."""

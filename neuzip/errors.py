@@ -84,8 +84,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_ran_out(what: str, error: BaseException) -> NeuzipError:
     """What to tell where memory ran out, with the amount where a library says it. `what` was being done."""
-    asked = re.search(r"allocate (\d[\d.]* ?[A-Za-z]+)", str(error))
-    amount = f", {asked[1]} at once were asked for" if asked else ""
+    size = re.search(r"allocate (\d[\d.]* ?[A-Za-z]+)", str(error))
+    amount = f", {size[1]} at once were asked for" if size else ""
     if any(words in str(error) for words in NO_GPU_MEMORY):
         return NeuzipError(
             f"{what}: the memory of the GPU ran out{amount}",

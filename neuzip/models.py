@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from neuzip.arguments import (
     Source,
@@ -15,17 +15,18 @@ from neuzip.arguments import (
     require_paths,
     require_texts,
 )
+from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits, Residency
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES
-from neuzip.eval.measures.perplexity import DTYPES, Evaluation, prepare
+from neuzip.eval.measures.perplexity import Evaluation, prepare
 from neuzip.eval.measures.perplexity import evaluate as evaluate_task
 from neuzip.eval.measures.texts import read_text
 from neuzip.runtime.decode.generate import Generation
 from neuzip.runtime.decode.generate import generate as generate_from
 from neuzip.runtime.decode.prompt import prepare as prepare_prompt
 from neuzip.runtime.decode.sampling import Sampling
-from neuzip.runtime.devices import DEVICE_MAPS, choose_device
+from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from neuzip.eval.measures.convention_names import Name
-
-Residency = Literal["dense", "packed", "ans"]
-Attention = Literal["recorded", "none", "8bit", "4bit"]
-Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
-KV_BITS = (3, 4, 8, None)
 
 
 def generate(
@@ -54,7 +50,7 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int | None = None,
-    kv_bits: Literal[3, 4, 8] | None = None,
+    kv_bits: KvBits | None = None,
     residency: Residency = "dense",
     activations: Activations | None = None,
     attention: Attention = "recorded",
@@ -81,7 +77,7 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, min_p), as_list("stop", stop)
     require_texts(prompt=prompt, system=system or "")
     require_counts(max_new_tokens=max_new_tokens)
-    require_one_of(KV_BITS, kv_bits=kv_bits)
+    require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
     require_seed(seed)
     require_stop(ends)
     if isinstance(model, str | os.PathLike):
@@ -116,11 +112,11 @@ def evaluate(
     stride: int | None = None,
     max_tokens: int | None = None,
     device: AnyDevice = "auto",
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device_map: DeviceMap | None = None,
+    dtype: DtypeName = "auto",
     residency: Residency = "dense",
     activations: Activations | None = None,
-    kv_bits: Literal[3, 4, 8] | None = None,
+    kv_bits: KvBits | None = None,
     attention: Attention = "recorded",
 ) -> Evaluation:
     """Measure the perplexity of a model on a text, and its KL divergence from the original.
@@ -140,9 +136,9 @@ def evaluate(
     """
     named(device)
     require_counts(window=window, stride=stride, max_tokens=max_tokens)
-    require_one_of(KV_BITS, kv_bits=kv_bits)
-    require_one_of(("auto", *DTYPES), dtype=dtype)
-    require_one_of((*DEVICE_MAPS, None), device_map=device_map)
+    require_one_of((*get_args(KvBits), None), kv_bits=kv_bits)
+    require_one_of(get_args(DtypeName), dtype=dtype)
+    require_one_of((*get_args(DeviceMap), None), device_map=device_map)
     _require_ways(residency, activations, attention)
     require_paths(text=text)
     names = None if conventions is None else as_list("conventions", conventions)
@@ -184,9 +180,9 @@ def _origin(model: PreTrainedModel) -> str:
     return str(origin)
 
 
-def _refuse_of_loaded(**given: bool) -> None:
+def _refuse_of_loaded(**parameters: bool) -> None:
     """Raise UsageError for parameters that say how to load a model which is loaded already."""
-    for name, was_given in given.items():
+    for name, was_given in parameters.items():
         if was_given:
             raise UsageError(
                 f"`{name}` says how to load a checkpoint, and `model` is loaded already",

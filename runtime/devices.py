@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from neuzip.choices import DeviceMap
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICE_MAPS = get_args(DeviceMap)
 """Words for device maps that accelerate computes."""
 
 

@@ -41,9 +41,6 @@ CODING_SHARE = 32
 The table takes 0.67 MB if symbols are pairs of exponents, so it stays for arrays of 21 MB and more.
 """
 
-PATTERN_DTYPES = {16: (torch.int16, np.uint16), 32: (torch.int32, np.uint32)}
-"""Integer dtypes of bit patterns, by bits of a weight: in torch, and in numpy."""
-
 
 class StoredArray(Protocol):
     """An array of weights between its uses."""
@@ -162,8 +159,7 @@ class NumbaCompressedArray:
 
 def _patterns(flat: Tensor, fmt: FloatFormat) -> Bits:
     """The bit patterns of weights, in the same memory."""
-    signed, unsigned = PATTERN_DTYPES[fmt.bits]
-    patterns: Bits = flat.view(signed).numpy().view(unsigned)
+    patterns: Bits = flat.view(PATTERNS[fmt.bits]).numpy().view(fmt.dtype)
     return patterns
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
+from neuzip.choices import DeviceName
 from neuzip.cli import options
 from neuzip.cli.output import Output
 from neuzip.cli.source import resolved
@@ -38,7 +38,7 @@ def restore(
     *,
     verb: str,
     base: Path | None,
-    device: Literal["auto", "cpu", "cuda"],
+    device: DeviceName,
     jobs: int | None,
     overwrite: bool,
 ) -> None:

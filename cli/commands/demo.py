@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.commands.eval import estimate_text, signed_text
 from neuzip.cli.output import Output
+from neuzip.cli.show.demo import MANTISSA_BITS, show_versions
 from neuzip.cli.text import bytes_text, percent_text, seconds_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import VerificationError, WouldOverwrite
 
 if TYPE_CHECKING:
     from neuzip.compress import CompressionReport
-    from neuzip.eval.measures.perplexity import Evaluation, ModelDifference
+    from neuzip.eval.measures.perplexity import Evaluation
 
 PACKAGES = ("torch", "transformers")
 
@@ -28,7 +27,6 @@ EXAMPLES = [
     "neuzip demo --output /tmp/demo --overwrite",
 ]
 
-MANTISSA_BITS = 3
 FOLDERS = {"lossless": "the same weights", "rounded": "3 mantissa bits", "restored": "the original again"}
 
 
@@ -57,7 +55,7 @@ def command(
     files = _restore(out, CHECKPOINT, lossless, restored)
     evaluation = _evaluate(out, CHECKPOINT, lossless, rounded)
     seconds = time.monotonic() - began
-    _report(out, reports, evaluation)
+    show_versions(out, reports, evaluation)
     out.text(f"\nWrote in {seconds_text(seconds)}:")
     for name, what in FOLDERS.items():
         out.text(f"  {output / name}: {what}")
@@ -114,7 +112,9 @@ def _inspect(out: Output, checkpoint: Path) -> float:
         "exponent bits": (e.exponent, fmt.exponent_bits),
         "mantissa bits": (e.mantissa, fmt.mantissa_bits),
     }
-    out.status("  " + ", ".join(f"{told:.2f} of {bits} {name}" for name, (told, bits) in fields.items()))
+    out.status(
+        "  " + ", ".join(f"{entropy:.2f} of {bits} {name}" for name, (entropy, bits) in fields.items())
+    )
     return (inspection.bound_bytes or 0) / inspection.nbytes
 
 
@@ -167,41 +167,3 @@ def _evaluate(out: Output, *checkpoints: Path) -> Evaluation:
     out.status(f"5 evaluate: the perplexity of each, on {c.tokens:,} tokens of text unseen in training")
     with out.progress("evaluate", task.tokens, unit="tokens") as advance:
         return evaluate(task, on_tokens=advance)
-
-
-def _report(out: Output, reports: list[CompressionReport], evaluation: Evaluation) -> None:
-    from neuzip.eval.measures.estimates import errors_text
-
-    measured = evaluation.measured[0]
-    original, *others = measured.scores
-    rows = [
-        ["original", bytes_text(reports[0].weight_bytes), percent_text(1, 1),
-         f"{8 * reports[0].weight_bytes / reports[0].weights:.2f}", estimate_text(original.token_perplexity)]
-    ]  # fmt: skip
-    for name, report, score in zip(
-        ("lossless", f"{MANTISSA_BITS} mantissa bits"), reports, others, strict=True
-    ):
-        rows.append(
-            [name, bytes_text(report.stored_weight_bytes),
-             percent_text(report.stored_weight_bytes, report.weight_bytes),
-             f"{report.bits_per_weight:.2f}", estimate_text(score.token_perplexity)]
-        )  # fmt: skip
-    columns = ["version", "size", "ratio", "bits/weight", "perplexity"]
-    out.text()
-    out.table(columns, rows, right=columns[1:])
-    c = measured.convention
-    out.text(f"Perplexity: token-level; text: {evaluation.text}")
-    out.text(f"{c.windows} {c.rule}; no special tokens")
-    error = measured.scores[0].token_perplexity.standard_error
-    out.text(errors_text(measured.blocks, error))
-    for (name, *_), score in zip(rows[1:], others, strict=True):
-        if score.difference is not None:
-            out.text(f"{name}: {_difference_text(score.difference)}")
-
-
-def _difference_text(difference: ModelDifference) -> str:
-    """How far two models are apart, in nats and in percent of perplexity."""
-    if difference.identical:
-        return "bit-identical losses in every window"
-    percent = 100 * math.expm1(difference.nll.value)
-    return f"{signed_text(difference.nll)} nats per token, perplexity {percent:+.3f} % (paired)"

@@ -40,8 +40,8 @@ def command(
     from neuzip.eval.measures.difference import compare_checkpoints
 
     paths = resolved(out, a), resolved(out, b)
-    found = compare_checkpoints(*paths, jobs=jobs, stage=out.progress)
-    tensors, different, compared = found.tensors, found.different, found.compared_bytes
+    difference = compare_checkpoints(*paths, jobs=jobs, stage=out.progress)
+    tensors, different, compared = difference.tensors, difference.different, difference.compared_bytes
     if different:
         rows = [_row(t) for t in different]
         left_out = out.table(["tensor", "what", *NUMBERS], rows, right=NUMBERS, spare=SPARE)

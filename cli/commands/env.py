@@ -56,7 +56,7 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
     there = {name.upper() for name in os.environ}  # proxies are named in small letters too
     packages = {name: _version(name) for name in LIBRARIES}
     driver = machine.nvidia_driver()
-    found: dict[str, object] = {
+    environment: dict[str, object] = {
         "installed": how,
         "commit": commit,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -73,26 +73,29 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
         "gpus": driver.gpus,
         "variables": {name: name in there for name in VARIABLES},
     }
-    lines = _lines(found, packages, driver)
+    lines = _lines(environment, packages, driver)
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         out.text(f"{name:<{width}}  {value}")
-    out.result(found, quiet=[f"{name} {value}" for name, value in lines])
+    out.result(environment, quiet=[f"{name} {value}" for name, value in lines])
 
 
 def _lines(
-    found: Mapping[str, object], packages: Mapping[str, str | None], driver: Driver
+    environment: Mapping[str, object], packages: Mapping[str, str | None], driver: Driver
 ) -> list[tuple[str, str]]:
     """What a person reads: a name and a value a line."""
-    commit = f", commit {found['commit']}" if found["commit"] else ""
+    commit = f", commit {environment['commit']}" if environment["commit"] else ""
     forms = {True: "in vector registers (AVX-512)", False: "scalar", None: "not known without numba"}
     lines = [
-        ("neuzip", f"{version(NAME)}, installed {found['installed']}{commit}"),
-        ("Python", str(found["python"])),
-        ("system", ", ".join(filter(None, (str(found["distribution"] or ""), str(found["system"]))))),
-        ("CPU", f"{found['cpu']}, {found['cores']} cores"),
-        ("CPU codec", forms[found["vector_codec"]]),  # type: ignore[index]
-        ("memory", bytes_text(int(str(found["memory_bytes"])))),
+        ("neuzip", f"{version(NAME)}, installed {environment['installed']}{commit}"),
+        ("Python", str(environment["python"])),
+        (
+            "system",
+            ", ".join(filter(None, (str(environment["distribution"] or ""), str(environment["system"])))),
+        ),
+        ("CPU", f"{environment['cpu']}, {environment['cores']} cores"),
+        ("CPU codec", forms[environment["vector_codec"]]),  # type: ignore[index]
+        ("memory", bytes_text(int(str(environment["memory_bytes"])))),
     ]
     if driver.version is None:
         lines.append(("GPU", "no NVIDIA driver found"))
@@ -106,9 +109,13 @@ def _lines(
             for gpu in driver.gpus
         ] or [("GPU", "the driver finds none")]
     for name, there in packages.items():
-        cuda = f", built for CUDA {found['torch_cuda']}" if name == "torch" and found["torch_cuda"] else ""
+        cuda = (
+            f", built for CUDA {environment['torch_cuda']}"
+            if name == "torch" and environment["torch_cuda"]
+            else ""
+        )
         lines.append((name, f"{there}{cuda}" if there else "not installed"))
-    variables = found["variables"]
+    variables = environment["variables"]
     assert isinstance(variables, dict)
     lines.append(("variables set", ", ".join(name for name, is_set in variables.items() if is_set) or "none"))
     return lines

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from neuzip.choices import BitnetMode, ExportActivations, ExportEngine, GgufType, LinearClass
 from neuzip.cli import options
-from neuzip.cli.flags import in_options
+from neuzip.cli.command_run import RUN
 from neuzip.cli.output import Output
 from neuzip.cli.source import resolved
 from neuzip.cli.text import bytes_text, percent_text, seconds_text
@@ -33,15 +34,13 @@ NEEDS = {
     "--activations": ("--to compressed-tensors",),
 }
 
-Engine = Literal["transformers-bitnet", "compressed-tensors", "gguf"]
-
 
 def command(
     src: options.ModelArgument,
     dst: options.DestinationArgument,
-    to: Annotated[Engine, typer.Option(help="Engine or library to export for", show_default=False)],
+    to: Annotated[ExportEngine, typer.Option(help="Engine or library to export for", show_default=False)],
     gguf_type: Annotated[
-        Literal["tq1_0", "tq2_0", "q2_0"] | None,
+        GgufType | None,
         typer.Option(help="GGUF type: 1.69, 2.06 (default) or 2.25 bits per weight"),
     ] = None,
     gguf_mixed: Annotated[
@@ -52,17 +51,17 @@ def command(
         ),
     ] = False,
     linear_class: Annotated[
-        Literal["bitlinear", "autobitlinear"] | None,
+        LinearClass | None,
         typer.Option(
             help="Linear class of transformers (default: bitlinear, or autobitlinear with --mode online)"
         ),
     ] = None,
     mode: Annotated[
-        Literal["offline", "online"] | None,
+        BitnetMode | None,
         typer.Option(help="Packed weights (offline, the default), or floats that transformers quantises"),
     ] = None,
     activations: Annotated[
-        Literal["b1.58", "none"] | None,
+        ExportActivations | None,
         typer.Option(help="Activations: 8 bits (b1.58, the default) or not quantised"),
     ] = None,
     overwrite: options.OverwriteOption = False,
@@ -102,7 +101,7 @@ def command(
             "target": target,
             "ternary": report.ternary,
             "scale_error": report.scale_error,
-            "warnings": [in_options(warning) for warning in report.warnings],
+            "warnings": [RUN.translate(warning) for warning in report.warnings],
         },
         quiet=[report.dst],
     )

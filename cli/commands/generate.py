@@ -5,24 +5,19 @@ from __future__ import annotations
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from neuzip.cli import options
-from neuzip.cli.activations import require_quantisable, warn_of_plain_inputs
-from neuzip.cli.commands.eval import attention_text
-from neuzip.cli.models import resolved_model
+from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
-from neuzip.cli.text import bytes_text, count_text, seconds_text
+from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
+from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.decode.sampling import Sampling
-from neuzip.runtime.requirements import require_seed, require_stop
-
-if TYPE_CHECKING:
-    from neuzip.runtime.decode.generate import Generation
+from neuzip.runtime.requirements import require_device, require_quantisable, require_seed, require_stop
 
 PACKAGES = ("torch", "transformers")
 
@@ -40,62 +35,71 @@ GROUPS = {
     "How the model runs": ("residency", "activations", "kv_bits", "attention", "device", "graph"),
 }
 
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads stdin", show_default=False),
+]
+PromptOption = Annotated[
+    str | None,
+    typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT", show_default=False),
+]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="System prompt; implies --chat", show_default=False),
+]
+MaxNewTokensOption = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="STRING",
+        help="End the text before STRING; \\n is a line end; repeatable",
+        show_default=False,
+    ),
+]
+TemperatureOption = Annotated[
+    float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 is greedy")
+]
+TopKOption = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Sample from the N most likely tokens; 0 is all")
+]
+TopPOption = Annotated[
+    float, typer.Option(metavar="P", min=0.0, max=1.0, help="Nucleus sampling threshold; 1 is all tokens")
+]
+MinPOption = Annotated[
+    float,
+    typer.Option(
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="Drop tokens less than P times as likely as the most likely one",
+    ),
+]
+SeedOption = Annotated[int | None, typer.Option(metavar="N", help="Random seed for sampling")]
+GraphOption = Annotated[
+    bool, typer.Option("--graph/--no-graph", help="Run decoding steps as a CUDA graph (one GPU only)")
+]
+
 
 def command(
     src: options.ModelArgument,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT", help="Text to continue; - or nothing reads stdin", show_default=False
-        ),
-    ] = None,
-    prompt_option: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT", show_default=False),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the chat template")] = False,
-    system: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="System prompt; implies --chat", show_default=False),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens")
-    ] = 128,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STRING",
-            help="End the text before STRING; \\n is a line end; repeatable",
-            show_default=False,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 is greedy")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Sample from the N most likely tokens; 0 is all")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", min=0.0, max=1.0, help="Nucleus sampling threshold; 1 is all tokens")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            help="Drop tokens less than P times as likely as the most likely one",
-        ),
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed for sampling")] = None,
+    prompt: PromptArgument = None,
+    prompt_option: PromptOption = None,
+    chat: ChatOption = False,
+    system: SystemOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    stop: StopOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
     residency: options.ResidencyOption = "dense",
     activations: options.ActivationsOption = None,
     kv_bits: options.KvBitsOption = None,
     attention: options.AttentionOption = "recorded",
     device: options.RunDeviceOption = "auto",
-    graph: Annotated[
-        bool, typer.Option("--graph/--no-graph", help="Run decoding steps as a CUDA graph (one GPU only)")
-    ] = True,
+    graph: GraphOption = True,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -131,47 +135,19 @@ def command(
     with out.progress("load", None):
         model = load_model(path, device=place, residency=residency, activations=mode, attention=False)
     load_seconds = time.monotonic() - began
-    attends = choose(model, attention)
+    layer_bits = choose(model, attention)
     with out.stream() as write:
-        made = generate(
+        generation = generate(
             model, task, sampling=sampling, seed=seed, stop=ends, kv_bits=options.bits(kv_bits),
             on_text=write, loop="auto" if graph else "transformers",
         )  # fmt: skip
-    peak = peak_bytes(place)
-    inputs = activations_in_use(model)
-    kept = residency if inputs is None else f"{residency}, activations {inputs.text}"
-    out.status(f"loaded in {seconds_text(load_seconds)}; {_summary(made, peak, kept, place.type)}")
-    if place.type == "cuda":
-        out.status(f"steps {_steps(made)}")
-    if made.cache_bytes is not None:
-        out.status(f"KV cache in {kv_bits} bits, {bytes_text(made.cache_bytes)}; attention: {made.attention}")
-    if attends is not None:
-        out.status(f"attention: {attention_text(attends, uses(model))}")
-    out.result(
-        {
-            "prompt": text,
-            "text": made.text,
-            "tokens": made.tokens,
-            "finish_reason": made.finish_reason,
-            "prompt_tokens": task.ids.numel(),
-            "load_seconds": load_seconds,
-            "seconds": made.seconds,
-            "first_token_seconds": made.first_token_seconds,
-            "tokens_per_second": made.tokens_per_second,
-            "peak_bytes": peak,
-            "residency": residency,
-            "activations": inputs,
-            "kv_bits": options.bits(kv_bits),
-            "kv_bytes": made.cache_bytes,
-            "attention": made.attention,
-            "attention_bits": attends,
-            "attention_calls": {} if attends is None else uses(model),
-            "device": str(place),
-            "graphed": made.graphed,
-            "not_graphed": made.not_graphed,
-        },
-        quiet=made.text.splitlines(),
-    )
+    run = GenerationRun(
+        generation, text, task.ids.numel(), load_seconds, peak_bytes(place), residency,
+        activations_in_use(model),
+        options.bits(kv_bits), layer_bits, {} if layer_bits is None else uses(model), place,
+    )  # fmt: skip
+    show_generation(out, run)
+    out.result(generation_json(run), quiet=generation.text.splitlines())
 
 
 def _prompt(argument: str | None, option: str | None) -> str:
@@ -200,22 +176,4 @@ def _read_stdin() -> str:
 
 def _unescaped(string: str) -> str:
     """A stop string with its escapes read: a shell does not let one type a line end easily."""
-    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t", "\\": "\\"}[found[1]], string)
-
-
-def _steps(made: Generation) -> str:
-    """Which loop ran, and if it was not the faster one, why."""
-    return "as a CUDA graph" if made.graphed else f"without a CUDA graph: {made.not_graphed}"
-
-
-def _summary(made: Generation, peak: int | None, residency: str, place: str) -> str:
-    speed = made.tokens_per_second
-    where = "on the CPU" if place == "cpu" else "of the GPU"
-    parts = [
-        f"{count_text(len(made.tokens), 'token')} in {seconds_text(made.seconds)}",
-        f"the first after {seconds_text(made.first_token_seconds)}"
-        + ("" if speed is None else f", then {speed:,.1f} tokens/s"),
-        "" if peak is None else f"peak memory {bytes_text(peak)} {where}",
-        f"residency {residency}",
-    ]
-    return "; ".join(filter(None, parts))
+    return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t", "\\": "\\"}[match[1]], string)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.cli import deltas, options
+from neuzip.cli import options
+from neuzip.cli.compressing.delta import is_delta
 from neuzip.cli.output import Output
-from neuzip.cli.schemes import legend
+from neuzip.cli.show.delta import show_delta
+from neuzip.cli.show.inspection import can_show, show_inspection
 from neuzip.cli.source import resolved
-from neuzip.cli.text import bytes_text, count_text, percent_text
 from neuzip.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuzip.eval.measures.histograms import Inspection, TensorFigures
+    pass
 
 EXAMPLES = [
     "neuzip inspect my-model",
@@ -27,8 +27,6 @@ EXAMPLES = [
 
 NEEDS = {"--overwrite": ("--plot",)}
 
-SPARE = ("sign", "mant", "joint", "stored", "predicted", "dtype", "exp", "shape", "max error", "scheme")
-"""Columns that a narrow window does without, the first one first."""
 
 Plot = Annotated[
     Path | None,
@@ -57,10 +55,10 @@ def command(
     if plot is not None:
         pictures.check_target(plot, overwrite)
     path = resolved(out, src)
-    if deltas.is_delta(path):
+    if is_delta(path):
         if plot is not None:
             raise UsageError(f"{src} is a delta, which --plot cannot draw", "leave out --plot")
-        deltas.inspect(out, path, tensor or [])
+        show_delta(out, path, tensor or [])
         return
     title = Path(src).resolve().name if Path(src).exists() else src
     chosen = choose(device, weight_bytes(path))
@@ -72,10 +70,10 @@ def command(
             inspection = histograms.inspect(source, tensors, jobs=jobs, on_bytes=advance)
     if plot is not None:
         pictures.write(inspection, title, plot)
-    _show_table(out, inspection)
+    show_inspection(out, inspection)
     for counts in inspection.counts:
         out.text()
-        for line in pictures.sketch(counts, ascii_only=not _can_show(pictures.BLOCKS)):
+        for line in pictures.sketch(counts, ascii_only=not can_show(pictures.BLOCKS)):
             out.text(line)
     if records:
         out.text()
@@ -90,55 +88,3 @@ def command(
         },
         quiet=[inspection.after_bytes if plot is None else plot],
     )  # fmt: skip
-
-
-def _show_table(out: Output, inspection: Inspection) -> None:
-    from neuzip.eval.measures.histograms import visible
-
-    stored = "stored" if inspection.compressed else "predicted"
-    columns = ["tensor", "dtype", "shape", "scheme", "sign", "exp", "mant", "joint", "bound", stored, "ratio"]
-    lines = []
-    for t in inspection.tensors:
-        e = t.entropies
-        entropies = (e.sign, e.exponent, e.mantissa, e.joint) if e is not None else (None,) * 4
-        lines.append(
-            [t.label, visible(t.dtype), "x".join(map(str, t.shape)) or "scalar", visible(t.short_scheme),
-             *("-" if bits is None else f"{bits:.2f}" for bits in entropies), *_sizes(t)]
-        )  # fmt: skip
-    of = "" if inspection.weight_bytes is None else "weight files: "
-    lines.append([f"{of}{count_text(len(lines), 'tensor')}", *[""] * 7, *_sizes(inspection)])
-    if inspection.lossy:
-        columns.append("max error")
-        for line, t in zip(lines, inspection.tensors, strict=False):
-            line.append("-" if t.loss is None else percent_text(t.loss.max_relative, 1))
-        lines[-1].append("")
-    *rows, total = lines
-    spare = [name for name in SPARE if name in columns]
-    right = set(columns) - {"tensor", "dtype", "shape", "scheme"}
-    left_out = out.table(columns, rows, right=right, total=total, spare=spare)
-    out.text()
-    for note in legend(t.scheme for t in inspection.tensors):
-        out.text(note)
-    out.text("Entropies in bits per weight; bound and ratio as shares of the original size.")
-    out.text("Bound: entropy of the exponents, plus sign and used mantissa bits uncompressed.")
-    if inspection.weight_bytes is not None:
-        out.text("The last row includes the headers of the files, as `neuzip compress` does.")
-    if any(t.scheme.startswith("ternary") for t in inspection.tensors):
-        out.text("Bound of ternary tensors: entropy of the codes -1, 0 and 1, without scales.")
-    if any(counts.fmt.bits > 16 for counts in inspection.counts):
-        out.text("Mantissa entropies of F32 and F64 are upper bounds.")
-    out.wider(left_out)
-
-
-def _sizes(of: TensorFigures | Inspection) -> list[str]:
-    """Bound, stored size and ratio: of a tensor, or of all."""
-    bound = "-" if of.bound_bytes is None else percent_text(of.bound_bytes, of.nbytes)
-    return [bound, bytes_text(of.after_bytes), percent_text(of.after_bytes, of.before_bytes)]
-
-
-def _can_show(characters: str) -> bool:
-    try:
-        characters.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

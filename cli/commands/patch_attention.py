@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from neuzip.choices import AttentionMode
 from neuzip.cli import options
-from neuzip.cli.commands.eval import estimate_text, precise_text, signed_text
-from neuzip.cli.models import resolved_model
 from neuzip.cli.output import Output
-from neuzip.cli.residency import require_device
-from neuzip.cli.text import count_text, seconds_text
+from neuzip.cli.show.attention import attention_json, show_calibration
+from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
-
-if TYPE_CHECKING:
-    from neuzip.eval.attention import AttentionCalibration, AttentionLayer, QuantizedAttention
+from neuzip.runtime.requirements import require_device
 
 PACKAGES = ("torch", "transformers")
 
@@ -31,43 +28,47 @@ EXAMPLES = [
     "neuzip generate fast --prompt - < long-document.txt",
 ]
 
-Plot = Annotated[
+PlotOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also plot similarity and KL divergence by layer: .svg or .png"),
+]
+TextOption = Annotated[
+    str, typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False)
+]
+ModeOption = Annotated[
+    AttentionMode,
+    typer.Option(
+        help="auto: 8 bits in as many layers as --max-kld allows. 8bit or 4bit: that precision in all"
+        " layers, or in as many as a given --max-kld allows. On Hopper GPUs, 4 bits are not faster than 8"
+    ),
+]
+MaxKldOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NATS",
+        help="Limit of the mean KL divergence per token, of all layers together (default: 0.001 for auto,"
+        " no limit for 8bit and 4bit)",
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens per window (default: 2048, or the model's maximum)"),
+]
+MaxTokensOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
 ]
 
 
 def command(
     src: options.ModelArgument,
     dst: options.DestinationArgument,
-    text: Annotated[
-        str,
-        typer.Option("--text", metavar="TEXT", help="Text to measure on, as for eval", show_default=False),
-    ],
-    mode: Annotated[
-        options.AttentionMode,
-        typer.Option(
-            help="auto: 8 bits in as many layers as --max-kld allows. 8bit or 4bit: that precision in all"
-            " layers, or in as many as a given --max-kld allows. On Hopper GPUs, 4 bits are not faster than 8"
-        ),
-    ] = "auto",
-    max_kld: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NATS",
-            help="Limit of the mean KL divergence per token, of all layers together (default: 0.001 for auto,"
-            " no limit for 8bit and 4bit)",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Tokens per window (default: 2048, or the model's maximum)"),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Use only the first N tokens of the text")
-    ] = 16384,
+    text: TextOption,
+    mode: ModeOption = "auto",
+    max_kld: MaxKldOption = None,
+    window: WindowOption = None,
+    max_tokens: MaxTokensOption = 16384,
     device: options.RunDeviceOption = "auto",
-    plot: Plot = None,
+    plot: PlotOption = None,
     dry_run: options.DryRunOption = False,
     overwrite: options.OverwriteBothOption = False,
     json: options.JsonOption = False,
@@ -102,22 +103,23 @@ def command(
     from neuzip.eval import attention
     from neuzip.eval.report import attention_pictures
 
-    found = attention.calibrate(
+    calibration = attention.calibrate(
         path, document, mode, out.stage, max_kld=limit, window=window, max_tokens=max_tokens,
         device=device,
     )  # fmt: skip
-    show(out, found)
-    if found.tokens < found.window:
+    show_calibration(out, calibration)
+    if calibration.tokens < calibration.window:
         out.warning(
-            f"--text {text}: has {found.tokens:,} tokens, fewer than a window of {found.window:,}",
+            f"--text {text}: has {calibration.tokens:,} tokens, fewer than a window of "
+            f"{calibration.window:,}",
             "use a longer text",
         )
     title = Path(src).resolve().name if Path(src).exists() else src
-    drawn = None if plot is None else attention_pictures.drawn(found, title, plot)
+    drawn = None if plot is None else attention_pictures.drawn(calibration, title, plot)
     if not dry_run:
         total = sum((checkpoint.root / f).stat().st_size for f in (*checkpoint.weights, *checkpoint.others))
         with out.progress("copy", total) as advance:
-            attention.copy_patched(path, dst, found.bits, overwrite=overwrite, on_bytes=advance)
+            attention.copy_patched(path, dst, calibration.bits, overwrite=overwrite, on_bytes=advance)
         out.text(f"{dst}: recorded in config.json")
     if plot is not None and drawn is not None:
         # Drawn before, as a run that is killed between DST and its picture would have to measure anew.
@@ -125,86 +127,6 @@ def command(
             write_file(plot, drawn)
         out.status(f"wrote {plot}")
     out.result(
-        {"dry_run": dry_run, "src": path, "dst": dst, **result_of(found), "plot": plot},
-        quiet=[found.comparison.kld.mean.value if dry_run else dst],
+        {"dry_run": dry_run, "src": path, "dst": dst, **attention_json(calibration), "plot": plot},
+        quiet=[calibration.comparison.kld.mean.value if dry_run else dst],
     )
-
-
-def result_of(found: AttentionCalibration) -> dict[str, object]:
-    """What a machine reads of a calibration: its fields, and the bits of each layer."""
-    return {**vars(found), "bits": found.bits}
-
-
-def show(out: Output, found: AttentionCalibration) -> None:
-    """A row for each layer and bits that it was offered, then what all of them do together."""
-    from neuzip.eval.measures.convention_names import special_text
-    from neuzip.eval.measures.estimates import errors_text
-    from neuzip.eval.report.attention_pictures import choice_text
-
-    rows = [row for layer in found.layers for row in _rows(layer, found)]
-    columns = ["layer", "bits", "cosine", "rel. L1", "RMSE", "score", "rank", "KLD", ""]
-    out.table(columns, rows, right=set(columns) - {""})
-    out.text(
-        f"Similarities are means of {count_text(found.similarity_windows, 'window')}; "
-        "score is cosine x (1 - rel. L1), and"
-    )
-    out.text("rank orders by score. KLD, in nats per token, is with only this layer quantised.")
-    for layer in found.layers:
-        if layer.refused is not None:
-            out.text(f"layer {layer.number} stays at full precision: {layer.refused}")
-    c = found.comparison
-    out.text()
-    out.text(f"choice    {choice_text(found)}")
-    if found.limit is not None:
-        out.text(
-            f"budget    {found.limit:g} nats per token; single layers sum up to {found.sum_of_layers:.3g}"
-        )
-    if c.identical:
-        out.text("together  identical: every loss has the same bits, and every KL divergence is 0")
-    else:
-        from neuzip.eval.measures.estimates import exponential
-
-        out.text(f"together  KL divergence {precise_text(c.kld.mean)} nats per token")
-        before, after = (estimate_text(exponential(nll)) for nll in (c.base_nll, c.other_nll))
-        out.text(f"PPL       {before} before, {after} after: {percent(c.perplexity_ratio)}")
-        out.text(f"NLL       {signed_text(c.nll_difference)} nats per token, paired")
-    windows = f"windows of {found.window:,}{special_text(found.special_tokens)}"
-    out.text(f"text      {found.text}: {c.tokens:,} tokens in {windows}")
-    out.text(f"errors    {errors_text(c.blocks, c.kld.mean.standard_error)}")
-    out.text(f"in        {found.dtype} on {found.device}, {seconds_text(found.seconds)}")
-
-
-def percent(ratio: Any) -> str:
-    """A ratio of perplexities as the change that it is."""
-    error = ratio.standard_error
-    return f"{100 * (ratio.value - 1):+.3f} %" + ("" if error is None else f" ± {100 * error:.3f} %")
-
-
-def _rows(layer: AttentionLayer, found: AttentionCalibration) -> list[list[str]]:
-    """Those of the forms that were measured in the model; a layer that has none is told below the table."""
-    forms = [form for form in layer.forms if form.bits in found.offered]
-    return [
-        [
-            "" if number else str(layer.number),
-            str(form.bits),
-            *_closeness(form),
-            str(found.rank(layer, form.bits)),
-            "not finite" if form.kld is None else _kld(form),
-            "chosen" if form.bits == layer.bits else "" if layer.bits or number else "full",
-        ]
-        for number, form in enumerate(forms)
-    ]
-
-
-def _closeness(form: QuantizedAttention) -> list[str]:
-    mean = form.closeness.mean
-    return [
-        f"{mean.cosine:.5f}", f"{mean.relative_l1:.4f}", f"{mean.rmse:.2e}",
-        f"{form.closeness.score:.4f}",
-    ]  # fmt: skip
-
-
-def _kld(form: QuantizedAttention) -> str:
-    assert form.kld is not None
-    error = form.kld.standard_error
-    return f"{form.kld.value:.2e}" + ("" if error is None else f" ± {error:.0e}")

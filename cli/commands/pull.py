@@ -45,7 +45,8 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress.pull import pull
-    from neuzip.formats.hub.push import find_repository, repository_name
+    from neuzip.formats.hub.ids import repository_name
+    from neuzip.formats.hub.listing import find_repository
 
     target = dst if dst is not None else Path(repository_name(src))
     listing = find_repository(src, note=out.status)

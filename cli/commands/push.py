@@ -20,29 +20,37 @@ EXAMPLES = [
     "neuzip push tuned.delta me/tuned-delta",
 ]
 
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder with a compressed checkpoint", show_default=False)
+]
+RepoIdArgument = Annotated[
+    str, typer.Argument(metavar="REPO_ID", help="Repository, as owner/name", show_default=False)
+]
+PrivateOption = Annotated[bool, typer.Option("--private", help="Create the repository as private")]
+RevisionOption = Annotated[
+    str | None, typer.Option(metavar="R", help="Branch to upload to; created if missing")
+]
+MessageOption = Annotated[str | None, typer.Option(metavar="M", help="Commit message")]
+EvaluationOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Add the results in FILE.json to the model card",
+    ),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the checkpoint in the repository")
+]
+
 
 def command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder with a compressed checkpoint", show_default=False)
-    ],
-    repo_id: Annotated[
-        str, typer.Argument(metavar="REPO_ID", help="Repository, as owner/name", show_default=False)
-    ],
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as private")] = False,
-    revision: Annotated[
-        str | None, typer.Option(metavar="R", help="Branch to upload to; created if missing")
-    ] = None,
-    message: Annotated[str | None, typer.Option(metavar="M", help="Commit message")] = None,
-    evaluation: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Add the results in FILE.json to the model card",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint in the repository")
-    ] = False,
+    folder: FolderArgument,
+    repo_id: RepoIdArgument,
+    private: PrivateOption = False,
+    revision: RevisionOption = None,
+    message: MessageOption = None,
+    evaluation: EvaluationOption = None,
+    overwrite: OverwriteOption = False,
     allow_private_files: options.AllowPrivateFilesOption = False,
     dry_run: options.DryRunOption = False,
     json: options.JsonOption = False,
@@ -63,7 +71,8 @@ def command(
     from neuzip.compress.source import weight_bytes
     from neuzip.formats.hub.connection import require_token
     from neuzip.formats.hub.private_files import listed, refuse_private
-    from neuzip.formats.hub.push import plan_push, push
+    from neuzip.formats.hub.push import push
+    from neuzip.formats.hub.push_plan import plan_push
 
     plan = plan_push(folder, repo_id, revision=revision, evaluation=evaluation)
     if dry_run and plan.private and not allow_private_files:

@@ -9,12 +9,12 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.output import Output
-from neuzip.cli.schemes import legend
+from neuzip.cli.show.schemes import legend
 from neuzip.cli.source import resolved
 from neuzip.cli.text import bytes_text, count_text
 
 if TYPE_CHECKING:
-    from neuzip.compress.verify import TensorVerdict
+    from neuzip.compress.tensor_checks import TensorVerdict
 
 EXAMPLES = [
     "neuzip verify my-model.nz",

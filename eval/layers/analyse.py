@@ -18,11 +18,12 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from neuzip.choices import LayerChoice
 from neuzip.errors import UsageError
 from neuzip.eval.layers.distances import Distances, compare_states
 from neuzip.eval.layers.gradient_norms import gradient_norms
 from neuzip.eval.layers.layer_report import LayerReport, rank_correlations
-from neuzip.eval.layers.left_out import Choice, LayerRemoval, ModelWithout, choose, measure_without
+from neuzip.eval.layers.left_out import LayerRemoval, ModelWithout, choose, measure_without
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.texts import Text
@@ -77,7 +78,7 @@ def analyse(
     max_tokens: int | None = None,
     gradient_windows: int = GRADIENT_WINDOWS,
     drop: int | None = None,
-    choice: Choice = "greedy",
+    choice: LayerChoice = "greedy",
     device: str = "auto",
     dtype: str = "auto",
 ) -> LayerAnalysis:

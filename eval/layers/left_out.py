@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from neuzip.choices import LayerChoice
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.distances import Distances, OnTokens, input_states
 from neuzip.eval.layers.layer_report import LayerReport
@@ -20,9 +21,6 @@ from neuzip.runtime.hf.decoder import decoder_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Choice = Literal["greedy", "block", "angular"]
-"""How layers to drop are chosen, as `choose` describes."""
-
 
 @dataclass(frozen=True)
 class LayerRemoval:
@@ -31,7 +29,7 @@ class LayerRemoval:
     `klds` are the divergences, in nats a token, after each choice. `parameters` are those that go.
     """
 
-    choice: Choice
+    choice: LayerChoice
     layers: tuple[int, ...]
     order: tuple[int, ...]
     klds: tuple[float, ...]
@@ -93,7 +91,7 @@ def choose(
     layers: Sequence[LayerReport],
     distances: Distances,
     drop: int,
-    choice: Choice,
+    choice: LayerChoice,
     stage: Stage,
 ) -> LayerRemoval:
     """`drop` layers that are missed least.

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from neuzip.compress.folder_checks import verify_files
 from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
-from neuzip.compress.verify import check_tensors, verify_files
+from neuzip.compress.tensor_checks import check_tensors
 from neuzip.compress.workers import Workers, default_jobs
 from neuzip.compress.workspace import (
     clear,
@@ -40,13 +41,7 @@ from neuzip.compress.workspace import (
     writing,
 )
 from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
-from neuzip.formats.checkpoint import (
-    ORIGINAL_FOLDER,
-    OWN_FOLDER,
-    PICKLES,
-    Checkpoint,
-    index_files,
-)
+from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, Checkpoint, index_files
 from neuzip.formats.config_section import SECTION, own_section, read_config
 from neuzip.formats.safetensors_file import opener, parse_json
 from neuzip.runtime.hf.config import load_config

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from neuzip.compress.progress import Stage, unseen
 from neuzip.compress.source import Bytes, SourceTensor, TensorSource
 from neuzip.compress.truncated import Error
-from neuzip.compress.verify import Stage, unseen
 from neuzip.compress.workers import Workers
 from neuzip.eval.measures.histograms import labels
 from neuzip.formats.safetensors_file import DTYPE_BITS

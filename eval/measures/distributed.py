@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from neuzip.compress.ranks import ALONE, Ranks, started_by_torchrun
+from neuzip.compress.ranks import ALONE, Ranks
+from neuzip.compress.torchrun import started_by_torchrun
 from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.estimates import Values
 

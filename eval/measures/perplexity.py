@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from neuzip.compress.device import AnyDevice, named
-from neuzip.compress.ranks import ALONE, Ranks, started_by_torchrun
+from neuzip.compress.ranks import ALONE, Ranks
+from neuzip.compress.torchrun import started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES, Name
 from neuzip.eval.measures.conventions import Convention, Reading, Tokenised, TokenWindow, TooShort

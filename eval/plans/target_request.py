@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from neuzip.choices import Sensitivity as Sensitivity
 from neuzip.compress.device import AnyDevice, choose
 from neuzip.compress.entry_checks import require_plain
 from neuzip.compress.source import TensorSource, weight_bytes
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from neuzip.eval.plans.plan_request import DropLayers, TargetRequest
     from neuzip.eval.plans.reach import Reach
     from neuzip.eval.plans.sensitivity import Method
-
-Sensitivity = Literal["auto", "measured", "fisher", "weights"]
 
 MOST_LAYERS = 10_000
 """Layers: more than any model has."""

@@ -207,8 +207,8 @@ class GgufModel:
     @property
     def _rope(self) -> Mapping[str, Any]:
         """rope_parameters of transformers 5, or what older configs have."""
-        said = self.config.get("rope_scaling")
-        scaling = said if isinstance(said, Mapping) else {}
+        entry = self.config.get("rope_scaling")
+        scaling = entry if isinstance(entry, Mapping) else {}
         older = {"rope_theta": self.config.get("rope_theta", 10000.0), **scaling}
         rope = self.config.get("rope_parameters") or older
         if not isinstance(rope, Mapping):
@@ -220,9 +220,9 @@ class GgufModel:
         return str(self._rope.get("rope_type") or self._rope.get("type") or "default")
 
 
-def _real(said: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _real(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number of config.json above 0 that fp32 can hold."""
-    value = said.get(key, default)
+    value = config.get(key, default)
     if type(value) not in (int, float) or not 0 < value < 3e38:
         raise NeuzipError(f"config.json: {key} is {value!r}, not a number above 0")
     return float(value)
@@ -372,11 +372,11 @@ def _special(
     config: Mapping[str, Any], about: Mapping[str, Any], texts: Mapping[int, str], field: str
 ) -> int | None:
     """The number of a special token: of tokenizer_config.json by its text, else of config.json."""
-    said = about.get(field)
-    text = said.get("content") if isinstance(said, Mapping) else said
+    entry = about.get(field)
+    text = entry.get("content") if isinstance(entry, Mapping) else entry
     for number, known in texts.items():
         if text is not None and known == text:
             return number
-    said = config.get(f"{field}_id")
-    said = said[0] if isinstance(said, list) and said else said
-    return said if type(said) is int and said in texts else None  # -1 and [] mean none
+    value = config.get(f"{field}_id")
+    value = value[0] if isinstance(value, list) and value else value
+    return value if type(value) is int and value in texts else None  # -1 and [] mean none

@@ -66,14 +66,14 @@ class TransformersBitnet:
                 )
             return _inverse(written) if self.linear_class == "bitlinear" else written
         stored = _absmean_scale(codes, alpha).to(DTYPES[dtype])
-        found = (stored.double() * _density(codes)).float()
-        if float(alpha) != 0 and not SMALLEST_ABSMEAN <= float(found) < float("inf"):
+        restored_scale = (stored.double() * _density(codes)).float()
+        if float(alpha) != 0 and not SMALLEST_ABSMEAN <= float(restored_scale) < float("inf"):
             raise NeuzipError(
                 f"tensor {name!r}: its scale {float(alpha):.3g} does not survive an absmean in {dtype}, "
                 f"which is at least {SMALLEST_ABSMEAN}",
                 "export with `mode='offline'`",
             )
-        return found
+        return restored_scale
 
     def layout(self, name: str, dtype: str, shape: tuple[int, ...], group: int | None) -> Layout:
         """A weight, packed and with its scale unless the reader finds it."""

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.formats.hub.connection import Note, bars, explaining, patiently, require_token
-from neuzip.formats.hub.ids import did_you_mean
-from neuzip.formats.hub.push import HUB_ID, HubFile, Pushed, PushPlan, is_of_a_checkpoint, list_files
+from neuzip.formats.hub.ids import HUB_ID, did_you_mean
+from neuzip.formats.hub.listing import HubFile, list_files
+from neuzip.formats.hub.push import Pushed, is_of_a_checkpoint
+from neuzip.formats.hub.push_plan import PushPlan
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -27,7 +29,7 @@ MAIN = "main"
 
 
 @dataclass(frozen=True)
-class Target:
+class HubTarget:
     """Where a checkpoint is to be pushed: a repository, and a branch of it or None for the main one."""
 
     repo_id: str
@@ -42,7 +44,7 @@ class Target:
         return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> HubTarget:
     """A target from `owner/name` or `owner/name@branch`. Raises UsageError.
 
     >>> parse_target("me/model@v1").draft
@@ -53,7 +55,7 @@ def parse_target(text: str) -> Target:
         raise UsageError(
             f"`push_to`: {text!r} has not the form owner/name or owner/name@branch", did_you_mean(text)
         )
-    return Target(match["repo"], match["revision"])
+    return HubTarget(match["repo"], match["revision"])
 
 
 class Draft:
@@ -62,7 +64,7 @@ class Draft:
     Everything raises NeuzipError.
     """
 
-    def __init__(self, target: Target, note: Note) -> None:
+    def __init__(self, target: HubTarget, note: Note) -> None:
         self.target = target
         self._note = note
 

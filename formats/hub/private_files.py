@@ -89,8 +89,8 @@ def private_files(checkpoint: Checkpoint) -> dict[str, str]:
     A link counts by its own path and, where it leads out of the folder, by that of its target: of the
     folders above that only the nearest counts.
     """
-    found = {file: private_kind(file) or _kind_of_target(checkpoint.root, file) for file in checkpoint.others}
-    return {file: kind for file, kind in found.items() if kind is not None}
+    kinds = {file: private_kind(file) or _kind_of_target(checkpoint.root, file) for file in checkpoint.others}
+    return {file: kind for file, kind in kinds.items() if kind is not None}
 
 
 def _kind_of_target(root: Path, file: str) -> str | None:

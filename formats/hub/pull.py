@@ -14,7 +14,7 @@ from pathlib import Path
 
 from neuzip.errors import FULL, NeuzipError
 from neuzip.formats.hub.connection import Note, bars, explaining, patiently
-from neuzip.formats.hub.push import Listing
+from neuzip.formats.hub.listing import Listing
 
 RECORDS = ".cache/huggingface"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError
 from neuzip.formats.checkpoint import SKIPPED_FOLDERS, Checkpoint
 from neuzip.formats.hub.connection import Note, explaining, patiently
-from neuzip.formats.hub.ids import did_you_mean
+from neuzip.formats.hub.ids import HUB_ID, did_you_mean
+from neuzip.formats.hub.listing import HubFile, list_repository
 from neuzip.formats.hub.pull import saving
-from neuzip.formats.hub.push import HUB_ID, HubFile, list_repository
 from neuzip.formats.safetensors_file import MAX_HEADER, Header, other_format, parse_header
 
 HEADER_GUESS = 1 << 17
@@ -73,12 +73,12 @@ def find_remote(src: str, note: Note) -> RemoteCheckpoint:
             did_you_mean(src) or "leave out `stream` for what is on this disk",
         )
     with explaining(src, match["repo"]):
-        found = list_repository(src, match["repo"], match["revision"], note)
-    if found.is_compressed:
+        listing = list_repository(src, match["repo"], match["revision"], note)
+    if listing.is_compressed:
         raise NeuzipError(f"{src}: is compressed already", "to restore it: neuzip decompress SRC DST")
-    found.tell_left_out(note)
-    files = {file.path: file for file in found.files if _is_part(file.path)}
-    return RemoteCheckpoint(src, found.repo_id, found.commit, files, note)
+    listing.tell_left_out(note)
+    files = {file.path: file for file in listing.files if _is_part(file.path)}
+    return RemoteCheckpoint(src, listing.repo_id, listing.commit, files, note)
 
 
 def _is_part(name: str) -> bool:

@@ -13,7 +13,7 @@ Quantising is part of every call. Hopper has no instruction for 4-bit products, 
 the call: with 4 bits they lie one in a byte, are multiplied as INT8, and save neither time nor memory.
 
 reference.py says in plain torch what is computed, and does it on a CPU. On a GPU it is Triton, for compute
-capability 9 (triton_quantize.py, triton_forward.py). The same inputs give the same bits. No gradients flow:
+capability 9 (triton/quantize.py, triton/forward.py). The same inputs give the same bits. No gradients flow:
 inputs that require them are refused.
 """
 

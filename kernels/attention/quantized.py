@@ -42,7 +42,7 @@ class Quantized:
         return self.k.shape[-1]
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """N, tokens that a head has memory for."""
         return self.k.shape[-2]
 

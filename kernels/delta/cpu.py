@@ -7,7 +7,7 @@ import numpy as np
 from neuzip.kernels.device.compiled import compiled
 
 # All arithmetic is in 64 bits and the stores cut it: modulo 2^b without a thought of signs.
-_1, _63 = np.uint64(1), np.uint64(63)
+_1 = np.uint64(1)
 
 
 @compiled

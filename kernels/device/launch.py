@@ -9,6 +9,7 @@ the installed Triton is too old.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -25,21 +26,27 @@ LAUNCHING = threading.Lock()
 """Held during a launch, as the first launch of a kernel compiles it, which two threads cannot do at once."""
 
 
+@functools.cache
+def _guard(device: torch.device) -> Any:
+    """Makes a CUDA device the current one. It keeps the one before, so only the holder of the lock enters."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
 class launching:  # noqa: N801  (a context manager, named as the standard library names them)
     """Context for launches on `device`: the current CUDA device is that one, and no other thread launches.
 
-    `launch` enters it for one kernel. It is not reentrant.
+    It is not reentrant: `launch` within it waits for ever.
     """
 
     __slots__ = ("_guard",)
 
     def __init__(self, device: torch.device) -> None:
-        self._guard = torch.cuda.device(device if device.type == "cuda" else -1)
+        self._guard = _guard(device)
 
     def __enter__(self) -> None:
         LAUNCHING.acquire()
         try:
-            self._guard.__enter__()  # type: ignore[no-untyped-call]
+            self._guard.__enter__()
         except BaseException:
             LAUNCHING.release()
             raise
@@ -77,5 +84,5 @@ def launch(
     """
     if pdl is not None:
         options["USE_PDL"] = options["launch_pdl"] = pdl and uses_pdl(kernel, device)
-    with launching(device):
+    with LAUNCHING, _guard(device):  # `launching`, without what that costs the host
         kernel.run(*arguments, grid=grid, warmup=False, **options)

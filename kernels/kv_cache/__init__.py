@@ -1,6 +1,6 @@
 """Keys and values of attention in few bits, and attention for one new token that reads them as they lie.
 
-A layer has two `Heads`, one of keys and one of values, with room for N tokens of B texts:
+A layer has two `Heads`, one of keys and one of values, with capacity for N tokens of B texts:
 
     words       int32 [B, H, N, words]     the codes of each head, as quantizers.pack packs them
     scale       [B, H, N]                  a scale a token and head
@@ -9,7 +9,7 @@ A layer has two `Heads`, one of keys and one of values, with room for N tokens o
 
 With 3 bits the first token of a text (bos) has codes of 4, as in BitNet a4.8 (section 3.1): the lower three
 lie with those of the others, the fourth in `first_bits`, packed with 1 bit a code. `first` says which
-token that is, for each text, counted from the begin of the room; negative where it is no longer there.
+token that is, for each text, counted from the begin of the memory; negative where it is no longer there.
 
 `store` quantises and packs, `load` unpacks: the same bits on a GPU and on a CPU. `attend` is softmax
 attention of one query a text. They choose by where the tensors lie: Triton on a GPU, plain torch on a CPU.
@@ -43,15 +43,15 @@ def store(
 
     `at` is a number, or int64 on the device, the first of which counts.
     `first` int64 [B]; without `with_first` none of the tokens is the first of its text. Nobody waits for a
-    GPU. On a GPU Triton does it, all `states` in one launch if their rooms are alike, else torch.
+    GPU. On a GPU Triton does it, all `states` in one launch if all `heads` have one layout, else torch.
     """
     if first.is_cuda:
         from neuzip.kernels.kv_cache.triton.store import store as on_gpu
 
         on_gpu(heads, states, at, first)
     else:
-        for room, x in zip(heads, states, strict=True):
-            torch_ops.store(room, x, at, first, with_first=with_first)
+        for one, x in zip(heads, states, strict=True):
+            torch_ops.store(one, x, at, first, with_first=with_first)
 
 
 def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ EXTRA_BIT = 3
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Room for the keys or the values of N tokens of B texts, see the package for the shapes.
+    """Memory for the keys or the values of N tokens of B texts, see the package for the shapes.
 
     width  numbers of a head
     bits   of a code, 1 to 8
@@ -31,18 +31,18 @@ class Heads:
     bits: int
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many tokens fit in."""
         return self.words.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """What the room takes, tokens in it or not."""
+        """Bytes of all arrays, whether tokens are in them or not."""
         held = (self.words, self.scale, self.low, self.first_bits)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def tokens(self, start: int, stop: int) -> Heads:
-        """The room from one token to another: the same memory, the first token's bit as it is."""
+        """The slice from one token to another: the same memory, the first token's bit as it is."""
         low = None if self.low is None else self.low[:, :, start:stop]
         return replace(self, words=self.words[:, :, start:stop], scale=self.scale[:, :, start:stop], low=low)
 
@@ -53,7 +53,7 @@ class Heads:
         return replace(self, words=choose(self.words), scale=choose(self.scale), low=low, first_bits=bits)
 
     def copy_(self, other: Heads) -> None:
-        """Take over all tokens of another, whose room is as large, and its first token's bit."""
+        """Take over all tokens of another, whose capacity is as large, and its first token's bit."""
         for mine, others in (
             (self.words, other.words),
             (self.scale, other.scale),
@@ -72,7 +72,7 @@ def empty(
     scale_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> Heads:
-    """Room for [B, H, N, width] numbers, which are 0 so far."""
+    """Memory for [B, H, N, width] numbers, which are 0 so far."""
     batch, heads, tokens, width = shape
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ def empty(
 
 
 def store(heads: Heads, x: Tensor, at: int | Tensor, first: Tensor, *, with_first: bool = True) -> None:
-    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one room."""
+    """Quantise x [B, H, T, width] and write it to tokens from `at` on: `kv_cache.store` for one `Heads`."""
     tokens = x.shape[2]
     at = at.flatten()[0] if isinstance(at, Tensor) else at
     span: Range = "absmax" if heads.low is None else "minmax"
@@ -121,7 +121,7 @@ def load(heads: Heads, first: Tensor, dtype: torch.dtype) -> Tensor:
     codes = unpack(heads.words, heads.bits, heads.width)
     half: float | Tensor = ((1 << heads.bits) - 1) / 2
     if heads.first_bits is not None:
-        is_first = torch.arange(heads.room, device=first.device) == first[:, None]
+        is_first = torch.arange(heads.capacity, device=first.device) == first[:, None]
         is_first = is_first[:, None, :, None]
         upper = unpack(heads.first_bits, 1, heads.width)[:, :, None] << heads.bits
         codes = torch.where(is_first, codes | upper, codes)

@@ -25,8 +25,8 @@ def attend(
     q = query.to(dtype).reshape(batch, k.shape[1], -1, keys.width)
     logits = scaling * (q @ k.mT)
     if mask is not None:
-        here = mask[:, None, None, : keys.room]
+        here = mask[:, None, None, : keys.capacity]
         logits = logits.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else logits + here
-    absent = torch.arange(keys.room, device=query.device) >= length
+    absent = torch.arange(keys.capacity, device=query.device) >= length
     logits = logits.masked_fill(absent, -torch.inf)
     return (logits.softmax(-1) @ v).reshape(batch, queries, values.width).to(query.dtype)

@@ -8,7 +8,7 @@ fp32, and what a tile says of a token is folded into what the others said:
     divergence(base, other, target)       the same of two heads, KL(base || other), overlap of their top k
     linear_cross_entropy(input, ...)      the loss, with gradients
 
-On a GPU Triton does it (triton_forward.py, triton_divergence.py, triton_backward.py), on a CPU torch (cpu.py,
+On a GPU Triton does it (files in triton/), on a CPU torch (cpu.py,
 gradients.py). reference.py says in fp64 what the first two mean. The same inputs give the same bits.
 """
 

@@ -1,7 +1,7 @@
 """The cross-entropy of a linear head, with gradients: `linear_cross_entropy` and its operators.
 
 Neither the forward nor the backward pass has all logits in memory. On a GPU Triton computes them tile by tile
-(triton_forward.py, triton_backward.py); on a CPU torch does, block by block, in fp32, or in fp64 for fp64
+(triton/forward.py, triton/backward.py); on a CPU torch does, block by block, in fp32, or in fp64 for fp64
 inputs, and then gradients are exact, whatever `filter_eps` says.
 """
 

@@ -135,7 +135,7 @@ of 2 there would be neither, but a twelfth bit.
 | more than 65,536 columns    | refused                                                           |
 | no weights at all           | no words, no escapes                                              |
 
-The functions here are the reference, in numpy. `torch_ops` has the operators that models use.
+The functions here are the reference, in numpy. `ops` has the operators that models use.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from . import magnitudes
 from .magnitudes import quotient
 
 EPSILON = 1e-5
-"""Of the published snippet and of transformers' `bitnet`; the papers print the letter alone."""
+"""Epsilon of the published snippet and of transformers' `bitnet`; the papers print the letter alone."""
 
 SQRT_7 = math.sqrt(7)
 
 ZERO_OF_INT4 = struct.unpack("f", struct.pack("f", 8 / 15))[0]
-"""Where 0 is between -8 and 7."""
+"""Place of 0 between -8 and 7, as a share of that interval, rounded to fp32."""
 
 SMALLEST = 2.0**-122
 """The smallest peak that FP4 codes tell from 0: a sixteenth of it is a normal number."""
@@ -108,13 +108,13 @@ def top_k_mask(x: Tensor, share: float = 0.5) -> Tensor:
     width = x.shape[-1]
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=torch.bool)
-    kept = top_k_count(width, share)
+    count = top_k_count(width, share)
     size = x.abs().float()
     size = size.nan_to_num(torch.inf, torch.inf)  # no order with NaN; its token has no codes anyway
-    least = size.topk(kept, sorted=False).values.amin(-1, keepdim=True)
+    least = size.topk(count, sorted=False).values.amin(-1, keepdim=True)
     above, equal = size > least, size == least
-    room = kept - above.sum(-1, keepdim=True)
-    return above | (equal & (equal.cumsum(-1) <= room))
+    equal_count = count - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= equal_count))
 
 
 def top_k_count(width: int, share: float = 0.5) -> int:
@@ -146,7 +146,7 @@ def _tokens(x: Tensor, epsilon: float = EPSILON) -> Tensor:
 
 
 def _divisor(size: Tensor, epsilon: float, clamped: bool) -> tuple[Tensor, Tensor]:
-    """The size that the scale is made of, and what divides."""
+    """The size of a token that its scale is made of, and what its factor divides by."""
     if clamped:
         size = size.clamp(min=epsilon)
         return size, size
@@ -158,5 +158,5 @@ def _codes(y: Tensor, lowest: int, highest: int) -> Tensor:
 
 
 def _surfaced(scale: Tensor) -> Tensor:
-    """NaN instead of an infinite scale."""
+    """The scale, with NaN in place of infinity."""
     return torch.where(scale.isfinite(), scale, torch.nan)

@@ -9,10 +9,10 @@ from . import magnitudes
 from .ternary import Ternary, best_scale
 
 DAMPING = 0.01
-"""Of the mean of the diagonal, added to it, so that inputs seldom or never seen do no harm."""
+"""Share of the mean of the diagonal that is added to it: X^T X of inputs never seen is singular."""
 
 BLOCK = 128
-"""Columns whose errors are spread over the rest at once."""
+"""Columns whose errors are spread over all later ones at once."""
 
 
 def error_feedback(weight: Tensor, gram: Tensor, *, group: int | None = None) -> Ternary:
@@ -22,10 +22,10 @@ def error_feedback(weight: Tensor, gram: Tensor, *, group: int | None = None) ->
     group   weights of a row that share a scale, or None: one for the tensor
 
     Columns are rounded one after the other, each to the nearest of -s, 0 and s, and what that changes in the
-    products is made up for by those still to come, as well as they can: GPTQ (arXiv 2210.17323). With a scale
+    products is compensated by later columns, as well as they can: GPTQ (arXiv 2210.17323). With a scale
     a row or for the tensor columns come in the order of their inputs' energy. A group's scale is at first
     that of `least_squares` for what its columns are by then. In the end all scales are chosen once more, by
-    least squares in the products, for the codes that were found; where one is below 0 its codes change signs.
+    least squares in the products, for the final codes; where one is below 0 its codes change signs.
 
     fp64. Raises ValueError for shapes that do not go together, and for what is not finite.
     """
@@ -62,7 +62,7 @@ def _check(weight: Tensor, gram: Tensor) -> None:
 
 
 def _damped(gram: Tensor) -> Tensor:
-    """The products of inputs, made safe to invert."""
+    """X^T X of the inputs, damped so that it can be inverted."""
     mean = gram.diagonal().mean() if gram.numel() else gram.sum()
     return gram + (DAMPING * mean + torch.finfo(gram.dtype).tiny) * torch.eye(
         len(gram), dtype=gram.dtype, device=gram.device
@@ -70,7 +70,7 @@ def _damped(gram: Tensor) -> Tensor:
 
 
 def _spread(damped: Tensor) -> Tensor:
-    """How an error of a column is made up for: row j of the upper Cholesky factor of the inverse."""
+    """How errors are spread: that of column j by row j of the upper Cholesky factor of the inverse."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     spread: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return spread
@@ -116,15 +116,15 @@ def _scales(target: Tensor, gram: Tensor, codes: Tensor, width: int) -> Tensor:
 
 
 def _solve(wanted: Tensor, gram: Tensor, codes: Tensor, width: int, groups: int) -> Tensor:
-    """Row by row a system of its groups: the energy of each, and what two of them share."""
+    """Scales of each row: a linear system of the energy of its groups, and of what two of them share."""
     system = codes.new_empty(len(codes), groups, groups)
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
         system[:, group] = _sums(codes * (codes[:, part] @ gram[part]), width, groups)
     empty = system.diagonal(dim1=1, dim2=2) == 0  # a group of zeros: any scale will do
     system += torch.diag_embed(empty.double())
-    found: Tensor = torch.linalg.solve(system, _sums(codes * wanted, width, groups)[..., None])
-    return found[..., 0]
+    scales: Tensor = torch.linalg.solve(system, _sums(codes * wanted, width, groups)[..., None])
+    return scales[..., 0]
 
 
 def _sums(x: Tensor, width: int, groups: int) -> Tensor:

@@ -14,10 +14,10 @@ AT_A_TIME = 1 << 22
 """Numbers that are widened to 64 bits at once: keeps the intermediate arrays small."""
 
 PRECISION = 40
-"""Bits of magnitudes that are added, at most: see `unit`."""
+"""Most bits of a magnitude that `mean` adds; `unit` chooses them."""
 
 TOTAL_BITS, UNIT_STEP, LAST_UNIT = 44, 11, 72
-"""Of `mean_by_fours`: bits of a total, what is between units, and from which unit on no other is tried."""
+"""For `mean_by_fours`: bits of a total; log2 of the ratio of successive units; log2 of the last unit."""
 
 
 def check_floats(x: Tensor) -> None:
@@ -135,5 +135,5 @@ def _mean_by_fours(rows: Tensor) -> Tensor:
 
 
 def _total(sums: Tensor, unit: Tensor) -> Tensor:
-    """Of each row, int64: multiples of 2**unit in each sum."""
+    """The sum of each row, int64: its sums are cut off to multiples of 2**unit."""
     return (sums * _power_of_two(-unit)).long().sum(-1, keepdim=True)

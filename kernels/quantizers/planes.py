@@ -56,7 +56,7 @@ def pack(codes: Tensor, bits: int, *, fill: int = 0) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """The inverse of `pack`: uint8 [..., n] of words, int32 [..., words(n, bits)].
+    """Codes of words that `pack` made: uint8 [..., n] of int32 [..., words(n, bits)].
 
     Raises ValueError for another number of words.
     """
@@ -80,7 +80,7 @@ def pack_ternary(codes: Tensor) -> Tensor:
 
 
 def unpack_ternary(packed: Tensor, n: int) -> Tensor:
-    """The inverse of `pack_ternary`: int8 [..., n].
+    """Ternary codes of words that `pack_ternary` made: int8 [..., n].
 
     Raises ValueError for words that it does not write: with a code of 3, or filled up with anything else.
     """
@@ -120,7 +120,7 @@ def _pack_plane(codes: Tensor, shift: int, width: int, fill: int) -> Tensor:
 
 
 def _unpack_plane(packed: Tensor, width: int) -> Tensor:
-    """All codes that the words of a plane have room for."""
+    """All codes that the words of a plane can hold."""
     count = packed.shape[-1]
     by_byte = torch.unflatten(packed.contiguous().view(torch.uint8), -1, (count, 4))
     parts = [(by_byte >> (width * j)) & ((1 << width) - 1) for j in range(8 // width)]

@@ -30,7 +30,7 @@ def pack_trits(codes: Tensor) -> Tensor:
 
 
 def unpack_trits(packed: Tensor, n: int) -> Tensor:
-    """The inverse of `pack_trits`: int8 [n].
+    """Ternary codes of bytes that `pack_trits` made: int8 [n].
 
     Raises ValueError for bytes that it does not write, and for another number of them.
     """

@@ -17,7 +17,7 @@ from .numbers import RECIPROCAL_BITS, SCALE, SCALE_BITS
 WIDTH = 16
 SUPPORTED = bool(binding.get_host_cpu_features().get("avx512vbmi2"))
 
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def _vector(kind: ir.IntType) -> ir.VectorType:

@@ -93,7 +93,7 @@ class Chunk:
         """Whether the ragged block is decoded too."""
         return self.stop > layout.full * BLOCK
 
-    def room(self, layout: ResidentLayout) -> int:
+    def capacity(self, layout: ResidentLayout) -> int:
         """Weights that are decoded."""
         blocks = self.blocks(layout)
         return (layout.numel if self.ragged(layout) else blocks.stop * BLOCK) - blocks.start * BLOCK
@@ -108,11 +108,11 @@ class Chunk:
 class Prepared:
     """What is the same each time that a chunk is decoded: what is launched, and bytes of its output.
 
-    It needs `room` of them, of which `own` are its weights.
+    It needs `capacity` of them, of which `own` are its weights.
     """
 
     part: CodedPart
-    room: int
+    capacity: int
     own: slice
 
 
@@ -132,7 +132,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     from neuzip.kernels.rans.triton.decode import decode_parts
 
     layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
-    out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
+    out = memory.new_empty(chunk.capacity(layout), dtype=PATTERNS[layout.format.bits])
     decode_parts([_part(memory, layout, chunk)], [out.view(torch.uint8)])
     return out, _arrays(memory, layout)["errors"].clone()
 
@@ -140,7 +140,7 @@ def decode(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
 @decode.register_fake
 def _(memory, fmt, *numbers):  # type: ignore[no-untyped-def]
     layout, chunk = ResidentLayout(fmt, *numbers[:5]), Chunk(*numbers[5:])
-    out = memory.new_empty(chunk.room(layout), dtype=PATTERNS[layout.format.bits])
+    out = memory.new_empty(chunk.capacity(layout), dtype=PATTERNS[layout.format.bits])
     return out, memory.new_empty(1, dtype=torch.int32)
 
 
@@ -251,9 +251,9 @@ class ResidentTensor:
         """The chunk of a number."""
         return Chunk(number, self.bounds[number], self.bounds[number + 1])
 
-    def room(self, number: int = 0) -> int:
+    def capacity(self, number: int = 0) -> int:
         """Bytes that `decode_into` needs for a chunk: blocks are decoded as a whole."""
-        return self.chunk(number).room(self.layout) * self.layout.format.bits // 8
+        return self.chunk(number).capacity(self.layout) * self.layout.format.bits // 8
 
     def decode(self, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The bit patterns of a chunk, and whether the words are corrupt: see the operator."""
@@ -262,7 +262,7 @@ class ResidentTensor:
         return out[chunk.part(self.layout)], errors
 
     def decode_into(self, out: torch.Tensor, number: int = 0) -> torch.Tensor:
-        """Decode a chunk into `out`, uint8, of at least `room` bytes: the bit patterns, a view of it.
+        """Decode a chunk into `out`, uint8, of at least `capacity` bytes: the bit patterns, a view of it.
 
         `out` begins at a multiple of 16 bytes. Raises ValueError if it does not fit.
         """
@@ -274,10 +274,10 @@ class ResidentTensor:
         return self._patterns(out, number)
 
     def _check(self, out: torch.Tensor, number: int) -> None:
-        room = self._prepare(number).room
-        if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < room:
+        capacity = self._prepare(number).capacity
+        if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < capacity:
             raise ValueError(
-                f"the chunk needs {room} bytes of torch.uint8, not {tuple(out.shape)} {out.dtype}"
+                f"the chunk needs {capacity} bytes of torch.uint8, not {tuple(out.shape)} {out.dtype}"
             )
         if out.device != self.memory.device:
             raise ValueError(f"out is on {out.device}, the coded tensor on {self.memory.device}")
@@ -303,7 +303,7 @@ class ResidentTensor:
             own = chunk.part(self.layout)
             self._prepared[number] = Prepared(
                 _part(self.memory, self.layout, chunk),
-                self.room(number),
+                self.capacity(number),
                 slice(own.start * size, own.stop * size),
             )
         return self._prepared[number]

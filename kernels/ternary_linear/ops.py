@@ -1,4 +1,4 @@
-"""Ternary products as torch knows them: the operators `neuzip::ternary_*`, for torch.compile and graphs."""
+"""Ternary products as operators of torch, `neuzip::ternary_*`, for torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from neuzip.kernels.ternary_linear.weight import TernaryWeight
 Activation = Literal["int8", "int4", "fp4", "top_k_int8"]
 
 FEW_TOKENS = 64
-"""Up to so many tokens, a GPU multiplies word by word; more are multiplied block by block."""
+"""Most tokens that a GPU multiplies with matrix instructions of a warp; more are products of large tiles."""
 
 AT_A_TIME = 1 << 24
-"""Weights that the CPU has as fp32 at once."""
+"""Weights that the CPU unpacks to fp32 at once."""
 
 
 def ternary_linear(
@@ -70,7 +70,7 @@ def ternary_linears(
 ) -> list[Tensor]:
     """`ternary_linear` of one x with several weights: the same bits, for one token on a GPU in one launch.
 
-    Of "top_k_int8" half is kept. Raises as `ternary_linear`.
+    "top_k_int8" keeps half of the activations. Raises as `ternary_linear` does.
     """
     for weight in weights:
         _check(x, weight, activation)
@@ -78,17 +78,19 @@ def ternary_linears(
     flat = x.detach().reshape(math.prod(x.shape[:-1]), columns)
     if not _fit_a_token(flat, weights) or len({weight.scale.dim() for weight in weights}) != 1:
         return [ternary_linear(x, w, activation=activation, clamped=clamped) for w in weights]
-    from neuzip.kernels.ternary_linear.triton import vector as triton_vector
+    from neuzip.kernels.ternary_linear.triton import one_token as triton_one_token
 
-    kept = top_k_count(columns)
-    ys = triton_vector.one_token(flat.contiguous(), weights, [None] * len(weights), activation, clamped, kept)
+    biases = [None] * len(weights)
+    ys = triton_one_token.one_token(
+        flat.contiguous(), weights, biases, activation, clamped, top_k_count(columns)
+    )
     return [y.view(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
 def _fit_a_token(x: Tensor, weights: Sequence[TernaryWeight]) -> bool:
-    """Whether kernels that take several weights at once are made for them: for one token, on a GPU."""
-    usual = all(weight.shape[0] and not weight.grouped for weight in weights)
-    return x.is_cuda and x.shape[0] == 1 and x.shape[1] > 0 and usual
+    """Whether the kernels for one token can multiply all these weights in one launch: on a GPU, no groups."""
+    ungrouped = all(weight.shape[0] and not weight.grouped for weight in weights)
+    return x.is_cuda and x.shape[0] == 1 and x.shape[1] > 0 and ungrouped
 
 
 def relu2_glu(
@@ -134,12 +136,12 @@ _WEIGHT = "Tensor words, Tensor scale, SymInt out, SymInt columns, SymInt? group
 
 
 def _arguments(weight: TernaryWeight) -> tuple[Tensor, Tensor, int, int, int | None]:
-    """Weights as the operators take them."""
+    """The arguments of the operators that stand for a weight."""
     return weight.words, weight.scale, *weight.shape, weight.group
 
 
 def _weight(words: Tensor, scale: Tensor, out: int, columns: int, group: int | None) -> TernaryWeight:
-    """The inverse of `_arguments`."""
+    """The weight that `_arguments` took apart."""
     return TernaryWeight(words, scale, group, (out, columns))
 
 
@@ -170,9 +172,9 @@ def _relu2_glu(x, words, scale, out, columns, group, words_up, scale_up, group_u
     up = _weight(words_up, scale_up, out, columns, group_up)
     flat = x.reshape(math.prod(x.shape[:-1]), columns)
     if _fit_a_token(flat, (gate, up)):
-        from neuzip.kernels.ternary_linear.triton import vector as triton_vector
+        from neuzip.kernels.ternary_linear.triton import one_token as triton_one_token
 
-        y = triton_vector.relu2_glu(flat.contiguous(), gate, up, activation, clamped, top_k_count(columns))
+        y = triton_one_token.relu2_glu(flat.contiguous(), gate, up, activation, clamped, top_k_count(columns))
     else:
         squared = squared_relu(_multiply(flat, gate, None, activation, 0.5, clamped))
         linear = _multiply(flat, up, None, activation, 0.5, clamped)
@@ -191,21 +193,22 @@ def _multiply(
     """The product for x [tokens, in]: by Triton on a GPU, by fp32 matrices on a CPU."""
     out, columns = weight.shape
     if x.is_cuda and x.shape[0] and out and columns:
+        from neuzip.kernels.ternary_linear.triton import few_tokens as triton_few_tokens
         from neuzip.kernels.ternary_linear.triton import matrix as triton_matrix
-        from neuzip.kernels.ternary_linear.triton import vector as triton_vector
+        from neuzip.kernels.ternary_linear.triton import one_token as triton_one_token
 
-        kept = top_k_count(columns, share)
+        top_k = top_k_count(columns, share)
         x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         if weight.grouped or x.shape[0] > FEW_TOKENS:
             if is_hopper(x.device):
                 from neuzip.kernels.ternary_linear.gluon import matrix as gluon_matrix
 
                 if gluon_matrix.possible(x, weight):
-                    return gluon_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
-            return triton_matrix.many_tokens(x, weight, bias, activation, clamped, kept)
+                    return gluon_matrix.many_tokens(x, weight, bias, activation, clamped, top_k)
+            return triton_matrix.many_tokens(x, weight, bias, activation, clamped, top_k)
         if x.shape[0] == 1:
-            return triton_vector.one_token(x, [weight], [bias], activation, clamped, kept)[0]
-        return triton_vector.few_tokens(x, weight, bias, activation, clamped, kept)
+            return triton_one_token.one_token(x, [weight], [bias], activation, clamped, top_k)[0]
+        return triton_few_tokens.few_tokens(x, weight, bias, activation, clamped, top_k)
     with torch.autocast(x.device.type, enabled=False):
         return _by_matrices(quantize(x, activation, share, clamped), weight, bias).to(x.dtype)
 

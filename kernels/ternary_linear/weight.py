@@ -1,4 +1,4 @@
-"""Ternary weights as products take them: two bits a weight, in tiles."""
+"""Ternary weights in the form that products take: two bits a weight, in tiles."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from neuzip.kernels.quantizers import Ternary, pack_ternary, unpack_ternary
 
 TILE = 16
-"""Rows whose words lie together, and words of a row that do."""
+"""Rows of a tile, and words of each row in a K block."""
 
-STEP = 16 * TILE
-"""Columns that a tile holds of a row."""
+BLOCK_K = 16 * TILE
+"""Columns of a K block: with the 16 rows of a tile, 1 KiB of consecutive words."""
 
 MOST_COLUMNS = 1 << 16
-"""A kernel has a whole token in its registers."""
+"""Most columns of weights: a kernel holds a whole token in its registers."""
 
 
 @dataclass(frozen=True, eq=False)
 class TernaryWeight:
     """Weights [out, in] of -1, 0 and 1 times a scale, ready to be multiplied.
 
-    words  int32 [tiles, steps, 16, 16]: of row 16 t + r, the words 16 s to 16 s + 15 of `pack_ternary` are
-           words[t, s, r]. Rows and columns that only fill up are zero weights
-    scale  fp32, [] for the whole tensor, else [out, groups]: [out, 1] is one a row. It multiplies
+    words  int32 [tiles, K blocks, 16, 16]: words[t, s, r] are words 16 s to 16 s + 15 of `pack_ternary` of
+           row 16 t + r. Rows and columns of padding are zero weights
+    scale  fp32, [] for the whole tensor, else [out, groups]: [out, 1] is one a row. A weight is code * scale
     group  columns that share a scale, or None
     shape  (out, in)
     """
@@ -37,7 +37,7 @@ class TernaryWeight:
 
     @classmethod
     def of(cls, ternary: Ternary, device: torch.device | str | None = None) -> TernaryWeight:
-        """The same weights, on `device` if that is given.
+        """Weights from their codes and scales, on `device` if it is not None.
 
         Raises ValueError for other than two axes and for more than 65,536 columns.
         """
@@ -50,29 +50,31 @@ class TernaryWeight:
             )
         codes = ternary.codes if device is None else ternary.codes.to(device)
         out, columns = codes.shape
-        padded = codes.new_zeros(TILE * tiles_of(out), STEP * steps_of(columns))
+        padded = codes.new_zeros(TILE * tiles_of(out), BLOCK_K * k_blocks_of(columns))
         padded[:out, :columns] = codes
-        words = pack_ternary(padded).view(tiles_of(out), TILE, steps_of(columns), TILE)
+        words = pack_ternary(padded).view(tiles_of(out), TILE, k_blocks_of(columns), TILE)
         words = words.transpose(1, 2).contiguous()
         return cls(words, ternary.scale, ternary.group, (out, columns)).to(words.device)
 
     def ternary(self) -> Ternary:
-        """The inverse of `of`. Raises ValueError for words that `of` does not write."""
+        """The codes and scales that `of` packed. Raises ValueError for words that `of` does not write."""
         return Ternary(self.codes(), self.scale, self.group)
 
     def codes(self) -> Tensor:
         """The codes, int8 [out, in]. Raises ValueError for words that `of` does not write."""
         out, columns = self.shape
-        tiles, steps = self.words.shape[:2]
-        codes = unpack_ternary(self.words.transpose(1, 2).reshape(TILE * tiles, TILE * steps), STEP * steps)
+        tiles, k_blocks = self.words.shape[:2]
+        rows = self.words.transpose(1, 2).reshape(TILE * tiles, TILE * k_blocks)
+        codes = unpack_ternary(rows, BLOCK_K * k_blocks)
         if bool((codes[out:] != 0).any()) or bool((codes[:, columns:] != 0).any()):
             raise ValueError("the words of ternary weights are not filled up with zeros")
         return codes[:out, :columns]
 
     def to(self, device: torch.device | str) -> TernaryWeight:
-        """The same on a device; on a GPU, all that was under way there has ended.
+        """A copy on a device. On a GPU this waits until all work of the current stream has ended.
 
-        Kernels read weights before the kernel ahead of them has ended: its words are to be there by then.
+        Kernels read weights before their predecessor in the stream has ended, so words must be complete
+        earlier.
         """
         weight = replace(self, words=self.words.to(device), scale=self.scale.to(device))
         if weight.words.is_cuda:
@@ -81,7 +83,7 @@ class TernaryWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
+        """The device of the arrays."""
         return self.words.device
 
     @property
@@ -102,10 +104,10 @@ class TernaryWeight:
 
 
 def tiles_of(out: int) -> int:
-    """Tiles above each other."""
+    """Tiles of 16 rows for `out` rows."""
     return -(-out // TILE)
 
 
-def steps_of(columns: int) -> int:
-    """Tiles beside each other."""
-    return -(-columns // STEP)
+def k_blocks_of(columns: int) -> int:
+    """K blocks of 256 columns for `columns` columns."""
+    return -(-columns // BLOCK_K)

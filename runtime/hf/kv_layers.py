@@ -156,7 +156,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Move what is still there to larger memory, if the new tokens do not fit into this one."""
         assert self.key_heads is not None and self.value_heads is not None
         tokens = keys.shape[2]
-        if self.end + tokens <= self.key_heads.room:
+        if self.end + tokens <= self.key_heads.capacity:
             return
         live = self.end - self.start
         wanted = -(-(live + tokens) // GROWTH) * GROWTH

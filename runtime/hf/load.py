@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from neuzip.compress.device import AnyDevice
 from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.hub.push import log, resolve_source
+from neuzip.formats.hub.download import resolve_source
+from neuzip.formats.hub.notes import log
 from neuzip.runtime.devices import DEVICE_MAPS, place_of
 from neuzip.runtime.hf.attention import use_recorded
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
+from neuzip.kernels.dtypes import torch_dtypes_for
 from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.runtime.bitlinear import bit_linears, to_dense
 from neuzip.runtime.weights import AnsWeight, PackedWeight
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 RESIDENCIES = ("dense", "packed", "ans")
 """How the weights of a live model may be kept in memory."""
 
-DTYPES = (torch.bfloat16, torch.float16)
-"""What can be compressed in memory."""
+DTYPES = torch_dtypes_for("packed")
+"""Dtypes of weights that can be compressed in memory."""
 
 SMALLEST = 1 << 16
 """Weights from which on a parameter is compressed: below, a kernel's launch costs more than memory's."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from neuzip.errors import NeuzipError
+from neuzip.kernels.dtypes import names_for, torch_dtype
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor, raise_if_corrupt
 from neuzip.kernels.rans.ops import ResidentTensor, decode_together
@@ -22,7 +23,7 @@ from neuzip.runtime.weights.base import (
     rows_at_a_time,
 )
 
-ANS_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+ANS_FORMATS = {torch_dtype(name): name for name in names_for("ans")}
 """Dtypes that are coded, and their names in safetensors."""
 
 
@@ -179,7 +180,7 @@ def _filled_up(plane: torch.Tensor) -> torch.Tensor:
 
 def _ans_unit(resident: ResidentTensor, number: int, columns: int, dtype: torch.dtype) -> DecodeUnit:
     return DecodeUnit(
-        resident.room(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
+        resident.capacity(number), (resident.memory,), (resident, number, columns, dtype), _decode_chunks
     )
 
 

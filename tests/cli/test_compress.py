@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from neuzip.cli.commands.compress import TIED_MEASURED, TIED_WORTH
+from neuzip.cli.compressing.run import TIED_MEASURED, TIED_WORTH
 from neuzip.compress.tied import tied_embedding
 
 Save = Callable[..., Path]

@@ -82,7 +82,7 @@ class Nvml:
 
 
 def test_gpus_are_told_without_torch(neuzip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = machine.Gpu("NVIDIA H100", "9.9", 80 << 30)
+    gpu = machine.InstalledGpu("NVIDIA H100", "9.9", 80 << 30)
     monkeypatch.setattr(machine, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Nvml()}))
     assert machine.nvidia_driver() == machine.Driver("595.10", "13.2", (gpu, gpu))
     said = neuzip("env").stdout

@@ -18,7 +18,7 @@ from neuzip.cli.schema import COMMANDS, ENVELOPE, OBJECTS
 from neuzip.cli.schema.table import Key, keys_of
 from neuzip.compress import compress, machine, reports
 from neuzip.compress.export import ExportedTensor
-from neuzip.compress.verify import TensorVerdict
+from neuzip.compress.tensor_checks import TensorVerdict
 from neuzip.eval import attention
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import distances, layer_report, left_out, removal
@@ -42,9 +42,9 @@ MADE_OF = {
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
     "CompressedTensor": reports.TensorReport, "Distances": distances.Distances,
     "Distribution": distribution.Distribution, "Divergence": divergence.KLDivergence,
-    "Drop": layer_drops.Drop,
+    "Drop": layer_drops.Drop
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
-    "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.Gpu,
+    "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.InstalledGpu,
     "LayerImportance": layer_report.LayerReport,
     "Loss": Loss, "LossDifference": perplexity.ModelDifference, "PeakMemory": perplexity.PeakMemory,
     "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from words import PRIVATE, private_words
 
-from neuzip.cli.targets import METHODS
+from neuzip.cli.show.target import METHODS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "cli").rglob("*.py"))
 PAGES = sorted((ROOT / "tests" / "golden" / "help").glob("*.txt"))
 

@@ -30,7 +30,7 @@ from neuzip.compress.source import TensorSource
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.card.model_card import split_card
 from neuzip.formats.container import Container, Stream, padded_stream
-from neuzip.formats.hub.push import plan_push
+from neuzip.formats.hub.push_plan import plan_push
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits, lengths, reference, restore, subtract
 from neuzip.kernels.delta import ops as torch_ops

@@ -877,7 +877,7 @@ def test_nothing_is_overwritten_or_left_half_done(models, tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("neuzip.compress.export.copy_file", killed)
+        patch.setattr("neuzip.compress.export_folder.copy_file", killed)
         with pytest.raises(KeyboardInterrupt):
             export(models(), out, PackQuantized(), overwrite=True)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before

@@ -28,8 +28,10 @@ from neuzip.errors import NeuzipError, UsageError, VerificationError, WouldOverw
 from neuzip.formats.checkpoint import MANIFEST_PATH
 from neuzip.formats.container import Container
 from neuzip.formats.hub import stream as hub_stream
+from neuzip.formats.hub.download import resolve_source
 from neuzip.formats.hub.draft import Draft, parse_target
-from neuzip.formats.hub.push import plan_push, push, resolve_source
+from neuzip.formats.hub.push import push
+from neuzip.formats.hub.push_plan import plan_push
 
 pytest_plugins = ["loopback_hub"]
 

@@ -13,7 +13,8 @@ import pytest
 from loopback_hub import Handler, Hub, Refusal
 
 from neuzip.compress import decompress
-from neuzip.formats.hub.push import plan_push, push
+from neuzip.formats.hub.push import push
+from neuzip.formats.hub.push_plan import plan_push
 
 pytest_plugins = ["loopback_hub"]
 

@@ -21,8 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress import ranks as ranks_module
-from neuzip.compress.ranks import CHUNK, SILENCE, SLACK, AnotherRankFailed, Channel, Ranks, share_out, split
+from neuzip.compress import torchrun as torchrun_module
+from neuzip.compress.ranks import CHUNK, Channel, Ranks
+from neuzip.compress.shares import SLACK, share_out, split
+from neuzip.compress.torchrun import SILENCE, AnotherRankFailed
 from neuzip.errors import NeuzipError
 
 Save = Callable[..., Path]
@@ -158,7 +160,7 @@ def test_rank_0_counts_the_weights_of_all() -> None:
     told: list[int] = []
     shelf = Shelf()
     both = [Ranks(rank, 2, 1, Channel(shelf)) for rank in range(2)]  # type: ignore[arg-type]
-    watches = [ranks_module._Watch(ranks, ranks._channel) for ranks in both]  # type: ignore[arg-type]
+    watches = [torchrun_module._Watch(ranks, ranks._channel) for ranks in both]  # type: ignore[arg-type]
     here, there = both[0].counting(told.append), both[1].counting(told.append)
     for step in (100, 20):
         here(step)
@@ -171,7 +173,7 @@ def test_rank_0_counts_the_weights_of_all() -> None:
 def test_a_silent_rank_is_named() -> None:
     shelf = Shelf()
     ranks = Ranks(0, 3, 1, Channel(shelf))  # type: ignore[arg-type]
-    watch = ranks_module._Watch(ranks, ranks._channel)  # type: ignore[arg-type]
+    watch = torchrun_module._Watch(ranks, ranks._channel)  # type: ignore[arg-type]
     shelf.add("alive/2", 1)
     for _ in range(SILENCE + 1):
         shelf.add("alive/1", 1)
@@ -185,7 +187,7 @@ def test_a_failure_elsewhere_ends_in_silence() -> None:
     shelf = Shelf()
     ranks = Ranks(1, 2, 1, Channel(shelf))  # type: ignore[arg-type]
     shelf.add("failed", 1)
-    assert isinstance(ranks_module._Watch(ranks, ranks._channel)._beat(), AnotherRankFailed)  # type: ignore[arg-type]
+    assert isinstance(torchrun_module._Watch(ranks, ranks._channel)._beat(), AnotherRankFailed)  # type: ignore[arg-type]
 
 
 def test_a_store_that_has_gone_is_one_error() -> None:
@@ -199,10 +201,10 @@ def test_a_store_that_has_gone_is_one_error() -> None:
 
 def test_being_stopped_is_no_error_of_what_was_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(0, 2, 2, Channel(Shelf()))  # type: ignore[arg-type]
-    monkeypatch.setattr(ranks_module, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(ranks_module, "_join", lambda: (ranks, ranks._channel))
+    monkeypatch.setattr(torchrun_module, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(torchrun_module, "_join", lambda: (ranks, ranks._channel))
 
-    @ranks_module.joined()
+    @torchrun_module.joined()
     def read_a_file() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -216,7 +218,7 @@ def test_being_stopped_is_no_error_of_what_was_under_way(monkeypatch: pytest.Mon
 
 def test_one_process_needs_no_torch() -> None:
     program = (
-        "import sys; from neuzip.compress.ranks import joined\n"
+        "import sys; from neuzip.compress.torchrun import joined\n"
         "with joined() as ranks: assert ranks.all_gather(1) == [1]\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -579,8 +579,8 @@ def test_weights_may_stay_compressed(neuzip, text_file):
 def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace as Some
 
-    from neuzip.cli.commands import eval as command
     from neuzip.cli.output import Output
+    from neuzip.cli.show.evaluation import _show_perplexities
     from neuzip.eval.measures.perplexity import ModelScore
 
     def shown(word: Estimate) -> str:
@@ -589,7 +589,7 @@ def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str
         convention = Some(name="lm-eval", rule="documents", special_tokens="none", tokens=9, words=3, bytes=9)
         measured = Some(convention=convention, blocks="9 windows", scores=(score,))
         model = Some(formed=None, path="m")
-        command._show_perplexities(Output(), Some(models=(model,), measured=(measured,), skipped={}))
+        _show_perplexities(Output(), Some(models=(model,), measured=(measured,), skipped={}))
         return capsys.readouterr().out
 
     said = "lm-eval   tells nothing: its error is more than half of it; use a longer text\n"
@@ -598,7 +598,7 @@ def test_a_row_that_its_error_swallows_is_told(capsys: pytest.CaptureFixture[str
 
 
 def test_the_bar_of_eval_says_what_its_tokens_are_of(checkpoint: Path) -> None:
-    from neuzip.cli.commands.eval import work_text
+    from neuzip.cli.evaluating import work_text
 
     text = read_text("demo")
     options = {"max_tokens": 64, "device": "cpu"}

@@ -695,7 +695,7 @@ def test_a_row_whose_error_swallows_it_says_so() -> None:
 
 
 def test_the_page_has_no_more_digits_than_the_terminal() -> None:
-    from neuzip.cli.commands.eval import precise_text
+    from neuzip.cli.show.figures import precise_text
 
     for value, error in ((0.0018257, 0.0000578), (0.0090914, 0.00045452), (0.20184, 0.0013)):
         estimate = Estimate(value, error)

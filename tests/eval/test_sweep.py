@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from neuzip.cli.commands.sweep import COLUMNS
+from neuzip.cli.show.sweep import COLUMNS
 from neuzip.compress import compress
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import sweep as sweeps

@@ -29,8 +29,10 @@ from neuzip.eval.report.tensors import TensorRow
 from neuzip.formats.card.model_card import split_card
 from neuzip.formats.card.text import ENDING
 from neuzip.formats.container import Container
+from neuzip.formats.hub.download import resolve_source
 from neuzip.formats.hub.private_files import PRIVATE_KINDS, PUBLIC, private_kind
-from neuzip.formats.hub.push import plan_push, push, resolve_source
+from neuzip.formats.hub.push import push
+from neuzip.formats.hub.push_plan import plan_push
 
 pytest_plugins = ["loopback_hub"]
 

@@ -28,6 +28,7 @@ from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight, reference, ternary_linear
 from neuzip.kernels.ternary_linear.gluon import matrix as gluon_matrix
 from neuzip.kernels.ternary_linear.triton.quantize import quantize
+from neuzip.kernels.tuning import launch_for
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -70,6 +71,11 @@ def check(
     assert same_bits(y, wanted)
 
 
+def set_band(band: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {**launch_for("ternary_linear.many_tokens_hopper", torch.device("cpu")), "band": band}
+    monkeypatch.setattr(gluon_matrix, "launch_for", lambda name, device: launch)
+
+
 def take_blocks_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_matrix, "rows_of_block", lambda out, tokens, processors: size)
 
@@ -106,7 +112,7 @@ def test_product(
 @pytest.mark.parametrize(("programs", "band"), [(1, 16), (2, 1), (5, 2)])
 def test_programs_that_multiply_several_blocks(programs: int, band: int, size: int, monkeypatch, poison):
     take_blocks_of(size, monkeypatch)
-    monkeypatch.setattr(gluon_matrix, "BAND", band)
+    set_band(band, monkeypatch)
     monkeypatch.setattr(gluon_matrix, "multiprocessors", lambda device: programs)
     check(x_of(300, 600), weights_of(520, 600, by_row=True), bias_of(520), device="cuda")
 
@@ -294,7 +300,7 @@ def test_product_on_a_cpu(
 ):  # fmt: skip
     on_a_cpu(gluon_matrix, monkeypatch, programs)
     take_blocks_of(size, monkeypatch)
-    monkeypatch.setattr(gluon_matrix, "BAND", band)
+    set_band(band, monkeypatch)
     weights = weights_of(out, columns, by_row)
     check(again(rows, columns, dtype), weights, None if bias is None else bias_of(out, bias))
 
@@ -309,10 +315,10 @@ def test_activations_on_a_cpu(activation: str, clamped: bool, monkeypatch, poiso
 
 
 FIRST_FREE, SECOND_FREE = (f"mbarrier.arrive(free.index({name}), count=1)" for name in ("first", "second"))
-SECOND_TAKEN, NEXT_TAKEN = (f"words = _take(GROUP, shared, number{what}" for what in (" + 1", ", turn"))
-CODES_THERE, WORDS_THERE = (f"mbarrier.wait({name}_there.index(stage), phase" for name in ("codes", "words"))
+SECOND_TAKEN, NEXT_TAKEN = (f"words = _take(GROUP, shared, number{what}" for what in (" + 1", ", step"))
+CODES_THERE, WORDS_THERE = (f"mbarrier.wait({name}_ready.index(stage), phase" for name in ("codes", "words"))
 ENDED = "warpgroup_mma_init(warpgroup_mma_wait(0, deps=[sums]))"
-NOT_FOR_CODES = {f"{CODES_THERE}, pred=goes_on)": "pass"}
+NOT_FOR_CODES = {f"{CODES_THERE}, pred=more)": "pass"}
 CODES_LATER = "; ".join(
     f"mbarrier.wait(shared[3].index((number - {i}) % STAGES), (number - {i}) // STAGES & 1)" for i in (2, 1)
 )
@@ -326,23 +332,23 @@ CHANGES = {
     "more bytes of words": ({"words.block_type.nbytes": "words.block_type.nbytes + 4"}, Hang),
     "more bytes of codes": ({"codes.block_type.nbytes": "codes.block_type.nbytes + 4"}, Hang),
     "free for one group": ({"barriers(STAGES, 2)": "barriers(STAGES, 1)"}, Hang),
-    "one turn too many": ({"for turn in range(turns)": "for turn in range(turns + 1)"}, WRONG),
+    "one step too many": ({"for step in range(steps)": "for step in range(steps + 1)"}, WRONG),
     "free as soon as asked for": ({FIRST_FREE: "pass", SECOND_TAKEN: f"{FIRST_FREE}; {SECOND_TAKEN}"}, WRONG),
     "products not waited for": ({ENDED: "sums"}, WRONG),
     "codes not waited for": (NOT_FOR_CODES, WRONG),
     "codes waited for too late": (
         {**NOT_FOR_CODES, f"sums = {ENDED}": f"{CODES_LATER}; sums = {ENDED}"}, WRONG
     ),
-    "words not waited for": ({f"{WORDS_THERE}, pred=goes_on)": "pass"}, WRONG),
+    "words not waited for": ({f"{WORDS_THERE}, pred=more)": "pass"}, WRONG),
     "words taken once": ({NEXT_TAKEN: NEXT_TAKEN.removeprefix("words = ")}, WRONG),
-    "words of other columns": ({"turn % 2 * 8": "8 - turn % 2 * 8"}, WRONG),
+    "words of other columns": ({"step % 2 * 8": "8 - step % 2 * 8"}, WRONG),
     "words of the other group": ({"slice(R // 16 * GROUP": "slice(R // 16 * (1 - GROUP)"}, WRONG),
-    "codes of other tokens": ({"[m * 128, turn * 128]": "[0, turn * 128]"}, WRONG),
+    "codes of other tokens": ({"[m * 128, step * 128]": "[0, step * 128]"}, WRONG),
     "codes of other columns": ({"(0, 1, 4, 3, 2, 5)": "(0, 1, 4, 2, 3, 5)"}, WRONG),
     "a band too high": ({"gl.minimum(rounds - band * BAND, BAND)": "BAND"}, WRONG),
     "wrong mask": ({"0x03030303": "0x01010101"}, WRONG),
     "wrong shift": ({"2 * gl.arange(0, 4": "gl.arange(0, 4"}, WRONG),
-    "nothing is taken off": ({"(sums - taken_off)": "sums"}, WRONG),
+    "the sum of codes is not subtracted": ({"(sums - code_sum)": "sums"}, WRONG),
     "scale of another row": ({"gl.load(scales + row": "gl.load(scales + (row ^ 1)"}, WRONG),
     "scale of another token": ({"gl.load(token_scale + token": "gl.load(token_scale + (token ^ 1)"}, WRONG),
     "bias of another row": ({"gl.load(bias + row": "gl.load(bias + (row ^ 1)"}, WRONG),
@@ -390,29 +396,28 @@ from neuzip.kernels.ternary_linear.gluon import matrix as gluon_matrix
 
 gluon_matrix.multiprocessors = lambda device: 132
 words = torch.zeros(17, 2, 16, 16, dtype=torch.int32)
-for size in (256, 128):
+for size, dtype, by_row, bias in (
+    (256, torch.bfloat16, False, None), (256, torch.float16, True, torch.float32),
+    (128, torch.bfloat16, True, torch.bfloat16), (128, torch.float16, False, torch.float16),
+):
     gluon_matrix.rows_of_block = lambda out, tokens, processors: size
-    for dtype, by_row, bias in (
-        (torch.bfloat16, False, None), (torch.float16, True, torch.float32),
-        (torch.bfloat16, True, torch.bfloat16), (torch.float16, False, torch.float16),
-    ):
-        scale = torch.ones((264, 1) if by_row else ())
-        weight = TernaryWeight(words, scale, 300 if by_row else None, (264, 300))
-        bias = None if bias is None else torch.zeros(264, dtype=bias)
-        gluon_matrix.many_tokens(torch.zeros(300, 300, dtype=dtype), weight, bias, "int8", False)
+    scale = torch.ones((264, 1) if by_row else ())
+    weight = TernaryWeight(words, scale, 300 if by_row else None, (264, 300))
+    bias = None if bias is None else torch.zeros(264, dtype=bias)
+    gluon_matrix.many_tokens(torch.zeros(300, 300, dtype=dtype), weight, bias, "int8", False)
 """
 
 
 @pytest.mark.slow
-def test_products_of_two_turns_are_under_way_together(tmp_path: Path):
-    """Each warp group asks for those of two turns, four or eight instructions each, and waits once for all.
+def test_products_of_two_steps_are_in_flight_together(tmp_path: Path):
+    """Each warp group issues those of two steps, four or eight instructions each, and waits once for all.
 
-    The compiler says nothing where it cannot have that, but waits after every instruction.
+    Where the compiler cannot do that it says nothing, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
-    assert len(kernels) == 8
+    assert len(kernels) == 4
     for number, (shared, *instructions) in enumerate(kernels):
         assert int(shared) <= 227 << 10
-        assert instructions.count("IGMMA") == 2 * 2 * (8 if number < 4 else 4)
+        assert instructions.count("IGMMA") == 2 * 2 * (8 if number < 2 else 4)
         assert instructions.count("WARPGROUP.DEPBAR") <= 4
         assert not {"STL", "LDL"} & set(instructions), "registers in local memory"

@@ -6,7 +6,6 @@ shows on a GPU, as for packed weights: see kernels/test_packed_ops.py.
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,12 +33,13 @@ from neuzip.kernels.ternary_linear import (
     ternary_linears,
 )
 from neuzip.kernels.ternary_linear import ops as torch_ops
+from neuzip.kernels.ternary_linear.triton import few_tokens as triton_few_tokens
+from neuzip.kernels.ternary_linear.triton import launches, quantize_device, smem_ring
 from neuzip.kernels.ternary_linear.triton import matrix as triton_matrix
-from neuzip.kernels.ternary_linear.triton import one_token_int8 as triton_codes
+from neuzip.kernels.ternary_linear.triton import one_token as triton_one_token
 from neuzip.kernels.ternary_linear.triton import quantize as triton_quantize
-from neuzip.kernels.ternary_linear.triton import smem_ring as triton_ring
-from neuzip.kernels.ternary_linear.triton import vector as triton_vector
-from neuzip.kernels.ternary_linear.triton.vector import Launch
+from neuzip.kernels.ternary_linear.triton.launches import FewTokensLaunch, ManyTokensLaunch
+from neuzip.kernels.ternary_linear.triton.launches import OneTokenLaunch as Launch
 
 ACTIVATIONS = ["int8", "int4", "fp4", "top_k_int8"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -327,7 +327,7 @@ def test_constants_do_not_depend_on_defaults_of_torch():
     """Kernels are imported at the first product, whatever has been set by then."""
     script = (
         "import torch; torch.set_default_dtype(torch.bfloat16); torch.set_default_device('meta');"
-        "from neuzip.kernels.ternary_linear import triton_codes as codes;"
+        "from neuzip.kernels.ternary_linear.triton import quantize_device as codes;"
         "print(codes.ZERO_OF_INT4.hex(), codes._PER_SQRT_7.value.hex(), codes._SMALLEST_BITS.value)"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -362,11 +362,11 @@ def test_fp4_of_bf16_needs_eleven_bits(peak: float, off: int):
 def _divisions(size_ptr, factor_ptr, factor4_ptr, by_127_ptr, by_12_ptr, by_sqrt_7_ptr, ASM: tl.constexpr):
     at = tl.program_id(0) * 256 + tl.arange(0, 256)
     size = tl.load(size_ptr + at)
-    tl.store(factor_ptr + at, triton_codes._over(127.0, size, ASM))
-    tl.store(factor4_ptr + at, triton_codes._over(triton_codes._FACTOR_INT4, size, ASM))
-    tl.store(by_127_ptr + at, triton_codes._divided(size, 127, ASM))
-    tl.store(by_12_ptr + at, triton_codes._divided(size, 12, ASM))
-    tl.store(by_sqrt_7_ptr + at, triton_codes._divided_by_sqrt_7(size))
+    tl.store(factor_ptr + at, quantize_device._over(127.0, size, ASM))
+    tl.store(factor4_ptr + at, quantize_device._over(quantize_device._FACTOR_INT4, size, ASM))
+    tl.store(by_127_ptr + at, quantize_device._divided(size, 127, ASM))
+    tl.store(by_12_ptr + at, quantize_device._divided(size, 12, ASM))
+    tl.store(by_sqrt_7_ptr + at, quantize_device._divided_by_sqrt_7(size))
 
 
 def check_divisions(sizes: Tensor) -> None:
@@ -430,7 +430,7 @@ def test_kernel_quantises_all_of_bf16(activation: str, peak: float, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("peak", [1.0, 2.0**-107, 2.0**-122, 2.0**-125, 2.0**99, 2.0**100, 2.0**127])
 def test_product_quantises_all_of_bf16_to_fp4(peak: float, device):
-    """By matrices: huge tokens are made smaller, denormals are no zeros. Weights have a diagonal of ones."""
+    """From huge tokens to denormals. The weights have a diagonal of ones."""
     x = rows_up_to(peak)
     size = patterns(torch.bfloat16).float().abs()
     x = x[:, (size > peak / 64) & (size <= 2 * peak)]  # of what is smaller all codes are 0
@@ -489,7 +489,7 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
     weights = ternary(out, columns, group)
     bias = gaussian(out, seed=2).bfloat16() if out % 2 else None
     x = tokens(1, columns)
-    [y] = triton_vector.one_token(
+    [y] = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None if bias is None else bias.to(device)],
         activation, False, kept(columns),
     )  # fmt: skip
@@ -499,12 +499,13 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
 @pytest.mark.parametrize(
     "launch",
     [
-        Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, start=True),
-        Launch(1, 3, places=1), Launch(1, 4, places=5), Launch(2, 4, places=3), Launch(1, 2, places=40),
-        Launch(1, 2, places=3, next_at_once=False), Launch(2, 1, next_at_once=False),
-        Launch(1, 4, places=2, head=1), Launch(1, 3, places=2, head=5), Launch(2, 3, places=3, head=40),
-        Launch(2, 4, places=1, head=3, next_at_once=False), Launch(2, 2, places=1, head=2, fused=False),
-        Launch(1, 3, bits=False), Launch(2, 2, places=1, head=2, bits=False),
+        Launch(1, 1), Launch(1, 3), Launch(2, 2), Launch(4, 1), Launch(2, 1, fused=False, quantizer_pdl=True),
+        Launch(1, 3, stages=1), Launch(1, 4, stages=5), Launch(2, 4, stages=3), Launch(1, 2, stages=40),
+        Launch(1, 2, stages=3, trigger_next_early=False), Launch(2, 1, trigger_next_early=False),
+        Launch(1, 4, stages=2, prologue=1), Launch(1, 3, stages=2, prologue=5),
+        Launch(2, 3, stages=3, prologue=40), Launch(2, 2, stages=1, prologue=2, fused=False),
+        Launch(2, 4, stages=1, prologue=3, trigger_next_early=False),
+        Launch(1, 3, bits=False), Launch(2, 2, stages=1, prologue=2, bits=False),
         Launch(2, 1, fused=False, bits=False),
     ],
     ids=str,
@@ -513,7 +514,7 @@ def test_one_token(out: int, columns: int, group: int | None, activation: str, d
 def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device):
     weights = ternary(50, 520)
     x = tokens(1, 520, dtype=dtype)
-    [y] = triton_vector.one_token(
+    [y] = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int8", True, launch=launch
     )
     assert same_bits(y, reference.ternary_linear(x, weights, clamped=True))
@@ -524,9 +525,9 @@ def test_launches_of_one_token_agree(launch: Launch, dtype: torch.dtype, device)
 @activations
 def test_words_that_are_taken_ahead_of_codes(activation: str, columns: int, bits: bool, device):
     several, x = [ternary(n, columns) for n in (50, 16, 70)], tokens(1, columns)
-    ys = triton_vector.one_token(
+    ys = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weights, device) for weights in several], [None] * 3, activation,
-        False, kept(columns), Launch(2, 3, places=2, head=3, bits=bits),
+        False, kept(columns), Launch(2, 3, stages=2, prologue=3, bits=bits),
     )  # fmt: skip
     for y, weights in zip(ys, several, strict=True):
         assert same_bits(y, reference.ternary_linear(x, weights, activation=activation))
@@ -542,35 +543,19 @@ def test_one_token_of_int4_of_any_size(peak: float, dtype: torch.dtype, device):
     x[0, 7] = -1
     x[0, 8:40] *= torch.exp2(-torch.arange(32))
     x = (x * peak).to(dtype)
-    [y] = triton_vector.one_token(
+    [y] = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False, launch=Launch(2, 1)
     )
     assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
 
 
-@pytest.mark.parametrize("multiprocessors", [16, 132, 200])
-def test_launches_of_one_token_fit(multiprocessors: int):
-    """Words and sums in shared memory, registers, and activations that a thread has to keep."""
-    for tiles, steps in itertools.product((1, 40, 264, 265, 896, 5000), (*range(1, 140, 3), 500)):
-        for activation, bits in itertools.product(("int8", "int4"), (True, False)):
-            launch = triton_vector.one_token_launch(tiles, steps, multiprocessors, activation == "int4")
-            launch = replace(launch, bits=bits)
-            turns = -(-steps // launch.warps)
-            codes = triton_vector.code_bytes(launch, steps, activation)
-            ahead, head = triton_vector.ahead_and_head(launch, steps, codes)
-            assert triton_vector.shared_bytes(launch, ahead, codes) <= triton_vector.STATIC_BYTES
-            assert ahead > 0 and 0 <= head <= launch.tiles * turns - ahead
-            assert launch.warps <= 2 * steps and launch.warps * 32 * (launch.registers or 0) <= 65536
-            assert not launch.fused or steps > 128 or turns <= triton_vector.FUSED_TURNS
-
-
 @triton.jit
-def _places_of_words(out, AHEAD: tl.constexpr, W: tl.constexpr):
-    t = tl.arange(0, 32 * W)
-    to, at, then = triton_ring.make(t // 32, t % 32 // 4, t % 4, AHEAD, W, False)
+def _places_of_words(out, STAGES: tl.constexpr, NUM_WARPS: tl.constexpr):
+    t = tl.arange(0, 32 * NUM_WARPS)
+    to, at, then = smem_ring.make(t // 32, t % 32 // 4, t % 4, STAGES, NUM_WARPS, False)
     tl.store(out + t, to)
-    tl.store(out + 32 * W + t, at)
-    tl.store(out + 64 * W + t, then)
+    tl.store(out + 32 * NUM_WARPS + t, at)
+    tl.store(out + 64 * NUM_WARPS + t, then)
 
 
 def test_a_ring_gives_the_words_of_matrix_instructions(device):
@@ -597,18 +582,18 @@ def test_one_token_by_what_it_cannot_be(device):
     weight, x = TernaryWeight.of(ternary(16, 256), device), tokens(1, 256).to(device)
     beside = replace(weight, words=weight.words.new_zeros(257)[1:].view(weight.words.shape))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        triton_vector.one_token(x, [beside], [None], "int8", False)
+        triton_one_token.one_token(x, [beside], [None], "int8", False)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        triton_vector.one_token(x, [weight], [None], "int8", False, launch=Launch(16, 48))
+        triton_one_token.one_token(x, [weight], [None], "int8", False, launch=Launch(16, 48))
 
 
 @pytest.mark.parametrize("limit", [4, 8])
 def test_one_long_token(limit: int, device, monkeypatch):
     """More turns than words are loaded ahead, and than a program quantises itself."""
-    monkeypatch.setattr(triton_vector, "FUSED_TURNS", limit)
+    monkeypatch.setattr(launches, "FUSED_STEPS", limit)
     columns = 2500 if limit == 4 else 2000
     weights, x = ternary(16, columns), tokens(1, columns)
-    [y] = triton_vector.one_token(
+    [y] = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weights, device)], [None], "int4", False,
         launch=Launch(1, 1),
     )  # fmt: skip
@@ -620,7 +605,7 @@ def test_one_long_token(limit: int, device, monkeypatch):
 def test_one_token_that_is_not_finite(bad: float, activation: str, device):
     x = tokens(1, 100)
     x[0, 7] = bad
-    [y] = triton_vector.one_token(
+    [y] = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(ternary(16, 100), device)], [None], activation, False
     )
     assert y.isnan().all()
@@ -637,7 +622,7 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
     x = tokens(rows, columns)
     x[1, 3] = torch.nan
     activation = ACTIVATIONS[rows % 4]
-    y = triton_vector.few_tokens(
+    y = triton_few_tokens.few_tokens(
         x.to(device), TernaryWeight.of(weights, device), None if bias is None else bias.to(device),
         activation, False, kept(columns),
     )  # fmt: skip
@@ -647,19 +632,19 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
 @pytest.mark.parametrize(
     ("launch", "columns"),
     [
-        (Launch(1, 1), 1024), (Launch(2, 2), 520), (Launch(4, 4, codes_ahead=True), 520),
-        (Launch(1, 1, beside=8, codes_ahead=True), 520), (Launch(1, 2, beside=4, places=3), 1024),
-        (Launch(2, 1, beside=2, places=2, codes_ahead=True), 1024), (Launch(1, 1, places=2, sets=1), 520),
-        (Launch(1, 1, halves=False, next_at_once=False), 520),
-        (Launch(2, 2, places=8, codes_ahead=True, sets=4), 520),
+        (FewTokensLaunch(1, 1), 1024), (FewTokensLaunch(2, 2), 520), (FewTokensLaunch(4, 4), 520),
+        (FewTokensLaunch(1, 2, stages=3), 1024), (FewTokensLaunch(1, 1, accumulator_sets=1), 520),
+        (FewTokensLaunch(2, 1, quantizer_pdl=True), 1024),
+        (FewTokensLaunch(1, 1, int4x2=False, trigger_next_early=False), 520),
+        (FewTokensLaunch(2, 2, stages=8, accumulator_sets=1), 520),
     ],
     ids=str,
 )  # fmt: skip
-def test_launches_of_few_tokens_agree(launch: Launch, columns: int, device):
+def test_launches_of_few_tokens_agree(launch: FewTokensLaunch, columns: int, device):
     weights = ternary(50, columns)
     for rows, dtype in ((5, torch.float16), (18, torch.float32)):
         x = tokens(rows, columns, dtype=dtype)
-        y = triton_vector.few_tokens(
+        y = triton_few_tokens.few_tokens(
             x.to(device), TernaryWeight.of(weights, device), None, "int4", False, launch=launch
         )
         assert same_bits(y, reference.ternary_linear(x, weights, activation="int4"))
@@ -678,7 +663,7 @@ def test_many_tokens(out: int, columns: int, group: int | None, rows: int, devic
     weight = TernaryWeight.of(weights, device)
     y = triton_matrix.many_tokens(
         x.to(device), weight, None if bias is None else bias.to(device), activation, False, kept(columns),
-        launch=triton_matrix.Launch(64, 64, 128, 4, 2), chunk=2 * 16 * 256 * weight.words.shape[1],
+        launch=ManyTokensLaunch(64, 64, 128, 4, 2), chunk=2 * 16 * 256 * weight.words.shape[1],
     )  # fmt: skip
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
 
@@ -697,7 +682,7 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
     closed[:40] = gated[0] <= 0
     weight.words.transpose(1, 2)[closed.view(3, 16)] = -1
     for tiles in (1, 2):
-        y = triton_vector.relu2_glu(
+        y = triton_one_token.relu2_glu(
             x.to(device), TernaryWeight.of(gate, device), weight.to(device), "int4", False,
             launch=Launch(2, tiles),
         )  # fmt: skip
@@ -707,9 +692,10 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
 @pytest.mark.parametrize(
     "launch",
     [
-        Launch(2, 1), Launch(1, 2, places=40), Launch(2, 2, bits=False), Launch(2, 2, skips=False),
-        Launch(1, 4, places=3, head=2, skips=False), Launch(2, 6, places=1, skips=False, bits=False),
-        Launch(2, 2, places=1, head=1, next_at_once=False, skips=False),
+        Launch(2, 1), Launch(1, 2, stages=40), Launch(2, 2, bits=False),
+        Launch(2, 2, skips_closed_rows=False), Launch(1, 4, stages=3, prologue=2, skips_closed_rows=False),
+        Launch(2, 6, stages=1, skips_closed_rows=False, bits=False),
+        Launch(2, 2, stages=1, prologue=1, trigger_next_early=False, skips_closed_rows=False),
     ],
     ids=str,
 )  # fmt: skip
@@ -717,7 +703,7 @@ def test_gate_multiplies_and_skips(groups: tuple[int | None, int | None], dtype:
 @activations
 def test_a_gated_unit_of_any_activation(activation: str, group: int | None, launch: Launch, device, poison):
     gate, up, x = ternary(40, 300, group), ternary(40, 300, group, seed=5), tokens(1, 300)
-    y = triton_vector.relu2_glu(
+    y = triton_one_token.relu2_glu(
         x.to(device),
         TernaryWeight.of(gate, device),
         TernaryWeight.of(up, device),
@@ -732,9 +718,9 @@ def test_a_gated_unit_of_any_activation(activation: str, group: int | None, laun
 
 @pytest.mark.parametrize("limit", [1, 8], ids=["quantised before", "in the product"])
 def test_a_gated_unit_of_many_turns(limit: int, device, monkeypatch):
-    monkeypatch.setattr(triton_vector, "FUSED_TURNS", limit)
+    monkeypatch.setattr(launches, "FUSED_STEPS", limit)
     gate, up, x = ternary(16, 2500), ternary(16, 2500, seed=5), tokens(1, 2500)
-    y = triton_vector.relu2_glu(
+    y = triton_one_token.relu2_glu(
         x.to(device), TernaryWeight.of(gate, device), TernaryWeight.of(up, device), "int8", False,
         launch=Launch(1, 1),
     )  # fmt: skip
@@ -746,18 +732,22 @@ def test_a_gated_unit_of_many_turns(limit: int, device, monkeypatch):
 def test_a_gate_that_is_not_finite(activation: str, skips: bool, device):
     x = tokens(1, 100)
     x[0, 7] = torch.inf
-    weight, launch = TernaryWeight.of(ternary(16, 100), device), Launch(1, 2, skips=skips)
+    weight, launch = TernaryWeight.of(ternary(16, 100), device), Launch(1, 2, skips_closed_rows=skips)
     assert (
-        triton_vector.relu2_glu(x.to(device), weight, weight, activation, False, launch=launch).isnan().all()
+        triton_one_token.relu2_glu(x.to(device), weight, weight, activation, False, launch=launch)
+        .isnan()
+        .all()
     )
 
 
 def test_a_gated_unit_by_what_it_cannot_be(device):
     weight, x = TernaryWeight.of(ternary(16, 256), device), tokens(1, 256).to(device)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        triton_vector.relu2_glu(x, weight, weight, "int8", False, launch=Launch(16, 24))
+        triton_one_token.relu2_glu(x, weight, weight, "int8", False, launch=Launch(16, 24))
     with pytest.raises(ValueError, match="an even number"):
-        triton_vector.relu2_glu(x, weight, weight, "int8", False, launch=Launch(1, 3, skips=False))
+        triton_one_token.relu2_glu(
+            x, weight, weight, "int8", False, launch=Launch(1, 3, skips_closed_rows=False)
+        )
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5])
@@ -768,7 +758,7 @@ def test_one_token_and_several_weights(tiles: int, kind: str, device, poison):
     outs = (70, 16, 33, 100)
     weights = [ternary(out, 300, 300 if kind == "rows" else None, seed=out) for out in outs]
     biases = [gaussian(out, seed=out) if kind == "biases" else None for out in outs]
-    ys = triton_vector.one_token(
+    ys = triton_one_token.one_token(
         x.to(device), [TernaryWeight.of(weight, device) for weight in weights],
         [None if bias is None else bias.to(device) for bias in biases], "int4", False,
         launch=Launch(2, tiles),
@@ -897,138 +887,146 @@ def test_kernels_that_start_early_wait_for_what_they_read(rows: int, device):
 # thread i, which the instructions rely on.
 
 COMPILED = """
-import re, torch, triton
+import re, torch
 import compile_only
+from neuzip.kernels.device import launch as device_launch
 from neuzip.kernels.ternary_linear import TernaryWeight
-from neuzip.kernels.ternary_linear.triton import matrix as triton_matrix
-from neuzip.kernels.ternary_linear.triton import quantize as triton_quantize
-from neuzip.kernels.ternary_linear.triton import vector as triton_vector
-from neuzip.kernels.ternary_linear.triton.vector import Launch
+from neuzip.kernels.ternary_linear.triton import few_tokens, launches, matrix, one_token, quantize
+from neuzip.kernels.ternary_linear.triton.launches import FewTokensLaunch, OneTokenLaunch as Launch
 
 def see(function, code, kwargs):
-    text = code.asm["ttgir"]
+    text, ptx, config = code.asm["ttgir"], code.asm["ptx"], kwargs.get("config")
     named = dict(re.findall(r"^(#\\w+) = (#ttg.*)$", text, re.M))
     lines = [line for line in text.splitlines() if "mma.sync" in line]
-    found = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+xi32, (#\\w+)>", line)}
+    layouts = {named[name] for line in lines for name in re.findall(r"tensor<[0-9]+xi32, (#\\w+)>", line)}
     assert code.metadata.shared <= 227 << 10
-    fused = code.asm["ptx"].count("fma.rn.f32")
-    before = code.asm["ptx"].partition("griddepcontrol.wait")[0]
+    fused = ptx.count("fma.rn.f32")
+    before = ptx.partition("griddepcontrol.wait")[0]
     early = re.findall(r"ld\\.global\\S*", before)
-    if "griddepcontrol.wait" in code.asm["ptx"]:  # words alone are read before the kernel ahead has ended
+    if "griddepcontrol.wait" in ptx:  # words alone are read before the predecessor has ended
         assert all("evict_first" in load for load in early)
         assert early or "cp.async" in before or "quantize" in function.__name__
-    if function.__name__ in ("_one_token", "_one_token_whole_glu"):
-        ahead, head, turns = kwargs["AHEAD"], kwargs["HEAD"], kwargs["TILES"] * kwargs["TURNS"]
-        assert not early and before.count("cp.async.cg") == 2 * ahead
-        assert code.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
-        sets = 0 if not kwargs["BITS"] else 1 if kwargs["KIND"] == 1 else 2
-        replay(code.asm["ptx"], ahead, head, turns, kwargs["TURNS"], sets)
-        runs = 2 * kwargs["TURNS"] if kwargs["KIND"] == 2 and "m16n8k8." in code.asm["ptx"] else 0
-        assert len(lines) == turns * (2 * sets or 8) + runs
-        seen.add(("by matrix", runs > 0))
-        assert ("m16n8k256" in code.asm["ptx"]) == kwargs["BITS"] == ("m16n8k32" not in code.asm["ptx"])
-        seen.add(("bits", kwargs["BITS"]))
-        seen.update({("ring used again", ahead < turns), ("head", head > 0)})
-    seen.add(("HALVES", kwargs.get("HALVES")))
-    clipped = code.asm["ptx"].count("fma.rn.sat.f32")  # by INT4, a code each, and another one rounds
-    reciprocals = code.asm["ptx"].count("rcp.approx.ftz.f32")
-    assert reciprocals == code.asm["ptx"].count(".ftz") <= 1
-    divisions = 0 if not reciprocals else 4 if kwargs["KIND"] == 1 else 6  # corrections of the quotients
-    assert fused == clipped + divisions or kwargs.get("KIND") == 2
-    assert not clipped or kwargs["KIND"] == 1
-    seen.add(("clipped", kwargs.get("KIND") == 1 and clipped > 0))
-    print(function.__name__, len(lines), *found, sep=" | ")
+    if function.__name__ in ("one_token_kernel", "whole_glu_kernel"):
+        stages, prologue, steps = config.STAGES, config.PROLOGUE, config.TILES * config.STEPS
+        assert not early and before.count("cp.async.cg") == 2 * stages
+        assert ptx.count("griddepcontrol.launch_dependents") == 1
+        sets = 0 if not config.BITS else 1 if config.KIND == 1 else 2
+        replay(ptx, stages, prologue, steps, config.STEPS, sets)
+        assert len(lines) == steps * (2 * sets or 8)
+        assert ("m16n8k256" in ptx) == config.BITS == ("m16n8k32" not in ptx)
+        seen.add(("bits", config.BITS))
+        seen.update({("ring used again", stages < steps), ("prologue", prologue > 0)})
+    seen.add(("int4x2", getattr(config, "INT4X2", kwargs.get("INT4X2"))))
+    kind = getattr(config, "KIND", kwargs.get("KIND"))
+    clipped = ptx.count("fma.rn.sat.f32")  # by INT4, a code each, and another one rounds
+    reciprocals = ptx.count("rcp.approx.ftz.f32")
+    assert reciprocals == ptx.count(".ftz") <= 1
+    divisions = 0 if not reciprocals else 4 if kind == 1 else 6  # corrections of the quotients
+    assert fused == clipped + divisions or kind == 2
+    assert not clipped or kind == 1
+    seen.add(("clipped", kind == 1 and clipped > 0))
+    print(function.__name__, len(lines), *layouts, sep=" | ")
 
 EVENTS = re.compile(
     r"cp\\.async\\.cg\\S* \\[%r\\d+ \\+ (?P<copy>\\d+)\\]|(?P<commit>cp\\.async\\.commit_group)"
-    r"|cp\\.async\\.wait_group (?P<wait>\\d+)|(?P<exchange>redux\\.sync)|(?P<meet>bar\\.warp\\.sync)"
+    r"|cp\\.async\\.wait_group (?P<wait>\\d+)|(?P<exchange>redux\\.sync)|(?P<sync>bar\\.warp\\.sync)"
     r"|ldmatrix\\S* \\{[^}]*\\}, \\[%r\\d+ \\+ (?P<load>\\d+)\\]"
     r"|st\\.shared\\.b32 \\[%r\\d+ \\+ (?P<put>\\d+)\\]"
     r"|ld\\.shared\\.v4\\.b32 \\{[^}]*\\}, \\[%r\\d+ \\+ (?P<get>\\d+)\\]"
 )
 
-def replay(ptx, ahead, head, turns, turns_of_codes, sets):
-    # What a thread copies to the ring and loads from it, in order: two pieces of 16 bytes a turn; what it
-    # writes of codes, and reads. Others of its warp read what it has copied and written when all have met.
-    copies, begun, there, loads, before_codes = 0, 0, 0, 0, None
-    put, got, met, read = [], [], False, 0
+def replay(ptx, stages, prologue, steps, steps_of_codes, sets):
+    # What a thread copies to the ring and loads from it, in order: two pieces of 16 bytes a step; what it
+    # writes of codes, and reads. Others of its warp read what it has copied and written behind a barrier.
+    copies, begun, arrived, loads, before_codes = 0, 0, 0, 0, None
+    put, got, synced, read = [], [], False, 0
     for event in EVENTS.finditer(ptx):
         what, at = event.lastgroup, event.group(event.lastgroup)
         if what == "copy":
-            turn = copies // 2
-            assert int(at) == turn % ahead * 1024 + copies % 2 * 512
-            assert turn < ahead or read >= 2 * (turn - ahead + 1)  # all have loaded what was there
+            step = copies // 2
+            assert int(at) == step % stages * 1024 + copies % 2 * 512
+            assert step < stages or read >= 2 * (step - stages + 1)  # all have loaded what was there
             copies += 1
         elif what == "commit":
             begun += 1
             assert copies == 2 * begun
         elif what == "wait":
-            there, met = begun - int(at), False
-        elif what == "meet":
-            met, read = True, loads
+            arrived, synced = begun - int(at), False
+        elif what == "sync":
+            synced, read = True, loads
         elif what == "load":
-            turn = loads // 2
-            assert met and int(at) == turn % ahead * 1024
-            assert turn < there <= turn + 1  # it has arrived, and no later one is waited for
+            step = loads // 2
+            assert synced and int(at) == step % stages * 1024
+            assert step < arrived <= step + 1  # it has arrived, and no later one is waited for
             loads += 1
         elif what == "put":
             assert not got
             put.append(int(at))
-            met = False
+            synced = False
         elif what == "get":
-            assert got or met
+            assert got or synced
             got.append(int(at))
         elif before_codes is None:
             before_codes = loads
-    assert copies == loads == 2 * turns
+    assert copies == loads == 2 * steps
     if sets == 0:  # codes stay in registers
         assert not put and not got
-    else:  # 32 bytes of each turn's lower halves; for some threads the upper ones, at another register
-        assert put == [128 * i for i in range(sets * turns_of_codes)]
-        assert got == [128 * sets * (i // 2) + 16 * (i % 2) for i in range(2 * turns_of_codes)]
-    assert before_codes in (None, 2 * head)  # None: a kernel ahead makes the codes
+    else:  # 32 bytes of each step's lower halves; for some threads the upper ones, at another register
+        assert put == [128 * i for i in range(sets * steps_of_codes)]
+        assert got == [128 * sets * (i // 2) + 16 * (i % 2) for i in range(2 * steps_of_codes)]
+    assert before_codes in (None, 2 * prologue)  # None: another kernel makes the codes
 
 seen = set()
 compile_only.watch(see)
-triton_vector.multiprocessors = triton_matrix.multiprocessors = lambda device: 132
-for module in (triton_matrix, triton_quantize, triton_vector):
-    module.early_launches = lambda device: True
+launches.multiprocessors = matrix.multiprocessors = lambda device: 132
+device_launch.early_launches = lambda device: True
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+def x(tokens, columns, dtype):
+    return torch.zeros(tokens, columns, dtype=dtype)
 
 def weight(out, columns, group=None):
     words = torch.zeros(-(-out // 16), -(-columns // 256), 16, 16, dtype=torch.int32)
     scale = torch.ones(()) if group is None else torch.ones(out, -(-columns // group))
     return TernaryWeight(words, scale, group, (out, columns))
 
-for dtype, out, columns, activation in (
-    (torch.bfloat16, 4096, 4096, "int8"), (torch.float16, 17, 70, "int4"), (torch.float32, 1, 1, "fp4"),
-    (torch.bfloat16, 33, 600, "top_k_int8"), (torch.bfloat16, 33, 600, "fp4"),
-):
-    one, few = torch.zeros(1, columns, dtype=dtype), torch.zeros(9, columns, dtype=dtype)
-    bias = torch.zeros(out)
-    triton_vector.one_token(one, [weight(out, columns)], [bias], activation, False, 1)
-    three = [weight(n, columns, columns) for n in (out, 3, 40)]
-    triton_vector.one_token(one, three, [None] * 3, activation, True, 1)
-    for launch in (Launch(4, 2, places=1), Launch(4, 2, places=2, head=3, skips=False)):
-        both = weight(out, columns), weight(out, columns)
-        triton_vector.relu2_glu(one, *both, activation, False, 1, launch=launch)
-    triton_vector.few_tokens(few, weight(out, columns), None, activation, False, 1)
-    triton_matrix.many_tokens(few, weight(out, columns), bias, activation, False, 1)
-    triton_quantize.quantize(torch.zeros(65, columns, dtype=dtype), activation, 1, False, interleaved=True)
-    triton_matrix.many_tokens(one, weight(out, columns, 128), None, activation, False, 1)
-for out, columns in ((14336, 4096), (4096, 14336), (8192, 28672), (4096, 65536)):
-    one = torch.zeros(1, columns, dtype=torch.bfloat16)
-    triton_vector.one_token(one, [weight(out, columns)], [None], "int4", False)
-triton_vector.one_token(torch.zeros(1, 70), [weight(1, 70)], [None], "int4", False)
-triton_vector.relu2_glu(torch.zeros(1, 3200), weight(8640, 3200), weight(8640, 3200), "int4", False)
-for launch in (
-    Launch(1, 3, places=1, head=2), Launch(4, 3, places=2, head=40, next_at_once=False),
-    Launch(2, 2, places=1, head=2, fused=False), Launch(2, 3, places=5, head=1, fused=False),
-    Launch(2, 3, places=5, head=1, bits=False),
-):
-    triton_vector.one_token(torch.zeros(1, 1024), [weight(90, 1024)], [None], "fp4", False, launch=launch)
-triton_vector.few_tokens(torch.zeros(9, 256), weight(16 * 400, 256), None, "int4", False)
-names = "ring used again", "head", "HALVES", "bits", "by matrix"
-assert seen >= {(name, value) for name in names for value in (True, False)}
+def product(out, columns, dtype, activation, launch=None):
+    weights, biases = [weight(out, columns)], [torch.zeros(out)]
+    one_token.one_token(x(1, columns, dtype), weights, biases, activation, False, 1, launch)
+
+def gated(out, columns, dtype, activation, launch=None):
+    both = weight(out, columns), weight(out, columns)
+    one_token.relu2_glu(x(1, columns, dtype), *both, activation, False, 1, launch)
+
+def few(out, columns, dtype, activation, launch=None):
+    few_tokens.few_tokens(x(9, columns, dtype), weight(out, columns), None, activation, False, 1, launch)
+
+# Each activation and dtype once, whole rows and padded ones, bits and bytes, rings used again or not.
+product(4096, 4096, BF16, "int8")
+product(17, 70, F16, "int4")
+product(1, 1, F32, "fp4")
+product(33, 600, BF16, "top_k_int8")
+product(14336, 4096, BF16, "int4")
+product(4096, 14336, BF16, "fp4")
+product(28672, 8192, BF16, "int8", Launch(4, 2, stages=10, fused=False, quantizer_pdl=True))
+product(90, 1024, F32, "fp4", Launch(4, 3, stages=2, prologue=40, trigger_next_early=False))
+product(90, 1024, F32, "int8", Launch(2, 3, stages=5, prologue=1, bits=False))
+three = [weight(n, 600, 600) for n in (33, 3, 40)]
+one_token.one_token(x(1, 600, F16), three, [None] * 3, "int4", True, 1)
+gated(33, 600, F16, "int4", Launch(4, 2, stages=1))
+gated(33, 600, F32, "fp4", Launch(4, 1, bits=False))
+gated(8640, 3200, BF16, "int4")
+few(33, 600, BF16, "int8")
+few(4096, 4096, F16, "fp4")
+few(16 * 400, 256, F32, "int4")
+few(33, 1024, BF16, "int4", FewTokensLaunch(2, 2, stages=1, accumulator_sets=1, trigger_next_early=False))
+for columns, group, activation, dtype in ((600, None, "fp4", F16), (1024, 128, "int8", F32)):
+    weights, bias = weight(33, columns, group), torch.zeros(33)
+    matrix.many_tokens(x(9, columns, dtype), weights, bias, activation, False, 1)
+for activation, dtype in (("int4", BF16), ("top_k_int8", F32)):
+    quantize.quantize(x(65, 600, dtype), activation, 1, False, interleaved=True)
+names = "ring used again", "prologue", "int4x2", "bits"
+assert seen >= {(name, value) for name in names for value in (True, False)}, seen
 assert ("clipped", True) in seen
 """
 
@@ -1037,12 +1035,12 @@ assert ("clipped", True) in seen
 def test_kernels_compile(tmp_path: Path):
     lines = [line.split(" | ") for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
     assert {name for name, *_ in lines} == {
-        "_quantize_kernel", "_one_token", "_one_token_relu2_glu", "_one_token_whole_glu", "_few_tokens",
-        "_unpack", "_multiply_kernel", "_grouped_kernel",
+        "_quantize_kernel", "one_token_kernel", "skipping_glu_kernel", "whole_glu_kernel",
+        "few_tokens_kernel", "_unpack", "_multiply_kernel", "_grouped_kernel",
     }  # fmt: skip
-    by_hand = [line for line in lines if line[0].startswith(("_one_token", "_few_tokens"))]
-    assert len(by_hand) == 37
-    for name, count, *found in by_hand:
-        assert int(count) >= 8 or name in ("_one_token", "_one_token_whole_glu")  # whose number `see` knows
-        assert len(found) == 1
-        assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]
+    by_hand = [line for line in lines if "_token" in line[0] or "_glu" in line[0]]
+    assert len(by_hand) == 17
+    for name, count, *layouts in by_hand:
+        assert int(count) >= 8 or name in ("one_token_kernel", "whole_glu_kernel")  # whose number `see` knows
+        assert len(layouts) == 1
+        assert "sizePerThread = [1], threadsPerWarp = [32]" in layouts[0]

@@ -422,7 +422,7 @@ def test_operator_decodes() -> None:
 def check_chunks(tensor: ResidentTensor, original: bytes, poison: int, warps: int | None = None) -> None:
     """Each is decoded into memory full of something else, and not a byte beyond what it says it needs."""
     for number in range(tensor.chunks):
-        chunk, room = tensor.chunk(number), tensor.room(number)
+        chunk, room = tensor.chunk(number), tensor.capacity(number)
         out = torch.full((room + GUARD,), poison, dtype=torch.uint8, device=DEVICE)
         (decoded,) = torch_ops.decode_together([(tensor, number)], [out], warps)
         assert decoded.cpu().numpy().tobytes() == original[2 * chunk.start : 2 * chunk.stop]
@@ -432,7 +432,7 @@ def check_chunks(tensor: ResidentTensor, original: bytes, poison: int, warps: in
 def test_chunks_are_decoded_by_themselves() -> None:
     """One ends and the next starts within a full block, another within the ragged one."""
     tensor, original = resident(2 * BLOCK + 700, BLOCK + 7, 2 * BLOCK + 9)
-    assert [tensor.room(i) for i in range(3)] == [4 * BLOCK, 2 * BLOCK + 1400, 1400]
+    assert [tensor.capacity(i) for i in range(3)] == [4 * BLOCK, 2 * BLOCK + 1400, 1400]
     check_chunks(tensor, original, 0xFF)
     chunk = tensor.chunk(1)
     again, errors = tensor.decode(1)
@@ -468,7 +468,7 @@ def test_chunks_are_decoded_together(warps: int) -> None:
     chunks = [(tensor, number) for tensor in tensors for number in range(tensor.chunks)]
     assert len(chunks) > TOGETHER
     outs = [
-        torch.full((tensor.room(number) + GUARD,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        torch.full((tensor.capacity(number) + GUARD,), 0xFF, dtype=torch.uint8, device=DEVICE)
         for tensor, number in chunks
     ]
     tensors[1].memory[: 2 * 70].fill_(0xFF)
@@ -477,7 +477,7 @@ def test_chunks_are_decoded_together(warps: int) -> None:
     ):
         if tensor is not tensors[1]:
             assert torch.equal(found, expected[tensors.index(tensor)][number])
-        assert (out[tensor.room(number) :] == 0xFF).all()
+        assert (out[tensor.capacity(number) :] == 0xFF).all()
     assert [bool(tensor.decode()[1]) for tensor in tensors] == [tensor is tensors[1] for tensor in tensors]
 
 
@@ -488,7 +488,7 @@ def test_no_parts_are_decoded() -> None:
 
 def test_chunks_on_several_devices_share_no_launch() -> None:
     tensor, _ = resident()
-    outs = [torch.empty(tensor.room(), dtype=torch.uint8, device=device) for device in (DEVICE, "meta")]
+    outs = [torch.empty(tensor.capacity(), dtype=torch.uint8, device=device) for device in (DEVICE, "meta")]
     with pytest.raises(ValueError, match="several devices"):
         torch_ops.decode_together([(tensor, 0)] * 2, outs)
 
@@ -504,11 +504,11 @@ def test_a_moved_resident_tensor_decodes() -> None:
 
 def test_memory_or_chunks_that_do_not_fit_are_refused() -> None:
     tensor, _ = resident(600)
-    good = torch.empty(tensor.room(), dtype=torch.uint8, device=DEVICE)
+    good = torch.empty(tensor.capacity(), dtype=torch.uint8, device=DEVICE)
     for out in (good[:-1], good.view(torch.int16), good.view(2, -1)):
         with pytest.raises(ValueError, match="needs 1200 bytes"):
             tensor.decode_into(out)
-    beside = torch.empty(tensor.room() + 1, dtype=torch.uint8, device=DEVICE)[1:]
+    beside = torch.empty(tensor.capacity() + 1, dtype=torch.uint8, device=DEVICE)[1:]
     with pytest.raises(ValueError, match="not aligned"):
         tensor.decode_into(beside)
     with pytest.raises(ValueError, match="not aligned"):
@@ -523,7 +523,7 @@ def test_operators_pass_opcheck() -> None:
     tensor, _ = resident(600)
     arguments = tensor.memory, *tensor._arguments(tensor.chunk(0))
     torch.library.opcheck(torch.ops.neuzip.decode.default, arguments)
-    out = torch.empty(tensor.room(), dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(tensor.capacity(), dtype=torch.uint8, device=DEVICE)
     torch.library.opcheck(torch.ops.neuzip.decode_into.default, (out, *arguments))
 
 

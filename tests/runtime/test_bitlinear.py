@@ -734,7 +734,9 @@ def test_from_pretrained(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["llama"] / "small", **options)
     expected = load_model(folders["llama"] / "small", residency="packed", activations="a4.8")
     assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    assert repr(model.hf_quantizer.asked) == "NeuzipConfig(residency='packed', activations='a4.8')"
+    assert (
+        repr(model.hf_quantizer.quantization_config) == "NeuzipConfig(residency='packed', activations='a4.8')"
+    )
     default = AutoModelForCausalLM.from_pretrained(
         folders["llama"] / "small", quantization_config=NeuzipConfig("packed")
     )

@@ -515,7 +515,7 @@ def test_a_window_is_all_that_is_kept(ids: Tensor, monkeypatch):
     cache = KVCache(model.config, 3)
     logits(model, ids, cache, [1] * 20)
     layer = cache.layers[0]
-    assert layer.key_heads.room <= WINDOW + 4
+    assert layer.key_heads.capacity <= WINDOW + 4
     assert layer.end - layer.start == WINDOW - 1
     with pytest.raises(RuntimeError, match="call activate_past_recording first"):
         cache.crop(-1)

@@ -39,7 +39,7 @@ from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.hf.patches import make_quantizer, register
-from neuzip.runtime.hf.quantization_config import NeuzipConfig
+from neuzip.runtime.hf.quantization_config import NeuzipConfig, PlacedConfig
 from neuzip.runtime.hf.residency import is_compressed, memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -328,9 +328,8 @@ def test_ans_is_not_for_the_cpu(larger):
         )
     with pytest.raises(UsageError, match="`residency='small'`: there is no such"):
         NeuzipConfig("small")
-    config = NeuzipConfig("ans")
-    config.is_placed = True  # as load_model has it, which looks itself
-    make_quantizer(config).validate_environment(device_map=None)
+    placed = PlacedConfig("ans")  # what load_model gives, which looks at the device itself
+    make_quantizer(placed).validate_environment(device_map=None)
 
 
 @pytest.mark.parametrize("residency", ["dense", "packed"])

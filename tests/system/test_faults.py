@@ -20,7 +20,8 @@ import pytest
 from loopback_hub import TOKEN, Handler, Hub, Refusal, hub_environment
 
 from neuzip.compress import decompress
-from neuzip.formats.hub.push import plan_push, push
+from neuzip.formats.hub.push import push
+from neuzip.formats.hub.push_plan import plan_push
 
 pytest_plugins = ["loopback_hub"]
 

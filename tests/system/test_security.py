@@ -30,7 +30,7 @@ from neuzip.formats.card.model_card import model_card, split_card
 from neuzip.formats.card.text import shown_command
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.export import gguf, gguf_model
-from neuzip.formats.hub.push import plan_push
+from neuzip.formats.hub.push_plan import plan_push
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "SECURITY.md").read_text(encoding="utf-8")

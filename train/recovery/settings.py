@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from neuzip.choices import ScaleTraining, WholeGroup
 from neuzip.errors import UsageError
 from neuzip.runtime.activations import Activations
 from neuzip.train.loop import Shape
@@ -30,8 +30,8 @@ class RecoverySettings:
     """
 
     activations: str = "b1.58"
-    group: Literal["tensor", "row"] = "tensor"
-    scales: Literal["learned", "absmean"] = "learned"
+    group: WholeGroup = "tensor"
+    scales: ScaleTraining = "learned"
     sub_norms: bool = False
     lr: float = 3e-4
     scale_lr: float = 1.0

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neuzip.choices import ConversionQuantizer
 from neuzip.compress.overwrite_guard import require_free
 from neuzip.compress.storing import storing
 from neuzip.compress.workspace import clear, publish, recover, workspace
@@ -32,8 +33,6 @@ from neuzip.train.plain import write_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Quantizer = Literal["absmean", "least-squares", "error-feedback"]
-
 
 @dataclass(frozen=True)
 class TernaryRecipe:
@@ -43,7 +42,7 @@ class TernaryRecipe:
     group      weights of a row that share a scale; "row" for all of them, None for one a tensor
     """
 
-    quantizer: Quantizer = "error-feedback"
+    quantizer: ConversionQuantizer = "error-feedback"
     group: int | Literal["row"] | None = "row"
 
     def apply(self, weight: Tensor, gram: Tensor | None) -> Ternary:

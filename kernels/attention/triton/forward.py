@@ -153,7 +153,7 @@ def forward(
         quantized.k_scale, quantized.k_mean, quantized.v_scale, quantized.v_mean,
         k, layout.q_starts, layout.k_starts,
         scale, options.scale, (options.softcap or 0.0) * LOG2E, window or 0,
-        layout.longest_q, layout.longest_k, layout.total_q, layout.total_k, quantized.room,
+        layout.longest_q, layout.longest_k, layout.total_q, layout.total_k, quantized.capacity,
         layout.q_heads, tiles, layout.sequences * layout.q_heads,
         _together(quantized, layout, group) if options.causal else 1,
         *_strides(q, packed), *_strides(k, packed),
@@ -178,7 +178,7 @@ def _described(quantized: Quantized, columns: int) -> tuple[TensorDescriptor, Te
     rows = quantized.k.view(-1, quantized.width)
     if rows.shape[0] > MOST_ROWS:
         raise ValueError(f"{rows.shape[0]:,} keys of all heads are more than the {MOST_ROWS:,} that fit")
-    channels = quantized.v.view(-1, quantized.room)
+    channels = quantized.v.view(-1, quantized.capacity)
     return (
         TensorDescriptor.from_tensor(rows, [BLOCK, columns]),
         TensorDescriptor.from_tensor(channels, [columns, BLOCK]),
@@ -249,7 +249,7 @@ def capped(x, softcap):
 def _attention_kernel(
     out_ptr, lse_ptr, q_ptr, k_desc, v_desc, k_desc1, v_desc1,
     k_scale_ptr, k_mean_ptr, v_scale_ptr, v_mean_ptr, k_ptr, q_starts_ptr, k_starts_ptr,
-    factor, scale, softcap, window, longest_q, longest_k, total_q, total_k, room,
+    factor, scale, softcap, window, longest_q, longest_k, total_q, total_k, capacity,
     heads, tiles, all_heads, together,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_ob, stride_oh, stride_ot,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -273,7 +273,7 @@ def _attention_kernel(
     else:
         place = kv_head
         begin = (k_start // BN + sequence.to(tl.int32)) * BN
-    row = (place * room + begin).to(tl.int32)  # of the keys' descriptor, which counts in int32
+    row = (place * capacity + begin).to(tl.int32)  # of the keys' descriptor, which counts in int32
     channel = (place * D).to(tl.int32)
 
     offs_m = tile * BM + tl.arange(0, BM)
@@ -332,7 +332,7 @@ def _attention_kernel(
         limit_before = offs_m + behind + 1 - window
 
     zeros4 = tl.zeros((4,), tl.int32)
-    scales = k_scale_ptr + (place * room + begin) // BN * 4 + tl.arange(0, 4)
+    scales = k_scale_ptr + (place * capacity + begin) // BN * 4 + tl.arange(0, 4)
     acc0 = tl.zeros((BM, D0), tl.float32)
     acc1 = tl.zeros((BM, D1 if D1 > 0 else 16), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)

@@ -41,10 +41,10 @@ SMALLEST = tl.constexpr(2.0**-100)
 def quantize(k: Tensor, v: Tensor, bits: int, smooth_v: bool) -> Quantized:
     """Quantise k and v [B, Hkv, Nk, D], bf16 or fp16 (fp32 in the interpreter), with Nk > 0."""
     batch, heads, tokens, _ = k.shape
-    room = triton.cdiv(tokens, BLOCK) * BLOCK
+    capacity = triton.cdiv(tokens, BLOCK) * BLOCK
     outer = (batch, heads)
     strides = *k.stride()[:3], *v.stride()[:3]
-    return _quantize(k, v, outer, room, strides, batch, tokens, None, bits, smooth_v)
+    return _quantize(k, v, outer, capacity, strides, batch, tokens, None, bits, smooth_v)
 
 
 def quantize_packed(
@@ -53,16 +53,16 @@ def quantize_packed(
     """Quantise k and v [Tk, Hkv, D] of sequences of at most `longest` tokens; `starts` int32 [S + 1]."""
     tokens, heads, _ = k.shape
     sequences = starts.shape[0] - 1
-    room = (tokens // BLOCK + sequences) * BLOCK
+    capacity = (tokens // BLOCK + sequences) * BLOCK
     strides = 0, k.stride(1), k.stride(0), 0, v.stride(1), v.stride(0)
-    return _quantize(k, v, (heads,), room, strides, sequences, longest, starts, bits, smooth_v)
+    return _quantize(k, v, (heads,), capacity, strides, sequences, longest, starts, bits, smooth_v)
 
 
 def _quantize(
     k: Tensor,
     v: Tensor,
     outer: tuple[int, ...],
-    room: int,
+    capacity: int,
     strides: tuple[int, ...],
     sequences: int,
     longest: int,
@@ -80,10 +80,10 @@ def _quantize(
         heads if starts is not None else sequences * heads, slots, kinds, width, device=device
     )
     quantized = Quantized(
-        torch.empty(*outer, room, width, dtype=torch.int8, device=device),
-        torch.empty(*outer, room // BLOCK, GROUPS, device=device),
+        torch.empty(*outer, capacity, width, dtype=torch.int8, device=device),
+        torch.empty(*outer, capacity // BLOCK, GROUPS, device=device),
         torch.empty(sequences, heads, width, device=device),
-        torch.empty(*outer, width, room, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(*outer, width, capacity, dtype=torch.float8_e4m3fn, device=device),
         torch.empty(sequences, heads, width, device=device),
         torch.empty(sequences, heads, width, device=device) if smooth_v else None,
     )
@@ -104,7 +104,7 @@ def _quantize(
         _codes_kernel, (sequences * heads * blocks * 2,),
         quantized.k, quantized.k_scale, quantized.v, k, v,
         quantized.k_mean, quantized.v_scale, quantized.v_mean, starts,
-        longest, total, heads, blocks, room, *strides, LEVELS=2 ** (bits - 1) - 1,
+        longest, total, heads, blocks, capacity, *strides, LEVELS=2 ** (bits - 1) - 1,
         BLOCK=BLOCK, **common, COMPILED=is_compiled(_codes_kernel), device=device,
         **codes_launch(columns, device),
     )  # fmt: skip
@@ -268,7 +268,7 @@ def _fold_kernel(
 @triton.jit(do_not_specialize=["longest", "total", "heads", "blocks"])
 def _codes_kernel(
     k_out, k_scale_ptr, v_out, k_ptr, v_ptr, k_mean_ptr, v_scale_ptr, v_mean_ptr, starts_ptr,
-    longest, total, heads, blocks, room,
+    longest, total, heads, blocks, capacity,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     LEVELS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     SMOOTH_V: tl.constexpr, COMPILED: tl.constexpr,
@@ -300,10 +300,10 @@ def _codes_kernel(
         k = tl.where(there[:, None], k - mean[None, :], 0.0)
         peak = tl.reshape(tl.max(tl.abs(k), 1), [BLOCK // 8, 4, 2])
         scale = divided(tl.max(tl.max(peak, 2), 0), LEVELS)  # [4]
-        tl.store(k_scale_ptr + (place * room + begin) // BLOCK * 4 + tl.arange(0, 4), scale)
+        tl.store(k_scale_ptr + (place * capacity + begin) // BLOCK * 4 + tl.arange(0, 4), scale)
         of_row = tl.reshape(tl.broadcast_to(scale[None, :, None], (BLOCK // 8, 4, 2)), [BLOCK, 1])
         codes = rounded(quotient(k, of_row, COMPILED))
-        to = (place * room + begin + rows) * D
+        to = (place * capacity + begin + rows) * D
         tl.store(k_out + to[:, None] + columns[None, :], codes, mask=real[None, :])
     else:
         # Position p of 16 holds token p % 2 + p // 4 * 2 + p // 2 % 2 * 8: see quantized.stored_token.
@@ -317,5 +317,5 @@ def _codes_kernel(
             v = tl.where(there[:, None], v - mean[None, :], 0.0)
         of_column = tl.load(v_scale_ptr + channels, mask=real, other=0.0)[None, :]
         v = as_e4m3(quotient(v, of_column, COMPILED), COMPILED)
-        line = (place * D + columns.to(tl.int64)) * room + begin
+        line = (place * D + columns.to(tl.int64)) * capacity + begin
         tl.store(v_out + line[:, None] + rows[None, :], tl.trans(v), mask=real[:, None])

@@ -61,14 +61,14 @@ def attend(
     batch, queries, width = query.shape
     group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
-    parts = ShareSums.empty(query, group, _shares(keys.room, batch * heads, query.device), values.width)
+    parts = ShareSums.empty(query, group, _shares(keys.capacity, batch * heads, query.device), values.width)
     row_bytes = padded(max(width, values.width)) * query.element_size()
     config = launch_for("kv_cache.attend", query.device)
     tile = launch_for("kv_cache.attend_step", query.device, row_bytes=row_bytes)
     launch(
         _share_kernel, (parts.shares, heads, batch),
         *parts.arrays, query, first, mask, length, LOG2_E * scaling, width, values.width,
-        *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.room,
+        *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.capacity,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         MULTIPLIED=_multiplied(query.dtype), GROUP=group, QUERIES=QUERIES, STEP=tile["step"],
         K_BITS=keys.bits, K_WIDTHS=plane_widths(keys.bits), K_COUNTS=plane_counts(keys),
@@ -157,14 +157,14 @@ def codes_of(
     return codes, half
 
 
-@triton.jit(do_not_specialize=["length_ptr", "room"])
+@triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _share_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling, k_width, v_width,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kl_ptr, kf_ptr,
     stride_kwb, stride_kwh, stride_kwt, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vl_ptr, vf_ptr,
-    stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, room,
+    stride_vwb, stride_vwh, stride_vwt, stride_vsb, stride_vsh, stride_vfb, stride_vfh, capacity,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, MULTIPLIED: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_COLUMNS: tl.constexpr,
@@ -179,7 +179,7 @@ def _share_kernel(
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     length = (tl.load(length_ptr) if LENGTH_IS_POINTER else length_ptr).to(tl.int32)
-    length = tl.minimum(length, room)
+    length = tl.minimum(length, capacity)
     each = tl.cdiv(tl.cdiv(length, shares), STEP) * STEP
     begin = share * each
     end = tl.minimum(begin + each, length)

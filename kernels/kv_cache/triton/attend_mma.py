@@ -54,7 +54,7 @@ from neuzip.kernels.kv_cache.triton.shares import (
 from neuzip.kernels.quantizers import plane_widths, words
 
 WIDEST = 128
-"""Numbers of a head that a warp has room for."""
+"""Numbers of a head that a warp has registers for."""
 
 STEP = 16
 """Tokens that a program takes at a time."""
@@ -66,7 +66,7 @@ def fits(query: Tensor, keys: Heads, values: Heads) -> bool:
     """Whether `attend` is made for them: numbers of 16 bits, rows of words one behind the other."""
     return (
         query.dtype in (torch.bfloat16, torch.float16)
-        and keys.room > 0
+        and keys.capacity > 0
         and max(keys.width, values.width) <= WIDEST
         and all(heads.words.stride()[2:] == (words(heads.width, heads.bits), 1) for heads in (keys, values))
         and all(heads.scale.stride(2) == 1 for heads in (keys, values))
@@ -90,11 +90,11 @@ def attend(
     batch, queries, width = query.shape
     group = queries_of_a_head(query, keys, values, first, mask)
     heads = queries // group
-    parts = ShareSums.empty(query, group, _shares(keys.room, batch * heads, query.device), values.width)
+    parts = ShareSums.empty(query, group, _shares(keys.capacity, batch * heads, query.device), values.width)
     launch(
         _fragments_kernel, (parts.shares, heads, batch),
         *parts.arrays, query.view(torch.int16), first, mask, length, LOG2_E * scaling,
-        *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.room,
+        *query.stride()[:2], mask_stride(mask), *_arguments(keys), *_arguments(values), keys.capacity,
         LENGTH_IS_POINTER=isinstance(length, Tensor), MASK_IS_BOOL=is_bool(mask),
         HALF=query.dtype == torch.float16, GROUP=group,
         K_BITS=keys.bits, K_WIDTHS=plane_widths(keys.bits), K_COUNTS=plane_counts(keys), K_WIDTH=width,
@@ -360,13 +360,13 @@ def _with_first_value(sums, upper, lower, word, row, HALF: tl.constexpr, COMPILE
     return added
 
 
-@triton.jit(do_not_specialize=["length_ptr", "room"])
+@triton.jit(do_not_specialize=["length_ptr", "capacity"])
 def _fragments_kernel(
     sums_ptr, largest_ptr, weight_ptr, query_ptr, first_ptr, mask_ptr, length_ptr, scaling,
     stride_qb, stride_qh, stride_mb,
     kw_ptr, ks_ptr, kl_ptr, kf_ptr, stride_kwb, stride_kwh, stride_ksb, stride_ksh, stride_kfb, stride_kfh,
     vw_ptr, vs_ptr, vl_ptr, vf_ptr, stride_vwb, stride_vwh, stride_vsb, stride_vsh, stride_vfb, stride_vfh,
-    room,
+    capacity,
     LENGTH_IS_POINTER: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     K_BITS: tl.constexpr, K_WIDTHS: tl.constexpr, K_COUNTS: tl.constexpr, K_WIDTH: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -386,7 +386,7 @@ def _fragments_kernel(
     head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     length = (tl.load(length_ptr) if LENGTH_IS_POINTER else length_ptr).to(tl.int32)
-    length = tl.minimum(length, room)
+    length = tl.minimum(length, capacity)
     each = tl.cdiv(tl.cdiv(length, shares), _STEP) * _STEP
     begin = share * each
     end = tl.minimum(begin + each, length)

@@ -1,4 +1,4 @@
-"""Heads in few bits made dense again, in Triton: bit for bit what `torch_ops.load` gives.
+"""Heads in few bits made dense again, in Triton: bit for bit what `ops.load` gives.
 
 A program takes some tokens of one head of one text: nothing larger than the result is ever in memory.
 """

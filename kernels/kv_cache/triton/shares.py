@@ -74,8 +74,8 @@ def queries_of_a_head(query: Tensor, keys: Heads, values: Heads, first: Tensor, 
         raise ValueError(f"{group} queries a head of {width} numbers; {QUERIES} of {WIDEST} are possible")
     if keys.words.shape[0] != batch or first.shape != (batch,):
         raise ValueError(f"{batch} queries for {keys.words.shape[0]} texts and {len(first)} first tokens")
-    if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] < keys.room):
-        raise ValueError(f"a mask {tuple(mask.shape)} for {batch} texts of {keys.room} tokens")
+    if mask is not None and (mask.shape[0] not in (1, batch) or mask.shape[1] < keys.capacity):
+        raise ValueError(f"a mask {tuple(mask.shape)} for {batch} texts of {keys.capacity} tokens")
     rows = [query.stride(2), *(heads.words.stride(3) for heads in (keys, values))]
     rows += [heads.scale.stride(2) for heads in (keys, values)] + ([] if mask is None else [mask.stride(1)])
     if any(stride != 1 for stride in rows):

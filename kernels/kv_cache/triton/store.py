@@ -1,4 +1,4 @@
-"""Quantising and packing new tokens, in Triton: bit for bit what `torch_ops.store` writes.
+"""Quantising and packing new tokens, in Triton: bit for bit what `ops.store` writes.
 
 A program takes some tokens of one head of one text. All arithmetic is fp32 with one rounding an operation, in
 the order of quantizers.quantize_heads; the launch forbids the compiler to fuse any of it.
@@ -34,23 +34,23 @@ def padded(width: int) -> int:
 
 
 def store(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
-    """`kv_cache.store` on a GPU, in one launch if all rooms are alike.
+    """`kv_cache.store` on a GPU, in one launch if all `heads` have one layout.
 
     Raises ValueError for shapes and strides that do not fit.
     """
-    for room, x in zip(heads, states, strict=True):
-        _check(room, x)
-    alike = len({(_layout(room), x.shape, x.dtype) for room, x in zip(heads, states, strict=True)}) == 1
+    for one, x in zip(heads, states, strict=True):
+        _check(one, x)
+    alike = len({(_layout(one), x.shape, x.dtype) for one, x in zip(heads, states, strict=True)}) == 1
     if alike:
         _launch(heads, states, at, first)
     else:
-        for room, x in zip(heads, states, strict=True):
-            _launch([room], [x], at, first)
+        for one, x in zip(heads, states, strict=True):
+            _launch([one], [x], at, first)
 
 
 def _check(heads: Heads, x: Tensor) -> None:
     batch, count, tokens, width = x.shape
-    if (*heads.words.shape[:2], heads.width) != (batch, count, width) or tokens > heads.room:
+    if (*heads.words.shape[:2], heads.width) != (batch, count, width) or tokens > heads.capacity:
         raise ValueError(f"{tuple(x.shape)} does not fit into the room {tuple(heads.words.shape)}")
     if x.stride(3) != 1 or heads.words.stride(3) != 1 or heads.scale.stride(2) != 1:
         raise ValueError("the numbers of a head, its words and the scales of its tokens lie side by side")
@@ -64,7 +64,7 @@ def _layout(heads: Heads) -> tuple[object, ...]:
 
 def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, first: Tensor) -> None:
     """One launch for heads of one layout."""
-    room, (batch, count, tokens, width) = heads[0], states[0].shape
+    one, (batch, count, tokens, width) = heads[0], states[0].shape
     if not states[0].numel():
         return
     columns = padded(width)
@@ -73,11 +73,11 @@ def _launch(heads: Sequence[Heads], states: Sequence[Tensor], at: int | Tensor, 
         _store_kernel, (triton.cdiv(tokens, rows), count * len(heads), batch),
         tuple(states), tuple(h.words for h in heads), tuple(h.scale for h in heads),
         tuple(h.low for h in heads), tuple(h.first_bits for h in heads), first, at,
-        tokens, room.room, width, count, tuple(x.stride()[:3] for x in states),
-        *room.words.stride()[:3], *room.scale.stride()[:2],
-        *(room.first_bits.stride()[:2] if room.first_bits is not None else (0, 0)),
-        AT_IS_POINTER=isinstance(at, Tensor), BITS=room.bits, WIDTHS=plane_widths(room.bits),
-        COUNTS=tuple(words(width, w) for w in plane_widths(room.bits)), FIRST_COUNT=words(width, 1),
+        tokens, one.capacity, width, count, tuple(x.stride()[:3] for x in states),
+        *one.words.stride()[:3], *one.scale.stride()[:2],
+        *(one.first_bits.stride()[:2] if one.first_bits is not None else (0, 0)),
+        AT_IS_POINTER=isinstance(at, Tensor), BITS=one.bits, WIDTHS=plane_widths(one.bits),
+        COUNTS=tuple(words(width, w) for w in plane_widths(one.bits)), FIRST_COUNT=words(width, 1),
         ROWS=rows, COLUMNS=columns, **launch_for("kv_cache.store", first.device, numbers=rows * columns),
         enable_fp_fusion=False, pdl=True, device=first.device,
     )  # fmt: skip
@@ -125,15 +125,15 @@ def _store_plane(
     tl.store(rows + offs[None, :], words, mask=mask[:, None] & (offs < COUNT)[None, :])
 
 
-@triton.jit(do_not_specialize=["at_ptr", "tokens", "room"])
+@triton.jit(do_not_specialize=["at_ptr", "tokens", "capacity"])
 def _store_kernel(
     xs, words_ptrs, scale_ptrs, low_ptrs, first_bits_ptrs, first_ptr, at_ptr,
-    tokens, room, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
+    tokens, capacity, width, heads, x_strides, stride_wb, stride_wh, stride_wt,
     stride_sb, stride_sh, stride_fb, stride_fh,
     AT_IS_POINTER: tl.constexpr, BITS: tl.constexpr, WIDTHS: tl.constexpr, COUNTS: tl.constexpr,
     FIRST_COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a head, of the first room or of those after it."""
+    """Some tokens of a head, of the first `Heads` or of those after it."""
     KIND: tl.constexpr = scale_ptrs[0].dtype.element_ty
     if USE_PDL:
         cuda.gdc_wait()
@@ -154,7 +154,7 @@ def _store_kernel(
     at = (tl.load(at_ptr) if AT_IS_POINTER else at_ptr).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    there = (rows < tokens) & (at + rows >= 0) & (at + rows < room)  # what does not fit is dropped
+    there = (rows < tokens) & (at + rows >= 0) & (at + rows < capacity)  # what does not fit is dropped
     real = columns < width
     x = x_ptr + text * stride_xb + head * stride_xh + rows[:, None] * stride_xt + columns[None, :]
     x = tl.load(x, mask=there[:, None] & real[None, :], other=0.0).to(tl.float32)  # [ROWS, COLUMNS]

@@ -1,6 +1,6 @@
 """Two heads over one vocabulary, tile by tile, in Triton: their statistics, KL(base || other), their top k.
 
-A program has the logits of both heads for one tile at the same time. Beside the parts of triton_forward.py,
+A program has the logits of both heads for one tile at the same time. Beside the parts of forward.py,
 for each head, a tile has two parts of `sums.kullback_leibler`, relative to its own maxima: with e = exp(y) of
 the base, f = exp(y') of the other and u = y - y', where y and y' are logits less the maximum of the tile,
 

@@ -105,8 +105,8 @@ def _run(
         return TokenStatistics(state.lse, logit, state.argmax, state.entropy, state.rank)
     kinds = 4 if extras else 2
     tiles = triton.cdiv(head.vocabulary, config.columns)
-    room = workspace - 12 * tokens  # what is known after a chunk
-    at_once = tiles_at_once(tiles, room // (4 * kinds * tokens), head, config.columns, workspace)
+    capacity = workspace - 12 * tokens  # what is known after a chunk
+    at_once = tiles_at_once(tiles, capacity // (4 * kinds * tokens), head, config.columns, workspace)
     parts = torch.empty(kinds, at_once, tokens, device=device)
     counts = parts[-1].view(torch.int32)
     for start, weight in chunks(head, at_once * config.columns):

@@ -16,19 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuzip.kernels.device.launch import LAUNCHING
+from neuzip.kernels.device.launch import launching
 from neuzip.kernels.quantizers.states import BLOCK, RngKey
 
 ROWS = 4
-"""Blocks of states that a program works on."""
+"""Blocks of 256 states for each program."""
 
-CHANCES = 3
-"""Uses of random numbers: first moment, second moment, weight."""
+RANDOM_USES = 3
+"""Independent random numbers for each weight: for its first moment, its second moment, itself."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a step multiplies with: the numbers of AdamW, worked out for its number.
+    """Factors of one AdamW step, computed for its number.
 
     size      lr / (1 - beta1^step)
     unbias    1 / (1 - beta2^step)
@@ -63,8 +63,8 @@ def adamw(
             raise ValueError(f"{name} is {tuple(array.shape)}, for {n} weights in one dimension")
     if stochastic and weight.dtype != torch.bfloat16:
         raise ValueError(f"weights are rounded by chance to torch.bfloat16, not to {weight.dtype}")
-    keys = [_signed(key) for use in range(CHANCES) for key in rng_key.keys(use)]
-    with torch.cuda.device_of(weight), LAUNCHING:
+    keys = [_signed(key) for use in range(RANDOM_USES) for key in rng_key.keys(use)]
+    with launching(weight.device):
         _adamw_kernel[(triton.cdiv(n, ROWS * BLOCK),)](
             weight, gradient, states["first"], states["first_top"], states["second"], states["second_top"],
             weight if scale is None else scale, n, rng_key.element,
@@ -102,7 +102,7 @@ def _top(x):
 
 @triton.jit
 def _code(x, top, word, SIGNED: tl.constexpr):
-    """The code of elements, fp32, one of the two around them by chance."""
+    """The codes of elements, fp32: stochastic rounding to one of the two nearest."""
     most = 127.0 if SIGNED else 255.0
     share = tl.abs(x) / tl.where(top > 0, top, 1.0)[:, None]
     share = tl.where(share == share, tl.minimum(share, 1.0), 0.0)

@@ -6,7 +6,7 @@ ballot. Eight weights later the thread has 16 bytes of bf16 to store.
 
 A step waits for two loads, one after the other, so both must be found in the first-level cache, and nothing
 else may wait: the words of the next run are touched a run ahead, the planes are loaded two runs ahead.
-Full blocks of bf16 of which nothing was dropped go another way: see `triton_stream`.
+Full blocks of bf16 of which nothing was dropped go another way: see stream.py.
 
 Tensors of one kind (format, mantissa bits, group, block size) share a launch, however many they are. Their
 last blocks, if shorter than the others, have a launch of their own, in which every store is masked. Parts
@@ -65,7 +65,7 @@ def decode(tensors: Sequence[CodedTensor], outs: Sequence[torch.Tensor]) -> torc
 
 
 def streams(kind: Kind) -> bool:
-    """Whether full blocks are decoded as `triton_stream` does: bf16, nothing dropped, coded in pairs."""
+    """Whether full blocks are decoded as stream.py does: bf16, nothing dropped, coded in pairs."""
     fmt, mantissa_bits, group, block_size = kind
     return (fmt.bits, fmt.mantissa_bits, mantissa_bits, group, block_size) == (16, 7, 7, 2, 0)
 
@@ -99,7 +99,7 @@ class DecodeLaunch:
 
 @functools.cache
 def _options(kind: Kind, ragged: bool, warps: int) -> dict[str, Any]:
-    """What the kernels are compiled for. Programs with the warps of `triton_stream` decode as that does."""
+    """What the kernels are compiled for. Programs with the warps of stream.py decode as that does."""
     fmt, mantissa_bits, group, block_size = kind
     stream = streams(kind) and not ragged and warps == triton_stream.WARPS
     compiled = is_compiled(decode_blocks)

@@ -34,8 +34,10 @@ def code_words(blocks: BlockCoder, spare: int) -> torch.Tensor:
         first = last
     if len(parts) == 1 and not spare:
         return parts[0]
-    room = torch.empty(first + (first // spare if spare else 0), dtype=torch.int16, device=parts[0].device)
-    return torch.cat(parts, out=room[:first])
+    capacity = torch.empty(
+        first + (first // spare if spare else 0), dtype=torch.int16, device=parts[0].device
+    )
+    return torch.cat(parts, out=capacity[:first])
 
 
 class BlockCoder:
@@ -98,15 +100,16 @@ class BlockCoder:
         launch(
             _gather_kernel, (min(self._span, self._blocks - at),),
             self._bits, self._regions, self._notes, self._counts, self.ends, words,
-            first_block=at, first_word=first_word, room=words.numel(), span=self._span,
+            first_block=at, first_word=first_word, capacity=words.numel(), span=self._span,
             EXPONENT=fmt.exponent_bits, MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, REGION=self._region,
             NOTES=NOTES, RUN=RUN, TILE=1024, num_warps=2, device=self.index.device,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_block", "first_word", "room", "span"])
+@triton.jit(do_not_specialize=["first_block", "first_word", "capacity", "span"])
 def _gather_kernel(
-    bits_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr, words_ptr, first_block, first_word, room, span,
+    bits_ptr, regions_ptr, notes_ptr, counts_ptr, ends_ptr, words_ptr,
+    first_block, first_word, capacity, span,
     EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr, REGION: tl.constexpr,
     NOTES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +119,7 @@ def _gather_kernel(
     n_notes = tl.load(counts_ptr + span + pid)
     start = tl.load(ends_ptr + first_block + pid) - first_word
     # A block has less than 2^16 words.
-    left = tl.maximum(tl.minimum(room - start, 1 << 16), 0).to(tl.int32)
+    left = tl.maximum(tl.minimum(capacity - start, 1 << 16), 0).to(tl.int32)
     words_ptr += start
     region_ptr = regions_ptr + (pid + 1) * REGION - coded
     for at in range(0, coded, TILE):

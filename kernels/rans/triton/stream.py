@@ -31,7 +31,7 @@ PIECE, PIECES, AHEAD = 256, 4, 3
 
 _RUNS, _LANES, _RUN_WORDS = tl.constexpr(RUNS), tl.constexpr(LANES), tl.constexpr(LANES * RUN * 2 // 8)
 _SLOTS, _SCALE_BITS, _LOWER = tl.constexpr(SCALE - 1), tl.constexpr(SCALE_BITS), tl.constexpr(LOWER)
-_AHEAD, _PIECE, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECE), tl.constexpr(PIECES)
+_AHEAD, _PIECES = tl.constexpr(AHEAD), tl.constexpr(PIECES)
 _TABLE_BYTES = tl.constexpr(4 * SCALE)
 _PLANES_OF_RUN = tl.constexpr(LANES * RUN)
 _RING_BYTES = tl.constexpr(2 * PIECE * PIECES)

@@ -1,14 +1,29 @@
-"""Words of weights by way of shared memory: asked for long before they are used, and held in no register.
+"""A ring of buffers in shared memory, through which each warp prefetches the words of its weights.
 
-A thread copies 16 bytes of row r and of row r + 8 a turn, and gets the words of matrix instructions, which
-others of its warp have copied: `ldmatrix` gives thread (r, q) words q, 4 + q, 8 + q and 12 + q of both rows.
-Of rows that are 64 bytes long, every other would lie in the same banks; so the four pieces of a row change
-places with each other, in another way for every second row.
+Words are requested with `cp.async` long before they are used, and hold no register meanwhile. In each step a
+warp needs 16 rows of 256 columns, 64 bytes a row:
 
-Copies end in the order they were begun in, a group for each turn. A place is filled again when all threads of
-a warp have loaded its words.
+    thread (r, q) copies    16 bytes of row r and 16 of row r + 8: its quarter q, 4 words
+    thread (r, q) loads     words q, 4 + q, 8 + q and 12 + q of both rows, by two `ldmatrix` of four 8 x 8
+                            matrices
 
-The interpreter has no shared memory: it loads words where they are.
+These are the operands of a matrix instruction as it wants them, without a move. As rows are 64 bytes long,
+every second row would start at the same banks; so the quarters of a row are permuted, quarter q of row r
+lying at place q ^ (r // 2), and no two rows of a matrix share banks.
+
+With STAGES = 3, step s of a warp is
+
+    wait      until 2 groups of copies at most are in flight: those of steps s + 1 and s + 2
+    barrier   of the warp: what its other threads copied is there as well
+    load      the words of step s
+    barrier   of the warp: all threads have loaded, so the buffer is free
+    copy      the words of step s + 3 into it: the next group
+    multiply  the words of step s
+
+Each warp has a part of the ring for itself, so no barrier of the whole program is needed.
+
+Triton does not know this memory: PTX declares it in `make`, whose result is its address. Triton's interpreter
+has none, and loads words from where they are.
 """
 
 from __future__ import annotations
@@ -16,26 +31,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.ternary_linear.triton.one_token_int8 import four
-from neuzip.kernels.ternary_linear.weight import STEP
+from neuzip.kernels.ternary_linear.triton.registers import four
+from neuzip.kernels.ternary_linear.weight import BLOCK_K
 
-TURN_BYTES = 4 * STEP
-"""Of a warp's words in a turn: 16 rows of STEP columns."""
+STAGE_BYTES = 4 * BLOCK_K
+"""Bytes of a warp's words in one step: 16 rows of BLOCK_K columns."""
 
-_ROWS_BEHIND, _TURN_BYTES = tl.constexpr(STEP // 2), tl.constexpr(TURN_BYTES)
+_LOWER_ROWS, _STAGE_BYTES = tl.constexpr(BLOCK_K // 2), tl.constexpr(STAGE_BYTES)
 
 
 @triton.jit
-def make(warp, r, q, AHEAD: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """A ring of AHEAD turns of W warps: where a thread copies words to, and the two places it loads from."""
-    of_warp = warp * (AHEAD * _TURN_BYTES)
+def make(warp, r, q, STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, COMPILED: tl.constexpr):
+    """Addresses in a new ring: where a thread copies words to, and the two places that it loads from."""
+    of_warp = warp * (STAGES * _STAGE_BYTES)
     to = of_warp + r * 64 + (q ^ (r // 2)) * 16
-    # Thread 8 m + i names row i of the m-th of four matrices: rows up to 7, from 8 on, and both once more.
+    # Thread 8 m + i gives the address of row i of matrix m: rows 0 to 7, 8 to 15, and both once more.
     m, i = r // 2, r % 2 * 4 + q
-    at = of_warp + m % 2 * (_TURN_BYTES // 2) + i * 64 + (m // 2 ^ (i // 2)) * 16
-    if ASM:
+    at = of_warp + m % 2 * (_STAGE_BYTES // 2) + i * 64 + (m // 2 ^ (i // 2)) * 16
+    if COMPILED:
         base = tl.inline_asm_elementwise(
-            _making(W * AHEAD), "=r,r", [warp], dtype=tl.int32, is_pure=False, pack=1
+            _declare(NUM_WARPS * STAGES), "=r,r", [warp], dtype=tl.int32, is_pure=False, pack=1
         )
         to += base
         at += base
@@ -43,14 +58,14 @@ def make(warp, r, q, AHEAD: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _making(turns):
-    return f"{{ .shared .align 64 .b8 ring[{TURN_BYTES * turns}]; mov.u32 $0, ring; }}"
+def _declare(stages):
+    return f"{{ .shared .align 64 .b8 ring[{STAGE_BYTES * stages}]; mov.u32 $0, ring; }}"
 
 
 @triton.jit
-def meet(thread, ASM: tl.constexpr):
-    """All threads of a warp meet: what they wrote is there for each, and loads are not moved over this."""
-    if ASM:
+def warp_sync(thread, COMPILED: tl.constexpr):
+    """A barrier of each warp: what its threads wrote is visible to all, and no load moves across."""
+    if COMPILED:
         tl.inline_asm_elementwise(
             "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [thread],
             dtype=tl.int32, is_pure=False, pack=1,
@@ -59,53 +74,60 @@ def meet(thread, ASM: tl.constexpr):
 
 @triton.jit
 def begin_copy(
-    ring, words, inside, TURN: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
+    ring, words, mask, STEP: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """Begin to copy the words of a turn, pointers [T]; zeros unless `inside`, which with EVEN all are."""
-    if ASM:
+    """Start to copy the words of a step from pointers [T]; zeros where not `mask`, unless EVEN_K."""
+    if COMPILED:
         tl.inline_asm_elementwise(
-            _copying(TURN % AHEAD, TURN >= AHEAD, EVEN), "=r,r,l,r",
-            [ring[0], words.to(tl.int64), tl.where(inside, 16, 0)],
+            _copying(STEP % STAGES, STEP >= STAGES, EVEN_K), "=r,r,l,r",
+            [ring[0], words.to(tl.int64), tl.where(mask, 16, 0)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.constexpr_function
-def _copying(place, again, even):
+def _copying(stage, again, even):
     size = "16" if even else "16, $3"
-    to = TURN_BYTES * place
-    meet = "bar.warp.sync 0xffffffff; " if again else ""
+    to = STAGE_BYTES * stage
+    sync = "bar.warp.sync 0xffffffff; " if again else ""
     return (
-        f"{meet}cp.async.cg.shared.global [$1 + {to}], [$2], {size};"
-        f" cp.async.cg.shared.global [$1 + {to + TURN_BYTES // 2}], [$2 + {TURN_BYTES // 2}], {size};"
+        f"{sync}cp.async.cg.shared.global [$1 + {to}], [$2], {size};"
+        f" cp.async.cg.shared.global [$1 + {to + STAGE_BYTES // 2}], [$2 + {STAGE_BYTES // 2}], {size};"
         " cp.async.commit_group; mov.b32 $0, 0;"
     )
 
 
 @triton.jit
 def take(
-    ring, words, inside, q, TURN: tl.constexpr, TURNS: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr
+    ring,
+    words,
+    mask,
+    q,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
-    """The four words of rows r and of rows r + 8 in one of TURNS turns, when they are there."""
-    if ASM:
-        LATER: tl.constexpr = (TURN + AHEAD if TURN + AHEAD < TURNS else TURNS) - TURN - 1
+    """Wait for the words of one of STEPS steps and load them: four of row r, four of row r + 8."""
+    if COMPILED:
+        IN_FLIGHT: tl.constexpr = (STEP + STAGES if STEP + STAGES < STEPS else STEPS) - STEP - 1
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _taking(TURN % AHEAD, LATER), "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [ring[1], ring[2]],
+            _taking(STEP % STAGES, IN_FLIGHT), "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [ring[1], ring[2]],
             dtype=(tl.int32,) * 8, is_pure=False, pack=1,
         )  # fmt: skip
         upper, lower = (a, c, e, g), (b, d, f, h)
     else:
-        at = (words - 3 * q)[:, None] + 4 * tl.arange(0, 4)[None, :]
-        upper = four(tl.load(at, mask=inside[:, None], other=0))
-        lower = four(tl.load(at + _ROWS_BEHIND, mask=inside[:, None], other=0))
+        at = (words - 3 * q)[:, None] + 4 * tl.arange(0, 4)[None, :]  # [T, 4]
+        upper = four(tl.load(at, mask=mask[:, None], other=0))
+        lower = four(tl.load(at + _LOWER_ROWS, mask=mask[:, None], other=0))
     return upper, lower
 
 
 @triton.constexpr_function
-def _taking(place, later):
-    at = TURN_BYTES * place
+def _taking(stage, in_flight):
+    at = STAGE_BYTES * stage
     load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     return (
-        f"cp.async.wait_group {later}; bar.warp.sync 0xffffffff;"
+        f"cp.async.wait_group {in_flight}; bar.warp.sync 0xffffffff;"
         f" {load} {{$0, $1, $2, $3}}, [$8 + {at}]; {load} {{$4, $5, $6, $7}}, [$9 + {at}];"
     )

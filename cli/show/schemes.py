@@ -17,8 +17,8 @@ def scheme_text(scheme: str) -> str:
     ['1 mantissa bit', '3 mantissa bits in blocks of 512', 'lossless']
     """
 
-    def words(found: re.Match[str]) -> str:
-        bits, block = found.groups()
+    def words(match: re.Match[str]) -> str:
+        bits, block = match.groups()
         of = "" if block is None else f" in blocks of {block}"
         return f"{bits} mantissa bit{'' if bits == '1' else 's'}{of}"
 
@@ -27,7 +27,7 @@ def scheme_text(scheme: str) -> str:
 
 def legend(schemes: Iterable[str]) -> list[str]:
     """The line that says what the short form of schemes in a table means, if one of them has it."""
-    found = [match for match in map(_ROUNDED.search, schemes) if match is not None]
-    if not found:
+    matches = [match for match in map(_ROUNDED.search, schemes) if match is not None]
+    if not matches:
         return []
-    return [LEGEND if any(match[2] for match in found) else f"{LEGEND.partition(';')[0]}."]
+    return [LEGEND if any(match[2] for match in matches) else f"{LEGEND.partition(';')[0]}."]

@@ -1,88 +1,34 @@
-"""--base of neuzip compress, and what other commands say of a delta."""
+"""How the tensors of a delta are stored."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from neuzip.cli.output import Output
-from neuzip.cli.schemes import legend
-from neuzip.cli.source import refuse_before_download, resolved
+from neuzip.cli.show.schemes import legend
 from neuzip.cli.text import bytes_text, count_text, percent_text
-from neuzip.errors import UsageError, shell
 
 if TYPE_CHECKING:
-    from neuzip.cli.streaming import Report
-    from neuzip.compress import Rule
+    from neuzip.compress import CompressionReport
 
 
-def refuse_others(others: Mapping[str, bool]) -> None:
-    """Raise UsageError for options that were given and exclude --base."""
-    why = {
-        "--push-to": "compress first, then: neuzip push DST REPO_ID",
-        "--stream": "leave out --stream: a delta needs both checkpoints on disk",
-        "--dry-run": "leave out --dry-run: the size of a delta is known only when it is made",
-        "torchrun": "run it without torchrun",
-    }
-    for option, given in others.items():
-        if given:
-            hint = why.get(option, f"leave out {option}: a delta is always exact")
-            raise UsageError(f"--base and {option} exclude each other", hint)
-
-
-def run(
-    out: Output,
-    src: str,
-    base: str,
-    dst: Path,
-    rules: Sequence[Rule],
-    report_of: Report,
-    *,
-    verify: bool,
-    jobs: int | None,
-    overwrite: bool,
-    device: Literal["auto", "cpu", "cuda"],
-) -> None:
-    """Make a delta, and report it."""
-    from neuzip.compress.delta_base import name_of
-    from neuzip.compress.delta_job import compress_delta
-    from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
-
-    refuse_before_download(src, dst, overwrite)
-    path = resolved(out, src)
-    of_base = resolved(out, base)
-    name = name_of(of_base, base)
-    report = compress_delta(
-        path, of_base, dst, name, rules, verify=verify, jobs=jobs, overwrite=overwrite,
-        device=choose(device, weight_bytes(path)), stage=out.progress,
-    )  # fmt: skip
-    for warning in report.warnings:
-        out.warning(warning)
+def show_stored(out: Output, report: CompressionReport, base: str) -> None:
+    """Say how many tensors are those of the base, how many are differences, and how many stand alone."""
     count = Counter(_kind(t.scheme) for t in report.tensors)
     out.text(
-        f"base {name}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
+        f"base {base}: {count_text(count['base'], 'tensor')} unchanged, {count['delta']} as differences, "
         f"{count['alone']} in full"
     )
-    report_of(out, report, {"base": of_base, "base_name": name}, where=None)
-    out.hint(f"to restore it: {shell('neuzip', 'apply', dst, '--base', base, 'DST')}")
 
 
 def _kind(scheme: str) -> str:
     return {"as in the base": "base", "delta": "delta"}.get(scheme, "alone")
 
 
-def is_delta(path: str | Path) -> bool:
-    """Whether a checkpoint is one, as `compress --base` makes them."""
-    from neuzip.compress.source import TensorSource
-
-    with TensorSource(path, allow_delta=True) as source:
-        return source.is_delta
-
-
-def inspect(out: Output, path: str | Path, globs: Sequence[str]) -> None:
+def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     """Show how the tensors of a delta are stored; what they are made of shows only with the base."""
     from neuzip.compress.reports import describe
     from neuzip.compress.source import TensorSource
