@@ -41,8 +41,8 @@ MADE_OF = {
     "Activations": Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
     "CompressedTensor": reports.TensorReport, "Distances": distances.Distances,
-    "Distribution": distribution.Distribution, "Divergence": divergence.KLDivergence,,
-    "Drop": layer_drops.Drop
+    "Distribution": distribution.Distribution, "Divergence": divergence.KLDivergence,
+    "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
     "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.InstalledGpu,
     "LayerImportance": layer_report.LayerReport,
