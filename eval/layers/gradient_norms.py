@@ -35,7 +35,7 @@ def gradient_norms(
     had_gradient = {p: p.requires_grad for p in model.parameters()}
     norms = []
 
-    def take(parameter: Tensor) -> None:
+    def add_squares(parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         squares[owner[parameter]] += parameter.grad.float().square().sum(dtype=torch.float64)
         parameter.grad = None
@@ -45,7 +45,7 @@ def gradient_norms(
         for parameter in had_gradient:
             parameter.requires_grad_(parameter in owner and parameter.is_floating_point())
         hooks = [
-            p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(add_squares)  # type: ignore[no-untyped-call]
             for p in owner
             if p.requires_grad
         ]

@@ -202,7 +202,7 @@ def _fisher_diagonal(
     sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in set(places.values())}
     had_gradient = {p: p.requires_grad for p in model.parameters()}
 
-    def take(parameter: torch.Tensor) -> None:
+    def add_squares(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
         sums[parameter] += parameter.grad.float().square_()
         parameter.grad = None  # before that of the next layer is made
@@ -211,7 +211,7 @@ def _fisher_diagonal(
     try:
         for parameter in had_gradient:
             parameter.requires_grad_(parameter in sums)
-        hooks = [p.register_post_accumulate_grad_hook(take) for p in sums]  # type: ignore[no-untyped-call]
+        hooks = [p.register_post_accumulate_grad_hook(add_squares) for p in sums]  # type: ignore[no-untyped-call]
         source = torch.Generator().manual_seed(0)  # on the CPU: the same tokens on every device
         for fed in windows.fed:
             logits = model(input_ids=fed[None].to(input_device(model)), use_cache=False).logits[0].float()
