@@ -9,7 +9,7 @@
         --held-tokens 16384                                         # --report --name mix_ln-small
     python benchmarks/mix_ln.py SCALED ... --embed-scale 50         # the control: mix_ln-small-scaled
 
-A run is one placement and one seed: the 71M recipe of the paper (train/mix_ln.py) with its learning rates,
+A run is one placement and one seed: the 71M recipe of the paper (mix_ln_recipes.py) with its learning rates,
 but fewer tokens, of $NEUZIP_DATA/train-mix.jsonl.gz, and the tokenizer of wikilm-26m, which has 8,192. What a
 seed decides, the first weights and the order of windows, is the same for all placements (DeepNorm's weights
 are its own). A run that RUNS has is not made again, and none is begun that would end after the budget; a run
@@ -43,14 +43,7 @@ from typing import Any
 
 import torch
 from environment import ROOT, describe, describe_gpu
-from torch import Tensor, nn
-
-from neuzip.compress.workspace import write_file
-from neuzip.errors import NeuzipError
-from neuzip.runtime.hf.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
-from neuzip.runtime.hf.tokenizer import load_tokenizer
-from neuzip.train.loop import read_log, run, smoothed
-from neuzip.train.mix_ln import (
+from mix_ln_recipes import (
     LENGTH,
     RECIPES,
     Recipe,
@@ -59,6 +52,13 @@ from neuzip.train.mix_ln import (
     new_model,
     stepper,
 )
+from torch import Tensor, nn
+
+from neuzip.compress.workspace import write_file
+from neuzip.errors import NeuzipError
+from neuzip.runtime.hf.norm_placement import PLACEMENTS, NormPlacementForCausalLM, Placement
+from neuzip.runtime.hf.tokenizer import load_tokenizer
+from neuzip.train.loop import read_log, run, smoothed
 from neuzip.train.text import TrainingWindows, read_documents, tokenise
 
 TINY = Recipe(32, 48, 2, 4, steps=12, tokens=0, peak=3e-3)

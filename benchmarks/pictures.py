@@ -22,8 +22,8 @@ import numpy as np
 from neuzip import compress_checkpoint
 from neuzip.compress.source import TensorSource
 from neuzip.eval.demo import CHECKPOINT
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
 from neuzip.eval.measures.histograms import Counts, entropy, inspect, select
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -39,9 +39,11 @@ from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.tokenizer import load_tokenizer
 from neuzip.train.loop import picture_of_losses, read_log, run
-from neuzip.train.recovery.course import DRAWN, LOG, Recovery, RecoverySettings, recover, thinned
+from neuzip.train.recovery.course import Recovery
 from neuzip.train.recovery.distill import LossWeights
 from neuzip.train.recovery.latent import runnable
+from neuzip.train.recovery.run import DRAWN, LOG, recover, thinned
+from neuzip.train.recovery.settings import RecoverySettings
 from neuzip.train.text import TrainingWindows
 
 WHAT = "recovery of a model with ternary weights: perplexity against the original's"

@@ -27,13 +27,13 @@ from environment import ROOT, describe, describe_gpu, save
 
 from neuzip.compress import compress
 from neuzip.eval.demo import split_topics
+from neuzip.eval.figure_files import svg
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans.deliver import MAX_TOKENS
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.target_values import max_kld, target_size
-from neuzip.eval.report.histogram_pictures import svg
 from neuzip.eval.sweep import SweepRow, SweepSetting, draw, sweep
 from neuzip.eval.sweep_setup import parse_schemes
 

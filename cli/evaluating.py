@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.convention_names import Name
     from neuzip.eval.measures.perplexity import Evaluation, EvaluationTask
     from neuzip.eval.measures.texts import Text
-    from neuzip.eval.report.evaluation import EvaluationReport, ReportRow, SweepResults
+    from neuzip.eval.report.evaluation import EvaluationReport
+    from neuzip.eval.report.rows import ReportRow
+    from neuzip.eval.report.sweep_results import SweepResults
     from neuzip.runtime.hf.sparsity import Sparsity
 
 COUNTED_TOKENS = 8192
@@ -110,7 +112,7 @@ def _measure(
         )
     )
     from neuzip.eval.measures.perplexity import prepare
-    from neuzip.eval.report.evaluation import read_sweep
+    from neuzip.eval.report.sweep_results import read_sweep
 
     for path, activations in zip(reversed(paths), (chosen.activations, None), strict=False):
         warn_of_plain_inputs(out, path, (chosen.residency,), activations)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.comparison import BaselineComparison
     from neuzip.eval.measures.divergence import Comparison
     from neuzip.eval.measures.texts import Text
-    from neuzip.train.recovery.course import Recovery, RecoverySettings
+    from neuzip.train.recovery.course import Recovery
+    from neuzip.train.recovery.settings import RecoverySettings
     from neuzip.train.text import TrainingWindows
 
 WINDOW = 512
@@ -81,8 +82,8 @@ class RecoverOptions:
 
     def settings(self, length: int) -> RecoverySettings:
         """The settings of the training, with windows of `length` tokens."""
-        from neuzip.train.recovery.course import RecoverySettings
         from neuzip.train.recovery.distill import LossWeights
+        from neuzip.train.recovery.settings import RecoverySettings
 
         return RecoverySettings(
             activations=self.activations, group=self.ternary_group, scales=self.scales,
@@ -103,10 +104,11 @@ def run(out: Output, options: RecoverOptions) -> None:
     from neuzip.runtime.devices import choose_device
     from neuzip.runtime.hf.tokenizer import load_tokenizer
     from neuzip.train.recovery import course as recovery
+    from neuzip.train.recovery import run
     from neuzip.train.recovery.latent import runnable
     from neuzip.train.text import TrainingWindows
 
-    recovery.require_room(path, options.output, options.overwrite, options.keep_state, options.from_state)
+    run.require_room(path, options.output, options.overwrite, options.keep_state, options.from_state)
     length = _window(options.window, original)
     settings = options.settings(length)
     device = choose_device(options.device)
@@ -128,7 +130,7 @@ def run(out: Output, options: RecoverOptions) -> None:
         compare("before", course.student)
 
     with out.progress("recover", options.steps, unit="steps") as advance:
-        result = recovery.recover(
+        result = run.recover(
             course, path, options.output, steps=options.steps, seconds=seconds,
             from_state=options.from_state, keep_state=options.keep_state, overwrite=options.overwrite,
             on_start=start, on_step=lambda *_: advance(1),

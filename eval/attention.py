@@ -15,15 +15,12 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neuzip.choices import AttentionMode
 from neuzip.compress.overwrite_guard import require_free
@@ -35,6 +32,15 @@ from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Text
+from neuzip.eval.observed_attention import (
+    TRIED,
+    ObservedAttention,
+    layer_count,
+    observed,
+    quantised,
+    refusals,
+    run_body,
+)
 from neuzip.eval.plans.allocation import Allocation, Option, allocate
 from neuzip.eval.plans.search import search_budget
 from neuzip.eval.plans.target_values import value_of
@@ -43,47 +49,43 @@ from neuzip.kernels import attention as kernels
 from neuzip.kernels.attention.reference import exact_attention
 from neuzip.kernels.attention.similarity import Similarity, similarity
 from neuzip.runtime.decode.benchmark import device_name
-from neuzip.runtime.hf import attention as runtime
 from neuzip.runtime.hf.attention_config import record_layers
 from neuzip.runtime.hf.config import load_config
-from neuzip.runtime.hf.decoder import input_device, positions
+from neuzip.runtime.hf.decoder import positions
 from neuzip.runtime.hf.messages import versions
-from neuzip.runtime.hf.registry import registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 MODES: dict[AttentionMode, tuple[int, ...]] = {"auto": (8,), "8bit": (8,), "4bit": (4, 8)}
 """Bits that a layer may get, the fewest first; full precision is always the last resort."""
 
 BITS = (8, 4)
-"""Bits that similarities are told for."""
+"""Bits for which similarities are measured."""
 
 FULL = 16
-"""What a layer at full precision counts as: its keys and queries are no narrower than that."""
+"""Bits that a layer at full precision counts as: its keys and queries have at least these."""
 
 AUTO_MAX_KLD = 0.001
-"""Budget of "auto", in nats a token: to a model that is right about its text, 0.1 % of perplexity."""
+"""Nats per token: the budget of the mode "auto", which is 0.1 % of perplexity."""
 
 WINDOW, MAX_TOKENS = 2048, 16384
-"""Tokens of a window, as far as the model can, and those predicted in all: attention errs by length."""
+"""Tokens of a window, if the model has so many positions, and of all windows: the error grows with length."""
 
 SIMILARITY_WINDOWS = 8
-"""Windows that similarities are of, if there are as many."""
+"""Windows over which similarities are measured, if there are as many."""
 
 SIMILARITY_ROWS = 1
-"""Tokens fed at once, or else a window: exact attention takes fp64 logits."""
-
-TRIED = 64
-"""Tokens that are fed to learn which layers can be quantised."""
+"""Tokens fed at once, but at least a window: exact attention takes fp64 logits."""
 
 STRANGE = 0.05
-"""Relative L1 of a layer's own attention to the exact one, beyond which it is something else."""
+"""Relative L1 distance from exact attention above which a layer computes something else."""
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close a layer's output is to exact attention, over windows of the text.
+    """Similarity of a layer's output to exact attention, over windows of the text.
 
     `worst` has each figure of the window where it is worst. `score` is the mean of cosine * (1 - relative
     L1), `deviation` its standard deviation, None of one window.
@@ -97,7 +99,7 @@ class Closeness:
 
     @staticmethod
     def of(windows: Sequence[Similarity]) -> Closeness:
-        """Of at least one window."""
+        """The closeness over the similarities of one or more windows."""
         cosines, errors, roots = zip(*((s.cosine, s.relative_l1, s.rmse) for s in windows), strict=True)
         scores = [s.score for s in windows]
         return Closeness(
@@ -131,7 +133,7 @@ class AttentionLayer:
     bits: int | None = None
 
     def form(self, bits: int) -> QuantizedAttention | None:
-        """Its attention in so many bits, if it can have them."""
+        """The layer's attention in `bits`, None if it cannot be quantised."""
         return next((form for form in self.forms if form.bits == bits), None)
 
 
@@ -165,11 +167,11 @@ class AttentionCalibration:
 
     @property
     def bits(self) -> tuple[int | None, ...]:
-        """Those of each layer, as `runtime.attention.record` takes them."""
+        """The bits of each layer, None for full precision."""
         return tuple(layer.bits for layer in self.layers)
 
     def rank(self, layer: AttentionLayer, bits: int) -> int:
-        """The place of a layer, from 1, by the score of its attention in so many bits."""
+        """The rank of a layer, from 1, by the score of its attention in `bits`."""
         return by_score(self.layers, bits).index(layer.number) + 1
 
 
@@ -223,29 +225,6 @@ def calibrate(
     )
 
 
-def layer_count(model: PreTrainedModel) -> int:
-    """How many layers a model's config says there are."""
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
-
-
-# Similarity, on what layers are given
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedAttention:
-    """What a layer's attention is given: q [B, Hq, N, D], k and v [B, Hkv, N, D], and how it is to attend.
-
-    `own` [B, Hq, N, D] is what it gives.
-    """
-
-    layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    own: Tensor
-    options: dict[str, Any]
-
-
 def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[AttentionLayer], int]:
     """Layers with the similarity of each form; and over how many windows.
 
@@ -269,9 +248,9 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
             of_layer = by_layer.setdefault(call.layer, {}).setdefault(bits, [])
             of_layer += [similarity(one, right) for one, right in zip(out, exact, strict=True)]
 
-    with stage("similarity", len(windows), "windows") as advance, _watched(baseline.model, see):
+    with stage("similarity", len(windows), "windows") as advance, observed(baseline.model, see):
         for batch in batches(reading.ids, windows, SIMILARITY_ROWS):
-            _run(baseline.model, batch.ids)
+            run_body(baseline.model, batch.ids)
             advance(len(batch.ids))
     layers = [
         AttentionLayer(number, refused=refused.get(number, "it has no attention"))
@@ -289,81 +268,6 @@ def similarities(baseline: BaselineComparison, stage: Stage) -> tuple[list[Atten
     return layers, len(windows)
 
 
-def refusals(model: PreTrainedModel, ids: Tensor) -> dict[int, str]:
-    """Why layers cannot be quantised, in words, by their numbers; `ids` int64 [1, T] are tried."""
-    refused: dict[int, str] = {}
-    with _quantised(model, [8] * layer_count(model)):
-
-        def seen(layer: int, before: dict[str, int]) -> None:
-            now = runtime.uses(model)
-            for how in now:
-                if now[how] > before.get(how, 0) and not how.endswith(" bits"):
-                    refused[layer] = how.partition(": ")[2] or how
-
-        with _wrapped(model, lambda _: runtime.uses(model), lambda call, before: seen(call.layer, before)):
-            _run(model, ids)
-    return refused
-
-
-@contextmanager
-def _watched(model: PreTrainedModel, see: Callable[[ObservedAttention], None]) -> Iterator[None]:
-    """Show what each layer's attention is given and gives, at full precision."""
-    with _quantised(model, [None] * layer_count(model)), _wrapped(model, lambda _: None, lambda c, _: see(c)):
-        yield
-
-
-@contextmanager
-def _quantised(model: PreTrainedModel, bits: Sequence[int | None]) -> Iterator[None]:
-    """Have layers attend in so many bits wherever they can; what the model did before comes back after."""
-    runtime.patch_attention(model, bits, policy="always", warn=False)
-    try:
-        yield
-    finally:
-        runtime.unpatch_attention(model)
-
-
-@contextmanager
-def _wrapped(
-    model: PreTrainedModel, before: Callable[[None], Any], after: Callable[[ObservedAttention, Any], None]
-) -> Iterator[None]:
-    """Call `before` ahead of the attention of each layer, and `after` with that and what came of it."""
-    name = model.config.get_text_config(decoder=True)._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS[name]
-
-    def watch(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-    ) -> Any:
-        layer = getattr(module, "layer_idx", None)
-        noticed = before(None)
-        output = attend(module, query, key, value, *rest, **options)
-        if isinstance(layer, int):
-            causal = options.get("is_causal")
-            attention_options = {
-                "causal": getattr(module, "is_causal", True) if causal is None else causal,
-                "scale": options.get("scaling"),
-                "window": options.get("sliding_window"),
-                "softcap": options.get("softcap"),
-            }
-            after(
-                ObservedAttention(layer, query, key, value, output[0].transpose(1, 2), attention_options),
-                noticed,
-            )
-        return output
-
-    with registered(ALL_ATTENTION_FUNCTIONS, name, watch):
-        yield
-
-
-@torch.inference_mode()
-def _run(model: PreTrainedModel, ids: Tensor) -> None:
-    """Up to the hidden states: the head has nothing to do with attention."""
-    body: Any = getattr(model, model.base_model_prefix, model)
-    body(input_ids=ids.to(input_device(model)), use_cache=False)
-
-
-# Divergence, of the model with one layer quantised
-
-
 class _Quantised(HeadedModel):
     """A model whose layers have attention in `bits` while it predicts, and its own at all other times."""
 
@@ -371,8 +275,8 @@ class _Quantised(HeadedModel):
         self.bits: Sequence[int | None] = [None] * layer_count(model)
         super().__init__(model)
 
-    def _run(self, ids: Tensor) -> Tensor:
-        with _quantised(self.model, self.bits):
+    def run_body(self, ids: Tensor) -> Tensor:
+        with quantised(self.model, self.bits):
             return super()._run(ids)
 
 
@@ -402,9 +306,6 @@ def _kld(
         return baseline.compare(model, on_tokens).kld.mean
     except NotFinite:
         return None
-
-
-# The choice
 
 
 def choose(
@@ -452,7 +353,7 @@ def choose(
 
 
 def usable(layer: AttentionLayer, bits: int) -> bool:
-    """Whether a layer can have so many bits: its divergence was measured, and is finite."""
+    """Whether a layer can be quantised to `bits`: its divergence was measured and is finite."""
     form = layer.form(bits)
     return form is not None and form.kld is not None
 
@@ -502,9 +403,6 @@ def with_bits(layers: Sequence[AttentionLayer], bits: Sequence[int | None]) -> l
 def _kld_of(layer: AttentionLayer) -> float:
     form = None if layer.bits is None else layer.form(layer.bits)
     return 0.0 if form is None or form.kld is None else form.kld.value
-
-
-# What is written
 
 
 def copy_patched(

@@ -30,7 +30,7 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.estimates import mean as mean_of_blocks
 from neuzip.eval.measures.head import HeadedModel, statistics
-from neuzip.eval.report.evaluation import ReportRow
+from neuzip.eval.report.rows import ReportRow
 from neuzip.eval.report.text import figure_text
 from neuzip.formats.hub.download import resolve_source
 from neuzip.runtime.devices import choose_device
@@ -53,16 +53,16 @@ except ModuleNotFoundError as error:
     ) from error
 
 BATCH_TOKENS = 16384
-"""Tokens that are fed at once where the batch size is `auto`: without logits memory goes with them."""
+"""Tokens fed at once if the batch size is `auto`: without logits, memory is proportional to them."""
 
 BATCH_LINES = 8
-"""Prompts that are continued at once where the batch size is `auto`."""
+"""Prompts continued at once if the batch size is `auto`."""
 
 REFUSED = (
     "autogptq", "delta", "gguf_file", "gptqmodel", "mixed_precision_dtype", "peft", "softmax_dtype",
     "subfolder", "tp_plan", "trust_remote_code",
 )  # fmt: skip
-"""Options of the backend `hf` that mean nothing here, or that neuzip does not do."""
+"""Options of the backend `hf` that neuzip does not support."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 OnRequests = Callable[[int], None]
@@ -132,24 +132,24 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
         self._headed = HeadedModel(self._model)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As the backend `hf` has it."""
+        """Log-likelihoods of continuations, in nats, and whether each is the greedy one."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._has_no_bars)
         return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As the backend `hf` has it."""
+        """Log-likelihoods of whole texts, in nats."""
         scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._has_no_bars)
         return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """As the backend `hf` has it."""
+        """Texts that continue the prompts of requests."""
         texts: list[str] = super().generate_until(requests, disable_tqdm or self._has_no_bars)
         if self._on_requests is not None:
             self._on_requests(len(requests))
         return texts
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
-        """As the backend `hf` has it, but a generation config may name strings that end a text."""
+        """Generate like the backend `hf`. A generation config may also name strings that end a text."""
         if self._model.generation_config.stop_strings:
             options.setdefault("tokenizer", self.tokenizer)
         return super()._model_generate(context, max_length, stop, **options)
@@ -161,7 +161,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """For each request the log-likelihood of its continuation, in nats, and whether it is the greedy one.
+        """The log-likelihood of each request's continuation, in nats, and whether it is the greedy one.
 
         Requests that feed the same tokens share a pass. Raises NeuzipError for figures that are not finite.
         """
@@ -191,7 +191,7 @@ class NeuzipLM(HFLM):  # type: ignore[misc]  # the harness is not typed
     def _batches(
         self, sequences: Sequence[tuple[int, ...]], override: int | None
     ) -> Iterator[Sequence[tuple[int, ...]]]:
-        """Sequences, the longest first, in batches of the size asked for."""
+        """Sequences, the longest first, in batches."""
         start = 0
         while start < len(sequences):
             size: int = override or self.batch_size
@@ -302,7 +302,7 @@ def evaluate_tasks(
 
 @contextmanager
 def _without_git() -> Iterator[None]:
-    """Keep the harness from asking git for the commit of the current folder: git complains if it has none."""
+    """Context in which the harness does not run git, which complains if the current folder has no commit."""
     get_commit = evaluator.get_git_commit_hash
     evaluator.get_git_commit_hash = lambda: None
     try:
@@ -316,7 +316,7 @@ def _is_file(task: str) -> bool:
 
 
 def _manager(tasks: Sequence[str]) -> Any:
-    """What knows the tasks. Raises UsageError for a task that there is not."""
+    """The harness's manager of tasks. Raises UsageError for an unknown task."""
     manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
     for task in tasks:
         if _is_file(task) and not Path(task).is_file():
@@ -416,7 +416,7 @@ def name_text(score: TaskScore) -> str:
 
 
 def note_text(score: TaskScore) -> str:
-    """What a score must be told with, and how far it is from the original's."""
+    """The notes to print beside a score, and its distance from the original's."""
     parts = []
     if score.difference is not None:
         change = f"change {figure_text(score.difference)}, paired"

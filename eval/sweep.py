@@ -26,6 +26,7 @@ from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.comparison import BaselineComparison, NotFinite, Stage, read_tokens
 from neuzip.eval.measures.divergence import Comparison, KLDivergence
@@ -33,7 +34,6 @@ from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
 from neuzip.eval.measures.texts import Text
 from neuzip.eval.plans.allocation import Option, pareto_front
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels.float_fields import FORMATS
@@ -52,7 +52,7 @@ SCHEMA = 1
 PICTURES = ("sweep.svg", "sweep.png")
 
 IN_WORDS = {"rule": "rule for windows", "tokens": "number of tokens"}
-"""What a row depends on, where its name does not say it."""
+"""Words for conditions of a row whose names are not clear."""
 
 
 # What is measured
@@ -60,7 +60,7 @@ IN_WORDS = {"rule": "rule for windows", "tokens": "number of tokens"}
 
 @dataclass(frozen=True)
 class SweepSetting:
-    """What a sweep is of, and how it is measured."""
+    """The checkpoint and text of a sweep, and how it is measured."""
 
     src: Path
     text: Text
@@ -75,7 +75,7 @@ class SweepSetting:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What one scheme costs and does: the content of its JSON file.
+    """The results of one scheme: the content of its JSON file.
 
     `bytes`, `original_bytes` and `ratio` are of the weight files. `perplexity` is token-level, `comparison`
     the paired one with the original. `memory_bytes` is what the parameters take in memory; `peak_bytes`,
@@ -139,7 +139,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The rows in the order in which they were asked for, and the schemes that `failed`.
+    """The rows in the order of the request, and the schemes that `failed`.
 
     `resumed` schemes were there already. `front` names those to which none is smaller and at least as close
     to the original.
@@ -249,7 +249,7 @@ def _temporary_folder() -> Iterator[Path]:
 def _known(
     out: Path, labels: Sequence[str], depends_on: Mapping[str, Any], overwrite: bool
 ) -> dict[str, SweepRow | Failure]:
-    """What a folder holds of the schemes that are asked for.
+    """The results in a folder for these schemes.
 
     Raises WouldOverwrite if it holds results of something else, or pictures and no results. With
     `overwrite` there is nothing known, and such results are removed: they would stand beside ours.
@@ -283,7 +283,7 @@ def _known(
 
 
 def _read(path: Path) -> SweepRow | Failure:
-    """What one file says of a scheme. Raises FormatError if it is no result."""
+    """The result of a scheme in one file. Raises FormatError if it is none."""
     try:
         values = parse_json(path.read_bytes(), path)
         result = (Failure if path.suffix == ".failed" else SweepRow).from_json(values)
@@ -377,7 +377,7 @@ def _decode_speed(path: Path, device: torch.device, jobs: int | None) -> float:
 # The picture
 
 SERIES = (EXPONENT, OTHERS, "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Colours of block sizes, told apart by every kind of colour vision; the first is without blocks."""
+"""Colours of block sizes, the first without blocks; people with any colour vision tell them apart."""
 
 
 def draw(results: Sweep, title: str) -> Figure:

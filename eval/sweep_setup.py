@@ -31,7 +31,7 @@ class SweepScheme:
 
     @property
     def label(self) -> str:
-        """How it is called, and how it can be asked for.
+        """The name of the scheme, in options and in files.
 
         >>> SweepScheme().label, SweepScheme(3).label, SweepScheme(3, 512).label
         ('lossless', 'k3', 'k3b512')
@@ -42,7 +42,7 @@ class SweepScheme:
 
     @property
     def rules(self) -> list[Rule]:
-        """What `neuzip compress` does with --mantissa-bits and --block-size."""
+        """The rules of `neuzip compress --mantissa-bits --block-size`."""
         return rules_of_options(self.mantissa_bits, str(self.block_size) if self.block_size else "none")
 
 

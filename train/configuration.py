@@ -29,14 +29,14 @@ FREE = (
     "steps", "output", "compress", "checkpoint_every", "budget_minutes", "device", "compressed",
     "optimizer_state",
 )  # fmt: skip
-"""Keys that a run may go on with other values of; of `steps` rates depend, though."""
+"""Keys whose values may change when a run resumes. Learning rates depend on `steps`."""
 
 LENGTH = 512
 """Tokens of a window, if the model has so many positions."""
 
 KEPT = ("plain", "lossless")
 OPTIMIZERS = ("sgd", "sgd-stochastic", "adamw", "adamw8bit")
-"""`states.HOW_KEPT` and the names of `optimizers.OPTIMIZERS`, which would import torch."""
+"""Names of optimizers, as in `optimizers.OPTIMIZERS`, which imports torch."""
 
 TOKENS = "tokens_xxh3"
 
@@ -45,12 +45,12 @@ OLD = {
     "micro_batch": "micro_batch_size", "states": "optimizer_state", "warm_up": "warmup_steps",
     "least": "min_lr_ratio", "clip": "max_grad_norm",
 }  # fmt: skip
-"""Keys as they were called before: accepted in files until version 0.2, and read in runs that began so."""
+"""Old names of keys: accepted in files until version 0.2, and in runs that began with them."""
 
 
 @dataclass(frozen=True)
 class TrainingConfiguration:
-    """See the module. Relative paths begin in the current folder."""
+    """The settings of a training run: the keys of its TOML file. Paths are relative to the current folder."""
 
     text: list[str]
     output: Path
@@ -95,7 +95,7 @@ class TrainingConfiguration:
         return dataclasses.replace(optimizer, weight_decay=self.weight_decay)  # type: ignore[type-var]
 
     def window_for(self, positions: int | None) -> int:
-        """Tokens of a window for a model of so many positions. Raises UsageError for more than it has."""
+        """Tokens of a window for a model of `positions`. Raises UsageError for more."""
         if self.window is None:
             return min(LENGTH, positions or LENGTH)
         if positions is not None and self.window > positions:
@@ -105,7 +105,7 @@ class TrainingConfiguration:
         return self.window
 
     def to_json(self, windows: TrainingWindows) -> dict[str, Any]:
-        """What a run that goes on is compared with: what it is told, and the tokens that it reads."""
+        """The facts that must be equal for a run to resume: its settings, and the tokens that it reads."""
         return {**self._values(), "window": windows.length, TOKENS: windows.checksum()}
 
     def _values(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def read(path: Path, warn: Callable[[str], None]) -> TrainingConfiguration:
 
 
 def renamed(document: dict[str, Any], file: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """What a file gives, by the keys of today. Raises UsageError for one key by both of its names."""
+    """The entries of a file under the present keys. Raises UsageError for a key under both its names."""
     for old, new in OLD.items():
         if old in document:
             if new in document:

@@ -24,17 +24,17 @@ from neuzip.compress.ranks import Ranks
 from neuzip.errors import NeuzipError, UsageError
 
 PATIENCE = timedelta(hours=1)
-"""The others wait so long while the first process writes a checkpoint."""
+"""Time that the other processes wait while the first one writes a checkpoint."""
 
 
 class Team:
-    """What this process does for all. Alone it does everything."""
+    """The part of this process in training with others. A single process does everything."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
 
     def share(self, batch: Tensor) -> Tensor:
-        """This process's rows of a batch."""
+        """The rows of a batch for this process."""
         rows = batch.shape[0] // self._ranks.world
         return batch[self._ranks.rank * rows : (self._ranks.rank + 1) * rows]
 

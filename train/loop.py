@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Figures = dict[str, float]
-"""What is known of a step: step, loss, lr, tokens, seconds, tokens_per_second, memory_bytes, and more.
+"""Figures of a step: step, loss, lr, tokens, seconds, tokens_per_second, memory_bytes, and more.
 
 Steps are counted from 1 here, as people do, and from 0 where functions are given their number.
 """
@@ -33,7 +33,7 @@ Shape = Literal["cosine", "linear", "constant"]
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 
 OVER = 1
-"""The reason to stop that is no signal: the budget is used up. Those that are caught have larger numbers."""
+"""The reason to stop if the time budget is used up. Signals, the other reasons, have larger numbers."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def read_log(path: Path) -> list[Figures]:
 
 
 def _earlier(log: Path | None, start: int) -> list[Figures]:
-    """What the log has of the steps before `start`."""
+    """The records of the log of steps before `start`."""
     if log is None or not start or not log.exists():
         return []
     return [figures for figures in read_log(log) if figures["step"] <= start]

@@ -11,7 +11,7 @@ from neuzip.errors import NeuzipError, is_out_of_memory
 from neuzip.runtime.hf.messages import quiet_transformers
 
 LONGEST = 300
-"""Characters of a reason that are repeated."""
+"""Most characters of a reason in a message."""
 
 
 def random_model(config: Path, vocabulary: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 JOINT = "\n\n"
-"""What stands between documents where the tokenizer has no end token."""
+"""Text between documents if the tokenizer has no end token."""
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 
@@ -73,7 +73,7 @@ class TrainingWindows:
         seed: int = 0,
         front: int | None = None,
     ) -> TrainingWindows:
-        """From files that a tokenizer reads, or from ids, int64 [n], in windows behind `front`.
+        """Windows of files that a tokenizer reads, or of ids, int64 [n]; each begins with `front`.
 
         A tokenizer that puts BOS in front of a text says itself what `front` is. Raises NeuzipError for files
         that are no text, UsageError for a text that is too short.
@@ -95,7 +95,7 @@ class TrainingWindows:
 
     @property
     def special_tokens(self) -> str:
-        """What stands in front of windows, in words: "none" or BOS."""
+        """The special tokens before each window, in words: "none" or BOS."""
         return "none" if self.front is None else IN_FRONT_OF_EACH
 
     @property
@@ -104,7 +104,7 @@ class TrainingWindows:
         return (self.tokens if self.front is not None else max(0, self.tokens - 1)) // self.length
 
     def batch(self, step: int) -> Tensor:
-        """The windows of a step, int64 [batch, length + 1]: the same whatever was asked for before."""
+        """The windows of a step, int64 [batch, length + 1], a function of its number."""
         rows = [self._window(number) for number in range(step * self.per_batch, (step + 1) * self.per_batch)]
         if self.front is None:
             return torch.stack([self.ids[row * self.length : (row + 1) * self.length + 1] for row in rows])
@@ -116,7 +116,7 @@ class TrainingWindows:
         return rows_behind(self.front, self.ids[:tokens], width)
 
     def epoch(self, step: int) -> float:
-        """How often all windows have been read before a step."""
+        """Number of times that all windows were read before a step."""
         return step * self.per_batch / self.windows
 
     def _window(self, number: int) -> int:

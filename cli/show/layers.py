@@ -10,7 +10,9 @@ from neuzip.cli.show.figures import estimate_text, precise_text
 from neuzip.cli.text import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
-    from neuzip.eval.layers.analyse import LayerAnalysis, LayerRemoval, LayerReport
+    from neuzip.eval.layers.analyse import LayerAnalysis
+    from neuzip.eval.layers.layer_report import LayerReport
+    from neuzip.eval.layers.left_out import LayerRemoval
     from neuzip.eval.layers.removal import Pruned
     from neuzip.eval.measures.estimates import Estimate
 

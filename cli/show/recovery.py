@@ -12,7 +12,7 @@ from neuzip.errors import NeuzipError, shell
 
 if TYPE_CHECKING:
     from neuzip.eval.measures.divergence import Comparison
-    from neuzip.train.recovery.course import Recovered
+    from neuzip.train.recovery.run import Recovered
     from neuzip.train.text import TrainingWindows
 
 LAST = 20
@@ -50,7 +50,7 @@ def losses_text(losses: list[float]) -> str:
 
 def show_recovery(out: Output, dst: Path, result: Recovered, windows: TrainingWindows) -> dict[str, Any]:
     """Say what was done, and give it as figures."""
-    from neuzip.train.recovery.course import LOG, PICTURE
+    from neuzip.train.recovery.run import LOG, PICTURE
 
     figures = result.figures
     if not figures:

@@ -38,11 +38,6 @@ def split_topics() -> tuple[list[str], list[str]]:
     return train, held_out
 
 
-def held_out_text() -> str:
-    """Return the held-out documents as one text, to measure perplexity on."""
-    return "\n\n".join(split_topics()[1])
-
-
 def _topics() -> Mapping[str, str]:
     try:
         from pydoc_data.topics import topics

@@ -21,13 +21,13 @@ from pathlib import Path
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workspace import remove_scratch, scratch_folder, writing
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.layers.analyse import ModelWithout, measure_without
+from neuzip.eval.layers.left_out import ModelWithout, measure_without
 from neuzip.eval.layers.removal import Pruned, remove_layers, require_removable
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.divergence import Comparison
 
 Predict = Callable[[tuple[int, ...], Comparison | None], float]
-"""What a plan without these layers comes to, bytes or nats a token; infinite if it misses the target."""
+"""The predicted bytes, or nats per token, of a plan without these layers; infinite beyond the target."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Drop:
 
     @property
     def kld(self) -> float:
-        """What dropping alone costs, in nats a token; infinite where predictions are not finite."""
+        """The divergence by dropping alone, in nats per token; infinite if predictions are not finite."""
         if self.comparison is None:
             return math.inf if self.layers else 0.0
         return self.comparison.kld.mean.value
@@ -53,7 +53,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Drops:
-    """What was weighed up: `singles` has every layer alone, `steps` nothing dropped, then a layer more each.
+    """The compared sets of layers: `singles` each layer alone, `steps` none, then one layer more each.
 
     `rejected` is the step that was predicted to gain nothing, if one was. `refused` says why layers were
     passed over.
@@ -123,7 +123,7 @@ def _require_some_left(count: int | None, total: int) -> None:
 
 
 def _cheapest(source: TensorSource, drops: Sequence[Drop], refused: list[str]) -> Drop | None:
-    """That with the least divergence a byte of those that can be written; why others cannot is noted."""
+    """The drop of least divergence per byte that can be written. Reasons against others go into `refused`."""
     finite = [drop for drop in drops if drop.comparison is not None]
     for drop in sorted(finite, key=lambda drop: (drop.kld / drop.bytes, drop.layers)):
         try:

@@ -51,7 +51,7 @@ from neuzip.runtime.hf.messages import quiet_transformers
 from neuzip.runtime.hf.model_files import INDEX, indexed_shards
 
 NOTE = "dropped_layers"
-"""What our section of config.json says of them."""
+"""Key of the dropped layers in our section of config.json."""
 
 BY_LAYER = (
     "activation_sparsity_pattern", "block_types", "indexer_types", "intermediate_size", "kv_sharing_modes",
@@ -59,7 +59,7 @@ BY_LAYER = (
     "no_rope_layers", "num_attention_heads", "num_key_value_heads", "per_layer_config", "swiglu_limits",
     "swiglu_limits_shared",
 )  # fmt: skip
-"""Entries of a config that have, if they are lists, an element a layer."""
+"""Entries of a config that, if they are lists, have an element per layer."""
 
 NUMBERS = ("mlp_only_layers", "moe_layers", "rope_scaling_layers")
 """Entries that list numbers of layers."""
@@ -173,7 +173,7 @@ def tensors_by_layer(source: TensorSource) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What goes where: tensors with their new names by file, documents that are rewritten, files carried."""
+    """The files to write: tensors with their new names by file, rewritten documents, copied files."""
 
     remaining: tuple[int, ...]
     read: tuple[str, ...]
@@ -232,14 +232,14 @@ def _weight_files(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
 
 
 def _prefix(source: TensorSource, model: PreTrainedModel) -> str:
-    """What stands before a layer's number in names of tensors. Raises NeuzipError where it is not clear."""
+    """The prefix of a layer's number in names of tensors. Raises NeuzipError if it is ambiguous."""
     stack = decoder_layers(model)
     path = next(name for name, module in model.named_modules() if module is stack)
     return _stored_prefix(source, _weight_files(source.checkpoint)[0], path, len(stack))
 
 
 def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers: int) -> str:
-    """What stands before a layer's number in names of tensors: files may leave out a part of the path.
+    """The prefix of a layer's number in stored names, which may leave out a part of the path.
 
     Raises NeuzipError where it is not clear.
     """
@@ -456,7 +456,7 @@ def _not_without(path: Path, reason: str) -> NeuzipError:
 
 
 def _difference(before: nn.Module, after: nn.Module, old: int, new: int) -> str | None:
-    """What differs between a layer and the one with its new number, in words; None for nothing."""
+    """The difference between a layer and the one with its new number, in words; None if there is none."""
     modules, others = dict(before.named_modules()), dict(after.named_modules())
     if modules.keys() != others.keys():
         return f"it has {sorted(modules.keys() ^ others.keys())[0]} or not"

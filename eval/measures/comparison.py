@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REMEMBERED = 4 << 30
-"""Bytes of the original's hidden states that are kept, so that it need not run again for each comparison."""
+"""Bytes of the original's hidden states that are cached, so that it does not run for each comparison."""
 
 OnTokens = Callable[[int], None]
 
 Stage = Callable[[str, int, str], AbstractContextManager[OnTokens]]
-"""stage(label, total, unit): shows how far a piece of work is; gives a function that adds to it."""
+"""stage(label, total, unit) shows the progress of some work. Its context is a function that adds to it."""
 
 
 class NotFinite(NeuzipError):
@@ -101,7 +101,7 @@ class BaselineComparison:
 
     @property
     def tokens(self) -> int:
-        """How many are predicted."""
+        """Number of predicted tokens."""
         return self.reading.convention.tokens
 
     def run(self, path: str | os.PathLike[str], on_tokens: OnTokens = lambda count: None) -> ComparisonRun:
@@ -177,7 +177,7 @@ class _Remembering(HeadedModel):
 
 
 def _bytes_in_use(device: torch.device) -> int | None:
-    """What torch's tensors take of the GPUs, or this process of the memory; None if not told."""
+    """Bytes of torch's tensors on the GPUs, or of this process on a CPU; None if unknown."""
     if device.type == "cuda":
         return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
     try:

@@ -11,11 +11,11 @@ Name = Literal["bos", "token", "strided", "llama.cpp", "lm-eval"]
 NAMES: tuple[Name, ...] = ("token", "strided", "llama.cpp", "lm-eval")
 
 BOS: Name = "bos"
-"""What there is beside them for a tokenizer that puts BOS in front of a text."""
+"""The additional convention for a tokenizer that puts BOS in front of a text."""
 
 
 def special_text(special_tokens: str) -> str:
-    """What is said behind a rule for windows of special tokens in front of them: nothing if there are none.
+    """The words behind a rule for windows about special tokens before them; empty if there are none.
 
     >>> special_text("none"), special_text("BOS in front of each")
     ('', ', BOS in front of each')

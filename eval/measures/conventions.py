@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 
 
 WINDOW = 1024
-"""Predictions of a window if nothing else is asked for, or as many as the model was made for."""
+"""Tokens predicted in a window by default, or the model's positions if they are fewer."""
 
 STRIDE = 512
 """Tokens between the beginnings of strided windows, or half a window if that is less."""
 
 LLAMA_CPP_WINDOW = 512
-"""Tokens of a window of llama.cpp, or as many as the model was made for."""
+"""Tokens of a window of llama.cpp, or the model's positions if they are fewer."""
 
 DOCUMENTS = 8
 """Documents, by `effective`, that are enough to be the blocks of standard errors."""
 
 UNKNOWN_POSITIONS = 2048
-"""What lm-evaluation-harness takes for the length of a model that does not tell."""
+"""Positions that lm-evaluation-harness assumes for a model that does not state them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TokenWindow:
 
 @dataclass(frozen=True)
 class Convention:
-    """What a perplexity must be told with. `tokens` are those predicted.
+    """The convention under which a perplexity was measured. `tokens` is the number of predicted ones.
 
     `words` and `bytes` are what perplexities a word and a byte are of, None where there are none of these, or
     where not all of the text is predicted. A word belongs to the token with which it begins. `special_tokens`
@@ -209,7 +209,7 @@ class Tokenised:
     def _stream(
         self, name: Name, window: int, stride: int | None, windows: tuple[TokenWindow, ...]
     ) -> Reading:
-        """All documents in a row, no special tokens."""
+        """A reading of all documents in a row, without special tokens."""
         if not windows:
             raise TooShort(
                 f"{self.text.name}: is too short: of {len(self.ids)} tokens none can be predicted in windows "
@@ -223,7 +223,7 @@ class Tokenised:
         return self._made(name, self.ids, windows, self._documents, window, stride, units, special)
 
     def _behind_bos(self, window: int) -> Reading:
-        """All documents in a row, cut into windows that are read as texts of their own."""
+        """A reading of all documents in a row, cut into windows that each begin with BOS."""
         bos = self.bos
         if bos is None:
             raise UsageError(
@@ -382,7 +382,7 @@ class Tokenised:
 
 
 def ends_of(offsets: Sequence[tuple[int, int]], content: str) -> Values:
-    """Where each token ends in a text, in characters, never before another one; the last takes the rest."""
+    """The end of each token in a text, in characters, rising; the last token takes the rest."""
     ends = np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64))
     ends[-1:] = len(content)
     return ends
@@ -405,7 +405,7 @@ def units_of(content: str, ends: Values) -> Units:
 
 
 def _units_of_page(page: str, tokens: int, ends: Values | None) -> Units:
-    """Those of a prefix, which has none, and of a page behind it, as lm-evaluation-harness counts words."""
+    """Units of a prefix, which has none, and of a page behind it, as lm-evaluation-harness counts words."""
     words, size = np.zeros((2, tokens + 1), np.int64)
     if ends is not None:
         units = units_of(page, ends)
@@ -417,7 +417,7 @@ def _units_of_page(page: str, tokens: int, ends: Values | None) -> Units:
 
 
 def scored_places(windows: Sequence[TokenWindow]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where the tokens are that windows predict and that count, window by window."""
+    """Positions of the predicted tokens that count, window by window."""
     parts = [np.arange(w.stop - w.scored + 1, w.stop + 1) for w in windows]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -505,7 +505,7 @@ DETOKENISING: tuple[tuple[str, str], ...] = (
     (r" N ", " 1 "),
     (r" 's", "'s"),
 )
-"""Patterns and what takes their place, one after the other: the detokeniser of the task `wikitext`."""
+"""Patterns and their replacements, applied in order: the detokeniser of the task `wikitext`."""
 
 
 def detokenised(page: str) -> str:

@@ -40,7 +40,7 @@ class TensorSide:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """What became of one tensor. `label` is its name for people.
+    """The difference of one tensor between two checkpoints. `label` is its name for people.
 
     `status` is `identical`, `different`, `dtype`, `shape`, `only_a` or `only_b`, and only `different` has
     numbers: how many elements differ (None where elements are no whole bytes), in how many of these either
@@ -66,7 +66,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class _Gap:
-    """How far two pieces are apart; those of a tensor add up."""
+    """The difference of two pieces of a tensor; differences of pieces add up."""
 
     differing: int = 0
     not_finite: int = 0
@@ -184,7 +184,7 @@ def _side(tensor: SourceTensor | None) -> TensorSide | None:
 def _equal_pieces(
     x: SourceTensor, read_a: Reader, read_b: Reader, workers: Workers, on_bytes: Callable[[int], None]
 ) -> int:
-    """How many pieces of a tensor are equal before the first that is not: quick, and often all of them."""
+    """The number of equal pieces before the first different one: quick, and often all of them."""
     pieces = x.pieces()
     results = workers.map(lambda piece: np.array_equal(read_a(*piece), read_b(*piece)), pieces)
     for number, ((start, stop), same) in enumerate(zip(pieces, results, strict=True)):
@@ -202,7 +202,7 @@ def _gap(
     on_bytes: Callable[[int], None],
     equal: int,
 ) -> _Gap:
-    """How far two tensors are apart. The first `equal` pieces were told of already."""
+    """The difference of two tensors. Progress of the first `equal` pieces was reported already."""
     total, pieces = _Gap(), x.pieces()
     results = workers.map(lambda piece: _gap_of(x.info.dtype, read_a(*piece), read_b(*piece)), pieces)
     for number, ((start, stop), part) in enumerate(zip(pieces, results, strict=True)):
@@ -213,7 +213,7 @@ def _gap(
 
 
 def _gap_of(dtype: str, a: Bytes, b: Bytes) -> _Gap:
-    """How far two pieces are apart."""
+    """The difference of two pieces."""
     fmt = FORMATS.get(dtype)
     if fmt is None:
         width = DTYPE_BITS.get(dtype, 8) // 8 or 1
@@ -249,7 +249,7 @@ def _measured(difference: TensorDifference, gap: _Gap, dtype: str) -> TensorDiff
 
 
 def _kind(x: SourceTensor, y: SourceTensor) -> str | None:
-    """Why two tensors cannot be compared, if they cannot."""
+    """The reason why two tensors cannot be compared, None if they can."""
     if x.info.dtype != y.info.dtype:
         return "dtype"
     return "shape" if x.info.shape != y.info.shape else None

@@ -73,7 +73,7 @@ def over_windows(
     ranks: Ranks = ALONE,
     on_tokens: OnTokens = lambda count: None,
 ) -> dict[str, Values]:
-    """What `measure` gives for the scored tokens of each batch, of all batches, [tokens], in order.
+    """The results of `measure` for the scored tokens of all batches, [tokens], in order.
 
     Each rank measures some of the batches; all get everything. `on_tokens` is told of predictions made here.
     """

@@ -57,7 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Paired:
-    """What was measured of each token, [tokens], in the order of windows.
+    """Measurements of each token, [tokens], in the order of windows.
 
     Losses and divergences are fp32, in nats; `agrees` is bool, `shared` how many of the top `k` both have.
     """

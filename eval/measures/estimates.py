@@ -25,20 +25,20 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its standard error, which too few blocks do not give: see `FEWEST`."""
+    """A figure and its standard error, None for fewer than FEWEST blocks."""
 
     value: float
     standard_error: float | None
 
     def times(self, factor: float) -> Estimate:
-        """The same in another unit."""
+        """The estimate in another unit."""
         error = self.standard_error
         return Estimate(self.value * factor, None if error is None else error * factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Which block each token belongs to: `of` is [tokens], numbers from 0 to `count` - 1.
+    """The block of each token: `of` is [tokens], numbers from 0 to `count` - 1.
 
     Windows of several `documents` end where a document does.
     """
@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def text(self) -> str:
-        """What standard errors are over, in words."""
+        """Words for the blocks that standard errors are over."""
         text = f"{self.count:,} {self.kind}{'' if self.count == 1 else 's'}"
         return text if self.documents is None else f"{text} of {self.documents:,} documents"
 
@@ -59,7 +59,7 @@ class Blocks:
         return self.per(values, np.bincount(self.of, minlength=self.count))
 
     def count_of(self, units: Values) -> Values:
-        """How many units each block has, int64 [count], of those of each token."""
+        """The units of each block, int64 [count], from the units of each token."""
         return np.rint(np.bincount(self.of, units, self.count)).astype(np.int64)
 
     def per(self, values: Values, units: Values) -> Estimate:
@@ -69,7 +69,7 @@ class Blocks:
 
 
 def effective(counts: Sequence[int]) -> float:
-    """How many equal blocks would give as sure a mean as blocks of these numbers of tokens.
+    """The number of equal blocks whose mean is as certain as that of blocks of these numbers of tokens.
 
     >>> effective([10, 10, 10]), effective([30, 10])
     (3.0, 1.6)
@@ -94,7 +94,7 @@ def mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
 
 
 def over(blocks: str, error: float | None) -> str:
-    """What a standard error is over, `blocks` as `Blocks.text` has it; or why there is none.
+    """Words for the blocks of a standard error, or for the reason why there is none.
 
     >>> over("45 windows of 5 documents", 0.1), over("2 windows", None)
     ('± over 45 windows of 5 documents', 'no ±: 2 windows count as fewer than 3 equal ones')

@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALL, LARGE = 2.0**-12, 2.0**20
-"""Logits so small that no soft cap shows, and so large that nothing else does."""
+"""Logits so small that a soft cap has no effect, and so large that only the cap shows."""
 
 TRIALS = (0.0, SMALL, LARGE, -LARGE, 1.0, -3.0, 10.0, 40.0)
-"""Logits that are sent through what a model does to them."""
+"""Logits that are sent through a model's own operations on them."""
 
 CLOSE = 1e-5
-"""Relative error up to which a scale and a soft cap are what the model does."""
+"""Relative error up to which a scale and a soft cap describe these operations."""
 
 SLACK = 1e-4
 """Relative error that products in another order may have, of the largest logit."""
 
 FORMED_BYTES = 64 << 20
-"""Logits in fp32 that are worked on at a time where a model forms them."""
+"""Bytes of fp32 logits that are processed at a time if a model forms them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class FormedLogits:
 
 
 Predictions = Head | FormedLogits
-"""What a model says about N tokens, before it is made into numbers."""
+"""The predictions of a model for N tokens, as hidden states with a head, or as logits."""
 
 
 class HeadedModel:
@@ -87,12 +87,12 @@ class HeadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype of its computation."""
         return self.model.dtype
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens it gives a logit to."""
+        """The number of tokens that have a logit."""
         weight = getattr(_output_embedding(self.model), "weight", None)
         return int(weight.shape[0]) if isinstance(weight, Tensor) else int(self.model.config.vocab_size)
 
@@ -107,7 +107,7 @@ class HeadedModel:
             )
 
     def form_logits(self, reason: str) -> None:
-        """From now on have the model form its logits: one that it is compared with does."""
+        """Make the model form its logits from now on, because a model that it is compared with does."""
         self.formed = self.formed or reason
 
     def heads(self, ids: Tensor) -> Head:
@@ -120,7 +120,7 @@ class HeadedModel:
 
     @torch.inference_mode()
     def predictions(self, ids: Tensor, rows: Tensor | slice = slice(None)) -> Predictions:
-        """What is predicted after each of `ids` [B, T], or after some of the B * T; N tokens in all."""
+        """The predictions after each of `ids` [B, T], or after N of these B * T tokens."""
         began = self._now()
         if self.formed is None:
             with self._intercepted(torch.zeros(())) as seen:
@@ -133,7 +133,7 @@ class HeadedModel:
         return predictions
 
     def _now(self) -> float:
-        """The time at which the GPUs have done what they were asked for."""
+        """The time at which the GPUs have finished their work."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
         return time.perf_counter()
@@ -149,7 +149,7 @@ class HeadedModel:
         return logits
 
     def _hidden(self, seen: list[Tensor], ids: Tensor) -> Tensor:
-        """Hidden states [B * T, D], where the head lies, of what the output embedding was given."""
+        """The inputs of the output embedding, [B * T, D], on the device of the head."""
         if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:
             raise ValueError(
                 f"the output embedding is given {[tuple(x.shape) for x in seen]} for {ids.shape}"
@@ -170,7 +170,7 @@ class HeadedModel:
 
     @contextmanager
     def _intercepted(self, column: Tensor) -> Iterator[list[Tensor]]:
-        """Keep what the output embedding is given, and have it answer a column, [B, T, 1]."""
+        """Context that records the input of the output embedding, which returns one column, [B, T, 1]."""
         embedding = self._embedding()
         seen: list[Tensor] = []
 
@@ -232,7 +232,7 @@ def statistics(predictions: Predictions, target: Tensor) -> TokenStatistics:
 
 
 def divergence(base: Predictions, other: Predictions, target: Tensor, top_k: int | None = None) -> Divergence:
-    """How two models differ on each token, where the base's head lies. Both form logits or none."""
+    """The difference of two models on each token, on the base's device. Both form logits or none."""
     if isinstance(base, Head) and isinstance(other, Head):
         place = base.hidden.device
         return kernels.divergence(base, _moved(other, place), target.to(place), top_k=top_k)
@@ -281,7 +281,7 @@ def _moved(head: Head, place: torch.device) -> Head:
 
 
 def _scale_and_softcap(answers: list[float]) -> tuple[float, float | None] | None:
-    """What turned TRIALS into `answers`: x -> scale * x, capped or not; None if that is not all."""
+    """The scale and soft cap that map TRIALS to `answers`; None if no scale and cap do."""
     known = dict(zip(TRIALS, answers, strict=True))
     scale, limit = known[SMALL] / SMALL, abs(known[LARGE])
     if not math.isfinite(scale) or scale == 0:

@@ -56,7 +56,7 @@ def entropy(histogram: Histogram) -> float:
 
 
 def bias(fmt: FloatFormat) -> int:
-    """What is subtracted from a stored exponent to get the power of two.
+    """The bias that is subtracted from a stored exponent.
 
     >>> bias(FORMATS["BF16"]), bias(FORMATS["F8_E4M3FNUZ"])
     (127, 8)
@@ -79,7 +79,7 @@ class Entropies:
 
 @dataclass(frozen=True)
 class Counts:
-    """How often every bit pattern occurs.
+    """Counts of the bit patterns of weights.
 
     `top` counts the leading 16 (or all 8) bits, int64 [65536] or [256]; `rest` the bytes after them, int64
     [bytes, 256]. Counts of the parts of a tensor add up.
@@ -104,7 +104,7 @@ class Counts:
 
     @classmethod
     def on(cls, gpu: Gpu, bits: Bits, fmt: FloatFormat) -> Counts:
-        """The same, counted on a GPU."""
+        """Counts of the bit patterns of weights, counted on a GPU."""
         import torch
 
         def count(data: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Counts:
 
     @property
     def numel(self) -> int:
-        """How many weights were counted."""
+        """The number of weights."""
         return int(self.top.sum())
 
     @property
@@ -174,7 +174,7 @@ class Counts:
 
     @property
     def zeros(self) -> int | None:
-        """How many are 0, of either sign; None for more than 16 bits, whose last bytes are counted apart."""
+        """The number of zeros of either sign; None for weights of more than 16 bits."""
         return int(self.top.reshape(2, -1)[:, 0].sum()) if self.fmt.bits <= TOP_BITS else None
 
     @property
@@ -220,12 +220,12 @@ class TensorFigures:
 
     @property
     def before_bytes(self) -> int:
-        """What the ratio is of."""
+        """The bytes that the ratio compares."""
         return self.nbytes
 
     @property
     def after_bytes(self) -> int:
-        """What becomes of `before_bytes`."""
+        """The bytes into which `before_bytes` are compressed."""
         return self.stored_bytes
 
     @property
@@ -448,7 +448,7 @@ Storage = dict[tuple[str, str], tuple[int, str]]
 
 
 def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
-    """How every tensor of a compressed checkpoint is stored; size of its weight files before and after."""
+    """The storage of each tensor of a compressed checkpoint, and bytes of weight files before and after."""
     storage: Storage = {}
     for t in source.tensors():
         opened = source.opened(t.file)
@@ -462,7 +462,7 @@ def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
 
 
 def _predicted_storage(source: TensorSource, workers: Workers) -> tuple[Storage, tuple[int, int]]:
-    """The same of a plain checkpoint, predicted for lossless compression."""
+    """The predicted storage of each tensor of a plain checkpoint, and bytes before and after."""
     storage: Storage = {}
     plan = make_plan(source, [Rule("*", LOSSLESS)], workers, predict=True)
     for planned in plan.tensors:

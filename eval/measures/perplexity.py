@@ -62,7 +62,7 @@ class ModelDifference:
 
 @dataclass(frozen=True)
 class ModelScore:
-    """What one model does under a convention: `nll` in nats a token, and the same as perplexities.
+    """The score of one model under a convention: `nll` in nats per token, and as perplexities.
 
     `difference` is to the first model of the evaluation; that one has none.
     """
@@ -108,7 +108,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most memory that one process had, all models in it: `of` says of which kind. None if not told."""
+    """The largest memory of one process with all models. `of` names the kind; `bytes` is None if unknown."""
 
     bytes: int | None
     of: str
@@ -183,7 +183,7 @@ class EvaluationTask:
 
     @property
     def place(self) -> str:
-        """Where the models are, in words."""
+        """The devices of the models, in words."""
         if isinstance(self.device, str):
             return f"the devices of the map {self.device}"
         return device_name(self.device)
@@ -247,7 +247,7 @@ def evaluate(
     ranks: Ranks = ALONE,
     on_tokens: OnTokens = lambda count: None,
 ) -> Evaluation:
-    """Measure the models. `on_tokens` is told of predictions made.
+    """Measure the models. `on_tokens` gets the number of new predictions.
 
     Without `divergence` they are in memory one after the other. With it there are two, at once, and the
     second is compared with the first under `task.compared`. All processes of a run, `ranks`, get
@@ -447,14 +447,14 @@ def _tokenise(paths: Sequence[Path], text: Text, max_tokens: int | None) -> Toke
 
 
 def _kind_of_memory(task: EvaluationTask) -> torch.device:
-    """Where there is the memory that counts: that of GPUs, if any are used."""
+    """The kind of memory that is measured: that of GPUs if any are used."""
     if isinstance(task.device, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return task.device
 
 
 def _peak(device: torch.device, ranks: Ranks) -> PeakMemory:
-    """Of the process that needed most."""
+    """The peak memory of the process that needed most."""
     peaks = [nbytes for nbytes in ranks.all_gather(peak_bytes(device)) if nbytes is not None]
     on_gpu = device.type == "cuda"
     return PeakMemory(

@@ -21,10 +21,10 @@ from neuzip.eval.demo import split_topics
 
 HUB = "hf://datasets/"
 SPLITS = ("test", "validation", "train")
-"""Which part of a dataset is taken if none is named: the first of these that there is."""
+"""Parts of a dataset: if none is named, the first of these that exists is taken."""
 
 COLUMNS = ("text", "page", "content")
-"""Which column of a dataset is taken if none is named: the first of these that there is."""
+"""Columns of a dataset: if none is named, the first of these that exists is taken."""
 
 HEADING = re.compile(r" = [^=].*[^=] = \s*")
 """The first line of an article of WikiText."""
@@ -44,7 +44,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Text:
-    """What is predicted, and what it is called in a report. `joint` stands between documents.
+    """A text to predict, with its name in a report. `joint` stands between documents.
 
     `wikitext` says that it is of WikiText, whose words and punctuation are set apart by spaces.
     """
@@ -56,11 +56,11 @@ class Text:
 
     @property
     def content(self) -> str:
-        """All documents as one text."""
+        """All documents as one string."""
         return self.joint.join(document.content for document in self.documents)
 
     def starts(self) -> list[int]:
-        """Where each document begins in `content`, in characters."""
+        """The start of each document in `content`, in characters."""
         starts, at = [], 0
         for document in self.documents:
             starts.append(at)
@@ -108,7 +108,7 @@ def _read(path: Path) -> str:
 
 
 def _directory(folder: Path) -> Text:
-    """Its files and those of its folders, by name; hidden ones are left out."""
+    """The files of a folder and of its folders, by name, without hidden ones."""
     names = sorted(
         name
         for path in folder.rglob("*")
@@ -150,7 +150,7 @@ def _title(page: str) -> str:
 
 @dataclass(frozen=True)
 class _Address:
-    """What names a part of a dataset."""
+    """The address of a part of a dataset."""
 
     path: str
     config: str | None

@@ -23,7 +23,7 @@ from neuzip.errors import NeuzipError
 
 
 class Option(NamedTuple):
-    """What one choice takes of the budget, and what it costs."""
+    """One choice: its share of the budget, and its cost."""
 
     weight: float
     cost: float
@@ -52,7 +52,7 @@ class OverBudget(NeuzipError):
 
 @dataclass(frozen=True, order=True)
 class _Move:
-    """From one point of an item's hull to the next; sorted by cost saved a weight, the most first."""
+    """A step from one point of an item's hull to the next; sorted by saved cost per weight, largest first."""
 
     slope: float
     item: int

@@ -22,6 +22,7 @@ from neuzip.eval.layers.drops import Drop, pruned, weigh
 from neuzip.eval.layers.removal import tensors_by_layer
 from neuzip.eval.measures.comparison import BaselineComparison, Stage
 from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.plans.candidates import GroupCandidates, predict_candidates
 from neuzip.eval.plans.layer_plans import LayerPredictions
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_trials import Planner, SearchResult
@@ -29,17 +30,15 @@ from neuzip.eval.plans.reach import FixedBytes, OutOfReach, predict_reach
 from neuzip.eval.plans.search import upper
 from neuzip.eval.plans.sensitivity import (
     CalibrationWindows,
-    GroupCandidates,
     Method,
     Sensitivity,
-    find_groups,
     fisher,
     measure,
     passes,
-    predict_candidates,
     weights_only,
 )
 from neuzip.eval.plans.target_values import CompressionTarget, value_of
+from neuzip.eval.plans.tensor_groups import find_groups
 from neuzip.runtime.hf.load import load_model
 
 if TYPE_CHECKING:

@@ -21,11 +21,13 @@ from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, N
 from neuzip.eval.measures.divergence import Comparison
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.plans.allocation import Allocation, OverBudget, allocate
+from neuzip.eval.plans.candidates import GroupCandidates
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.reach import FixedBytes, before_lossless, out_of_reach
 from neuzip.eval.plans.search import search_budget
-from neuzip.eval.plans.sensitivity import GroupCandidates, Sensitivity, rules_of
+from neuzip.eval.plans.sensitivity import Sensitivity
 from neuzip.eval.plans.target_values import value_of
+from neuzip.eval.plans.tensor_groups import rules_of
 from neuzip.formats.checkpoint import file_checksum, find_checkpoint
 
 

@@ -13,8 +13,9 @@ from neuzip.compress.scheme import LOSSLESS, Rule
 from neuzip.compress.source import TensorSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
-from neuzip.eval.plans.sensitivity import GroupCandidates, find_groups, rules_of, schemes_of
+from neuzip.eval.plans.candidates import GroupCandidates, schemes_of
 from neuzip.eval.plans.target_values import CompressionTarget
+from neuzip.eval.plans.tensor_groups import find_groups, rules_of
 from neuzip.formats.checkpoint import config_files, index_files
 
 LOSS_RECORD = 96

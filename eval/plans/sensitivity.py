@@ -16,34 +16,36 @@ Tensors that differ only in a number behind the layer's are one group: the exper
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from neuzip.compress import lossless, truncated
-from neuzip.compress.lossless import Map
-from neuzip.compress.plan import PlannedTensor, make_plan
-from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
-from neuzip.compress.source import SourceTensor, TensorSource
-from neuzip.compress.workers import Workers
+from neuzip.compress.scheme import Scheme
+from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.head import HeadedModel, Predictions, divergence
-from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.allocation import Option
-from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
-from neuzip.kernels.float_fields.values import to_float64
-from neuzip.runtime.dtypes import TORCH_DTYPES, shaped
+from neuzip.eval.plans.candidates import (
+    GroupCandidates,
+    OnWork,
+    SchemeChoice,
+    ignore_progress,
+    read_bits,
+    restore_rounded,
+)
+from neuzip.eval.plans.checkpoint_parameters import (
+    ParametersByTensor,
+    find_parameters,
+    require_some,
+    values_for,
+)
+from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.kernels.float_fields import Bits
 from neuzip.runtime.hf.bos import behind
 from neuzip.runtime.hf.decoder import input_device
 
@@ -53,53 +55,10 @@ if TYPE_CHECKING:
 Method = Literal["measured", "fisher", "weights"]
 
 MEASURED_BITS = 2
-"""Mantissa bits up to which a scheme is measured, if any is."""
+"""Largest number of mantissa bits of a scheme that is measured."""
 
 BATCH = 1024
-"""Tokens fed at a time, or those of one window."""
-
-FINEST = 15
-"""Mantissa bits up to which there is a scheme for every number: beyond, a tensor is lossless."""
-
-OnWork = Callable[[int], None]
-
-
-def ignore_progress(_: int) -> None:
-    """Look away."""
-
-
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors that get one scheme, and the globs that name them and no others.
-
-    `aliases` are the names of those that are stored as another one, whose bytes they have.
-    """
-
-    globs: tuple[str, ...]
-    tensors: tuple[SourceTensor, ...]
-    aliases: frozenset[str] = frozenset()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors as they are."""
-        return sum(t.info.nbytes for t in self.tensors)
-
-
-@dataclass(frozen=True)
-class SchemeChoice:
-    """One scheme for a group: its bytes when stored, and the squared error as a share of the squares."""
-
-    scheme: Scheme
-    nbytes: int
-    relative_error: float
-
-
-@dataclass(frozen=True)
-class GroupCandidates:
-    """A group and its choices, the lossless one first, then ever fewer mantissa bits."""
-
-    group: TensorGroup
-    choices: tuple[SchemeChoice, ...]
+"""Tokens fed at a time, but at least one window."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +75,7 @@ class Sensitivity:
     estimated: int = 0
 
     def options(self, by: Literal["bytes", "divergence"]) -> list[list[Option]]:
-        """What `allocate` takes; `by` is what there is a budget of."""
+        """The options of each group for `allocate`, with a budget of bytes or of divergence."""
         return [
             [
                 Option(c.nbytes, d) if by == "bytes" else Option(d, c.nbytes)
@@ -124,179 +83,6 @@ class Sensitivity:
             ]
             for one, divergences in zip(self.candidates, self.divergences, strict=True)
         ]
-
-
-def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
-    """The tensors that may be rounded: matrices of floats that `rules` leave lossless, by what they are.
-
-    Tensors with equal bytes go together. Raises NeuzipError if there are none.
-    """
-    by_kind: dict[str, list[PlannedTensor]] = defaultdict(list)
-    for t in make_plan(source, rules, workers).tensors:
-        if t.scheme == LOSSLESS and len(t.tensor.info.shape) > 1:
-            by_kind[_kind((t.alias_of or t.tensor).name)].append(t)
-    if not by_kind:
-        raise NeuzipError(
-            f"{source.checkpoint.path}: there is no matrix of floats that could be rounded",
-            "leave out `include` and `exclude`, or the target",
-        )
-    names = [t.name for t in source.tensors()]
-    return [
-        TensorGroup(
-            _globs([t.tensor.name for t in members], names),
-            tuple(t.tensor for t in members),
-            frozenset(t.tensor.name for t in members if t.alias_of is not None),
-        )
-        for members in by_kind.values()
-    ]
-
-
-def _kind(name: str) -> str:
-    """A name with its numbers replaced, but not the first: so those of experts, not that of the layer.
-
-    >>> _kind("model.layers.3.mlp.experts.17.w1.weight")
-    'model.layers.3.mlp.experts.*.w1.weight'
-    """
-    parts = name.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-    return ".".join("*" if at in numbers[1:] else part for at, part in enumerate(parts))
-
-
-def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Globs that match the members and none of the other names: those of their kinds, or else each name."""
-    kinds = tuple(dict.fromkeys(_kind(name) for name in members))
-    if len(kinds) < len(members):
-        matches = [name for name in names if any(fnmatchcase(name, kind) for kind in kinds)]
-        if sorted(matches) == sorted(members):
-            return kinds
-    return tuple(re.sub(r"([*?[])", r"[\1]", name) for name in dict.fromkeys(members))
-
-
-def rules_of(groups: Sequence[TensorGroup], schemes: Sequence[Scheme]) -> list[Rule]:
-    """The rules that give each group its scheme. What is lossless needs none."""
-    return [
-        Rule(glob, scheme, min_dimensions=2)
-        for group, scheme in zip(groups, schemes, strict=True)
-        if scheme != LOSSLESS
-        for glob in group.globs
-    ]
-
-
-def predict_candidates(
-    source: TensorSource,
-    groups: Sequence[TensorGroup],
-    block_size: int | None,
-    workers: Workers,
-    on_bytes: OnWork = ignore_progress,
-) -> list[GroupCandidates]:
-    """Count what every group is in every scheme, to know its bytes, about, and the squared error.
-
-    Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
-    """
-    candidates = []
-    for group in groups:
-        totals: dict[Scheme, tuple[int, float, float]] = {}
-        for tensor in group.tensors:
-            bits = read_bits(source, tensor)
-            for scheme, squares, original in _squares(
-                tensor, bits, schemes_of(group, block_size), workers.map
-            ):
-                before = totals.get(scheme, (0, 0.0, 0.0))
-                stored = tensor.name not in group.aliases
-                nbytes = _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0
-                totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
-            on_bytes(tensor.info.nbytes)
-        choices = [
-            SchemeChoice(scheme, nbytes, squares / (original or 1.0))
-            for scheme, (nbytes, squares, original) in totals.items()
-        ]
-        candidates.append(GroupCandidates(group, tuple(choices)))
-    return candidates
-
-
-def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
-    """What a group can become: lossless, or rounded to ever fewer bits."""
-    formats = [FORMATS[t.info.dtype] for t in group.tensors]
-    if not all(truncated.normalisable(fmt) for fmt in formats):
-        block_size = None
-    most = min(FINEST, max(fmt.mantissa_bits for fmt in formats) - 1)
-    return [LOSSLESS, *(Scheme("truncated", k, block_size) for k in range(most, -1, -1))]
-
-
-def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
-    """The bit patterns of a whole tensor of floats."""
-    return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
-
-
-def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:
-    """What comes back of a tensor's bit patterns once they were stored in a scheme."""
-    rounding = _rounding(tensor, bits, scheme)
-    if rounding is None:
-        return bits
-    parts = parallel(
-        lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), lossless.pieces(bits.size)
-    )
-    return np.concatenate(list(parts))
-
-
-def _rounding(tensor: SourceTensor, bits: Bits, scheme: Scheme) -> truncated.Rounding | None:
-    """How a scheme rounds a tensor; None where it comes back as it is."""
-    fmt = FORMATS[tensor.info.dtype]
-    k = scheme.mantissa_bits
-    if k is None or k >= fmt.mantissa_bits or non_finite(bits, fmt).any():
-        return None
-    return truncated.Rounding(fmt, k, scheme.block_size)
-
-
-def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
-    """About the bytes of a tensor's streams, or of the tensor where it would not shrink."""
-    fmt, rounding = FORMATS[tensor.info.dtype], _rounding(tensor, bits, scheme)
-
-    def count(piece: tuple[int, int]) -> Census:
-        part = bits[slice(*piece)]
-        return census(part if rounding is None else rounding.apply(part)[0], fmt)
-
-    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
-    expected = lossless.expected_bytes(counted, bits.size, fmt)
-    if rounding is not None:
-        expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
-    return min(expected, tensor.info.nbytes)
-
-
-def _squares(
-    tensor: SourceTensor, bits: Bits, schemes: Sequence[Scheme], parallel: Map
-) -> Iterator[tuple[Scheme, float, float]]:
-    """The squared error of a tensor in each scheme, and the sum of its squares; 0 and 0 where it is exact.
-
-    Of formats of up to 16 bits every pattern is rounded once, however many weights have it.
-    """
-    fmt, counts = FORMATS[tensor.info.dtype], None
-    if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
-        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
-        counted = functools.reduce(operator.add, parts).top
-        patterns = np.flatnonzero(counted)
-        bits, counts = patterns.astype(fmt.dtype), counted[patterns]
-    for scheme in schemes:
-        restored = restore_rounded(tensor, bits, scheme, parallel)
-        if restored is bits:
-            yield scheme, 0.0, 0.0
-        elif counts is not None:
-            before, after = to_float64(bits, fmt), to_float64(restored, fmt)
-            yield scheme, float(counts @ (after - before) ** 2), float(counts @ before**2)
-        else:
-            error = _error(bits, restored, fmt, parallel)
-            yield scheme, error.squares, error.original_squares
-
-
-def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
-    parts = parallel(
-        lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
-        lossless.pieces(bits.size),
-    )
-    return sum(parts, truncated.Error())
-
-
-# What a choice does to the model
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +109,7 @@ class CalibrationWindows:
 
     @property
     def tokens(self) -> int:
-        """How many are predicted."""
+        """Number of predicted tokens."""
         return self.targets.numel()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -331,44 +117,6 @@ class CalibrationWindows:
         rows = max(1, BATCH // self.fed.shape[1])
         for fed, targets in zip(torch.split(self.fed, rows), torch.split(self.targets, rows), strict=True):
             yield fed, targets.flatten()
-
-
-ParametersByTensor = Mapping[str, torch.nn.Parameter]
-"""The parameters that hold tensors of a checkpoint, by the tensors' names."""
-
-
-def find_parameters(
-    model: PreTrainedModel, source: TensorSource, groups: Sequence[TensorGroup]
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    prefix = f"{model.base_model_prefix}."
-    endings: dict[str, list[str]] = defaultdict(list)
-    for name in parameters:
-        endings[_ending(name)].append(name)
-    places = {}
-    for tensor in (t for group in groups for t in group.tensors):
-        names = [tensor.name, prefix + tensor.name, tensor.name.removeprefix(prefix)]
-        alike = endings[_ending(tensor.name)]  # models of several parts have stored them under other names
-        for name in (*names, *(alike if len(alike) == 1 else ())):
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.shape == torch.Size(tensor.info.shape):
-                values = _values(tensor, read_bits(source, tensor), parameter)
-                if torch.equal(values, parameter.detach()):
-                    places[tensor.name] = parameter
-                    break
-    return places
-
-
-def _ending(name: str) -> str:
-    """A name from its last list of modules on, which tells layers and what is in them; or its last two words.
-
-    >>> _ending("language_model.model.layers.7.mlp.up_proj.weight"), _ending("model.lm_head.weight")
-    ('layers.7.mlp.up_proj.weight', 'lm_head.weight')
-    """
-    words = name.split(".")
-    last = max((at for at, word in enumerate(words) if word.isdecimal()), default=len(words) - 1)
-    return ".".join(words[max(0, last - 1) :])
 
 
 def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
@@ -384,13 +132,13 @@ def measure(
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
 ) -> Sensitivity:
-    """Round one group at a time in a live model, and put it back. `on_tokens` is told of tokens predicted.
+    """Round one group at a time in a live model, and restore it. `on_tokens` counts predictions.
 
     A scheme that makes the model give no finite divergence is left out. Raises NeuzipError if no tensor is
     found in the model.
     """
     places = find_parameters(model.model, source, [one.group for one in candidates])
-    _require_some(places, source)
+    require_some(places, source)
     base = [model.predictions(fed) for fed, _ in windows.batches()]
     divergences: list[tuple[float, ...] | None] = []
     for one in candidates:
@@ -410,7 +158,7 @@ def measure(
 
 
 def passes(candidates: Sequence[GroupCandidates]) -> int:
-    """How many passes `measure` makes at most."""
+    """The largest number of passes of `measure`."""
     bits = [c.scheme.mantissa_bits for one in candidates for c in one.choices]
     return sum(k is not None and k <= MEASURED_BITS for k in bits)
 
@@ -424,7 +172,7 @@ def fisher(
 ) -> Sensitivity:
     """The second-order estimate, from the Fisher information. Raises NeuzipError as `measure`."""
     places = find_parameters(model, source, [one.group for one in candidates])
-    _require_some(places, source)
+    require_some(places, source)
     information = _fisher_diagonal(model, places, windows, on_tokens)
     divergences: list[tuple[float, ...] | None] = []
     for one in candidates:
@@ -436,7 +184,7 @@ def fisher(
         for parameter, tensor in once.items():
             bits = read_bits(source, tensor)
             for number, choice in enumerate(one.choices):
-                change = _values(tensor, restore_rounded(tensor, bits, choice.scheme), parameter).float()
+                change = values_for(tensor, restore_rounded(tensor, bits, choice.scheme), parameter).float()
                 change -= parameter.detach().float()
                 sums[number] += 0.5 * float((change.square_().mul_(information[parameter])).sum())
         divergences.append(tuple(sums))
@@ -454,7 +202,7 @@ def _fisher_diagonal(
     sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in set(places.values())}
     had_gradient = {p: p.requires_grad for p in model.parameters()}
 
-    def take(parameter: torch.Tensor) -> None:
+    def add_squares(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
         sums[parameter] += parameter.grad.float().square_()
         parameter.grad = None  # before that of the next layer is made
@@ -463,7 +211,7 @@ def _fisher_diagonal(
     try:
         for parameter in had_gradient:
             parameter.requires_grad_(parameter in sums)
-        hooks = [p.register_post_accumulate_grad_hook(take) for p in sums]  # type: ignore[no-untyped-call]
+        hooks = [p.register_post_accumulate_grad_hook(add_squares) for p in sums]  # type: ignore[no-untyped-call]
         source = torch.Generator().manual_seed(0)  # on the CPU: the same tokens on every device
         for fed in windows.fed:
             logits = model(input_ids=fed[None].to(input_device(model)), use_cache=False).logits[0].float()
@@ -485,11 +233,11 @@ def _fisher_diagonal(
 def _rounded_in_place(
     group: TensorGroup, bits: Mapping[str, Bits], scheme: Scheme, places: ParametersByTensor
 ) -> Iterator[None]:
-    """Have a live model compute with the rounded tensors of a group; what it had before comes back after."""
+    """Context in which a live model computes with the rounded tensors of a group."""
     before = {places[t.name]: places[t.name].data for t in group.tensors}
     try:
         for t in group.tensors:
-            places[t.name].data = _values(t, restore_rounded(t, bits[t.name], scheme), places[t.name])
+            places[t.name].data = values_for(t, restore_rounded(t, bits[t.name], scheme), places[t.name])
         yield
     finally:
         for parameter, data in before.items():
@@ -553,18 +301,3 @@ def _is_blind(one: GroupCandidates, divergences: Sequence[float]) -> bool:
     """Whether rounding changes the weights of a group, and the predictions by nothing at all."""
     changes = any(choice.relative_error for choice in one.choices)
     return changes and not any(divergences)
-
-
-def _values(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Tensor:
-    """Bit patterns as a tensor of the dtype and on the device of another."""
-    data = torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8))
-    plain = shaped(data, TORCH_DTYPES[tensor.info.dtype], tensor.info.shape)
-    return plain.to(device=like.device, dtype=like.dtype, copy=True)
-
-
-def _require_some(places: ParametersByTensor, source: TensorSource) -> None:
-    if not places:
-        raise NeuzipError(
-            f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",
-            "give `sensitivity='weights'`",
-        )

@@ -1,4 +1,4 @@
-"""From what was asked for to a target with everything that is needed to reach it. `targets` reaches it."""
+"""The request for a target, and everything that the search for a plan needs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from neuzip.eval.plans.sensitivity import Method
 
 MOST_LAYERS = 10_000
-"""More than any model has."""
+"""Layers: more than any model has."""
 
 
 @dataclass(frozen=True)
 class PreparedSearch:
-    """A target with everything that is needed to reach it.
+    """A target with everything that the search for a plan needs.
 
     `lossless` is what sizes the checkpoint can have, where the target is a size that lossless compression
     reaches by itself, so that nothing is rounded or measured; else None.
@@ -64,7 +64,7 @@ def require_droppable(
 def text_for(
     goal: RequestedTarget | None, sensitivity: Sensitivity, text: str | None, *, needed: bool
 ) -> str | None:
-    """The text to measure on, the built-in one if none is given.
+    """The text to measure on, by default the built-in one.
 
     None for a size that is reached by the weights alone, unless a text is `needed` for something else.
     """
@@ -89,7 +89,7 @@ def prepare_search(
     dry_run: bool = False,
     drop_layers: DropLayers = 0,
 ) -> PreparedSearch:
-    """Understand a target, and load the original if it is to be compared with. Raises NeuzipError.
+    """Check a target, and load the original if plans are compared with it. Raises NeuzipError.
 
     `rules` say what may be rounded. Without a `text` nothing is measured.
     """

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuzip.eval.attention import BITS, AttentionCalibration, AttentionLayer, QuantizedAttention
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLORS = {8: OTHERS, 4: EXPONENT}
 
 OFFSETS = {8: -0.14, 4: 0.14}
-"""Where points of a layer stand beside its middle."""
+"""Offsets of the points of a layer from its middle, in layers."""
 
 LABELLED, TOLD = 24, 48
 """Layers up to which each has its number, and its bits below it."""
@@ -70,7 +70,7 @@ def _draw(calibration: AttentionCalibration, title: str) -> Figure:
 
 
 def choice_text(calibration: AttentionCalibration) -> str:
-    """How many layers got how many bits.
+    """The number of layers for each number of bits, in words.
 
     For example: 5 of 6 layers in 8 bits, 1 at full precision.
     """

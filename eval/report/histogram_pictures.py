@@ -7,7 +7,6 @@ checkpoint with several float formats gets a row of panels for each. The same co
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import tempfile
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +22,7 @@ import numpy.typing as npt
 from neuzip.compress.workspace import write_file
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 from neuzip.eval.measures.histograms import Counts, Histogram, Inspection, bias, visible
 
 if TYPE_CHECKING:
@@ -31,17 +30,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IMAGES = (".png", ".svg")
+
 KINDS = (*IMAGES, ".html")
 
 _ACROSS = ("", *"▏▎▍▌▋▊▉█")
+
 _UP = " ▁▂▃▄▅▆▇█"
+
 BLOCKS = "".join(_ACROSS) + _UP
-"""What `sketch` draws with; for a terminal that lacks any of it there is an ASCII form."""
+"""Characters of `sketch`; a terminal that lacks one of them gets an ASCII form."""
 
 RARE = 0.001
 """Share below which an exponent at either end is counted with its neighbours."""
-
-DPI = 200
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def sketch(counts: Counts, *, ascii_only: bool = False) -> list[str]:
 
 
 def headline(counts: Counts) -> str:
-    """What a row of histograms is about."""
+    """The headline of a row of histograms."""
     return f"{counts.fmt.name}: {counts.numel:,} weights"
 
 
 def summary(inspection: Inspection) -> str:
-    """What the histograms come to, in a sentence."""
+    """A sentence that sums up the histograms."""
     size = f"{inspection.nbytes:,} bytes"
     if inspection.bound_bytes is None or not inspection.nbytes:
         return size
@@ -153,10 +153,6 @@ def _columns(shares: npt.NDArray[np.float64], height: int, ascii_only: bool) -> 
     return [
         "".join(steps[min(max(n - line * full, 0), full)] for n in filled) for line in reversed(range(height))
     ]
-
-
-INK, MUTED, FAINT = "#1c2733", "#667380", "#dfe4e8"
-EXPONENT, OTHERS = "#d55e00", "#4f7fae"  # told apart by every kind of colour vision
 
 
 def draw(inspection: Inspection, title: str) -> Figure:
@@ -251,7 +247,7 @@ def _exponents(axes: Axes, counts: Counts) -> None:
 
 
 def _places(bars: list[Bar]) -> list[float]:
-    """Where bars stand: those at the ends apart, with room for their labels."""
+    """The positions of bars, with a gap for the labels of those at the ends."""
     places: list[float] = []
     for at, bar in enumerate(bars):
         apart = at > 0 and (bar.power is None or bars[at - 1].power is None)
@@ -260,6 +256,7 @@ def _places(bars: list[Bar]) -> list[float]:
 
 
 _END = {"0": "0", "0,": "≈ 0", "below": "less", "above": "more", "inf,": "inf,\nNaN"}
+
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -278,28 +275,6 @@ def _mantissas(axes: Axes, counts: Counts) -> None:
     )
     axes.set_xlim(1, 2)
     axes.set_xticks([1, 1.25, 1.5, 1.75, 2], ["1", "1.25", "1.5", "1.75", "2"])
-
-
-def png(figure: Figure) -> bytes:
-    """A picture as PNG."""
-    return _saved(figure, "png", {"Software": None})
-
-
-def svg(figure: Figure, *, text_as_text: bool = False) -> bytes:
-    """A picture as SVG, with outlines instead of fonts unless told otherwise."""
-    nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    return _saved(figure, "svg", nothing, "none" if text_as_text else "path")
-
-
-def _saved(figure: Figure, kind: str, metadata: dict[str, None], fonttype: str = "path") -> bytes:
-    from matplotlib import style
-
-    target = io.BytesIO()
-    settings = {"svg.hashsalt": "neuzip", "svg.fonttype": fonttype}
-    with style.context(["default", settings]), catch_warnings():
-        filterwarnings("ignore", "Glyph .* missing")  # a title may be in any script
-        figure.savefig(target, format=kind, dpi=DPI, metadata=metadata)
-    return target.getvalue()
 
 
 def page(inspection: Inspection, title: str) -> bytes:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neuzip.compress.workspace import write_file
-from neuzip.eval.layers.analyse import LayerAnalysis, LayerReport
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
+from neuzip.eval.layers.analyse import LayerAnalysis
+from neuzip.eval.layers.layer_report import LayerReport
 from neuzip.eval.measures.convention_names import special_text
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS, png, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,9 @@ from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.estimates import Estimate, exponential
 from neuzip.eval.measures.histograms import visible
-from neuzip.eval.report.evaluation import BINS, LOWEST, Distribution, EvaluationReport, pareto
+from neuzip.eval.report.distribution import BINS, LOWEST, Distribution
+from neuzip.eval.report.evaluation import EvaluationReport
+from neuzip.eval.report.sweep_results import pareto
 from neuzip.eval.report.text import (
     bytes_text,
     change_text,
@@ -37,7 +39,7 @@ _SPECIAL = re.compile(r"[\\`*\[\]<>|~&$]|(?<![^\W_])_|_(?![^\W_])|^[#+-]")
 """What Markdown would take for more than itself; an underscore within a word it does not."""
 
 NEEDS = {".html": ("jinja2", "matplotlib"), ".md": ("jinja2",), ".json": ()}
-"""The kinds of reports, and the modules that each takes."""
+"""The modules that each kind of report needs."""
 
 KINDS = tuple(NEEDS)
 
@@ -72,7 +74,7 @@ def render(report: EvaluationReport, kind: str) -> bytes:
 
 
 def headlines(report: EvaluationReport) -> list[tuple[str, str, str]]:
-    """What to know first: name, figure, and a remark."""
+    """The main figures: name, figure, and a remark."""
     lines = []
     if report.stored_bytes is not None:
         whole = report.original_bytes
@@ -87,7 +89,7 @@ def headlines(report: EvaluationReport) -> list[tuple[str, str, str]]:
 
 
 def verdict(report: EvaluationReport) -> str:
-    """What the figures come to, in a sentence."""
+    """A sentence that sums up the figures."""
     if report.unchanged:
         weights = "Every tensor is identical to the original, byte for byte"
         return weights + (", and so is every measured number." if report.identical else ".")

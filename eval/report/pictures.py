@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from neuzip.eval import figure_files
+from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
 from neuzip.eval.report import histogram_pictures as inspect_pictures
-from neuzip.eval.report.evaluation import (
-    BINS,
-    LOWEST,
-    MEAN_KLD,
-    Distribution,
-    EvaluationReport,
-    SweepPoint,
-    TensorRow,
-    pareto,
-)
-from neuzip.eval.report.histogram_pictures import EXPONENT, FAINT, INK, MUTED, OTHERS
+from neuzip.eval.report.distribution import BINS, LOWEST, Distribution
+from neuzip.eval.report.evaluation import EvaluationReport
+from neuzip.eval.report.rows import MEAN_KLD
+from neuzip.eval.report.sweep_results import SweepPoint, pareto
+from neuzip.eval.report.tensors import TensorRow
 from neuzip.eval.report.text import number_text, power_text
 
 if TYPE_CHECKING:
@@ -60,7 +56,7 @@ def pictures(report: EvaluationReport) -> dict[str, str]:
 
 def _inline(figure: Figure) -> str:
     """A figure as an SVG element whose colours are those of the page, in light and dark."""
-    picture = inspect_pictures.svg(figure, text_as_text=True).decode()
+    picture = figure_files.svg(figure, text_as_text=True).decode()
     picture = re.sub(r' xmlns(:xlink)?="[^"]*"', "", picture[picture.index("<svg") :], count=2)
     for color, name in ((INK, "ink"), (MUTED, "muted"), (FAINT, "faint"), (EXPONENT, "accent"),
                         (OTHERS, "bar"), ("#ffffff", "paper")):  # fmt: skip
@@ -69,7 +65,7 @@ def _inline(figure: Figure) -> str:
 
 
 def _unique(svg: str, name: str) -> str:
-    """Names that several pictures of a page would share, told apart."""
+    """The SVG with identifiers that no other picture of a page has."""
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", svg)
 

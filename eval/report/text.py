@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.report.evaluation import SPEED, ReportRow
+from neuzip.eval.report.rows import SPEED, ReportRow
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -90,7 +90,7 @@ def row_text(row: ReportRow, figure: Estimate | None) -> str:
 
 
 def change_text(row: ReportRow) -> str:
-    """What became of a figure, in percent of it; nothing where that means nothing.
+    """The change of a figure in percent; empty if that has no meaning.
 
     >>> change_text(ReportRow("ppl", Estimate(101.0, 0.7), Estimate(100.0, 0.7)))
     '+1.000 %'

@@ -39,7 +39,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class CardEvaluation:
     """What was measured, with what; and what tells whether it was this checkpoint.
 
     `setting` is the text and what it was computed in, as names and values.
@@ -74,7 +74,7 @@ class Evaluation:
             )
 
 
-def read_evaluation(path: Path) -> Evaluation:
+def read_evaluation(path: Path) -> CardEvaluation:
     """Read what `neuzip eval` wrote by `--report FILE.json`, or printed by `--json`.
 
     Raises FormatError for anything else.
@@ -99,13 +99,13 @@ def read_evaluation(path: Path) -> Evaluation:
         ) from error
 
 
-def _evaluation(document: dict[str, Any]) -> Evaluation:
+def _evaluation(document: dict[str, Any]) -> CardEvaluation:
     """Raises KeyError, TypeError, ValueError or AttributeError."""
     tensors: Counter[Kind] = Counter(
         (str(t["dtype"]), tuple(map(int, t["shape"])), int(t["stored_bytes"])) for t in document["tensors"]
     )
     divergence = [_figure(row) for row in document["divergence"] if row["name"] in DIVERGENCES]
-    return Evaluation(
+    return CardEvaluation(
         command=str(document["command"]),
         base=None if document["base"] is None else str(document["base"]),
         versions={str(k): str(v) for k, v in document["versions"].items()},

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from neuzip.formats.card.evaluation import Evaluation
+from neuzip.formats.card.evaluation import CardEvaluation
 from neuzip.formats.card.text import Facts, Metadata, Part, Rounded, card_text
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
 from neuzip.formats.container import Container
@@ -31,7 +31,7 @@ def model_card(
     original: str,
     repo_id: str,
     source: str,
-    evaluation: Evaluation | None = None,
+    evaluation: CardEvaluation | None = None,
 ) -> str:
     """The card of a compressed folder, restored from `source`. `original` is the original's, or empty."""
     metadata, text = split_card(original)

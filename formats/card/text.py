@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from neuzip.distribution import install_sentence
 from neuzip.errors import shell
-from neuzip.formats.card.evaluation import Evaluation
+from neuzip.formats.card.evaluation import CardEvaluation
 from neuzip.formats.manifest import Loss
 
 ENDING = "<!-- neuzip wrote this page as far as this line -->"
@@ -60,7 +60,7 @@ class Facts:
     total: Part
     parts: Sequence[Part]
     rounded: Sequence[Rounded]
-    evaluation: Evaluation | None
+    evaluation: CardEvaluation | None
     original: str
 
     @property
@@ -173,7 +173,7 @@ def _errors(rounded: Sequence[Rounded], ternary: bool) -> list[str]:
     ]
 
 
-def _measured(evaluation: Evaluation) -> list[str]:
+def _measured(evaluation: CardEvaluation) -> list[str]:
     setting = "; ".join(f"{_cell(name)}: {_cell(value)}" for name, value in evaluation.setting.items())
     used = ", ".join(f"{_cell(name)} {_cell(version)}" for name, version in evaluation.versions.items())
     lines = ["## Evaluation", "", f"{setting}.", f"With {used}."]

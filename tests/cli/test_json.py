@@ -21,12 +21,12 @@ from neuzip.compress.export import ExportedTensor
 from neuzip.compress.tensor_checks import TensorVerdict
 from neuzip.eval import attention
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.layers import analyse as layers
+from neuzip.eval.layers import distances, layer_report, left_out, removal
 from neuzip.eval.layers import drops as layer_drops
-from neuzip.eval.layers import removal
 from neuzip.eval.measures import difference, divergence, estimates, histograms, perplexity
 from neuzip.eval.measures.conventions import Convention
 from neuzip.eval.plans import plan_trials
+from neuzip.eval.report import distribution, rows, sweep_results, tensors
 from neuzip.eval.report import evaluation as report
 from neuzip.formats.hub import push as hub
 from neuzip.formats.manifest import Loss
@@ -40,16 +40,17 @@ MADE_OF = {
     "AttentionForm": attention.QuantizedAttention, "AttentionLayer": attention.AttentionLayer,
     "Activations": Activations,
     "Closeness": attention.Closeness, "Comparison": divergence.Comparison, "Convention": Convention,
-    "CompressedTensor": reports.TensorReport, "Distances": layers.Distances,
-    "Distribution": report.Distribution, "Divergence": divergence.KLDivergence, "Drop": layer_drops.Drop,
+    "CompressedTensor": reports.TensorReport, "Distances": distances.Distances,
+    "Distribution": distribution.Distribution, "Divergence": divergence.KLDivergence,
+    "Drop": layer_drops.Drop,
     "Drops": layer_drops.Drops, "Entropies": histograms.Entropies, "Estimate": estimates.Estimate,
     "EvaluatedModel": perplexity.MeasuredModel, "ExportedTensor": ExportedTensor, "Gpu": machine.InstalledGpu,
-    "LayerImportance": layers.LayerReport,
+    "LayerImportance": layer_report.LayerReport,
     "Loss": Loss, "LossDifference": perplexity.ModelDifference, "PeakMemory": perplexity.PeakMemory,
     "Pushed": hub.Pushed, "Recipe": ternary.TernaryRecipe,
-    "Removal": layers.LayerRemoval, "ReportRow": report.ReportRow, "ReportTensor": report.TensorRow,
+    "Removal": left_out.LayerRemoval, "ReportRow": rows.ReportRow, "ReportTensor": tensors.TensorRow,
     "Score": perplexity.ModelScore, "Side": difference.TensorSide, "Similarity": Similarity,
-    "Sparsity": Sparsity, "SpeedRow": speed.Speed, "SweepPoint": report.SweepPoint,
+    "Sparsity": Sparsity, "SpeedRow": speed.Speed, "SweepPoint": sweep_results.SweepPoint,
     "Trial": plan_trials.Trial,
 }  # fmt: skip
 """Objects that are printed field by field. Those of tasks need the harness: see test_harness.py."""

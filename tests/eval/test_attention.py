@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from neuzip.compress import compress, decompress, verify
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
-from neuzip.eval import attention
+from neuzip.eval import attention, observed_attention
 from neuzip.eval.attention import AttentionCalibration, AttentionLayer, Closeness, QuantizedAttention
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.estimates import Estimate
@@ -192,7 +192,7 @@ def test_refused_layers_are_told_apart(model):
     """Of a layer that adds something to its logits nothing can be quantised; others are not concerned."""
     live = load_model(model, torch.float32)
     live.model.layers[2].self_attn.forward = _with_sinks(live.model.layers[2].self_attn)
-    refused = attention.refusals(live, windows_of(model)[:1, :16])
+    refused = observed_attention.refusals(live, windows_of(model)[:1, :16])
     assert set(refused) == {2}
     assert "s_aux" in refused[2]
 
@@ -443,7 +443,7 @@ def test_on_a_gpu_it_is_measured_with_the_kernel(model):
 def test_live_models_are_left_as_they_were(model):
     live = load_model(model, torch.float32)
     before = live.config._attn_implementation
-    attention.refusals(live, windows_of(model)[:1, :16])
+    observed_attention.refusals(live, windows_of(model)[:1, :16])
     assert live.config._attn_implementation == before
     unpatch_attention(live)
     assert live.config._attn_implementation == before

@@ -20,8 +20,8 @@ from neuzip.compress.scheme import choose, read_plan, read_plan_file
 from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.layers import analyse as layers
 from neuzip.eval.layers import drops as layer_drops
+from neuzip.eval.layers import left_out
 from neuzip.eval.layers.drops import Drop, weigh
 from neuzip.eval.layers.removal import remove_layers, tensors_by_layer
 from neuzip.eval.measures.comparison import BaselineComparison
@@ -95,7 +95,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
                 bits[layer_of[tensor.name]].append(7 if k is None else k)
     assert set(bits[IDLE]) == {0}
     assert all(statistics.fmean(of_layer) > 1 for n, of_layer in bits.items() if n != IDLE), bits
-    without = layers.measure_without(baseline, layers.ModelWithout(baseline.model), [IDLE])
+    without = left_out.measure_without(baseline, left_out.ModelWithout(baseline.model), [IDLE])
     assert without is not None and without.kld.mean.value < 0.03
 
 
@@ -140,16 +140,16 @@ def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, 
     assert dropped.search is not None and dropped.search.drops is not None
     singles = dropped.search.drops.singles
     assert [drop.layers for drop in singles] == [(n,) for n in range(LAYERS)]
-    model = layers.ModelWithout(baseline.model)
+    model = left_out.ModelWithout(baseline.model)
     for drop in (singles[IDLE], singles[0]):
-        assert drop.comparison == layers.measure_without(baseline, model, drop.layers)
+        assert drop.comparison == left_out.measure_without(baseline, model, drop.layers)
 
 
 def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     baseline: BaselineComparison, idle: Path, tmp_path: Path
 ):
     """At a target below what the layer costs, and so with no layer that could go."""
-    alone = layers.measure_without(baseline, layers.ModelWithout(baseline.model), [IDLE])
+    alone = left_out.measure_without(baseline, left_out.ModelWithout(baseline.model), [IDLE])
     assert alone is not None
     target = target_values.max_kld(f"{alone.kld.mean.value / 2}")
     found = [

@@ -17,9 +17,12 @@ import torch
 from neuzip.compress import compress
 from neuzip.compress.scheme import rules_of_options
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.demo import CHECKPOINT, held_out_text
+from neuzip.eval.demo import CHECKPOINT, split_topics
 
 HARNESS = "neuzip.eval.harness"
+
+TEXT = "\n\n".join(split_topics()[1])
+"""The held-out documents of the demo checkpoint as one text."""
 
 
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +57,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """YAML files of tasks, by what they ask for: one of several choices, whole documents, generated text."""
     folder = tmp_path_factory.mktemp("tasks")
-    text = held_out_text()
+    text = TEXT
     words = text.split()
     choices = [
         {"q": text[at : at + 120], "choices": words[at % 500 : at % 500 + 4], "gold": at % 4}
@@ -122,7 +125,7 @@ def requests(texts: list[tuple[str, str]]) -> list[Any]:
 
 def pairs() -> list[tuple[str, str]]:
     """Contexts that are short, shared, empty and longer than the model's 256 positions."""
-    text = held_out_text()
+    text = TEXT
     found = [(text[at : at + 60 + at % 90], text[at + 400 : at + 404 + at % 30]) for at in range(0, 2000, 97)]
     shared = [(text[:100], word) for word in (" return", " None", " def f(x):", "\n    self.x = 1")]
     return [*found, *shared, *shared[:1], ("", text[:50]), (text[:4000], text[4000:4100])]
@@ -141,7 +144,7 @@ def test_log_likelihoods_are_those_of_the_backend_hf(make: Make) -> None:
 def test_greedy_continuations_are_known_as_such(make: Make) -> None:
     """The continuation that the model itself would write is greedy, another one is not."""
     lm = make()
-    context = lm.tok_encode(held_out_text()[:300])
+    context = lm.tok_encode(TEXT[:300])
     ids = torch.tensor([context])
     for _ in range(5):
         ids = torch.cat([ids, lm.model(ids).logits[:, -1:].argmax(-1)], dim=1)

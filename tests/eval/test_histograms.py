@@ -24,6 +24,7 @@ from neuzip.compress import Rule, Scheme, compress
 from neuzip.compress.lossless import PIECE
 from neuzip.compress.source import TensorSource
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
+from neuzip.eval import figure_files
 from neuzip.eval.measures.histograms import Counts, Inspection, bias, entropy, inspect, labels, select
 from neuzip.eval.report import histogram_pictures as pictures
 from neuzip.kernels.float_fields import FORMATS, census
@@ -350,9 +351,9 @@ def test_png_has_a_row_for_each_format(checkpoint):
 
     found = inspected(checkpoint, "embed", "w.F8_E4M3")
     assert [c.fmt.name for c in found.counts] == ["BF16", "F32", "F8_E4M3"]
-    with Image.open(io.BytesIO(pictures.png(pictures.draw(found, HOSTILE + "\u540d")))) as image:
-        assert image.size[0] == 11 * pictures.DPI
-        assert image.size[1] == pytest.approx((0.8 + 3 * 3.3) * pictures.DPI, abs=2)
+    with Image.open(io.BytesIO(figure_files.png(pictures.draw(found, HOSTILE + "\u540d")))) as image:
+        assert image.size[0] == 11 * figure_files.DPI
+        assert image.size[1] == pytest.approx((0.8 + 3 * 3.3) * figure_files.DPI, abs=2)
         assert len(image.getcolors(1 << 24)) > 10
 
 
@@ -399,7 +400,7 @@ def test_a_hostile_title_is_only_text(checkpoint):
     found = inspected(checkpoint, "embed")
     for data in (
         pictures.page(found, "</title><script>x"),
-        pictures.svg(pictures.draw(found, "<script>$x$")),
+        figure_files.svg(pictures.draw(found, "<script>$x$")),
     ):
         assert b"<script>x" not in data
         assert b"<script>$" not in data
@@ -413,7 +414,7 @@ def test_pictures_of_extremes(tmp_path, save):
         "ids": ("I32", (3,), np.arange(3, dtype=np.int32)),
     }
     found = inspected(save(tmp_path / "w.safetensors", tensors))
-    assert pictures.png(pictures.draw(found, "extremes"))
+    assert figure_files.png(pictures.draw(found, "extremes"))
     assert pictures.page(found, "extremes")
     for counts in found.counts:
         for limit in (1, 24):
@@ -422,7 +423,7 @@ def test_pictures_of_extremes(tmp_path, save):
             assert sum(bar.power is not None for bar in bars) <= limit
         assert all(line.isascii() for line in pictures.sketch(counts, ascii_only=True))
     only_ids = inspected(tmp_path / "w.safetensors", "ids")
-    assert pictures.png(pictures.draw(only_ids, "nothing to see"))
+    assert figure_files.png(pictures.draw(only_ids, "nothing to see"))
     assert json.dumps(only_ids.to_json())
 
 

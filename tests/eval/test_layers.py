@@ -29,8 +29,14 @@ from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import analyse as layers
+from neuzip.eval.layers import distances, gradient_norms, layer_report, left_out
 from neuzip.eval.layers import removal as layer_removal
-from neuzip.eval.layers.analyse import Distances, LayerAnalysis, ModelWithout, spearman
+from neuzip.eval.layers.analyse import LayerAnalysis
+from neuzip.eval.layers.distances import Distances
+from neuzip.eval.layers.layer_report import spearman
+from neuzip.eval.layers.left_out import ModelWithout
+from neuzip.eval.measures.comparison import NotFinite
+from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.report import layer_pictures
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY, record_layers
@@ -165,7 +171,7 @@ def test_distances_are_those_of_a_naive_computation(llama: Path, found: LayerAna
 
 def test_states_that_are_the_same_are_at_no_distance_and_never_nan():
     x = torch.randn(7, 33)
-    angles, cosines = layers._compared([x, x * 3, -x, torch.zeros_like(x)], "it")
+    angles, cosines = distances._compared([x, x * 3, -x, torch.zeros_like(x)], "it")
     assert np.isfinite(angles.last).all()
     assert angles.last[0, 1] < 1e-7
     assert angles.last[0, 2] == pytest.approx(1, abs=1e-7)
@@ -173,13 +179,13 @@ def test_states_that_are_the_same_are_at_no_distance_and_never_nan():
     assert angles.sum[0, 2] == pytest.approx(7)
     assert cosines.shape == (7, 3)
     with pytest.raises(NeuzipError, match="not finite"):
-        layers._compared([x, x * torch.nan], "it")
+        distances._compared([x, x * torch.nan], "it")
 
 
 def test_distances_do_not_depend_on_how_many_tokens_are_compared_at_once(llama, found, monkeypatch):
-    monkeypatch.setattr(layers, "STATE_BYTES", 1)
+    monkeypatch.setattr(distances, "STATE_BYTES", 1)
     small = analysed(llama, max_tokens=2 * WINDOW, gradient_windows=0)
-    monkeypatch.setattr(layers, "STATE_BYTES", 1 << 30)
+    monkeypatch.setattr(distances, "STATE_BYTES", 1 << 30)
     large = analysed(llama, max_tokens=2 * WINDOW, gradient_windows=0)
     assert np.allclose(small.all_tokens.mean[0], large.all_tokens.mean[0], rtol=1e-9, atol=1e-9)
     assert small.all_tokens.standard_error[0][0] is None, "two windows give no standard error"
@@ -240,7 +246,7 @@ def test_gradient_norms_are_those_of_autograd(llama: Path, found: LayerAnalysis)
     assert found.gradient_windows == TOKENS // WINDOW
     live = load_model(llama, torch.float32)
     needed = [p.requires_grad for p in live.parameters()]
-    layers.gradient_norms(live, windows(), [layers.Window(0, 8, 8)])
+    gradient_norms.gradient_norms(live, windows(), [TokenWindow(0, 8, 8)])
     assert [p.requires_grad for p in live.parameters()] == needed
     assert all(p.grad is None for p in live.parameters())
 
@@ -307,21 +313,21 @@ def test_layers_without_which_nothing_is_finite_are_not_chosen(found: LayerAnaly
     """Their divergence counts as infinite; where that goes for all, nothing is chosen."""
     broken = [replace(found.layers[0], without=None), *found.layers[1:]]
     assert broken[0].kld == math.inf
-    assert layers.rank_correlations(broken)["depth"] is not None
+    assert layer_report.rank_correlations(broken)["depth"] is not None
 
     class Broken:
         tokens, base = 1, type("Base", (), {"name": "it"})
 
         def compare(self, model: Any, on_tokens: Any) -> Any:
-            raise layers.NotFinite("it is not finite")
+            raise NotFinite("it is not finite")
 
     live: Any = type("Live", (), {"left_out": ()})()
-    assert layers.measure_without(Broken(), live, [1]) is None
+    assert left_out.measure_without(Broken(), live, [1]) is None
     assert live.left_out == ()
-    removal = layers.choose(Broken(), live, broken, found.last_token, 1, "greedy", no_stage)
+    removal = left_out.choose(Broken(), live, broken, found.last_token, 1, "greedy", no_stage)
     assert removal.layers != (0,)
     with pytest.raises(NeuzipError, match="without 2 of its layers no prediction is finite"):
-        layers.choose(Broken(), live, broken, found.last_token, 2, "block", no_stage)
+        left_out.choose(Broken(), live, broken, found.last_token, 2, "block", no_stage)
 
 
 # What is written

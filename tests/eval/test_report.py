@@ -26,9 +26,15 @@ from neuzip.eval.measures.divergence import Comparison, KLDivergence
 from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.report import evaluation as reports
 from neuzip.eval.report import page as pages
+from neuzip.eval.report import sweep_results
 from neuzip.eval.report import text as texts
-from neuzip.eval.report.evaluation import EvaluationReport, ReportRow, SweepPoint, TensorRow
+from neuzip.eval.report.distribution import BINS, HIGHEST, LOWEST
+from neuzip.eval.report.distribution import distribution as distribution_of
+from neuzip.eval.report.evaluation import EvaluationReport
 from neuzip.eval.report.pictures import layer_grid, pictures
+from neuzip.eval.report.rows import SPEED, ReportRow
+from neuzip.eval.report.sweep_results import SweepPoint
+from neuzip.eval.report.tensors import TensorRow, read_tensors
 
 Speak = Callable[..., Any]
 
@@ -47,7 +53,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(rounded: Path) -> EvaluationReport:
     """A report with every section, its figures made up but for those of the tensors."""
-    inspection, tensors, _ = reports.read_tensors(rounded, CHECKPOINT)
+    inspection, tensors, _ = read_tensors(rounded, CHECKPOINT)
     divergences = np.random.default_rng(0).lognormal(math.log(0.02), 1.5, 4000)
     schemes = [("lossless", 11.0, 0.0), ("k3", 7.0, 4e-4), ("k3b32", 7.4, 5e-4), ("k0", 4.0, 0.05)]
     return EvaluationReport(
@@ -70,7 +76,7 @@ def page(rounded: Path) -> EvaluationReport:
             ReportRow("mean KLD", Estimate(0.028409, 0.00028), unit="nats", note="KL(original || this)"),
             ReportRow("same top token", Estimate(86.083, 0.114), unit="%"),
         ),
-        distribution=reports.distribution([*divergences, 0.0]),
+        distribution=distribution_of([*divergences, 0.0]),
         cost=(ReportRow("weights in memory", Estimate(1.2e9, None), Estimate(2.4e9, None), unit="bytes"),),
         tasks=(ReportRow("arc_easy: acc", Estimate(0.25, 0.09), Estimate(0.26, 0.09), "0-shot"),),
         tensors=tensors,
@@ -85,11 +91,11 @@ def page(rounded: Path) -> EvaluationReport:
 
 
 def test_divergences_are_counted_once_each_where_they_lie() -> None:
-    found = reports.distribution([0.0, 0.0, 3e-14, -1e-9, 1.5e-3, 1.2, 120.0, math.nan, math.inf])
+    found = distribution_of([0.0, 0.0, 3e-14, -1e-9, 1.5e-3, 1.2, 120.0, math.nan, math.inf])
     assert (found.tokens, found.zero, found.below, found.above, found.not_finite) == (9, 2, 2, 1, 2)
     assert sum(found.counts) == 2
     at = [i for i, count in enumerate(found.counts) if count]
-    lower = [10 ** (reports.LOWEST + i / reports.BINS) for i in at]
+    lower = [10 ** (LOWEST + i / BINS) for i in at]
     assert lower == pytest.approx([1e-3, 1.0])
     assert found.largest == 120.0
     assert found.quantiles["median"] == 3e-14
@@ -98,19 +104,17 @@ def test_divergences_are_counted_once_each_where_they_lie() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_add_up_and_quantiles_are_those_of_the_tokens(seed: int) -> None:
     values = np.random.default_rng(seed).lognormal(-6, 6, 5000).astype(np.float32)
-    found = reports.distribution(values)
+    found = distribution_of(values)
     assert found.zero + found.below + sum(found.counts) + found.above + found.not_finite == 5000
     for name, share in (("median", 0.5), ("99.9 %", 0.999)):
         assert found.quantiles[name] == pytest.approx(np.quantile(values.astype(np.float64), share))
-    by_hand = np.histogram(values, 10.0 ** np.arange(reports.LOWEST, reports.HIGHEST + 1))[0]
-    assert [sum(found.counts[i : i + reports.BINS]) for i in range(0, len(found.counts), reports.BINS)] == [
-        *by_hand
-    ]
+    by_hand = np.histogram(values, 10.0 ** np.arange(LOWEST, HIGHEST + 1))[0]
+    assert [sum(found.counts[i : i + BINS]) for i in range(0, len(found.counts), BINS)] == [*by_hand]
 
 
 def test_no_divergences_and_none_that_are_finite() -> None:
-    assert reports.distribution([]).tokens == 0
-    assert math.isnan(reports.distribution([math.nan]).largest)
+    assert distribution_of([]).tokens == 0
+    assert math.isnan(distribution_of([math.nan]).largest)
 
 
 def test_front_is_what_no_other_beats() -> None:
@@ -119,7 +123,7 @@ def test_front_is_what_no_other_beats() -> None:
         SweepPoint(str(i), float(bits), 0, Estimate(float(kld), None), Estimate(1.0, None))
         for i, (bits, kld) in enumerate(zip(rng.integers(3, 9, 40), rng.integers(0, 9, 40), strict=True))
     ]
-    front = reports.pareto(points)
+    front = sweep_results.pareto(points)
 
     def beaten(p: SweepPoint) -> bool:
         return any(
@@ -161,7 +165,7 @@ def test_tensors_have_a_kind_and_a_layer_whatever_the_model_calls_them() -> None
 def test_errors_of_tensors_are_those_of_their_weights(rounded: Path) -> None:
     from neuzip.runtime.read import load_state_dict
 
-    inspection, rows, _ = reports.read_tensors(rounded, CHECKPOINT)
+    inspection, rows, _ = read_tensors(rounded, CHECKPOINT)
     before, after = dict(load_state_dict(CHECKPOINT)), dict(load_state_dict(rounded))
     assert {t.label for t in rows} == before.keys()
     for t in rows:
@@ -169,7 +173,7 @@ def test_errors_of_tensors_are_those_of_their_weights(rounded: Path) -> None:
         assert t.relative_l2 == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-9)
         assert t.identical is bool((x == y).all())
     assert any(t.identical is False for t in rows)
-    _, alone, _ = reports.read_tensors(rounded, None)
+    _, alone, _ = read_tensors(rounded, None)
     assert all(t.relative_l2 is None for t in alone)
     assert [t.rms_relative for t in alone] == [t.rms_relative for t in rows]
     assert inspection.compressed
@@ -178,9 +182,9 @@ def test_errors_of_tensors_are_those_of_their_weights(rounded: Path) -> None:
 def test_a_lossless_container_is_exact_with_and_without_the_original(tmp_path: Path) -> None:
     compress(CHECKPOINT, tmp_path / "x")
     for base in (CHECKPOINT, None):
-        _, rows, _ = reports.read_tensors(tmp_path / "x", base)
+        _, rows, _ = read_tensors(tmp_path / "x", base)
         assert EvaluationReport("x", "", {}, tensors=rows).exact
-    plain = reports.read_tensors(CHECKPOINT, None)[1]
+    plain = read_tensors(CHECKPOINT, None)[1]
     assert not EvaluationReport("x", "", {}, tensors=plain).exact
 
 
@@ -213,7 +217,7 @@ def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
     (original / "model.safetensors").chmod(0o644)
     tensors = load_file(CHECKPOINT / "model.safetensors")
     save_file({**tensors, "extra_<b>": torch.ones(4)}, original / "model.safetensors")
-    inspection, rows, missing = reports.read_tensors(CHECKPOINT, original)
+    inspection, rows, missing = read_tensors(CHECKPOINT, original)
     assert missing == ("extra_<b>",)
     assert all(row.identical for row in rows)
     report = EvaluationReport("x", "", {}, base="o", tensors=rows, missing=missing, inspection=inspection)
@@ -223,7 +227,7 @@ def test_tensors_that_only_the_original_has_are_named(tmp_path: Path) -> None:
         text = pages.render(report, kind).decode()
         assert "byte by byte" not in text
         assert "extra_<b>" in unescape(text)
-    assert reports.read_tensors(original, CHECKPOINT)[2] == ()
+    assert read_tensors(original, CHECKPOINT)[2] == ()
 
 
 def test_equal_tensors_are_not_all_there_is_to_a_model() -> None:
@@ -315,7 +319,7 @@ def test_all_forms_have_the_same_figures(page: EvaluationReport) -> None:
 def test_infinite_figures_are_null_in_json_and_said_elsewhere() -> None:
     row = ReportRow("token-level perplexity", Estimate(math.inf, math.nan))
     report = EvaluationReport(
-        "x", "", {}, perplexity=(row,), distribution=reports.distribution([math.nan, 1.0]),
+        "x", "", {}, perplexity=(row,), distribution=distribution_of([math.nan, 1.0]),
         divergence=(ReportRow("mean KLD", Estimate(math.nan, None), unit="nats"),),
     )  # fmt: skip
     data = json.loads(pages.render(report, ".json"))
@@ -390,10 +394,10 @@ def test_pictures_are_drawn_for_what_was_measured(page: EvaluationReport) -> Non
 def test_pictures_of_exact_models_and_of_single_points(page: EvaluationReport) -> None:
     """A sweep of which all divergences are 0, one point, and divergences that are all 0 do not fail."""
     zero = dataclasses.replace(page.sweep[0], kld=Estimate(0.0, 0.0))
-    report = dataclasses.replace(page, sweep=(zero,), distribution=reports.distribution([0.0, 0.0]))
+    report = dataclasses.replace(page, sweep=(zero,), distribution=distribution_of([0.0, 0.0]))
     drawn = pictures(dataclasses.replace(report, divergence=()))
     assert drawn["distribution"] == "" and drawn["pareto"]
-    one = dataclasses.replace(page, sweep=page.sweep[1:2], distribution=reports.distribution([99.0]))
+    one = dataclasses.replace(page, sweep=page.sweep[1:2], distribution=distribution_of([99.0]))
     assert pictures(one)["distribution"] and pictures(one)["pareto"]
 
 
@@ -464,7 +468,7 @@ def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -
 
     setting = sweep.SweepSetting(CHECKPOINT, read_text("demo"), max_tokens=100, device="cpu")
     done = sweep.sweep(setting, sweep_setup.parse_schemes("k1,lossless", ""), tmp_path, stage)
-    points = reports.read_sweep(tmp_path).points
+    points = sweep_results.read_sweep(tmp_path).points
     assert [p.scheme for p in points] == ["lossless", "k1"]
     by_name = {row.scheme: row for row in done.rows}
     for p in points:
@@ -475,13 +479,13 @@ def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -
 
 def test_other_folders_are_no_sweeps(tmp_path: Path) -> None:
     with pytest.raises(NeuzipError, match="holds no results of neuzip sweep"):
-        reports.read_sweep(tmp_path)
+        sweep_results.read_sweep(tmp_path)
     (tmp_path / "x.json").write_text("[1]")
     with pytest.raises(FormatError, match="is no result of neuzip sweep"):
-        reports.read_sweep(tmp_path)
+        sweep_results.read_sweep(tmp_path)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(FormatError):
-        reports.read_sweep(tmp_path)
+        sweep_results.read_sweep(tmp_path)
 
 
 def sweep_row(folder: Path, scheme: str, **depends_on: object) -> None:
@@ -506,15 +510,15 @@ def sweep_row(folder: Path, scheme: str, **depends_on: object) -> None:
 def test_rows_of_several_sweeps_are_no_sweep(tmp_path: Path, name: str, words: str) -> None:
     sweep_row(tmp_path, "k3")
     sweep_row(tmp_path, "k4", device="another", versions={"torch": "0"})
-    assert reports.read_sweep(tmp_path).differing({"text": "t", "tokens": 512}) == ()
+    assert sweep_results.read_sweep(tmp_path).differing({"text": "t", "tokens": 512}) == ()
     sweep_row(tmp_path, "k5", **{name: "other"})
     with pytest.raises(NeuzipError, match=rf"k5\.json: was measured with {words} than k3\.json"):
-        reports.read_sweep(tmp_path)
+        sweep_results.read_sweep(tmp_path)
 
 
 def test_a_sweep_of_something_else_is_told(page: EvaluationReport, tmp_path: Path) -> None:
     sweep_row(tmp_path, "k3")
-    found = reports.read_sweep(tmp_path)
+    found = sweep_results.read_sweep(tmp_path)
     differs = found.differing({"checkpoint": "c", "text": "x", "rule": "r", "tokens": 9})
     assert differs == ("text", "number of tokens")
     report = dataclasses.replace(page, sweep=found.points, sweep_differs=differs)
@@ -674,7 +678,7 @@ def test_the_heat_map_has_the_shades_that_its_legend_says(errors: tuple[float, .
 
 
 def test_a_speed_measured_once_is_told_roughly_and_without_a_change() -> None:
-    row = ReportRow("speed", Estimate(1632.5, None), Estimate(1017.0, None), unit=reports.SPEED)
+    row = ReportRow("speed", Estimate(1632.5, None), Estimate(1017.0, None), unit=SPEED)
     assert texts.change_text(row) == ""
     assert texts.row_text(row, row.after) == "about 1,600 tokens/s"
     page = EvaluationReport("x", "", {}, base="o", cost=(row,))

@@ -33,6 +33,7 @@ from neuzip.eval.measures.estimates import Estimate
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans import (
+    candidates,
     deliver,
     plan_file,
     plan_search,
@@ -41,11 +42,14 @@ from neuzip.eval.plans import (
     search,
     sensitivity,
     target_values,
+    tensor_groups,
 )
 from neuzip.eval.plans.allocation import Allocation, Option, OverBudget, allocate, pareto_front
+from neuzip.eval.plans.candidates import GroupCandidates, SchemeChoice
 from neuzip.eval.plans.plan_request import TargetRequest
 from neuzip.eval.plans.search import search_budget
-from neuzip.eval.plans.sensitivity import CalibrationWindows, GroupCandidates, SchemeChoice, TensorGroup
+from neuzip.eval.plans.sensitivity import CalibrationWindows
+from neuzip.eval.plans.tensor_groups import TensorGroup
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -258,16 +262,16 @@ def some() -> list[GroupCandidates]:
     """A few of the demo's tensors, of layers that differ much."""
     names = ("model.embed_tokens", "model.layers.0.mlp.down_proj", "model.layers.3.self_attn.q_proj")
     with TensorSource(CHECKPOINT) as source, Workers() as workers:
-        groups = sensitivity.find_groups(source, workers, EVERYTHING)
+        groups = tensor_groups.find_groups(source, workers, EVERYTHING)
         chosen = [g for g in groups if g.globs[0].startswith(names)]
-        return sensitivity.predict_candidates(source, chosen, None, workers)
+        return candidates.predict_candidates(source, chosen, None, workers)
 
 
 def test_bytes_are_about_those_of_the_container(some: list[GroupCandidates], tmp_path: Path):
     """Within 0.1 %, and the alignment of a stream: nothing was coded to know them."""
     for number in (0, 1, 4, 7):  # lossless, 6, 3 and 0 bits
         schemes = [one.choices[number].scheme for one in some]
-        rules = [*sensitivity.rules_of([one.group for one in some], schemes), *EVERYTHING]
+        rules = [*tensor_groups.rules_of([one.group for one in some], schemes), *EVERYTHING]
         report = compress(CHECKPOINT, tmp_path / str(number), rules, verify=False)
         stored = {t.name: t.stored_bytes for t in report.tensors}
         for one in some:
@@ -276,7 +280,7 @@ def test_bytes_are_about_those_of_the_container(some: list[GroupCandidates], tmp
 
 
 def test_errors_are_those_of_verify(some: list[GroupCandidates], tmp_path: Path):
-    rules = sensitivity.rules_of([one.group for one in some], [Scheme("truncated", 1)] * len(some))
+    rules = tensor_groups.rules_of([one.group for one in some], [Scheme("truncated", 1)] * len(some))
     compress(CHECKPOINT, tmp_path / "k1", rules, verify=False)
     found = {t.name: t for t in verify(tmp_path / "k1", CHECKPOINT).tensors}
     for one in some:
@@ -391,7 +395,7 @@ def test_finer_schemes_follow_by_squared_error():
     ],
 )
 def test_globs_name_the_members_and_nothing_else(members, others, globs):
-    found = sensitivity._globs(members, [*members, *others])
+    found = tensor_groups._globs(members, [*members, *others])
     assert found == globs
     rules = [Rule(glob, RAW) for glob in found]
     assert all(choose(rules, name, 2) == RAW for name in members)

@@ -23,7 +23,9 @@ from loopback_hub import LARGE, READ_TOKEN, TOKEN, Answer, Handler, Hub, Refusal
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import FormatError, NeuzipError, UsageError, VerificationError, WouldOverwrite
 from neuzip.eval.measures.estimates import Estimate
-from neuzip.eval.report.evaluation import EvaluationReport, ReportRow, TensorRow
+from neuzip.eval.report.evaluation import EvaluationReport
+from neuzip.eval.report.rows import ReportRow
+from neuzip.eval.report.tensors import TensorRow
 from neuzip.formats.card.model_card import split_card
 from neuzip.formats.card.text import ENDING
 from neuzip.formats.container import Container

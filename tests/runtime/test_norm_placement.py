@@ -35,8 +35,18 @@ from neuzip.runtime.hf.norm_placement import (
     deepnorm_scales,
 )
 from neuzip.runtime.hf.residency import is_compressed
-from neuzip.train.mix_ln import RECIPES, Recipe, gradient_norms, held_out_loss, new_model, stepper
 from neuzip.train.text import TrainingWindows
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from mix_ln_recipes import (
+    RECIPES,
+    Recipe,
+    gradient_norms,
+    held_out_loss,
+    new_model,
+    stepper,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

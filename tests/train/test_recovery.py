@@ -22,9 +22,11 @@ from neuzip.runtime.activations import ACTIVATIONS, ACTIVATIONS_ENTRY, Activatio
 from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.hf.load import load_model
 from neuzip.train.loop import read_log
-from neuzip.train.recovery.course import STATE_FILE, Recovery, RecoverySettings, recover, thinned
+from neuzip.train.recovery.course import STATE_FILE, Recovery
 from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
 from neuzip.train.recovery.latent import require_plain_head, runnable
+from neuzip.train.recovery.run import recover, thinned
+from neuzip.train.recovery.settings import RecoverySettings
 from neuzip.train.recovery.straight_through import LatentLinear, inside, integer_product
 from neuzip.train.recovery.ternary import TernaryRecipe, convert, save
 from neuzip.train.text import TrainingWindows

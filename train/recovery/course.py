@@ -26,9 +26,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +35,15 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from neuzip.choices import ScaleTraining, WholeGroup
-from neuzip.compress.overwrite_guard import refuse_nesting, require_free
 from neuzip.compress.storing import storing
-from neuzip.compress.workspace import clear, partial_name, publish, remove, workspace, write_file
-from neuzip.compress.workspace import recover as undo_half_publish
 from neuzip.errors import FormatError, NeuzipError, UsageError, shell
-from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 from neuzip.runtime.hf.config import load_config
 from neuzip.runtime.hf.load import load_model
-from neuzip.train.loop import Figures, Schedule, Shape, picture_of_losses, read_log, run
+from neuzip.train.loop import Figures, Schedule
 from neuzip.train.plain import write_plain
-from neuzip.train.recovery.distill import LossWeights, head_loss, hidden_loss
+from neuzip.train.recovery.distill import head_loss, hidden_loss
 from neuzip.train.recovery.latent import (
     dense_layer,
     head_weight,
@@ -57,6 +51,7 @@ from neuzip.train.recovery.latent import (
     require_plain_head,
     ternary_layers,
 )
+from neuzip.train.recovery.settings import RecoverySettings
 from neuzip.train.recovery.straight_through import Group, LatentLinear
 from neuzip.train.recovery.sub_norms import with_sub_norms
 from neuzip.train.recovery.ternary import TernaryRecipe, convert
@@ -70,72 +65,15 @@ if TYPE_CHECKING:
 STATE_FILE = "recovery.safetensors"
 
 SEEN_TOKENS = 65_536
-"""Tokens of the training text that a conversion sees, at most, and what a window of them has."""
+"""Most tokens of the training text that a conversion reads."""
+
 SEEN_WINDOW = 512
 
-STATE_FOLDER, LOG, PICTURE, SETTINGS = "state", "recovery.jsonl", "recovery.svg", "recovery.json"
-"""What stands beside a model in its folder; the state only until the model is there."""
-
-CHECKPOINTS = 10
-"""So often is the state written."""
-
 TRIAL_STEPS, TRIAL_SECONDS = 4, 10.0
-"""What is tried at least to tell how long a step takes; the first does not count."""
+"""Least number and seconds of trial steps that measure the time of a step; the first does not count."""
 
 USED = 0.97
 """Share of a budget that is planned for: checkpoints take time, and steps are not all alike."""
-
-DRAWN = 2000
-"""Steps that a picture has, at most."""
-
-
-@dataclass(frozen=True)
-class RecoverySettings:
-    """How a model is recovered.
-
-    activations   a mode of `bitlinear`: what inputs are quantised to
-    group         what shares a scale where SRC is not ternary yet: "tensor", as in b1.58, or "row"
-    sub_norms     an RMSNorm more before o_proj and down_proj (SubLN), see `sub_norms`
-    scales        "learned" from those of the conversion, or "absmean" of the latent weights
-    lr            of latent weights and of all else, at its peak; `scale_lr` times that of learned log-scales
-    lr_warm_up    share of the steps in which the rate rises; then it falls as `shape` says to `least` of it
-    strength      share of the steps in which quantisation is warmed up from 0 to 1
-    loss          what is learned
-    noise         share of the input tokens that are random ones, for teacher and student alike
-    clip          largest norm of the gradients of all parameters together
-    decay         of matrices, latent ones too
-    length, batch tokens of a window, and windows of a step; what the `windows` have
-    """
-
-    activations: str = "b1.58"
-    group: WholeGroup = "tensor"
-    scales: ScaleTraining = "learned"
-    sub_norms: bool = False
-    lr: float = 3e-4
-    scale_lr: float = 1.0
-    lr_warm_up: float = 0.02
-    shape: Shape = "cosine"
-    least: float = 0.02
-    strength: float = 0.0
-    loss: LossWeights = field(default_factory=LossWeights)
-    noise: float = 0.0
-    clip: float = 1.0
-    decay: float = 0.0
-    length: int = 512
-    batch: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        Activations.of(self.activations)
-        for name in ("lr_warm_up", "strength", "noise", "least"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", "it is a share, from 0 to 1")
-        if min(self.loss.divergence, self.loss.cross_entropy, self.loss.hidden) < 0 or not (
-            self.loss.divergence or self.loss.cross_entropy or self.loss.hidden
-        ):
-            raise UsageError("nothing is to be learned", "give at least one loss a weight above 0")
-        if not self.loss.temperature > 0:
-            raise UsageError(f"a temperature of {self.loss.temperature}", "give one above 0")
 
 
 class Recovery:
@@ -177,7 +115,7 @@ class Recovery:
         windows: TrainingWindows,
         settings: RecoverySettings,
     ) -> Recovery:
-        """From a checkpoint that is ternary, or is made so now; on the device of `base`.
+        """A recovery of a checkpoint that is ternary, or is converted now, on the device of `base`.
 
         Raises NeuzipError for a model that is not like `base`, or is another one and not ternary.
         """
@@ -251,7 +189,7 @@ class Recovery:
         return {**figures, "norm": norm, "strength": strength}
 
     def strength(self, number: int) -> float:
-        """How much of the quantisation a step has: lambda, rising linearly to 1."""
+        """The share of quantisation in a step, lambda, which rises linearly to 1."""
         rising = round(self.settings.strength * self.steps)
         return min(1.0, number / rising) if rising else 1.0
 
@@ -285,7 +223,7 @@ class Recovery:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def _noisy(self, ids: Tensor, number: int) -> Tensor:
-        """With some tokens replaced by others, by a choice that is a function of seed and step.
+        """Tokens of which some are replaced by random ones, as a function of seed and step.
 
         What stands in front of windows is not of the text, and stays.
         """
@@ -341,7 +279,7 @@ class Recovery:
                     self.optimizer.state[parameter][kind] = value.to(device, copy=True)
 
     def _course(self) -> dict[str, Any]:
-        """What has to be the same for a course to go on."""
+        """The facts that must be equal for a course to resume."""
         return {
             "begun_with": {**self._begun_with, "text": self.windows.checksum()},
             "settings": json.loads(json.dumps(asdict(self.settings))),
@@ -367,7 +305,7 @@ class Recovery:
         try:
             facts, tensors = read_state(path, "recovery")
         except FileNotFoundError as error:
-            raise _no_state(path) from error
+            raise no_state(path) from error
         if not {"taken", "steps", "settings"} <= facts.keys():
             raise FormatError(path, "lacks facts", field="recovery")
         if resume:
@@ -420,111 +358,7 @@ class Recovery:
         return weights
 
 
-@dataclass(frozen=True, eq=False)
-class Recovered:
-    """What a course was: figures of its steps, the weights that are ternary now, where it began to resume."""
-
-    figures: list[Figures]
-    steps: int
-    resumed_at: int
-    ternary: dict[str, Ternary]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its budget was enough for all steps."""
-        return len(self.figures) == self.steps
-
-
-def recover(
-    course: Recovery,
-    src: str | os.PathLike[str],
-    dst: Path,
-    *,
-    steps: int | None = None,
-    seconds: float | None = None,
-    from_state: Path | None = None,
-    keep_state: Path | None = None,
-    overwrite: bool = False,
-    on_start: Callable[[Recovery, int], None] = lambda course, taken: None,
-    on_step: Callable[[int, Figures], None] = lambda number, figures: None,
-) -> Recovered:
-    """Train for so many steps, or as many as fit into `seconds`, and write the result, its log and a picture.
-
-    A run that was stopped leaves its state beside `dst`; called again with the same settings it goes on.
-    Seconds count training alone, and what went before is taken off. `from_state` is what an earlier course
-    left in `keep_state`: latent weights and moments.
-
-    Raises NeuzipError, before anything is trained if `dst` exists or `keep_state` cannot be a folder.
-    """
-    require_room(src, dst, overwrite, keep_state, from_state)
-    undo_half_publish(dst)
-    if from_state is not None and not _goes_on(dst, overwrite):
-        course.load_state(from_state, resume=False)  # before there is a workspace, which would stay
-    with workspace(dst, find_checkpoint(src).root) as work:
-        state, log = work / STATE_FOLDER, work / LOG
-        taken = 0
-        if (state / STATE_FILE).is_file() and not overwrite:
-            taken = course.load_state(state)
-            if steps is not None and steps != course.steps:
-                raise UsageError(
-                    f"{work}: was begun for {course.steps} steps",
-                    "give as many, or `overwrite=True` to begin anew",
-                )
-        else:
-            clear(work, overwrite)
-            course.steps = steps if steps is not None else course.fit(_required(seconds))
-        on_start(course, taken)
-        figures = run(
-            course.step, steps=course.steps, schedule=course.schedule(), log=log, start=taken,
-            every=max(1, course.steps // CHECKPOINTS), checkpoint=lambda n: course.save_state(state, n),
-            progress=on_step,
-            budget_seconds=None if steps is not None else _required(seconds) - _spent(log, taken),
-            device=course.device,
-        )  # fmt: skip
-        if keep_state is not None:
-            course.save_state(keep_state, len(figures))
-        with storing(work):
-            ternary = course.write(src, work)
-            picture_of_losses(thinned(figures, DRAWN), work / PICTURE)
-            write_file(work / SETTINGS, (json.dumps(asdict(course.settings), indent=2) + "\n").encode())
-            if state.exists():
-                remove(state)
-        publish(work, dst)
-    return Recovered(figures, course.steps, taken, ternary)
-
-
-def thinned(figures: list[Figures], count: int) -> list[Figures]:
-    """Every so many of them, `count` or fewer, the last one among them."""
-    every = max(1, -(-len(figures) // count))
-    return figures[::-1][::every][::-1]
-
-
-def require_room(
-    src: str | os.PathLike[str],
-    dst: Path,
-    overwrite: bool,
-    keep_state: Path | None = None,
-    from_state: Path | None = None,
-) -> None:
-    """Raise NeuzipError where a result or the state to keep cannot be written, or `from_state` holds none."""
-    require_free(src, dst, overwrite)
-    if keep_state is not None:
-        refuse_nesting(dst, keep_state)
-        there = next(path for path in (keep_state, *keep_state.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise NeuzipError(
-                f"{keep_state}: cannot hold a state, as {there} is a file", "choose the name of a folder"
-            )
-    if from_state is not None and not _goes_on(dst, overwrite) and not (from_state / STATE_FILE).is_file():
-        raise _no_state(from_state / STATE_FILE)
-
-
-def _goes_on(dst: Path, overwrite: bool) -> bool:
-    """Whether a run that was stopped has left its state beside `dst`."""
-    return not overwrite and (partial_name(dst) / STATE_FOLDER / STATE_FILE).is_file()
-
-
-def _no_state(path: Path) -> FormatError:
+def no_state(path: Path) -> FormatError:
     return FormatError(
         path.parent,
         f"holds no state of a recovery, {path.name}",
@@ -533,25 +367,12 @@ def _no_state(path: Path) -> FormatError:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells weights apart by names, shapes and values, in whatever dtype they hold them exactly."""
+    """A fingerprint of names, shapes and values of weights, equal in any dtype that holds them exactly."""
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         total = int(checksum(parameter.detach().float()))
         digest.update(f"{name} {tuple(parameter.shape)} {total}".encode())
     return digest.hexdigest()
-
-
-def _required(seconds: float | None) -> float:
-    if seconds is None:
-        raise UsageError("how long is it to be trained?", "give a number of steps, or a budget of time")
-    return seconds
-
-
-def _spent(log: Path, taken: int) -> float:
-    """Seconds that the first steps took."""
-    if not taken or not log.is_file():
-        return 0.0
-    return sum(figures["seconds"] for figures in read_log(log) if figures["step"] <= taken)
 
 
 def _seen(windows: TrainingWindows, device: torch.device) -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 LOGITS = 64 << 20
-"""Logits of each model that are in memory at once, at most: 256 MB in fp32."""
+"""Most logits of each model in memory at once: 256 MB in fp32."""
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What counts how much in a loss.
+    """The weights of the terms of a loss.
 
     divergence     of T^2 KL(teacher || student), logits divided by the temperature T (Hinton et al. 2015)
     cross_entropy  of the loss against the text

@@ -107,7 +107,7 @@ def dense_layer(layer: LatentLinear, ternary: Ternary) -> nn.Linear:
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:
-    """What turns hidden states into logits, [V, D]."""
+    """The weight of the output head, [V, D]."""
     weight = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     assert isinstance(weight, Tensor)
     return weight

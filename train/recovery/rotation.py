@@ -26,10 +26,10 @@ READERS = {
 """Linear modules of a layer that read the stream, by the norm before them."""
 
 WRITERS = ("self_attn.o_proj", "mlp.down_proj")
-"""Those that write it."""
+"""Linear modules of a layer that write the stream."""
 
 TOLERANCE = 1e-3
-"""How far logits may move, relative to their norm: rounding, not another model."""
+"""Most relative change of logits by rounding: above it the model is another one."""
 
 
 @torch.no_grad()

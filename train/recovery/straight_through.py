@@ -20,10 +20,10 @@ from neuzip.runtime.activations import ACTIVATIONS, CLAMPED
 Group = Literal["row"] | None
 
 MARGIN = 0.05
-"""How far inside of its code's range a latent weight begins at least, in scales."""
+"""Least distance of a latent weight from the ends of its code's range at the start, in scales."""
 
 LEAST_TOKENS = 17
-"""What torch's product of int8 takes on a GPU; and both other sizes are multiples of 8."""
+"""Least tokens of torch's int8 product on a GPU. The other sizes must be multiples of 8."""
 
 
 class LatentLinear(nn.Module):
@@ -53,7 +53,7 @@ class LatentLinear(nn.Module):
         activation: str = "int8",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """From dense weights [out, in]; `start` has codes to begin with, and the scales that are learned."""
+        """A layer from dense weights [out, in]. `start` has its first codes and learned scales."""
         super().__init__()
         latent = weight.detach().to(torch.float32, copy=True)
         self.weight = nn.Parameter(latent)
@@ -113,7 +113,7 @@ class LatentLinear(nn.Module):
         return F.linear(x, weight.to(x.dtype), bias)
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """The description that `print` shows."""
         scales = f"{'learned' if self.log_scale is not None else 'absmean'} scale a {self.group or 'tensor'}"
         return f"in={self.in_features}, out={self.out_features}, {self.activation}, {scales}"
 

@@ -26,13 +26,13 @@ KEPT = (
     "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters",
     "attention_bias", "attention_dropout",
 )  # fmt: skip
-"""What a Llama's configuration and BitNet's have in common."""
+"""Entries that the configurations of Llama and BitNet share."""
 
 FEW = 16
-"""Windows that gains are taken from."""
+"""Windows of text from which gains are computed."""
 
 NORMS = (("self_attn.attn_sub_norm", "self_attn.o_proj"), ("mlp.ffn_sub_norm", "mlp.down_proj"))
-"""Norms, and what reads them."""
+"""Norms, and the modules that read their output."""
 
 
 def with_sub_norms(model: PreTrainedModel, windows: Tensor) -> PreTrainedModel:

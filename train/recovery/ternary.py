@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TernaryRecipe:
-    """How weights become ternary.
+    """The recipe by which weights become ternary.
 
     quantizer  "absmean" as in b1.58, "least-squares", or "error-feedback", which needs a text
     group      weights of a row that share a scale; "row" for all of them, None for one a tensor
@@ -97,7 +97,7 @@ def convert(
 
 
 def _rounded(ternary: Ternary, dtype: torch.dtype) -> Ternary:
-    """With scales that the dtype of the weights holds."""
+    """Ternary weights with scales rounded to the dtype of the weights."""
     return Ternary(ternary.codes, ternary.scale.to(dtype).float(), ternary.group)
 
 
@@ -106,7 +106,7 @@ class _Seen(Exception):
 
 
 class _Feed:
-    """What goes into a layer, window by window, on the way through the model."""
+    """The inputs of a layer, window by window, as the model is converted layer by layer."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor | None) -> None:
         assert windows is not None

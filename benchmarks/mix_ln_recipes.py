@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from neuzip.errors import NeuzipError
 from neuzip.runtime.hf.norm_placement import NormPlacementConfig, NormPlacementForCausalLM, Placement
-
-from .loop import Figures, Schedule
+from neuzip.train.loop import Figures, Schedule
 
 if TYPE_CHECKING:
-    from .text import TrainingWindows
+    from neuzip.train.text import TrainingWindows
 
 LENGTH = 256
 """Tokens of a window in the paper."""
@@ -139,12 +138,12 @@ def gradient_norms(model: Any, batches: Iterable[Tensor], *, bf16: bool = True) 
     for ids in batches:
         mean_loss(model, ids.to(model.device), bf16=bf16).backward()  # type: ignore[no-untyped-call]
         count += 1
-    found = []
+    norms = []
     for layer in model.base_model.layers:
         squares = [p.grad.double().square().sum() for p in layer.parameters() if p.grad is not None]
-        found.append(torch.stack(squares).sum().sqrt().item() / count)
+        norms.append(torch.stack(squares).sum().sqrt().item() / count)
     model.zero_grad(set_to_none=True)
-    return found
+    return norms
 
 
 def _precision(device: torch.device, bf16: bool) -> AbstractContextManager[Any]:

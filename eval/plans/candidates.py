@@ -1,0 +1,160 @@
+"""Predicted bytes of the tensors of a group in every scheme, and the squared error of rounding them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from neuzip.compress import lossless, truncated
+from neuzip.compress.lossless import Map
+from neuzip.compress.scheme import LOSSLESS, Scheme
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.eval.measures.histograms import TOP_BITS, Counts
+from neuzip.eval.plans.tensor_groups import TensorGroup
+from neuzip.kernels.float_fields import FORMATS, Bits, Census, FloatFormat, census, non_finite
+from neuzip.kernels.float_fields.values import to_float64
+
+FINEST = 15
+"""Largest number of mantissa bits of a rounding scheme; with more a tensor is lossless."""
+
+OnWork = Callable[[int], None]
+
+
+def ignore_progress(_: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class SchemeChoice:
+    """One scheme for a group: its bytes when stored, and the squared error as a share of the squares."""
+
+    scheme: Scheme
+    nbytes: int
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class GroupCandidates:
+    """A group and its choices, the lossless one first, then ever fewer mantissa bits."""
+
+    group: TensorGroup
+    choices: tuple[SchemeChoice, ...]
+
+
+def predict_candidates(
+    source: TensorSource,
+    groups: Sequence[TensorGroup],
+    block_size: int | None,
+    workers: Workers,
+    on_bytes: OnWork = ignore_progress,
+) -> list[GroupCandidates]:
+    """Predict the bytes of every group in every scheme, and the squared error.
+
+    Nothing is coded: `lossless.expected_bytes`. `on_bytes` is told of bytes done.
+    """
+    candidates = []
+    for group in groups:
+        totals: dict[Scheme, tuple[int, float, float]] = {}
+        for tensor in group.tensors:
+            bits = read_bits(source, tensor)
+            for scheme, squares, original in _squares(
+                tensor, bits, schemes_of(group, block_size), workers.map
+            ):
+                before = totals.get(scheme, (0, 0.0, 0.0))
+                stored = tensor.name not in group.aliases
+                nbytes = _expected_bytes(tensor, bits, scheme, workers.map) if stored else 0
+                totals[scheme] = before[0] + nbytes, before[1] + squares, before[2] + original
+            on_bytes(tensor.info.nbytes)
+        choices = [
+            SchemeChoice(scheme, nbytes, squares / (original or 1.0))
+            for scheme, (nbytes, squares, original) in totals.items()
+        ]
+        candidates.append(GroupCandidates(group, tuple(choices)))
+    return candidates
+
+
+def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
+    """The schemes for a group: lossless, then ever fewer mantissa bits."""
+    formats = [FORMATS[t.info.dtype] for t in group.tensors]
+    if not all(truncated.normalisable(fmt) for fmt in formats):
+        block_size = None
+    most = min(FINEST, max(fmt.mantissa_bits for fmt in formats) - 1)
+    return [LOSSLESS, *(Scheme("truncated", k, block_size) for k in range(most, -1, -1))]
+
+
+def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
+    """The bit patterns of a whole tensor of floats."""
+    return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
+
+
+def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map = map) -> Bits:
+    """The bit patterns that a tensor has after it was stored in a scheme."""
+    rounding = _rounding(tensor, bits, scheme)
+    if rounding is None:
+        return bits
+    parts = parallel(
+        lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), lossless.pieces(bits.size)
+    )
+    return np.concatenate(list(parts))
+
+
+def _rounding(tensor: SourceTensor, bits: Bits, scheme: Scheme) -> truncated.Rounding | None:
+    """The rounding of a tensor by a scheme; None if it changes nothing."""
+    fmt = FORMATS[tensor.info.dtype]
+    k = scheme.mantissa_bits
+    if k is None or k >= fmt.mantissa_bits or non_finite(bits, fmt).any():
+        return None
+    return truncated.Rounding(fmt, k, scheme.block_size)
+
+
+def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: Map) -> int:
+    """About the bytes of a tensor's streams, or of the tensor where it would not shrink."""
+    fmt, rounding = FORMATS[tensor.info.dtype], _rounding(tensor, bits, scheme)
+
+    def count(piece: tuple[int, int]) -> Census:
+        part = bits[slice(*piece)]
+        return census(part if rounding is None else rounding.apply(part)[0], fmt)
+
+    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
+    expected = lossless.expected_bytes(counted, bits.size, fmt)
+    if rounding is not None:
+        expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
+    return min(expected, tensor.info.nbytes)
+
+
+def _squares(
+    tensor: SourceTensor, bits: Bits, schemes: Sequence[Scheme], parallel: Map
+) -> Iterator[tuple[Scheme, float, float]]:
+    """The squared error of a tensor in each scheme, and the sum of its squares; 0 and 0 where it is exact.
+
+    Of formats of up to 16 bits every pattern is rounded once, however many weights have it.
+    """
+    fmt, counts = FORMATS[tensor.info.dtype], None
+    if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
+        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
+        counted = functools.reduce(operator.add, parts).top
+        patterns = np.flatnonzero(counted)
+        bits, counts = patterns.astype(fmt.dtype), counted[patterns]
+    for scheme in schemes:
+        restored = restore_rounded(tensor, bits, scheme, parallel)
+        if restored is bits:
+            yield scheme, 0.0, 0.0
+        elif counts is not None:
+            before, after = to_float64(bits, fmt), to_float64(restored, fmt)
+            yield scheme, float(counts @ (after - before) ** 2), float(counts @ before**2)
+        else:
+            error = _error(bits, restored, fmt, parallel)
+            yield scheme, error.squares, error.original_squares
+
+
+def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
+    parts = parallel(
+        lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
+        lossless.pieces(bits.size),
+    )
+    return sum(parts, truncated.Error())

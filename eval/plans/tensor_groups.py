@@ -1,0 +1,88 @@
+"""Groups of tensors that get one scheme: the experts of a layer are one group."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from neuzip.compress.plan import PlannedTensor, make_plan
+from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
+from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.workers import Workers
+from neuzip.errors import NeuzipError
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that get one scheme, and the globs that name them and no others.
+
+    `aliases` are the names of those that are stored as another one, whose bytes they have.
+    """
+
+    globs: tuple[str, ...]
+    tensors: tuple[SourceTensor, ...]
+    aliases: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors as they are."""
+        return sum(t.info.nbytes for t in self.tensors)
+
+
+def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
+    """The tensors that may be rounded: matrices of floats that `rules` leave lossless, by what they are.
+
+    Tensors with equal bytes go together. Raises NeuzipError if there are none.
+    """
+    by_kind: dict[str, list[PlannedTensor]] = defaultdict(list)
+    for t in make_plan(source, rules, workers).tensors:
+        if t.scheme == LOSSLESS and len(t.tensor.info.shape) > 1:
+            by_kind[_kind((t.alias_of or t.tensor).name)].append(t)
+    if not by_kind:
+        raise NeuzipError(
+            f"{source.checkpoint.path}: there is no matrix of floats that could be rounded",
+            "leave out `include` and `exclude`, or the target",
+        )
+    names = [t.name for t in source.tensors()]
+    return [
+        TensorGroup(
+            _globs([t.tensor.name for t in members], names),
+            tuple(t.tensor for t in members),
+            frozenset(t.tensor.name for t in members if t.alias_of is not None),
+        )
+        for members in by_kind.values()
+    ]
+
+
+def _kind(name: str) -> str:
+    """A name with its numbers replaced, but not the first: so those of experts, not that of the layer.
+
+    >>> _kind("model.layers.3.mlp.experts.17.w1.weight")
+    'model.layers.3.mlp.experts.*.w1.weight'
+    """
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+    return ".".join("*" if at in numbers[1:] else part for at, part in enumerate(parts))
+
+
+def _globs(members: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Globs that match the members and none of the other names: those of their kinds, or else each name."""
+    kinds = tuple(dict.fromkeys(_kind(name) for name in members))
+    if len(kinds) < len(members):
+        matches = [name for name in names if any(fnmatchcase(name, kind) for kind in kinds)]
+        if sorted(matches) == sorted(members):
+            return kinds
+    return tuple(re.sub(r"([*?[])", r"[\1]", name) for name in dict.fromkeys(members))
+
+
+def rules_of(groups: Sequence[TensorGroup], schemes: Sequence[Scheme]) -> list[Rule]:
+    """The rules that give each group its scheme. What is lossless needs none."""
+    return [
+        Rule(glob, scheme, min_dimensions=2)
+        for group, scheme in zip(groups, schemes, strict=True)
+        if scheme != LOSSLESS
+        for glob in group.globs
+    ]
