@@ -91,15 +91,15 @@ def ring(arguments: argparse.Namespace) -> None:
     """Steps of `ans` with other amounts of memory and numbers of weights in a launch."""
     model = made("ans", 2 * arguments.layers)
     print(f"{'room':>5} {'ahead':>6} {'us a step':>10}")
-    usual = buffers.ROOM, buffers.AHEAD
+    usual = buffers.CAPACITY, buffers.AHEAD
     for room, ahead in (usual, (1.0, 8), (2.0, 8), (3.0, 8), (3.25, 8), (3.25, 1)):
-        buffers.ROOM, buffers.AHEAD = room, ahead
+        buffers.CAPACITY, buffers.AHEAD = room, ahead
         free_memory()
         decoder = GreedyDecoder(model, 1, PROMPT + NEW)
         us = 1e6 * seconds(decoder, model)
         print(f"{room:5} {ahead:6} {us:10.1f}", flush=True)
         del decoder
-    buffers.ROOM, buffers.AHEAD = usual
+    buffers.CAPACITY, buffers.AHEAD = usual
 
 
 def prompt(arguments: argparse.Namespace) -> None:

@@ -133,6 +133,17 @@ def neuzip_data() -> Path:
     return Path(folder)
 
 
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in checkpoint, compressed: to read, not to change."""
+    from neuzip.compress import compress
+    from neuzip.eval.demo import CHECKPOINT
+
+    folder = tmp_path_factory.mktemp("demo") / "small"
+    compress(CHECKPOINT, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Models this small gain nothing from a second one, and lose much where cores are busy."""

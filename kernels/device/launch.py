@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from neuzip.kernels.device.properties import early_launches
+from neuzip.kernels.device.properties import has_pdl
 from neuzip.kernels.device.release import require_triton
 
 require_triton()
@@ -65,7 +65,7 @@ def is_compiled(kernel: Any) -> bool:
 
 def uses_pdl(kernel: Any, device: torch.device) -> bool:
     """Whether `launch(..., pdl=True)` starts a kernel before its predecessor in the stream has ended."""
-    return isinstance(kernel, triton.JITFunction) and early_launches(device)
+    return isinstance(kernel, triton.JITFunction) and has_pdl(device)
 
 
 def launch(

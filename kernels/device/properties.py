@@ -14,8 +14,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def early_launches(device: torch.device) -> bool:
-    """Whether the card can start a kernel before the one ahead has ended: from compute capability 9.0 on."""
+def has_pdl(device: torch.device) -> bool:
+    """Whether the card has programmatic dependent launch: from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

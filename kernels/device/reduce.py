@@ -146,16 +146,16 @@ def of_program(values, LARGEST: tl.constexpr, W: tl.constexpr, COMPILED: tl.cons
 
     There are at most 4, unsigned int32 in the type int32. Results are scalars.
     """
-    return of_program_in(room(len(values), 1, W, COMPILED), 0, values, LARGEST, W, COMPILED)
+    return of_program_in(reserve(len(values), 1, W, COMPILED), 0, values, LARGEST, W, COMPILED)
 
 
 @triton.jit
-def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr):
+def reserve(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr):
     """Shared memory for the exchange of so many values, ROUNDS times: `of_program_in`."""
     where = 0
     if COMPILED:
         where = tl.inline_asm_elementwise(
-            _room(COUNT, ROUNDS, W), "=r,r", [COUNT], dtype=tl.int32, is_pure=False, pack=1
+            _declaration(COUNT, ROUNDS, W), "=r,r", [COUNT], dtype=tl.int32, is_pure=False, pack=1
         )
     return where
 
@@ -164,7 +164,7 @@ def room(COUNT: tl.constexpr, ROUNDS: tl.constexpr, W: tl.constexpr, COMPILED: t
 def of_program_in(
     where, number, values, LARGEST: tl.constexpr, W: tl.constexpr, COMPILED: tl.constexpr, over=None
 ):
-    """What `of_program` gives, by way of the `room` that the round of this number has.
+    """What `of_program` gives, by way of the memory that `reserve` gave, where each round has its own.
 
     over, int32 [32 W]: not 0 where the last value is larger than it says. Its warp's sum is then `OVER`.
     """
@@ -204,7 +204,7 @@ def _stride(count):
 
 
 @triton.constexpr_function
-def _room(count, rounds, warps):
+def _declaration(count, rounds, warps):
     nbytes = _stride(count) * warps * rounds
     return f"{{ .shared .align 16 .b8 of_warps[{nbytes}]; mov.u32 $0, of_warps; }}"
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
-import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import independent_decoder as decoder
 import numpy as np
 import pytest
 import torch
+from folders import Save, folder_bytes, partial, refusing, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,87 +29,15 @@ from neuzip.compress import (
     make_plan,
     verify,
 )
-from neuzip.compress.run_identity import RUN_ID_PATH
 from neuzip.compress.source import TensorSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
-from neuzip.formats.checkpoint import read_stored_files
-from neuzip.formats.config_section import write_entry
 from neuzip.formats.container import Container
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.runtime import load_file
 
-Save = Callable[..., Path]
 K3 = [Rule("*", Scheme("truncated", 3))]
 LOSSLESS = Rule("*", Scheme("lossless"))
-
-
-def weights(dtype: str, size: int, seed: int = 0) -> np.ndarray:  # type: ignore[type-arg]
-    """Trained-looking patterns of a float dtype."""
-    values = np.random.default_rng(seed).standard_normal(size) * 0.05
-    if dtype == "F64":
-        return values.view(np.uint64)
-    if dtype == "F16":
-        return values.astype(np.float16).view(np.uint16)
-    single = values.astype(np.float32).view(np.uint32)
-    if dtype == "F32":
-        return single
-    rounded = single + 0x7FFF + (single >> 16 & 1)
-    if dtype == "BF16":
-        return (rounded >> 16).astype(np.uint16)
-    fmt = FORMATS[dtype]  # fp8: sign, four or five exponent bits, three or two mantissa bits
-    exponent = np.clip((single >> 23 & 0xFF).astype(int) - 120, 0, (1 << fmt.exponent_bits) - 2)
-    mantissa = single >> (23 - fmt.mantissa_bits) & ((1 << fmt.mantissa_bits) - 1)
-    return (single >> 31 << 7 | exponent.astype(np.uint32) << fmt.mantissa_bits | mantissa).astype(np.uint8)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, save: Save) -> Path:
-    """A folder with two shards, an index, a tied tensor in the other shard, integers, and a subfolder."""
-    root = tmp_path / "model"
-    tied = weights("BF16", 128 * 96, 1)
-    save(
-        root / "model-00001-of-00002.safetensors",
-        {
-            "embed.weight": ("BF16", (128, 96), tied),
-            "norm.weight": ("BF16", (96,), weights("BF16", 96)),
-            "ids": ("I64", (300,), np.arange(300)),
-            "empty": ("F32", (0, 4), np.zeros(0, np.uint32)),
-        },
-        {"format": "pt"},
-        padding=3,
-    )
-    save(
-        root / "model-00002-of-00002.safetensors",
-        {
-            "half.weight": ("F16", (100, 333), weights("F16", 33300)),
-            "head.weight": ("BF16", (128, 96), tied),
-            "scalar": ("F32", (), np.array([0x7FC00001], np.uint32)),
-            "flags": ("BOOL", (7,), np.array([1, 0, 1, 1, 0, 0, 1], np.uint8)),
-        },
-    )
-    weight_map = {
-        name: f"model-0000{i}-of-00002.safetensors"
-        for i, names in enumerate(
-            (
-                ["embed.weight", "norm.weight", "ids", "empty"],
-                ["half.weight", "head.weight", "scalar", "flags"],
-            ),
-            1,
-        )
-        for name in names
-    }
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (root / "config.json").write_text('{"model_type":   "llama"}\n')
-    (root / "tokenizer.json").write_bytes(b"\x00not json\xff")
-    save(root / "vae" / "diffusion.safetensors", {"w": ("F32", (9000,), weights("F32", 9000))})
-    (root / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
-    (root / "README.md").write_text("# A model\n")
-    return root
-
-
-def folder_bytes(root: Path) -> dict[str, bytes]:
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def modes(root: Path) -> dict[str, int]:
@@ -229,7 +152,7 @@ def make_plan_of(path: Path) -> Any:
 def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuzip.compress.lossless.encode", _answer(errno.ENOSPC))
+    monkeypatch.setattr("neuzip.compress.lossless.encode", refusing(errno.ENOSPC))
     with pytest.raises(NeuzipError, match=r"'?embed\.weight'?: cannot be coded") as told:
         compress(checkpoint, tmp_path / "small")
     assert "small" not in told.value.message
@@ -352,7 +275,7 @@ def test_what_the_disk_cannot_take_is_refused_at_once(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(NeuzipError, match="the disk has 1,000 left"):
         decompress(tmp_path / "small", tmp_path / "back")
-    assert not _partial(tmp_path / "back").exists()
+    assert not partial(tmp_path / "back").exists()
 
 
 def test_what_is_restored_already_takes_no_more_space(
@@ -364,8 +287,8 @@ def test_what_is_restored_already_takes_no_more_space(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=30_000))
     assert decompress(tmp_path / "small", tmp_path / "back").was_there
-    (tmp_path / "back").rename(_partial(tmp_path / "back"))
-    (_partial(tmp_path / "back") / "model-00001-of-00002.safetensors").unlink()
+    (tmp_path / "back").rename(partial(tmp_path / "back"))
+    (partial(tmp_path / "back") / "model-00001-of-00002.safetensors").unlink()
     decompress(tmp_path / "small", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(checkpoint)
 
@@ -687,468 +610,6 @@ class TestRefusals:
         shutil.copy(tmp_path / "small" / alone.name, alone)
         with pytest.raises(FormatError, match="not here"):
             verify(alone)
-
-
-class TestResume:
-    """A killed run goes on where it stopped, and ends with the bytes of an uninterrupted one."""
-
-    def test_kill_at_any_moment(self, tmp_path: Path, save: Save) -> None:
-        root = tmp_path / "model"
-        for shard in range(6):
-            save(
-                root / f"s{shard}.safetensors",
-                {f"w{shard}": ("BF16", (400_000,), weights("BF16", 400_000, shard))},
-            )
-        (root / "config.json").write_text("{}")
-        compress(root, tmp_path / "reference")
-        expected = folder_bytes(tmp_path / "reference")
-        script = (
-            "import sys; from neuzip.compress import compress;"
-            "compress(sys.argv[1], sys.argv[2], jobs=2); print('finished')"
-        )
-        command = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", script, str(root)]
-        killed = 0
-        for attempt in range(8):
-            target = tmp_path / f"killed-{attempt}"
-            run = subprocess.Popen([*command, str(target)], cwd=tmp_path)
-            # A run takes one to two seconds, most of it start-up: wait for its first trace, and a bit more.
-            deadline = time.monotonic() + 30
-            while not _partial(target).exists() and run.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(0.04 * attempt)
-            run.kill()
-            killed += run.wait() < 0
-            assert not target.exists() or folder_bytes(target) == expected
-            compress(root, target)
-            assert folder_bytes(target) == expected
-            assert not _partial(target).exists()
-        assert killed >= 3, "the test must kill some runs half-way"
-
-    def test_finished_shards_are_not_done_again(self, checkpoint: Path, tmp_path: Path) -> None:
-        target = tmp_path / "small"
-        self._interrupt_after(1, checkpoint, target)
-        report = compress(checkpoint, target)
-        assert report.resumed_files == 1
-        compress(checkpoint, tmp_path / "other")
-        assert folder_bytes(target) == folder_bytes(tmp_path / "other")
-
-    def test_a_finished_run_is_recognised(self, checkpoint: Path, tmp_path: Path) -> None:
-        compress(checkpoint, tmp_path / "small")
-        before = (tmp_path / "small" / "vae" / "diffusion.safetensors").stat()
-        assert compress(checkpoint, tmp_path / "small").resumed_files == 3
-        assert (tmp_path / "small" / "vae" / "diffusion.safetensors").stat().st_ino == before.st_ino
-
-    def test_changed_options_are_refused(self, checkpoint: Path, tmp_path: Path) -> None:
-        self._interrupt_after(1, checkpoint, tmp_path / "small")
-        with pytest.raises(NeuzipError, match="other options"):
-            compress(checkpoint, tmp_path / "small", K3)
-        compress(checkpoint, tmp_path / "small", K3, overwrite=True)
-        assert verify(tmp_path / "small", checkpoint).different
-
-    def test_a_changed_source_is_refused(self, checkpoint: Path, tmp_path: Path) -> None:
-        self._interrupt_after(1, checkpoint, tmp_path / "small")
-        shard = checkpoint / "model-00001-of-00002.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
-        with pytest.raises(NeuzipError, match="made from another"):
-            compress(checkpoint, tmp_path / "small")
-
-    def test_a_changed_source_is_no_finished_run(self, checkpoint: Path, tmp_path: Path) -> None:
-        """The same sizes, other bytes: in the weights, or in any other file."""
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        for file in (checkpoint / "tokenizer.json", checkpoint / "vae" / "diffusion.safetensors"):
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
-            with pytest.raises(WouldOverwrite):
-                compress(checkpoint, target)
-            compress(checkpoint, target, overwrite=True)
-            decompress(target, tmp_path / "back", overwrite=True)
-            assert folder_bytes(tmp_path / "back") == folder_bytes(checkpoint)
-
-    def test_a_damaged_shard_is_not_believed(self, checkpoint: Path, tmp_path: Path) -> None:
-        target = tmp_path / "small"
-        self._interrupt_after(1, checkpoint, target)
-        shard = _partial(target) / "model-00001-of-00002.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-        assert compress(checkpoint, target).resumed_files == 0
-        assert verify(target, checkpoint).different == []
-
-    @pytest.mark.parametrize("damage", ["delete", "append", "replace"])
-    def test_a_damaged_result_is_not_believed(self, damage: str, checkpoint: Path, tmp_path: Path) -> None:
-        """Each file of a result is damaged once: the same command makes it again, and says so.
-
-        What may have been edited instead is left, and named.
-        """
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        (target / "of the user").write_bytes(b"stays")
-        before = folder_bytes(target)
-        stored = {name: file.kind for name, file in read_stored_files(target).items()}
-        for name in sorted(before.keys() - {RUN_ID_PATH, "of the user"}):
-            path = target / name
-            if damage == "delete":
-                path.unlink()
-            else:
-                path.write_bytes(before[name] + b" " if damage == "append" else b"{}")
-            if damage != "delete" and stored.get(name) == "carried":
-                with pytest.raises(WouldOverwrite, match=f"{re.escape(str(path))}: is not that of `source`"):
-                    compress(checkpoint, target)
-                path.unlink()
-            report = compress(checkpoint, target)
-            assert folder_bytes(target) == before, name
-            assert report.resumed_files == 3 - name.endswith(".safetensors")
-            assert f"{path}: missing, damaged or of an older version: made again" in report.warnings
-            assert not _partial(target).exists()
-        assert compress(checkpoint, target).resumed_files == 3
-        (target / RUN_ID_PATH).write_bytes(b"{}")  # then nothing says what the folder is
-        with pytest.raises(WouldOverwrite):
-            compress(checkpoint, target)
-
-    @pytest.mark.parametrize("file", ["config.json", "vae/config.json", "model.safetensors.index.json"])
-    def test_what_was_rewritten_is_verified(self, file: str, checkpoint: Path, tmp_path: Path) -> None:
-        compress(checkpoint, tmp_path / "small")
-        path = tmp_path / "small" / file
-        right = json.loads(path.read_bytes())
-        path.write_text(json.dumps(dict(reversed(right.items())) | {"neuzip": {"attention": 8}}))
-        verify(tmp_path / "small")  # how it runs may be changed
-        wrong: list[dict[str, Any] | None] = [
-            right | {key: {"other": 1} if value == {} else {}} for key, value in right.items()
-        ]
-        for document in [*wrong, *([] if "index" in file else [{}, None])]:
-            path.unlink()
-            if document is not None:
-                path.write_text(json.dumps(document))
-            with pytest.raises(FormatError, match=re.escape(str(path))):
-                verify(tmp_path / "small")
-            decompress(tmp_path / "small", tmp_path / "back", overwrite=True)  # nothing is lost
-
-    def test_how_a_model_is_to_run_is_no_damage(self, checkpoint: Path, tmp_path: Path) -> None:
-        """`compress` with calibrated attention, and people, write to the object `neuzip` of config.json."""
-        compress(checkpoint, tmp_path / "small")
-        write_entry(tmp_path / "small" / "config.json", "attention", {"bits": [8]})
-        before = folder_bytes(tmp_path / "small")
-        assert not compress(checkpoint, tmp_path / "small").warnings
-        assert folder_bytes(tmp_path / "small") == before
-
-    def test_what_people_wrote_into_a_config_outlives_a_mend(self, checkpoint: Path, tmp_path: Path) -> None:
-        """A folder of an older version gets the sentence for transformers, and keeps all else."""
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        path = target / "config.json"
-        right = json.loads(path.read_bytes())
-        assert right.pop("transformers_weights")
-        more = {"_name_or_path": "mine", "neuzip": {"attention": {"layers": [8]}}}
-        path.write_text(json.dumps(right | more, indent=2) + "\n")
-        (target / "vae" / "diffusion.safetensors").write_bytes(b"damaged")
-        compress(checkpoint, target)
-        mended = json.loads(path.read_bytes())
-        assert mended.pop("transformers_weights").startswith("compressed by neuzip")
-        assert mended == right | more
-        assert not compress(checkpoint, target).warnings
-        assert verify(target, checkpoint).different == []
-
-    def test_an_edited_config_is_left_and_named(self, checkpoint: Path, tmp_path: Path) -> None:
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        path = target / "config.json"
-        right = json.loads(path.read_bytes())
-        key = next(iter(json.loads((checkpoint / "config.json").read_bytes())))
-        path.write_text(json.dumps(right | {key: "edited"}))
-        (target / "vae" / "diffusion.safetensors").write_bytes(b"damaged")
-        before = folder_bytes(target)
-        with pytest.raises(WouldOverwrite, match=r"config\.json: is not that of `source`"):
-            compress(checkpoint, target)
-        assert folder_bytes(target) == before
-
-    def test_a_flipped_bit_of_weights_is_mended(self, checkpoint: Path, tmp_path: Path) -> None:
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        before = folder_bytes(target)
-        shard = target / "vae" / "diffusion.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-        assert compress(checkpoint, target).resumed_files == 2
-        assert folder_bytes(target) == before
-
-    def test_what_is_no_damage_is_not_replaced(self, checkpoint: Path, tmp_path: Path) -> None:
-        """A whole safetensors file in place of a container is somebody's."""
-        target = tmp_path / "small"
-        compress(checkpoint, target)
-        shutil.copy(checkpoint / "vae" / "diffusion.safetensors", target / "vae")
-        before = folder_bytes(target)
-        with pytest.raises(WouldOverwrite):
-            compress(checkpoint, target)
-        assert folder_bytes(target) == before
-
-    def test_a_changed_source_can_be_begun_anew(self, checkpoint: Path, tmp_path: Path) -> None:
-        self._interrupt_after(1, checkpoint, tmp_path / "small")
-        shard = checkpoint / "model-00001-of-00002.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
-        compress(checkpoint, tmp_path / "small", overwrite=True)
-        assert verify(tmp_path / "small", checkpoint).different == []
-
-    def test_two_runs_at_once(self, checkpoint: Path, tmp_path: Path) -> None:
-        from neuzip.compress.workspace import workspace
-
-        with workspace(tmp_path / "small"), pytest.raises(NeuzipError, match="another run"):
-            compress(checkpoint, tmp_path / "small")
-
-    def test_an_overwrite_killed_between_its_two_renames(self, checkpoint: Path, tmp_path: Path) -> None:
-        target = tmp_path / "small"
-        compress(checkpoint, target, K3)
-        target.rename(tmp_path / "small.neuzip-old")
-        with pytest.raises(WouldOverwrite):
-            compress(checkpoint, target)
-        assert verify(target, checkpoint).different, "the older folder has its name again"
-
-    @staticmethod
-    def _interrupt_after(shards: int, src: Path, dst: Path) -> None:
-        done, original = 0, container_job.ContainerJob.make
-
-        def make(self: Any, *arguments: Any) -> None:
-            nonlocal done
-            if done == shards:
-                raise KeyboardInterrupt
-            done += 1
-            original(self, *arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(container_job.ContainerJob, "make", make)
-            with pytest.raises(KeyboardInterrupt):
-                compress(src, dst)
-        assert not dst.exists()
-
-
-class TestSingleFiles:
-    """They are made in a folder of their own, too: one run at a time, and a finished one is recognised."""
-
-    @pytest.fixture
-    def original(self, tmp_path: Path, save: Save) -> Path:
-        """A file with large, small and tied tensors, and some that stay raw."""
-        tied = weights("BF16", 30_000, 1)
-        return save(
-            tmp_path / "original.safetensors",
-            {
-                "a": ("BF16", (300, 100), tied),
-                "b": ("F32", (200, 100), weights("F32", 20_000, 2)),
-                "c": ("BF16", (300, 100), tied),
-                "ids": ("I64", (300,), np.arange(300)),
-            },
-        )
-
-    @pytest.fixture
-    def one(self, original: Path, tmp_path: Path) -> Path:
-        """What `compress` makes of it."""
-        compress(original, tmp_path / "one.safetensors")
-        return tmp_path / "one.safetensors"
-
-    @pytest.mark.parametrize("act", [compress, decompress])
-    def test_a_second_run_is_refused_and_disturbs_nothing(
-        self, act: Any, original: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        src, dst, refused = (original if act is compress else one), tmp_path / "dst.safetensors", []
-        act(src, tmp_path / "alone.safetensors")
-
-        def beside_another(*arguments: Any, **options: Any) -> Any:
-            if not refused:
-                refused.append(dst)
-                for overwrite in (False, True):
-                    with pytest.raises(NeuzipError, match=r"dst\.safetensors\.neuzip-partial: another"):
-                        act(src, dst, overwrite=overwrite)
-            return check(*arguments, **options)
-
-        place = "neuzip.compress.container_job" if act is compress else "neuzip.compress.restore"
-        check = sys.modules[place].check_tensors
-        monkeypatch.setattr(f"{place}.check_tensors", beside_another)
-        act(src, dst)
-        assert refused
-        assert dst.read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
-        assert not list(tmp_path.glob("*.neuzip-*"))
-
-    @pytest.mark.parametrize("gone", ["renamed", "removed", "made again"])
-    def test_the_lock_of_a_folder_that_is_gone_is_none(
-        self, gone: str, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The other run ends between this one's opening its folder and getting the lock."""
-        dst, lock = tmp_path / "dst.safetensors", fcntl.flock
-
-        def late(descriptor: int, how: int) -> None:
-            _partial(dst).rename(tmp_path / "done") if gone == "renamed" else _partial(dst).rmdir()
-            if gone == "made again":
-                (tmp_path / "other").mkdir()  # takes the place that the file system has for the next folder
-                _partial(dst).mkdir()
-            lock(descriptor, how)
-
-        monkeypatch.setattr(fcntl, "flock", late)
-        with pytest.raises(NeuzipError, match="another run is writing there"):
-            compress(original, dst)
-        assert not dst.exists()
-
-    def test_a_lock_that_cannot_be_had_is_not_called_another_run(
-        self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def broken(*_: object) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(fcntl, "flock", broken)
-        with pytest.raises(NeuzipError, match="cannot be written: Input/output error"):
-            compress(original, tmp_path / "dst.safetensors")
-
-    @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP])
-    def test_a_file_system_without_locks(
-        self, code: int, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(fcntl, "flock", _answer(code))
-        with pytest.warns(RuntimeWarning, match=r"back\.safetensors\.neuzip-partial: cannot be locked"):
-            decompress(one, tmp_path / "back.safetensors")
-
-    @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-    def test_a_file_system_that_cannot_sync_folders(
-        self, code: int, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        sync = os.fsync
-        monkeypatch.setattr(
-            os, "fsync", lambda fd: (_answer(code) if stat.S_ISDIR(os.fstat(fd).st_mode) else sync)(fd)
-        )
-        with pytest.raises(NeuzipError) if code == errno.EIO else nullcontext():
-            decompress(one, tmp_path / "back.safetensors")
-
-    @pytest.mark.parametrize("act", [compress, decompress])
-    def test_what_a_killed_run_left_is_cleared_away(
-        self, act: Any, original: Path, one: Path, tmp_path: Path
-    ) -> None:
-        dst = tmp_path / "dst.safetensors"
-        _partial(dst).mkdir()
-        for name in (dst.name, _partial(dst).name):
-            (_partial(dst) / name).write_bytes(b"half")
-        act(original if act is compress else one, dst)
-        assert dst.read_bytes() == (one if act is compress else original).read_bytes()
-        assert not _partial(dst).exists()
-
-    @pytest.mark.parametrize("act", [compress, decompress])
-    def test_what_an_older_neuzip_left_is_named(
-        self, act: Any, original: Path, one: Path, tmp_path: Path
-    ) -> None:
-        """Before it locked a folder it wrote to a file of this name. Whose it is cannot be known."""
-        left = _partial(tmp_path / "dst.safetensors")
-        left.write_bytes(b"half")
-        with pytest.raises(NeuzipError, match=r"dst\.safetensors\.neuzip-partial: is a file"):
-            act(original if act is compress else one, tmp_path / "dst.safetensors")
-        assert left.read_bytes() == b"half"
-
-    def test_a_run_that_fails_leaves_nothing(self, one: Path, tmp_path: Path) -> None:
-        with Container(one) as container:
-            at = container.file.data_start + container.file.header.tensors["b:words"].start
-        data = bytearray(one.read_bytes())
-        data[at + 1000] ^= 1
-        one.write_bytes(data)
-        with pytest.raises(FormatError, match="'b'"):
-            decompress(one, tmp_path / "back.safetensors")
-        assert {p.name for p in tmp_path.iterdir()} == {"original.safetensors", "one.safetensors"}
-
-    def test_the_source_may_not_lie_where_runs_work(self, original: Path, tmp_path: Path) -> None:
-        """Their folders are emptied, and older results removed."""
-        before = original.read_bytes()
-        for end in ("partial", "old"):
-            place = tmp_path / f"dst.neuzip-{end}" / "m.safetensors"
-            place.parent.mkdir()
-            place.write_bytes(before)
-            for src, dst in ((place, "dst"), (place.parent, "dst")):
-                with pytest.raises(NeuzipError, match=rf"dst\.neuzip-{end}: (is the same place as|holds) "):
-                    compress(src, tmp_path / dst, overwrite=True)
-            assert place.read_bytes() == before
-
-    @pytest.mark.parametrize("rules", [[LOSSLESS], K3, [Rule("b", Scheme("raw")), LOSSLESS]])
-    def test_a_finished_run_is_recognised(self, rules: list[Rule], original: Path, tmp_path: Path) -> None:
-        """Killed after it gave the file its name: what is left of the run goes, and the file stays."""
-        one, back = tmp_path / "one.safetensors", tmp_path / "back.safetensors"
-        assert compress(original, one, rules).resumed_files == 0
-        assert not decompress(one, back).was_there
-        for dst in (one, back):
-            before = dst.stat()
-            _partial(dst).mkdir()
-            if dst == one:
-                again = compress(original, one, rules)
-                assert again.resumed_files == 1
-                assert [t.name for t in again.tensors] == ["a", "b", "c", "ids"]
-            else:
-                assert decompress(one, back).was_there
-            assert (dst.stat().st_ino, dst.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-            assert not _partial(dst).exists()
-
-    @pytest.mark.parametrize(
-        "rules", [K3, [Rule("b", Scheme("raw")), LOSSLESS], [Rule("a", Scheme("raw")), LOSSLESS]]
-    )
-    def test_other_options_are_no_finished_run(
-        self, rules: list[Rule], original: Path, one: Path, tmp_path: Path
-    ) -> None:
-        compress(original, tmp_path / "other.safetensors", rules)
-        for asked, dst in ((rules, one), ([LOSSLESS], tmp_path / "other.safetensors")):
-            before = dst.read_bytes()
-            with pytest.raises(WouldOverwrite, match="exists already"):
-                compress(original, dst, asked)
-            assert dst.read_bytes() == before
-        assert not list(tmp_path.glob("*.neuzip-*"))
-
-    @pytest.mark.parametrize("at", [100, -1])
-    def test_a_changed_source_is_no_finished_run(
-        self, at: int, original: Path, one: Path, tmp_path: Path
-    ) -> None:
-        """The same header, other weights: in a coded tensor or a raw one."""
-        decompress(one, tmp_path / "back.safetensors")
-        data = bytearray(original.read_bytes())
-        data[at + (len(data) // 2 if at > 0 else 0)] ^= 1
-        original.write_bytes(data)
-        with pytest.raises(WouldOverwrite):
-            compress(original, one)
-        compress(original, one, overwrite=True)
-        with pytest.raises(WouldOverwrite):
-            decompress(one, tmp_path / "back.safetensors")
-        decompress(one, tmp_path / "back.safetensors", overwrite=True)
-        assert (tmp_path / "back.safetensors").read_bytes() == bytes(data)
-
-    @pytest.mark.parametrize("stream", ["a:words", "b:sign_mantissa", "ids"])
-    def test_a_damaged_result_is_no_finished_run(self, stream: str, original: Path, one: Path) -> None:
-        with Container(one) as container:
-            at = container.file.data_start + container.file.header.tensors[stream].start
-        data = bytearray(one.read_bytes())
-        data[at + 100] ^= 1
-        one.write_bytes(data)
-        with pytest.raises(WouldOverwrite):
-            compress(original, one, verify=False)
-
-    def test_what_is_said(self, original: Path, one: Path, tmp_path: Path, neuzip: Any) -> None:
-        said = neuzip("compress", original, one)
-        assert (said.exit_code, said.stderr) == (
-            0, "1 file was finished already and matches the source\n"
-        )  # fmt: skip
-        back = tmp_path / "back.safetensors"
-        assert neuzip("decompress", one, back).stderr == ""
-        said = neuzip("decompress", one, back)
-        assert said.exit_code == 0
-        assert said.stderr == "the file was restored already and matches its checksums\n"
-        assert neuzip("compress", original, back).exit_code == WouldOverwrite.exit_code
-
-
-def _answer(code: int) -> Callable[..., None]:
-    """What a file system does that refuses a call."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return refuse
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(target.name + ".neuzip-partial")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")

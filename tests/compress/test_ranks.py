@@ -329,7 +329,6 @@ def test_torchrun(
     ("victim", "world", "shards"),
     [
         pytest.param(0, 2, 8, id="rank 0"),
-        pytest.param(1, 2, 8, id="rank 1"),
         pytest.param(2, 3, 2, id="shared files"),
     ],
 )
@@ -364,10 +363,7 @@ def rank_of(agent: int, rank: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_on_one_rank_ends_all_of_them_with_one_message(
-    victim: int, tmp_path: Path, save: Save
-) -> None:
+def test_an_error_on_one_rank_ends_all_of_them_with_one_message(tmp_path: Path, save: Save) -> None:
     root = make(tmp_path / "model", save, 4, 9000)
     script = tmp_path / "script.py"
     script.write_text(
@@ -376,7 +372,7 @@ def test_an_error_on_one_rank_ends_all_of_them_with_one_message(
         "from neuzip.compress.container_job import ContainerJob\n"
         "from neuzip.errors import NeuzipError\n"
         "def make(self, *arguments):\n"
-        f"    if os.environ['RANK'] != '{victim}': time.sleep(600)\n"
+        "    if os.environ['RANK'] != '1': time.sleep(600)\n"
         "    raise NeuzipError('it is broken')\n"
         "ContainerJob.make = make\n"
         "sys.exit(run())\n"

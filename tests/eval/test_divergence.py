@@ -7,10 +7,11 @@ import math
 import statistics
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.divergence import Paired, compare
@@ -24,12 +25,11 @@ VOCABULARY = 150
 
 
 def llama(width: int = 32, vocabulary: int = VOCABULARY) -> PreTrainedModel:
-    torch.manual_seed(2)
-    config = LlamaConfig(
+    return models.llama(
+        2,
         vocab_size=vocabulary, hidden_size=width, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    ).eval()  # fmt: skip
 
 
 def gemma2() -> PreTrainedModel:

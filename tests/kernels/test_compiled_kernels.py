@@ -105,7 +105,7 @@ for early, bits, span, width, values, dtype in (
     (True, 3, "absmax", 100, 100, torch.bfloat16), (False, 4, "minmax", 128, 64, torch.float16),
     (True, 8, "absmax", 64, 64, torch.float32),
 ):
-    launch.early_launches = lambda device: early
+    launch.has_pdl = lambda device: early
     rooms = [kv_cache.empty((2, 2, 30, w), bits, span=span) for w in (width, values)]
     for tokens, start in ((1, length), (20, 3)):
         states = [torch.zeros(2, 2, tokens, w, dtype=dtype) for w in (width, values)]
@@ -124,7 +124,7 @@ from neuzip.kernels.step import NORMS
 from neuzip.kernels.step.triton import step as triton_step
 
 for early in (False, True):
-    launch.early_launches = lambda device: early
+    launch.has_pdl = lambda device: early
     for rows, columns, dtype in (
         (1, 128, torch.bfloat16), (1, 3200, torch.float16), (8, 4096, torch.float32)
     ):

@@ -320,8 +320,7 @@ from neuzip.kernels.packed_linear import ops as torch_ops
 
 gluon_linear.multiprocessors = lambda device: 132
 for dtype, drop, columns, biased in (
-    (torch.bfloat16, 0, 512, False), (torch.bfloat16, 4, 128, True), (torch.float16, 0, 256, True),
-    (torch.bfloat16, 1, 512, False), (torch.float16, 3, 384, False),
+    (torch.bfloat16, 0, 512, False), (torch.bfloat16, 4, 128, True), (torch.float16, 3, 384, False),
 ):
     weights = (torch.randn(136, columns, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     weights = (weights.view(torch.int16) >> drop << drop).view(dtype)
@@ -337,7 +336,7 @@ def test_products_are_under_way_while_weights_are_unpacked(tmp_path):
     The compiler says nothing where it cannot have that, but waits after every instruction.
     """
     kernels = [line.split() for line in compile_only.said_by(COMPILED, tmp_path).splitlines()]
-    assert len(kernels) == 5
+    assert len(kernels) == 3
     for shared, *instructions in kernels:
         assert int(shared) <= 227 << 10
         assert instructions.count("HGMMA") == 16

@@ -17,9 +17,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from neuzip.compress import compress
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.eval.demo import CHECKPOINT
 from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed
 from neuzip.runtime.decode.benchmark import (
@@ -39,14 +37,6 @@ from neuzip.runtime.hf.load import load_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in checkpoint, compressed."""
-    folder = tmp_path_factory.mktemp("bench") / "small"
-    compress(CHECKPOINT, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -329,14 +319,14 @@ def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
         [
             sys.executable, root / "benchmarks" / "generate.py", "--layers", "2", "--hidden", "256",
             "--words", "1024", "--new-tokens", "6", "--prefill", "16", "--batches", "2",
-            "--sections", "llama", "--forms", "bf16", "dense", "packed", "--folder", tmp_path,
+            "--sections", "llama", "--forms", "bf16", "packed", "--folder", tmp_path,
         ],
         check=True, capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert "logits of the same bits" in done.stdout
     compiled = [line for line in done.stdout.splitlines() if line.startswith("decode, batch 1, compiled")]
-    assert [line.split()[4] for line in compiled] == ["bf16", "dense", "packed"]
+    assert [line.split()[4] for line in compiled] == ["bf16", "packed"]
     assert "not saved: this was a small run" in done.stdout
     same = next(line for line in done.stdout.splitlines() if line.startswith("logits of the same bits"))
     assert same.endswith("met")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ needs_version_5 = pytest.mark.skipif(
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**(SIZES | HEADS | more)))
+    return models.llama(**(SIZES | HEADS | more))
 
 
 def gpt2() -> GPT2LMHeadModel:

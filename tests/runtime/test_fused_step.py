@@ -273,7 +273,7 @@ def gated_unit(activation: nn.Module, use: Callable[[Tensor, Tensor], Tensor]) -
     fused = FusedStep([activation])
     with torch.no_grad():
         expected = use(activation(gate), up)
-        with fused.listening():
+        with fused.recording():
             assert torch.equal(use(activation(gate), up), expected)
         fused.choose()
         with fused.in_place():
@@ -332,7 +332,7 @@ def test_activations_of_one_class_may_be_of_two_kinds() -> None:
     silu = Silu().forward
     modules = [Activation(function) for function in (silu, F.gelu, silu)]
     fused, x = FusedStep(modules), random(1, 1, 320, dtype=torch.bfloat16)
-    with torch.no_grad(), fused.listening():
+    with torch.no_grad(), fused.recording():
         expected = [module(x) * x for module in modules]
     fused.choose()
     assert [bool(site.chosen) for site in fused._gates] == [True, False, True]
@@ -345,7 +345,7 @@ def test_modules_may_be_called_by_keyword() -> None:
     fused = FusedStep(modules)
     with torch.no_grad():
         expected = modules[0](hidden_states=x), modules[1](x=x)
-        for calls in (fused.listening(), fused.in_place()):
+        for calls in (fused.recording(), fused.in_place()):
             with calls:
                 found = modules[0](hidden_states=x), modules[1](x=x)
             assert all(torch.equal(y, z) for y, z in zip(found, expected, strict=True))
@@ -376,7 +376,7 @@ def test_the_kind_of_a_norm_is_found_by_its_bits(
     fused, x = FusedStep([module]), random(3, 1, 256, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = module(x)
-        with fused.listening():
+        with fused.recording():
             assert torch.equal(module(x), expected)
         fused.choose()
         assert fused.norms == (norm is not None)
@@ -448,7 +448,7 @@ def test_a_norm_of_other_bits_stays_as_it_is(
     monkeypatch.setattr(Tensor, "mean", other)
     module, x = LlamaRMSNorm(columns).to(torch.bfloat16), random(1, 1, columns, dtype=torch.bfloat16)
     fused = FusedStep([module])
-    with torch.no_grad(), fused.listening():
+    with torch.no_grad(), fused.recording():
         module(x)
     fused.choose()
     assert fused.norms == 0
@@ -469,7 +469,7 @@ def test_norms_of_one_class_may_be_of_two_kinds(monkeypatch: pytest.MonkeyPatch)
     modules = [Norm(more).to(DEVICE, torch.bfloat16) for more in (False, True, False)]
     fused, x = FusedStep(modules), random(1, 1, 256, dtype=torch.bfloat16)
     with torch.no_grad():
-        with fused.listening():
+        with fused.recording():
             expected = [module(x) for module in modules]
         fused.choose()
         assert [bool(site.chosen) for site in fused._norms] == [True, False, True]
@@ -486,7 +486,7 @@ def test_a_rotation_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(place, fused_step.ROTARY, other)
     fused = FusedStep(module.modules())
-    with torch.no_grad(), fused.listening():
+    with torch.no_grad(), fused.recording():
         module(torch.zeros(1, 3, dtype=torch.int64, device=DEVICE))
     fused.choose()
     assert not fused.rotary
@@ -501,7 +501,7 @@ def test_a_step_has_the_same_bits(name: str) -> None:
     fused = FusedStep(model.modules())
     with torch.no_grad():
         expected = model(ids).logits
-        with fused.listening():
+        with fused.recording():
             assert torch.equal(model(ids).logits, expected)
         fused.choose()
         assert fused.rotary == (name in ROTATED)
@@ -565,7 +565,7 @@ def test_a_model_that_cannot_do_with_it_is_left_alone(monkeypatch: pytest.Monkey
 def test_gradients_flow_through_the_models_own_code() -> None:
     model, ids = model_of("llama", torch.float32), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     fused = FusedStep(model.modules())
-    with torch.no_grad(), fused.listening():
+    with torch.no_grad(), fused.recording():
         model(ids)
     fused.choose()
     with fused.in_place():
@@ -616,7 +616,7 @@ def test_masks_of_other_threads_are_left_alone() -> None:
 
 def test_nothing_is_fused_of_no_modules() -> None:
     fused = FusedStep(())
-    with fused.listening(), fused.in_place():
+    with fused.recording(), fused.in_place():
         fused.choose()
     assert fused.norms == 0 and not fused.rotary
 
@@ -706,7 +706,7 @@ def chosen(model: PreTrainedModel, ids: Tensor) -> tuple[FusedStep, Tensor]:
     fused = FusedStep(model.modules())
     with torch.no_grad():
         logits: Tensor = model(ids).logits
-        with fused.listening():
+        with fused.recording():
             model(ids)
     fused.choose()
     return fused, logits
@@ -743,7 +743,7 @@ def test_a_product_is_not_that_of_an_input_before(together: list[int]) -> None:
     fused = FusedStep(layers)
     with torch.no_grad():
         expected = [[layer(given) for layer in layers] for given in (x, other)]
-        with fused.listening():
+        with fused.recording():
             for layer in layers:
                 layer(x)
         fused.choose()
@@ -762,7 +762,7 @@ def test_ternary_layers_with_a_bias_or_another_activation_stay_alone(together: l
     layers[1].bias = nn.Parameter(torch.ones(layers[1].out_features, device=DEVICE), requires_grad=False)
     layers[2].activation = "int8"
     fused, x = FusedStep(layers), random(1, 256, dtype=torch.bfloat16)
-    with torch.no_grad(), fused.listening():
+    with torch.no_grad(), fused.recording():
         for layer in layers:
             layer(x)
     fused.choose()

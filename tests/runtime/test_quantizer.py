@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import models
 import neuzip_autoload
 import pytest
 import safetensors
@@ -51,7 +52,7 @@ IDS = torch.arange(2 * 24).view(2, 24) * 7 % 96
 
 
 def llama(**more: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **more))
+    return models.llama(**SIZES, **more)
 
 
 def gpt2() -> PreTrainedModel:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import nn
@@ -14,8 +15,6 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -50,7 +49,7 @@ SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 320, "num_h
 
 
 def llama(tied: bool = False) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    return models.llama(**SIZES, tie_word_embeddings=tied)
 
 
 def gpt2() -> PreTrainedModel:

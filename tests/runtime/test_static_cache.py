@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,12 +20,11 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 
 def llama(width: int, **options: object) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    return models.llama(
+        3,
         hidden_size=4 * width, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=width, vocab_size=99, max_position_embeddings=64, **options,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    ).eval()  # fmt: skip
 
 
 def texts() -> torch.Tensor:

@@ -101,3 +101,53 @@ def test_a_class_has_a_name_of_its_own() -> None:
                     where[node.name].append(place(file, node))
     twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1]
     assert not twice, "\n".join(twice)
+
+
+def names_of(file: Path) -> Iterator[str]:
+    """Modules that a file imports, and names that it imports from modules: `neuzip.train.loop`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ("neuzip", *file.relative_to(ROOT).parts)[: -node.level] if node.level else ()
+            module = ".".join((*above, *filter(None, [node.module])))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+TESTED_BY = {
+    "neuzip.arguments": "neuzip/test_api.py",
+    "neuzip.cli.show.stream": "compress/test_hub_job.py",
+    "neuzip.runtime.hf.lazy_config": "runtime/test_quantizer.py",
+    "neuzip.runtime.hf.transformers_4": "runtime/test_quantizer.py",
+}
+"""Modules that are further from what tests import, with the tests that run them."""
+
+
+def test_every_module_has_its_tests() -> None:
+    """A test file has its name or its folder's, or imports it, or has to do so with one that uses it.
+
+    A command has tests that run it: `neuzip("verify", ...)`.
+    """
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    named = {path.stem.removeprefix("test_") for path in tests}
+    imported = {name for path in tests for name in names_of(path)}
+    words = set(re.findall(r'"([a-z-]+)"', "".join(path.read_text(encoding="utf-8") for path in tests)))
+    uses, tested = {}, set()
+    for room in (*ROOMS, "neuzip"):
+        for file in files(room):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            module = ".".join(parts if room == "neuzip" else ("neuzip", *parts))
+            uses[module] = set(names_of(file))
+            command = parts[:2] == ("cli", "commands") and file.stem.replace("_", "-") in words
+            if file.stem.startswith("__") or command or module in imported or named & {*parts[1:]}:
+                tested.add(module)
+    through = {name for module in tested for name in uses[module]}
+    assert not (alone := sorted(uses.keys() - tested - through - TESTED_BY.keys())), alone
+    assert not (gone := [test for test in TESTED_BY.values() if not (ROOT / "tests" / test).is_file()]), gone
+
+
+def test_test_files_have_at_most_1000_lines() -> None:
+    tests = (ROOT / "tests").rglob("test_*.py")
+    long = [path.name for path in tests if len(path.read_text(encoding="utf-8").splitlines()) > 1000]
+    assert not long, long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -94,12 +94,12 @@ def test_what_does_not_go_together_is_refused():
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    small = models.llama(
+        0,
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    return small.to(torch.bfloat16).eval()
 
 
 WINDOWS = torch.randint(97, (12, 20), generator=torch.Generator().manual_seed(4))

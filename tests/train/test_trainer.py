@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import weakref
@@ -16,267 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+import training
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import FOR_A_GPU, SIZES, VOCABULARY, batches, bits, llama, plain, trained
 
 import neuzip
-from neuzip.errors import FormatError, NeuzipError, UsageError
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.linear_cross_entropy import linear_cross_entropy
-from neuzip.kernels.quantizers import states as quantized
 from neuzip.kernels.quantizers.states import BLOCK, RngKey
-from neuzip.kernels.rans.coded import PATTERNS
-from neuzip.kernels.rans.triton import encode as triton_encode
 from neuzip.train import compressed_array as holding
 from neuzip.train import model_weights
 from neuzip.train import states as kept
-from neuzip.train.compressed_array import NumbaCompressedArray, TritonCompressedArray, store_array
+from neuzip.train.compressed_array import NumbaCompressedArray, TritonCompressedArray
 from neuzip.train.deterministic import deterministic_algorithms
 from neuzip.train.layer_prefetch import LayerBuffers
-from neuzip.train.optimizers import OPTIMIZERS, SGD, AdamW, Optimizer, ParameterUpdate, optimizer_of
+from neuzip.train.optimizers import SGD, AdamW, ParameterUpdate, optimizer_of
 from neuzip.train.trainer import Trainer, train_compressed
 from neuzip.train.weight_checksum import checksum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-VOCABULARY = 300
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-FOR_A_GPU: dict[str, Any] = {
-    "vocab_size": 5000, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
-}  # fmt: skip
-
-
-def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": tied, **changes})
-    return transformers.LlamaForCausalLM(config).to(dtype)
-
-
-def batches(steps: int, rows: int = 2, length: int = 12) -> list[Tensor]:
-    chance = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCABULARY, (rows, length + 1), generator=chance) for _ in range(steps)]
-
-
-def bits(model: nn.Module) -> dict[str, bytes]:
-    return {
-        name: p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        for name, p in model.named_parameters()
-    }
-
-
-def trained(model: Any, steps: int = 4, lr: float = 0.05, rows: int = 2, **options: Any) -> tuple[Any, ...]:
-    """Losses and the bits of all weights."""
-    trainer = train_compressed(model, **options)
-    losses = [trainer.step(batch, lr) for batch in batches(steps, rows)]
-    return losses, bits(trainer.release())
-
-
-def plain(
-    model: Any, optimizer: Optimizer, steps: int, lr: float = 0.05, rows: int = 2, clip: float | None = None,
-    micro: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What an ordinary loop makes of a Llama: one graph through all layers, all gradients at once."""
-    model.train()
-    parameters = list(model.named_parameters())
-    states: dict[str, Any] = {name: optimizer.new_states(p.numel(), p.device) for name, p in parameters}
-    losses = []
-    for step, batch in enumerate(batches(steps, rows), 1):
-        total, sums = 0.0, {}
-        for part in batch.split(micro or rows):
-            hidden = model.model(part[:, :-1]).last_hidden_state
-            nll = linear_cross_entropy(
-                hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, part[:, 1:].reshape(-1),
-                reduction="sum",
-            )  # fmt: skip
-            assert isinstance(nll, Tensor)
-            loss = nll / batch[:, 1:].numel()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            for name, p in parameters:
-                if micro:
-                    assert p.grad is not None
-                    sums[name] = sums.get(name, 0) + p.grad.float()
-                    p.grad = None
-        losses.append(total)
-        gradients = {name: sums[name] if micro else p.grad for name, p in parameters}
-        scale = None
-        if clip is not None:
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
-            squares = sum(norm.double().square() for norm in norms)
-            norm = math.sqrt(float(squares))
-            scale = torch.tensor(clip / norm) if norm > clip else None
-        for number, (name, p) in enumerate(parameters):
-            chance = RngKey(0, step, number)
-            part = ParameterUpdate(
-                p.detach().view(-1), gradients[name].view(-1), lr, chance, scale, p.dim() > 1
-            )
-            optimizer.update(part, states[name])
-            p.grad = None
-    return losses, bits(model)
-
-
-# Arrays that are held.
-
-
-_BY_TRITON = [
-    pytest.param(torch.bfloat16, True, id="bf16 by triton"),
-    *(
-        pytest.param(one, True, id=f"{one} by triton", marks=pytest.mark.slow)
-        for one in (torch.float16, torch.float32)
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "triton"),
-    [(torch.bfloat16, False), (torch.float16, False), (torch.float32, False), *_BY_TRITON],
-)
-def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device: torch.device) -> None:
-    torch.manual_seed(0)
-    flat = (torch.randn(17_000) * 0.02).to(dtype)
-    flat[:6] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-30]).to(dtype)
-    flat = flat.to(device if triton else "cpu")
-    held = store_array(flat.clone(), True, triton=triton)
-    assert isinstance(held, TritonCompressedArray if triton else NumbaCompressedArray)
-    for fill in (0, 255):
-        buffer = torch.full((flat.nbytes + 512,), fill, dtype=torch.uint8, device=flat.device)
-        found = held.open(buffer)
-        assert torch.equal(found.view(torch.uint8), flat.view(torch.uint8))
-        found.mul_(1.5)  # what is read later is what was kept, not what lies in the buffer
-    held.close(flat * 2)
-    assert torch.equal(held.open(buffer).view(torch.uint8), (flat * 2).view(torch.uint8))
-    if dtype == torch.bfloat16:
-        assert held.nbytes < 0.70 * flat.nbytes
-
-
-def as_bits(flat: Tensor) -> Tensor:
-    return flat.view(PATTERNS[8 * flat.itemsize])
-
-
-@pytest.fixture
-def recodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size are coded again by the table that they have."""
-    monkeypatch.setattr(holding, "CODING_SHARE", 0)
-
-
-@pytest.mark.usefixtures("recodes")
-def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) -> None:
-    """In the same memory, without a census, and decoded in either of two buffers."""
-    numel = 2000
-    flat = (torch.randn(numel) * 0.02).bfloat16().to(device)
-    held = store_array(flat, True, triton=True)
-    assert isinstance(held, TritonCompressedArray) and held._coded is not None
-    table, words, nbytes = held._coded.table, held._coded.words.data_ptr(), held.nbytes
-    buffers = [torch.empty(2 * numel + 100, dtype=torch.uint8, device=device) for _ in range(2)]
-    for step in range(3):
-        found = held.open(buffers[step % 2])
-        assert torch.equal(as_bits(found), as_bits(flat))
-        flat[step::100] *= 1 + 2**-7
-        flat[step] = [math.nan, -0.0, -math.inf][step]
-        found.copy_(flat)
-        held.close(found)
-        assert held._coded.table is table
-        assert (held._coded.words.data_ptr(), held.nbytes) == (words, nbytes)
-    for buffer in buffers:
-        found = held.open(buffer)
-        assert found.data_ptr() == buffer.data_ptr()
-        assert torch.equal(as_bits(found), as_bits(flat))
-    assert held.errors is not None and held.errors.tolist() == [0]
-
-
-@pytest.mark.usefixtures("recodes")
-def test_words_that_outgrow_their_room_get_a_new_table(device: torch.device) -> None:
-    flat = (torch.randn(700) * 0.02).bfloat16().to(device)
-    buffer = torch.empty(2000, dtype=torch.uint8, device=device)
-    held = store_array(flat, True, triton=True)
-    assert isinstance(held, TritonCompressedArray) and held._coded is not None
-    held.open(buffer)
-    before, flat = held._coded.table, flat * 2**40
-    held.close(flat)
-    assert held._coded.table is not before
-    again = held._coded.table
-    assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
-    held.close(flat)
-    assert held._coded.table is again
-
-
-@pytest.mark.usefixtures("recodes")
-def test_weights_that_use_less_bits_are_coded_from_scratch(device: torch.device) -> None:
-    """States are zeros before the first step, and then numbers of many bits."""
-    buffer = torch.empty(3000, dtype=torch.uint8, device=device)
-    held = store_array(torch.zeros(600, device=device), True, triton=True)
-    assert isinstance(held, TritonCompressedArray)
-    zeros, some = torch.zeros(600), torch.randn(600)
-    for flat in (torch.ones(600), some, some.roll(1), zeros, some):
-        held.close(flat.to(device))
-        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat.to(device)))
-        assert (held._recoder is not None) == (len(flat.unique()) > 1)
-
-
-def test_a_small_array_has_no_table_at_hand(device: torch.device) -> None:
-    """It would take more than it saves."""
-    held = store_array((torch.randn(2000) * 0.02).bfloat16().to(device), True, triton=True)
-    assert isinstance(held, TritonCompressedArray) and held._recoder is None
-
-
-@pytest.mark.usefixtures("recodes")
-def test_what_could_not_be_coded_again_is_not_decoded(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flat = torch.randn(300).bfloat16().to(device)
-    held = store_array(flat, True, triton=True)
-    buffer = torch.empty(1000, dtype=torch.uint8, device=device)
-    held.open(buffer)
-
-    def fail(self: triton_encode.Recoder, bits: Tensor) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(triton_encode.Recoder, "code", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        held.close(flat)
-    with pytest.raises(AssertionError):
-        held.open(buffer)
-    monkeypatch.undo()
-    monkeypatch.setattr(holding, "CODING_SHARE", 0)
-    for _ in range(2):
-        held.close(flat)
-        assert torch.equal(as_bits(held.open(buffer)), as_bits(flat))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_large_array_is_coded_again_and_again(dtype: torch.dtype) -> None:
-    """40 million weights and some, changed a little in each round; at last so much that the table is new."""
-    torch.manual_seed(0)
-    flat = (torch.randn(40_000_000 + 12_345, device="cuda") * 0.02).to(dtype)
-    held = store_array(flat, True)
-    assert isinstance(held, TritonCompressedArray) and held._coded is not None
-    table, nbytes = held._coded.table, held.nbytes
-    buffers = [torch.empty(flat.nbytes + 512, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    for step in range(4):
-        found = held.open(buffers[step % 2])
-        assert torch.equal(as_bits(found), as_bits(flat))
-        # In fp32: the sum of 40 million fp16 weights is infinite in fp16.
-        flat += 1e-3 * torch.randn_like(flat) * flat.float().abs().nanmean().to(dtype)
-        assert not flat.isinf().any()
-        flat[step * 1000 : step * 1000 + 500] = math.nan
-        found.copy_(flat)
-        held.close(found)
-        assert held._coded.table is table and held.nbytes == nbytes
-    held.close(flat.fill_(1.0).mul_(torch.randn_like(flat)))
-    assert torch.equal(as_bits(held.open(buffers[0])), as_bits(flat))
-    assert held._coded.table is not table
-    assert held.errors is not None and held.errors.tolist() == [0]
-
-
-def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(NeuzipError, match=r"weights of torch\.float64 cannot be held compressed"):
-        store_array(torch.zeros(10, dtype=torch.float64), True)
 
 
 # The same bits.
@@ -854,158 +611,12 @@ def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-# On disk.
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": "adamw8bit", "max_grad_norm": 0.5, "clipping": "running"},
-        {"optimizer": "adamw", "micro_batch_size": 1},
-        {"optimizer": "adamw", "optimizer_state": "lossless"},
-        {"optimizer": "sgd-stochastic"},
-    ],
-    ids=lambda options: f"{options['optimizer']}, {options.get('states', 'plain')}",
-)
-def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(options: dict[str, Any], tmp_path: Path) -> None:
-    given = batches(6)
-    whole = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
-    torch.manual_seed(5)
-    losses = [whole.step(batch, 1e-2) for batch in given]
-    first = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)
-    torch.manual_seed(5)
-    begun = [first.step(batch, 1e-2) for batch in given[:3]]
-    first.save(tmp_path / "at3")
-    torch.manual_seed(99)
-    config = transformers.LlamaConfig.from_pretrained(tmp_path / "at3")
-    again = train_compressed(transformers.LlamaForCausalLM(config).bfloat16(), **options)
-    again.load(tmp_path / "at3")
-    assert again.steps == 3
-    assert begun + [again.step(batch, 1e-2) for batch in given[3:]] == losses
-    assert bits(again.release()) == bits(whole.release())
-
-
-def test_a_checkpoint_is_one_of_transformers_and_training_goes_on_after_it(tmp_path: Path) -> None:
-    trainer = train_compressed(llama(), "adamw8bit")
-    other = train_compressed(llama(), "adamw8bit")
-    for batch in batches(2):
-        trainer.step(batch, 1e-2)
-        other.step(batch, 1e-2)
-        trainer.save(tmp_path / "out")  # replaces the one before
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    (batch,) = batches(1)
-    assert trainer.step(batch, 1e-2) == other.step(batch, 1e-2)
-    assert loaded.dtype == torch.bfloat16
-    assert not list(tmp_path.glob("*.neuzip-*"))
-    again = train_compressed(llama(), "adamw8bit")
-    again.load(tmp_path / "out")
-    assert bits(loaded) == bits(again.release())
-
-
-def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
-    trainer = train_compressed(llama(), "adamw8bit")
-    trainer.step(batches(1)[0], 1e-2)
-    trainer.save(tmp_path / "out")
-    with pytest.raises(UsageError, match="was trained with optimizer AdamW"):
-        train_compressed(llama()).load(tmp_path / "out")
-    with pytest.raises(NeuzipError, match="is of another model"):
-        train_compressed(llama(hidden_size=64), "adamw8bit").load(tmp_path / "out")
-    with pytest.raises(NeuzipError, match=r"has no neuzip-training\.safetensors"):
-        trainer.load(tmp_path)
-    (tmp_path / "out" / "neuzip-training.safetensors").write_bytes(b"nothing")
-    with pytest.raises(NeuzipError, match="is not a safetensors file"):
-        trainer.load(tmp_path / "out")
-
-
-@pytest.mark.parametrize("lost", ["second_top/model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_state_that_is_missing_is_not_replaced_by_zeros(lost: str, tmp_path: Path) -> None:
-    trainer = train_compressed(llama(), "adamw8bit")
-    trainer.step(batches(1)[0], 1e-2)
-    trainer.save(tmp_path / "out")
-    path = tmp_path / "out" / "neuzip-training.safetensors"
-    with safe_open(path, "pt") as file:
-        facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    older = {k: v for k, v in json.loads(facts["training"]).items() if k not in ("version", "checksum")}
-    facts = {"version": "1", "training": json.dumps(older)}
-    save_file({name: one for name, one in tensors.items() if not name.endswith(lost)}, path, facts)
-    with pytest.raises(FormatError, match="is not there") as caught:
-        trainer.load(tmp_path / "out")
-    assert lost in str(caught.value)
-    whole = tensors["first/model.norm.weight"]
-    save_file({**tensors, "first/model.norm.weight": torch.cat([whole, whole])}, path, facts)
-    with pytest.raises(FormatError, match="does not fit its weight"):
-        trainer.load(tmp_path / "out")
-
-
-@pytest.mark.parametrize("file", ["neuzip-training.safetensors", "model.safetensors"])
-def test_a_run_does_not_go_on_from_damaged_tensors(file: str, tmp_path: Path) -> None:
-    trainer = train_compressed(llama(), "adamw8bit")
-    trainer.step(batches(1)[0], 1e-2)
-    trainer.save(tmp_path / "out")
-    before = (tmp_path / "out" / file).read_bytes()
-    trainer.save(tmp_path / "out")
-    assert (tmp_path / "out" / file).read_bytes() == before, "the same state is the same bytes"
-    (tmp_path / "out" / file).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    with pytest.raises(FormatError, match=f"{file}.*it is damaged"):
-        trainer.load(tmp_path / "out")
-
-
-def test_frozen_parameters_have_no_states_to_miss(tmp_path: Path) -> None:
-    def partly() -> Any:
-        model = llama()
-        model.model.layers[0].requires_grad_(False)
-        return train_compressed(model, "adamw8bit")
-
-    trainer = partly()
-    losses = [trainer.step(batch, 1e-2) for batch in batches(3)[:2]]
-    trainer.save(tmp_path / "out")
-    again = partly()
-    again.load(tmp_path / "out")
-    assert losses and again.step(batches(3)[2], 1e-2) == trainer.step(batches(3)[2], 1e-2)
-
-
-def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
-    trainer = train_compressed(llama(dtype=torch.float32), compressed=False)
-    trainer.save(tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    trainer.step(batches(1)[0], math.inf)
-    with pytest.raises(NeuzipError, match="has values that are no numbers after step 1: nothing is written"):
-        trainer.save(tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-
-
-def test_a_running_norm_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = Trainer._backward
-
-    def overflowing(*arguments: Any, update: bool) -> Any:
-        loss, squares = backward(*arguments, update=update)
-        return loss, squares * math.inf
-
-    monkeypatch.setattr(Trainer, "_backward", overflowing)
-    trainer = train_compressed(llama(), max_grad_norm=1.0, clipping="running")
-    with pytest.raises(NeuzipError, match="weights were changed with them"):
-        trainer.step(batches(1)[0], 0.01)
-
-
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """A limit on the size of files stands for it: safetensors has an error of its own for both."""
-    trainer = train_compressed(llama(), compressed=False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(NeuzipError, match=r"out.*: cannot be written: File too large"):
-            trainer.save(tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not (tmp_path / "out").exists()
-
-
 # Several processes.
 
 _RANK = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
-from test_trainer import batches, bits, llama
+from training import batches, bits, llama
 from neuzip.train.trainer import train_compressed
 import pickle
 torch.set_num_threads(1)
@@ -1023,7 +634,8 @@ dist.destroy_process_group()
 
 def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
     out = str(tmp_path / "found")
-    script = _RANK.format(tests=os.path.dirname(__file__), file=f"file://{tmp_path / 'meet'}", out=out)
+    support = os.path.dirname(training.__file__)
+    script = _RANK.format(tests=support, file=f"file://{tmp_path / 'meet'}", out=out)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen([sys.executable, "-P", "-c", script, str(rank)], env=environment, cwd=tmp_path)
@@ -1036,195 +648,6 @@ def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
         alone = trained(llama(tied), 3, 0.01, 4, optimizer=optimizer, max_grad_norm=0.5, micro_batch_size=2)
         assert losses == pytest.approx(alone[0], rel=1e-6)  # a loss is summed in another order
         assert weights == alone[1]
-
-
-# Optimizers.
-
-
-def updated(optimizer: Optimizer, weight: Tensor, gradients: list[Tensor], lr: float = 1e-2) -> Tensor:
-    weight = weight.clone()
-    states = optimizer.new_states(weight.numel(), weight.device)
-    for step, gradient in enumerate(gradients, 1):
-        optimizer.update(ParameterUpdate(weight, gradient, lr, RngKey(0, step, 0)), states)
-    return weight
-
-
-@pytest.fixture
-def problem() -> tuple[Tensor, list[Tensor]]:
-    torch.manual_seed(0)
-    return torch.randn(1000), [torch.randn(1000) * 10 ** torch.empty(1000).uniform_(-4, 0) for _ in range(20)]
-
-
-def test_adamw_is_that_of_torch(problem: tuple[Tensor, list[Tensor]]) -> None:
-    weight, gradients = problem
-    parameter = nn.Parameter(weight.clone())
-    theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for gradient in gradients:
-        parameter.grad = gradient
-        theirs.step()
-    assert torch.allclose(updated(AdamW(), weight, gradients), parameter.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_adamw_in_8_bits_stays_close(problem: tuple[Tensor, list[Tensor]]) -> None:
-    weight, gradients = problem
-    exact, rough = (updated(AdamW(eight_bits=one), weight, gradients) for one in (False, True))
-    assert (exact - rough).norm() < 0.1 * (exact - weight).norm()
-
-
-def test_states_take_what_is_said() -> None:
-    states = AdamW(eight_bits=True).new_states(10 * BLOCK, torch.device("cpu"))
-    assert sum(state.nbytes for state in states.values()) == 10 * (2 * BLOCK + 8)
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_an_update_does_not_depend_on_how_a_tensor_is_cut(name: str) -> None:
-    optimizer = OPTIMIZERS[name]
-    torch.manual_seed(1)
-    weight, gradient = torch.randn(5 * BLOCK + 7).bfloat16(), torch.randn(5 * BLOCK + 7).bfloat16()
-    whole, cut = weight.clone(), weight.clone()
-    states = optimizer.new_states(weight.numel(), weight.device)
-    parts = [
-        optimizer.new_states(2 * BLOCK, weight.device),
-        optimizer.new_states(3 * BLOCK + 7, weight.device),
-    ]
-    for step in (1, 2):
-        optimizer.update(ParameterUpdate(whole, gradient, 0.01, RngKey(4, step, 9)), states)
-        for own, mine in zip((slice(0, 2 * BLOCK), slice(2 * BLOCK, None)), parts, strict=True):
-            chance = RngKey(4, step, 9, own.start)
-            optimizer.update(ParameterUpdate(cut[own], gradient[own], 0.01, chance), mine)
-    assert torch.equal(whole, cut)
-    assert not torch.equal(whole, weight)
-
-
-def test_pieces_are_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from neuzip.train import optimizers
-
-    weight, gradient = torch.randn(1000), torch.randn(1000)
-    assert optimizers.PIECE % BLOCK == optimizers.CPU_PIECE % BLOCK == 0
-    whole = updated(AdamW(eight_bits=True), weight, [gradient] * 3)
-    monkeypatch.setattr(optimizers, "CPU_PIECE", 2 * BLOCK)
-    assert torch.equal(updated(AdamW(eight_bits=True), weight, [gradient] * 3), whole)
-
-
-@pytest.mark.parametrize("decays", [True, False])
-def test_triton_takes_the_same_step_of_adamw(decays: bool, device: torch.device) -> None:
-    torch.manual_seed(4)
-    n = 9 * BLOCK + 13
-    optimizer = AdamW(eight_bits=True, stochastic=True)
-    one, scale = torch.randn(n).bfloat16(), torch.tensor(0.7)
-    other = one.to(device, copy=True)
-    states = optimizer.new_states(n, one.device)
-    theirs = optimizer.new_states(n, device)
-    for step in (1, 2, 3):
-        gradient = (torch.randn(n) * 10 ** torch.empty(n).uniform_(-3, 0)).bfloat16()
-        gradient[0], gradient[BLOCK] = 0.0, -0.0
-        chance = RngKey(8, step, 5, 3 * BLOCK)
-        optimizer.update(ParameterUpdate(one, gradient, 0.01, chance, scale, decays), states)
-        there = ParameterUpdate(other, gradient.to(device), 0.01, chance, scale.to(device), decays)
-        optimizer._update_by_triton(there, theirs)
-        for name, state in states.items():
-            a, b = state.float(), theirs[name].cpu().float()
-            assert torch.allclose(a, b, rtol=1e-5, atol=1.0 if not name.endswith("_top") else 0.0), name
-            assert (a - b).abs().gt(1e-5 * a.abs()).float().mean() < 0.01, name
-        assert torch.allclose(one.float(), other.cpu().float(), rtol=2**-7)
-        assert (one != other.cpu()).float().mean() < 0.01
-        theirs = {name: state.to(device, copy=True) for name, state in states.items()}
-        other.copy_(one)
-
-
-def test_triton_makes_nan_of_blocks_that_are_not_finite(device: torch.device) -> None:
-    optimizer = AdamW(eight_bits=True, stochastic=True)
-    weight, gradient = torch.ones(2, 3 * BLOCK, device=device).bfloat16()
-    gradient[BLOCK + 7], gradient[2 * BLOCK] = math.nan, math.inf
-    states = optimizer.new_states(3 * BLOCK, weight.device)
-    optimizer._update_by_triton(ParameterUpdate(weight, gradient, 0.01, RngKey(0, 1, 0)), states)
-    assert states["first_top"].isfinite().tolist() == [True, False, False]
-    assert weight[:BLOCK].isfinite().all() and weight[BLOCK + 7].isnan()
-
-
-def test_decay_is_for_matrices() -> None:
-    weight = torch.ones(300)
-    for optimizer in (SGD(weight_decay=0.1), AdamW()):
-        for decays in (True, False):
-            own = weight.clone()
-            states = optimizer.new_states(300, own.device)
-            optimizer.update(
-                ParameterUpdate(own, torch.zeros(300), 0.5, RngKey(0, 1, 0), decays=decays), states
-            )
-            assert torch.allclose(own, torch.full((300,), 0.95 if decays else 1.0))
-
-
-# States in 8 bits, and chance.
-
-
-def test_codes_are_right_in_expectation() -> None:
-    torch.manual_seed(2)
-    for signed in (True, False):
-        x = torch.randn(4 * BLOCK) if signed else torch.randn(4 * BLOCK).square()
-        decoded = [
-            quantized.decode(*quantized.encode(x, signed, RngKey(0, step, 0), 0)) for step in range(400)
-        ]
-        one, mean = decoded[0], torch.stack(decoded).mean(0)
-        top = x.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
-        assert ((one - x).abs() / top).max() < 0.017
-        assert (mean - x).norm() < 0.1 * (one - x).norm()
-
-
-def test_a_moment_that_decays_slowly_does_decay() -> None:
-    x = torch.full((BLOCK,), 0.5)
-    x[0] = 1.0  # keeps the scale of the block
-    for step in range(1000):
-        x = quantized.decode(*quantized.encode(x * 0.999, False, RngKey(0, step, 0), 0))
-        x[0] = 1.0
-    assert float(x[1:].mean()) == pytest.approx(0.5 * 0.999**1000, rel=0.1)
-
-
-def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
-    x = torch.zeros(3 * BLOCK - 5)
-    x[BLOCK + 3], x[2 * BLOCK] = math.inf, 2.0
-    found = quantized.decode(*quantized.encode(x, True, RngKey(0, 1, 0), 0))
-    assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
-    assert found[BLOCK : 2 * BLOCK].isnan().all()
-    assert found[2 * BLOCK] == 2.0 and torch.equal(found[2 * BLOCK + 1 :], torch.zeros(BLOCK - 6))
-
-
-def test_weights_rounded_by_chance_are_neighbours_and_right_in_expectation() -> None:
-    x = torch.tensor([1.0 + 2**-9, -1.0 - 2**-9, 1.0, 0.0, math.inf, math.nan, 3e38])
-    found = torch.stack(
-        [quantized.stochastic_round(x, torch.bfloat16, RngKey(0, step, 0), 2).float() for step in range(2000)]
-    )
-    assert set(found[:, 0].tolist()) == {1.0, 1.0 + 2**-7}
-    assert found[:, 0].mean() == pytest.approx(1 + 2**-9, abs=3e-4)
-    assert found[:, 1].mean() == pytest.approx(-1 - 2**-9, abs=3e-4)
-    assert (found[:, 2] == 1).all() and (found[:, 3] == 0).all()
-    assert (found[:, 4] == math.inf).all() and found[:, 5].isnan().all()
-    with pytest.raises(TypeError):
-        quantized.stochastic_round(x, torch.float16, RngKey(0, 1, 0), 2)
-
-
-def test_small_updates_are_lost_only_when_rounded_to_nearest() -> None:
-    weight = torch.ones(4096, dtype=torch.bfloat16)
-    for name, expected in (("sgd", 1.0), ("sgd-stochastic", 0.9)):
-        own = weight.clone()
-        for step in range(1, 101):
-            part = ParameterUpdate(own, torch.ones_like(own), 1e-3, RngKey(0, step, 0))
-            optimizer_of(name).update(part, {})
-        assert float(own.float().mean()) == pytest.approx(expected, abs=2e-3)
-
-
-def test_chance_is_a_function_of_its_place() -> None:
-    device = torch.device("cpu")
-    words = RngKey(1, 2, 3).words(1 << 16, 0, device)
-    assert torch.equal(words[5000:5010], RngKey(1, 2, 3, 5000).words(10, 0, device))
-    assert words.unique().numel() == words.numel()
-    for other in (RngKey(0, 2, 3), RngKey(1, 1, 3), RngKey(1, 2, 0)):
-        assert (other.words(1000, 0, device) == words[:1000]).sum() < 3
-    assert (RngKey(1, 2, 3).words(1000, 1, device) == words[:1000]).sum() < 3
-    assert not torch.equal(RngKey(1, 2, 3, 1 << 32).words(10, 0, device), words[:10])
-    ones = torch.stack([(words >> bit & 1).float().mean() for bit in range(32)])
-    assert ((ones - 0.5).abs() < 0.01).all()
-    neighbours = torch.corrcoef(torch.stack([words[:-1], words[1:]]).float())
-    assert abs(float(neighbours[0, 1])) < 0.02
 
 
 def test_a_trainer_has_a_type() -> None:

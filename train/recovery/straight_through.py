@@ -181,10 +181,10 @@ def quantize_tokens(x: Tensor, activation: str) -> QuantizedTokens:
     """
     if not x.is_cuda or not x.numel():
         return quantize(x, activation, clamped=CLAMPED)
-    from neuzip.kernels.device.launch import LAUNCHING
+    from neuzip.kernels.device.launch import launching
     from neuzip.kernels.ternary_linear.triton import quantize as triton_quantize
 
-    with torch.cuda.device_of(x), LAUNCHING:  # type: ignore[no-untyped-call]
+    with launching(x.device):
         codes, scale, _ = triton_quantize.quantize(
             x.contiguous(), activation, top_k_count(x.shape[-1]), CLAMPED
         )

@@ -31,7 +31,6 @@ from neuzip.kernels.ternary_linear.triton.registers import (
     floats_of_run,
     lowest_bytes,
     sum_of_bytes,
-    widened_runs,
     widening,
     words_of_run,
 )
@@ -48,9 +47,6 @@ _SMALLEST_BITS, _HUGE_BITS = (
 )
 _FACTOR_INT4, _ZERO_INT4 = tl.constexpr(SQRT_7 / 15), tl.constexpr(ZERO_OF_INT4)
 _PER_SQRT_7 = tl.constexpr(1 / struct.unpack("f", struct.pack("f", SQRT_7))[0])
-
-_WIDENED_RUNS = tl.constexpr(14)
-"""Most runs of a thread that INT4 keeps as fp32 from the mean to the codes: more would spill registers."""
 
 
 def _ptx(number: float) -> str:
@@ -75,21 +71,14 @@ def quantize_runs(
     Returns the codes, two words for every two runs; the scale [T]; each thread's sum of codes, int32 [T]; and
     the token's peak, as bits of its dtype.
     """
-    WIDENED: tl.constexpr = (
-        COMPILED and IN_PRODUCT and KIND == INT4 and tl.float32 != DTYPE
-        and NUM_WARPS <= 8 and len(runs) <= _WIDENED_RUNS
-    )  # fmt: skip
-    RUN_DTYPE: tl.constexpr = tl.float32 if WIDENED else DTYPE
-    if WIDENED:
-        runs = widened_runs(runs, DTYPE)
     factor, mask, scale, peak = _factor_and_scale(
-        runs, inverse, unit_exponent, epsilon, RUN_DTYPE, KIND, CLAMPED, NUM_WARPS, COMPILED
+        runs, inverse, unit_exponent, epsilon, DTYPE, KIND, CLAMPED, NUM_WARPS, COMPILED
     )
     pairs = ()
     code_sum = tl.zeros([32 * NUM_WARPS], tl.int32)
     for i in tl.static_range(0, len(runs), 2):
-        first = _codes_of_run(runs[i], factor, mask, RUN_DTYPE, KIND, COMPILED, not IN_PRODUCT)
-        second = _codes_of_run(runs[i + 1], factor, mask, RUN_DTYPE, KIND, COMPILED, not IN_PRODUCT)
+        first = _codes_of_run(runs[i], factor, mask, DTYPE, KIND, COMPILED, not IN_PRODUCT)
+        second = _codes_of_run(runs[i + 1], factor, mask, DTYPE, KIND, COMPILED, not IN_PRODUCT)
         code_sum = sum_of_bytes(second, sum_of_bytes(first, code_sum, COMPILED), COMPILED)
         pairs += ((first, second),)
     return pairs, scale, code_sum, peak

@@ -86,25 +86,6 @@ def widening(dtype):
 
 
 @triton.jit
-def widened_runs(runs, DTYPE: tl.constexpr):
-    """Runs of fp32."""
-    wide = ()
-    for i in tl.static_range(len(runs)):
-        wide += (
-            tl.inline_asm_elementwise(
-                _widened_run(DTYPE), "=r,=r,=r,=r,r,r", runs[i], dtype=(tl.int32,) * 4, is_pure=True, pack=1
-            ),
-        )  # fmt: skip
-    return wide
-
-
-@triton.constexpr_function
-def _widened_run(dtype):
-    lines = [line.replace("$2", "$5").replace("$1", "$4") for line in widening(dtype)]
-    return " ".join([*lines, *(f"mov.b32 ${i}, x{i};" for i in range(4)), "}"])
-
-
-@triton.jit
 def lowest_bytes(b0, b1, b2, b3, COMPILED: tl.constexpr):
     """The lowest bytes of four int32, in one word."""
     if COMPILED:

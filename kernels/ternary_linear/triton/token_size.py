@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from neuzip.kernels.device.reduce import of_program_in, room
+from neuzip.kernels.device.reduce import of_program_in, reserve
 from neuzip.kernels.quantizers.magnitudes import LAST_UNIT, TOTAL_BITS, UNIT_STEP
 from neuzip.kernels.ternary_linear.triton.registers import floats_of_run, lower_half, widening, words_of_run
 
@@ -74,7 +74,7 @@ def mean_magnitude(
     inverse        1 / number of activations
     unit_exponent  log2 of the unit to try first, with which hardly any total is too large
     """
-    exchange = room(2, 2, NUM_WARPS, COMPILED)
+    exchange = reserve(2, 2, NUM_WARPS, COMPILED)
     attempt = tl.full([], 0, tl.int32)
     total = attempt.to(tl.int64)
     again = True

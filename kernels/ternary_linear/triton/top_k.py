@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from neuzip.kernels.device.reduce import of_program_in, room
+from neuzip.kernels.device.reduce import of_program_in, reserve
 from neuzip.kernels.ternary_linear.triton.registers import sum_of_bytes
 
 
@@ -79,7 +79,7 @@ def _smallest_of_top(
     """
     OCTAVE: tl.constexpr = 1 << DTYPE.fp_mantissa_width
     ALL: tl.constexpr = 32 * NUM_WARPS * len(sizes) * (1 if tl.float32 == DTYPE else 2)
-    exchange = room(3, 2, NUM_WARPS, COMPILED)
+    exchange = reserve(3, 2, NUM_WARPS, COMPILED)
     attempt, larger = top_k * 0, top_k * 0
     low, high = top_k * 0, tl.minimum(peak, 0x7FFFFFFE) + 1  # a NaN of fp32 may have all bits
     a, b = tl.maximum(peak - 7 * OCTAVE, 1), tl.maximum(peak - 3 * OCTAVE, 1)
