@@ -261,7 +261,7 @@ def text_ids() -> torch.Tensor:
 def some() -> list[GroupCandidates]:
     """A few of the demo's tensors, of layers that differ much."""
     names = ("model.embed_tokens", "model.layers.0.mlp.down_proj", "model.layers.3.self_attn.q_proj")
-    with TensorSource(CHECKPOINT) as source, Workers() as workers:
+    with FolderSource(CHECKPOINT) as source, Workers() as workers:
         groups = tensor_groups.find_groups(source, workers, EVERYTHING)
         chosen = [g for g in groups if g.globs[0].startswith(names)]
         return candidates.predict_candidates(source, chosen, None, workers)
