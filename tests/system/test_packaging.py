@@ -107,6 +107,7 @@ def pip(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_wheel_adds_one_name_and_the_hook_to_site_packages(inside: set[str]):
     version = PROJECT["project"]["version"]
     assert {name.split("/")[0] for name in inside} == {"neuzip", HOOK, f"neuzip_toolkit-{version}.dist-info"}
@@ -144,6 +145,7 @@ def test_wheel_holds_the_data(inside: set[str]):
     assert any(name.endswith("/LICENSE") for name in inside)
 
 
+@pytest.mark.slow
 def test_wheel_runs_where_it_is_installed(wheel: Path, tmp_path: Path):
     pip("install", "--no-deps", "--no-index", "--target", tmp_path, wheel)
     program = (
