@@ -52,12 +52,6 @@ def as_bits(flat: Tensor) -> Tensor:
     return flat.view(PATTERNS[8 * flat.itemsize])
 
 
-@pytest.fixture
-def recodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size are coded again by the table that they have."""
-    monkeypatch.setattr(holding, "CODING_SHARE", 0)
-
-
 @pytest.mark.usefixtures("recodes")
 def test_small_changes_are_coded_by_the_table_of_before(device: torch.device) -> None:
     """In the same memory, without a census, and decoded in either of two buffers."""
