@@ -17,6 +17,7 @@ from neuzip.runtime.decode.generate import Generation
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("generate", small, "--prompt", "def main(", "--max-new-tokens", 12, "--device", "cpu")
     answer = said["json"].json

@@ -108,6 +108,7 @@ def test_a_result_that_is_larger_is_warned_of(save: Save, tmp_path: Path) -> Non
     assert len([w for w in report.warnings if f"{more:,} bytes larger than `source`" in w]) == 1
 
 
+@pytest.mark.slow
 def test_many_small_tensors_take_8_bytes_more_each(save: Save, tmp_path: Path) -> None:
     """With a coded one, and one that is equal to it, beside them."""
     large = ("BF16", (100, 333), weights("BF16", 33300))
@@ -252,6 +253,7 @@ def test_a_tied_tensor_is_stored_once(checkpoint: Path, tmp_path: Path) -> None:
         assert container.stored_bytes("head.weight") == 0
 
 
+@pytest.mark.slow
 def test_many_tensors_that_look_alike_are_told_apart_in_time(tmp_path: Path, save: Save) -> None:
     """All have the same samples. Comparing each with each would take minutes."""
     tensors = {}
@@ -314,6 +316,7 @@ def test_every_pattern_of_a_dtype_returns(dtype: str, tmp_path: Path, save: Save
     assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
 
 
+@pytest.mark.slow
 def test_upcast_weights_take_their_true_size(tmp_path: Path, save: Save) -> None:
     """fp32 that was bf16 or fp16 once: a third of its size, byte-exact."""
     from_bf16 = weights("BF16", 300_000).astype(np.uint32) << 16

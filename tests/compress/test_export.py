@@ -887,6 +887,7 @@ def test_nothing_is_overwritten_or_left_half_done(models, tmp_path: Path, monkey
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.slow
 def test_command_in_all_modes(models, tmp_path: Path, in_all_modes) -> None:
     out = tmp_path / "m.gguf"
     said = in_all_modes(

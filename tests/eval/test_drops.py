@@ -103,6 +103,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
 # Dropped layers
 
 
+@pytest.mark.slow
 def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: TargetResult, idle: Path):
     found = dropped.search
     assert found is not None and found.drops is not None and found.passed_over is not None
@@ -146,6 +147,7 @@ def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, 
         assert drop.comparison == left_out.measure_without(baseline, model, drop.layers)
 
 
+@pytest.mark.slow
 def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     baseline: BaselineComparison, idle: Path, tmp_path: Path
 ):
@@ -167,6 +169,7 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     assert target.limit < alone.kld.mean.value < found[0].pays_from < 0.03
 
 
+@pytest.mark.slow
 def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("21%", (idle / "model.safetensors").stat().st_size)
     made = delivered(idle, tmp_path / "small", baseline, target, drop_layers="auto")
@@ -176,6 +179,7 @@ def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: P
     assert math.isinf(made.search.drops.steps[0].predicted) and made.search.passed_over is None
 
 
+@pytest.mark.slow
 def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("27%", (idle / "model.safetensors").stat().st_size)
     request = TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
@@ -186,6 +190,7 @@ def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison
     assert klds[0] < klds[1] and max(trial.bytes for trial in both) <= target.limit
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_are_asked_for_go(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     made = delivered(idle, tmp_path / "a", baseline, target_values.max_kld("8"), drop_layers=2)
     assert made.holds and len(made.dropped) == 2 and IDLE in made.dropped
@@ -323,6 +328,7 @@ def test_search_begins_at_what_dropping_costs(factor: float):
 # The command
 
 
+@pytest.mark.slow
 def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:2000])

@@ -287,6 +287,7 @@ def test_escapes_are_not_made_smaller():
     assert listed(packed) == [(0, 1, 0x8001)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
 def test_what_is_packed_is_a_power_of_two_times_smaller(fmt):
     """Where it would not be, as among denormals and infinities, weights are escapes."""

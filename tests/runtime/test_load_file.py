@@ -84,6 +84,7 @@ def damaged(small: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_tensor_comes_back_as_it_was(plain: Path, small: Path):
     expected, found = load_file(plain), neuzip.load_file(small)
     assert list(found) == list(expected)
@@ -97,6 +98,7 @@ def test_tensors_share_no_memory(small: Path):
     assert found["weight"].count_nonzero() > 0
 
 
+@pytest.mark.slow
 def test_rounded_tensors_are_those_that_are_restored(plain: Path, tmp_path: Path):
     compress(plain, tmp_path / "k3.safetensors", [Rule("*", Scheme("truncated", 3, 64))])
     decompress(tmp_path / "k3.safetensors", tmp_path / "restored.safetensors")
@@ -347,6 +349,7 @@ def test_files_are_closed(small: Path):
     assert not ours()
 
 
+@pytest.mark.slow
 def test_loading_needs_no_transformers(small: Path):
     code = (
         "import sys, neuzip\n"

@@ -123,6 +123,7 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
     assert len(decoder_layers(load_model(tmp_path / "fewer"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fisher", "measured"])
 def test_parts_that_no_text_goes_through_are_not_rounded_for_nothing(
     method: str, folder: Path, tmp_path: Path, neuzip

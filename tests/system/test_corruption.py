@@ -564,6 +564,7 @@ def test_attacks_stay_within_bounds(tmp_path: Path) -> None:
     assert int(ran.stdout) > 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [

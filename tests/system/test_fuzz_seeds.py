@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = json.loads((targets.CORPUS / "found.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_known_inputs_find_no_bug(name: str) -> None:
     target, inputs = targets.TARGETS[name], targets.all_inputs(name)
@@ -133,6 +134,7 @@ def test_targets_agree_only_because_both_decode() -> None:
         targets.independent.decode_block = decode
 
 
+@pytest.mark.slow
 def test_a_saved_input_can_be_run_alone(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(b"{}")
     command = [sys.executable, "-P", ROOT / "tests" / "fuzz" / "targets.py", "header", tmp_path / "input"]

@@ -213,6 +213,7 @@ def huge_entry(path: Path, entry: str, dtype: str, size: int) -> Path:
     return sparse(path, head, len(head) + size)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_absurd_sizes_take_no_memory(tmp_path: Path, expected: dict[str, dict[str, str]]) -> None:
     """All bad files and some that claim, and sparsely have, gigabytes: in 400 MB beyond what Python takes."""
@@ -365,6 +366,7 @@ def test_json_of_a_checkpoint_nested_deeply(file: str, depth: int, model: Path, 
     assert error is None or re.search(rf"{file}.*: the JSON is nested too deeply", error.message)
 
 
+@pytest.mark.slow
 def test_an_index_of_a_million_tensors_is_read_in_time(model: Path) -> None:
     names = {f"{i:x}": "model.safetensors" for i in range(300_000)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -700,6 +702,7 @@ def test_a_block_size_of_5000_digits(model: Path, here: Path, neuzip: Speak) -> 
     assert said.stderr.startswith("error: --block-size")
 
 
+@pytest.mark.slow
 def test_names_that_streams_would_have(tmp_path: Path, save: Save) -> None:
     """A tensor `w:words` beside `w`, or one called like an entry of the container."""
     values = np.random.default_rng(0).standard_normal(9000).astype(np.float32).view(np.uint32)

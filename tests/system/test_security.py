@@ -85,6 +85,7 @@ FROM_A_FOLDER = re.compile(r"Auto(?:Config|Tokenizer|Model\w*)\.from_(?:pretrain
 """Functions of transformers that may find code in a folder."""
 
 
+@pytest.mark.slow
 def test_remote_code_is_never_trusted() -> None:
     """Every call that transformers would ask about says no; nothing can say yes."""
     sources = {
@@ -348,6 +349,7 @@ def test_no_escape_reaches_the_terminal(hostile: Path, tmp_path: Path, neuzip: S
             assert not ESCAPES.search(said.stdout + said.stderr), (command, mode)
 
 
+@pytest.mark.slow
 def test_not_even_a_traceback_has_escapes(hostile: Path, tmp_path: Path) -> None:
     compress(hostile, tmp_path / "\x1b[31m")
     path = tmp_path / "\x1b[31m" / "model.safetensors"

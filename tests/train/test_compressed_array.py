@@ -25,6 +25,7 @@ _BY_TRITON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "triton"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.float32, False), *_BY_TRITON],
