@@ -10,7 +10,7 @@ Nothing is written here, and nothing of one tensor is remembered for the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from .delta_base import DeltaBase
 from .device import CPU, Device
 from .pieces import PIECE, Map, NotWorthwhile
 from .plan import PlannedTensor
-from .schemes import CODECS, EncodedTensor, codec_for
+from .schemes import CODECS, Codec, EncodedTensor, codec_for
 from .schemes.codec import Declined, TensorInput
 from .schemes.delta import Difference, difference
+from .schemes.lossless import CODEC as LOSSLESS_CODEC
 from .schemes.raw import CODEC as RAW_CODEC
 from .sources.source import SourceTensor, TensorSource
 
@@ -79,10 +80,12 @@ class TensorEncoder:
     def _alone(self, planned: PlannedTensor, parallel: Map) -> EncodedTensor:
         """The smallest candidate that needs no base."""
         tensor, note = self._input(planned, parallel)
+        codec = codec_for(planned.scheme)
         try:
-            return codec_for(planned.scheme).encode(tensor, planned.scheme).with_note(note)
+            return codec.encode(tensor, planned.scheme).with_note(note)
         except Declined as reason:
-            forms = list(exact_forms(tensor))
+            # What a rule rounds and cannot be rounded has one exact form, as in all earlier versions.
+            forms = list(exact_forms(tensor, CODECS.values() if codec.rounds is False else [LOSSLESS_CODEC]))
             smallest = min(forms, key=lambda form: form.nbytes, default=None) or RAW_CODEC.encode(tensor)
             for form in forms:
                 if form is not smallest and form.note:
@@ -109,9 +112,9 @@ class TensorEncoder:
         return None, f"too large for the memory of {self._device.name}: coded on the CPU"
 
 
-def exact_forms(tensor: TensorInput) -> Iterator[EncodedTensor]:
-    """All forms that keep every bit of a tensor in fewer bytes than the tensor has."""
-    for codec in CODECS.values():
+def exact_forms(tensor: TensorInput, codecs: Iterable[Codec[Any]]) -> Iterator[EncodedTensor]:
+    """The forms of some codecs that keep every bit of a tensor in fewer bytes than the tensor has."""
+    for codec in codecs:
         with suppress(NotWorthwhile):
             form = codec.encode_exact(tensor)
             if form is not None:

@@ -49,7 +49,7 @@ SHARE = 0.4
 class CodedOnGpu:
     """A coded tensor in pinned memory; words, index and planes (by width) in parts."""
 
-    kept: int
+    kept_bits: int
     table: rans.Table
     index: list[npt.NDArray[np.uint16]]
     words: list[npt.NDArray[np.uint16]]
@@ -83,7 +83,7 @@ class Gpu:
     def decode(
         self,
         fmt: FloatFormat,
-        kept: int,
+        kept_bits: int,
         table: rans.Table,
         index: npt.NDArray[np.uint16],
         numel: int,
@@ -110,7 +110,7 @@ class Gpu:
             buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
             out = torch.empty(numel, dtype=PATTERNS[fmt.bits], device=self.device)
             tensor = CodedTensor(
-                fmt, kept, numel, table,
+                fmt, kept_bits, numel, table,
                 torch.from_numpy(index.view(np.int16)).to(self.device),
                 buffer[places["words"]].view(torch.int16),
                 {part: buffer[at.start :] for part, at in places.items() if isinstance(part, int)},
@@ -133,9 +133,9 @@ class Gpu:
         """What a function makes of bit patterns, which it gets as bytes on the GPU."""
         raw = torch.from_numpy(bits.view(np.uint8))
         with self._free_queue():
-            made = function(raw.to(self.device, non_blocking=True))
-            result = self._pinned(made.nbytes).view(made.dtype)
-            result.copy_(made, non_blocking=True)
+            computed = function(raw.to(self.device, non_blocking=True))
+            result = self._pinned(computed.nbytes).view(computed.dtype)
+            result.copy_(computed, non_blocking=True)
         return result.numpy()
 
     def _pinned(self, nbytes: int) -> torch.Tensor:

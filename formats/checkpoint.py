@@ -169,8 +169,8 @@ def _is_beside_weights(checkpoint: Checkpoint, index: str, shards: frozenset[str
     if shards & frozenset(checkpoint.weights):
         return False
     form = re.compile(rf"{re.escape(stem)}(\.[^./-]+)?(-\d+-of-\d+)?(\.[^./-]+)?\.safetensors")
-    found = [match for f in checkpoint.weights if (match := form.fullmatch(f))]
-    return any((match[1] or match[3] or "") != dotted for match in found)
+    matches = [match for f in checkpoint.weights if (match := form.fullmatch(f))]
+    return any((match[1] or match[3] or "") != dotted for match in matches)
 
 
 def _refusal_of(path: Path) -> FormatError:

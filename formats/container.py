@@ -418,7 +418,7 @@ def is_container(file: TensorFile) -> bool:
 
 
 def is_container_metadata(metadata: Mapping[str, str]) -> bool:
-    """The same of the metadata of its header."""
+    """Whether the metadata of a safetensors header are those of a neuzip container."""
     return "neuzip" in metadata
 
 

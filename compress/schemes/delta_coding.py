@@ -94,8 +94,8 @@ def encode(
 
     def difference(piece: tuple[int, int]) -> tuple[Bits, Bits, int, int]:
         new, base = read(*piece), read_base(*piece)
-        found = subtract(new, base, fmt, differences[slice(*piece)])
-        return new, base, found.union, found.new_union
+        subtracted = subtract(new, base, fmt, differences[slice(*piece)])
+        return new, base, subtracted.union, subtracted.new_union
 
     for new, base, of_piece, of_new in parallel(difference, pieces(numel)):
         observe(new, base)

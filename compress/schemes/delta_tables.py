@@ -113,9 +113,9 @@ def _cost(counts: Ints) -> int:
     """About how many 1/256 bits digits take that occur so often, their table included."""
     counts = np.sort(counts[counts > 0])
     total, escaped = int(counts.sum()), counts[:-256].sum() if counts.size > 256 else 0
-    kept = counts[-256:]
-    coded = int((kept * (_log2(total) - _log2s(kept))).sum()) + 40 * 256 * int(escaped)
-    return coded + 256 * 16 * (TABLE_HEAD + kept.size + min(256, 2 * kept.size))
+    palette = counts[-256:]
+    coded = int((palette * (_log2(total) - _log2s(palette))).sum()) + 40 * 256 * int(escaped)
+    return coded + 256 * 16 * (TABLE_HEAD + palette.size + min(256, 2 * palette.size))
 
 
 def _log2s(n: Ints) -> Ints:

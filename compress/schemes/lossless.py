@@ -132,10 +132,10 @@ def encode(
         observe(bits)
     if counted is None:
         raise NotWorthwhile
-    kept = counted.kept_bits(fmt)
+    kept_bits = counted.kept_bits(fmt)
     table = rans.build_table(counted.exponents, counted.pairs)
 
-    planes = empty_planes(numel, kept)
+    planes = empty_planes(numel, kept_bits)
 
     def code(piece: tuple[int, int]) -> rans.RansEncoded:
         start, stop = piece
@@ -144,11 +144,11 @@ def encode(
             width: plane[start * width // 8 : start * width // 8 + plane_bytes(width, stop - start)]
             for width, plane in planes.items()
         }
-        split(read(start, stop), fmt, kept, exponents, part)
+        split(read(start, stop), fmt, kept_bits, exponents, part)
         return rans.encode(exponents, table, _scratch.words_for(stop - start, table.group))
 
     coded = list(parallel(code, pieces(numel)))
-    return kept, _streams(
+    return kept_bits, _streams(
         table, [part.index for part in coded], [part.words for part in coded],
         [[plane] for plane in planes.values()], numel, fmt,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def encode(
 def finish(coder: GpuCoder, numel: int, fmt: FloatFormat) -> tuple[int, dict[str, Stream]]:
     """Code a tensor that was sent to a GPU: mantissa bits and streams as of `encode`, or NotWorthwhile."""
     coded = coder.finish()
-    return coded.kept, _streams(
+    return coded.kept_bits, _streams(
         coded.table, coded.index, coded.words, list(coded.planes.values()), numel, fmt
     )
 
@@ -215,7 +215,7 @@ class LosslessDecoder:
         length: Callable[[str], int],
         numel: int,
         fmt: FloatFormat,
-        kept: int,
+        kept_bits: int,
         on_gpu: OnGpu | None = None,
         block_size: int | None = None,
     ) -> None:
@@ -224,11 +224,11 @@ class LosslessDecoder:
         self._read_stream = read_stream
         self._numel = numel
         self._fmt = fmt
-        self._kept = kept
-        if not 0 <= kept <= fmt.mantissa_bits:
-            raise NeuzipError(f"{fmt.name} has no {kept} mantissa bits")
+        self._kept_bits = kept_bits
+        if not 0 <= kept_bits <= fmt.mantissa_bits:
+            raise NeuzipError(f"{fmt.name} has no {kept_bits} mantissa bits")
         blocks = -(-numel // rans.BLOCK)
-        self.plane_starts, end = plane_starts(1 + kept, numel)
+        self.plane_starts, end = plane_starts(1 + kept_bits, numel)
         expect_length("sign_mantissa", length("sign_mantissa"), end)
         expect_length("index", length("index"), padded(2 * blocks))
         if length("table") > padded(LARGEST_TABLE):
@@ -242,7 +242,7 @@ class LosslessDecoder:
     @property
     def coding(self) -> FloatCoding:
         """How a decoder that gets the streams elsewhere reads them."""
-        return FloatCoding(self._fmt, self._kept, self._block_size, self.table, self.plane_starts)
+        return FloatCoding(self._fmt, self._kept_bits, self._block_size, self.table, self.plane_starts)
 
     def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
         """The bit patterns of weights `start` to `stop`, in `out` if that is given."""
@@ -274,9 +274,11 @@ class LosslessDecoder:
             width: self._read_plane(at + begin * width // 8, plane_bytes(width, numel))
             for width, at in self.plane_starts.items()
         }
-        fields = unpack_fields(planes, numel, self._kept)
+        fields = unpack_fields(planes, numel, self._kept_bits)
         try:
-            rans.decode_floats(words, self._index[first:last], self.table, fields, self._fmt, self._kept, out)
+            rans.decode_floats(
+                words, self._index[first:last], self.table, fields, self._fmt, self._kept_bits, out
+            )
         except rans.CorruptStream as error:
             raise NeuzipError(f"the stream 'words', from block {first} on: {error.message}") from error
 
@@ -292,7 +294,7 @@ class LosslessDecoder:
         if self._block_size is not None:
             ranges["normaliser"] = "normaliser", begin // self._block_size, -(-end // self._block_size)
         decoded = on.gpu.decode(
-            self._fmt, self._kept, self.table, self._index[first:last], end - begin, ranges, on.fill,
+            self._fmt, self._kept_bits, self.table, self._index[first:last], end - begin, ranges, on.fill,
             self._block_size,
         )  # fmt: skip
         if decoded is not None:
@@ -392,6 +394,7 @@ class LosslessCodec(Codec[LosslessRecord]):
         return self.decoder(stored).coding
 
 
-register(LosslessCodec())
+CODEC = LosslessCodec()
+register(CODEC)
 
 LOSSLESS = Scheme("lossless")

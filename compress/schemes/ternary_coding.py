@@ -143,9 +143,9 @@ def find_exact(weight: Tensor, group: int | None = None) -> Ternary | None:
     for size in dict.fromkeys([None, columns, group]):
         some = weight.reshape(-1)[: min(size or columns, GLANCE)].abs()
         if bool(((some == 0) | (some == some.max())).all()):  # so far; most tensors fail here already
-            found = quantizers.exact(unsigned, group=size)
-            if found is not None:
-                return found
+            ternary = quantizers.exact(unsigned, group=size)
+            if ternary is not None:
+                return ternary
     return None
 
 

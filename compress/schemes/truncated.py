@@ -150,14 +150,14 @@ def encode(
         error += part
         running.update(restored.data)
     if coder is not None:
-        kept, streams = lossless.finish(coder, numel, fmt)
+        kept_bits, streams = lossless.finish(coder, numel, fmt)
     else:
-        kept, streams = lossless.encode(
+        kept_bits, streams = lossless.encode(
             lambda start, stop: rounding.apply(read(start, stop))[0], numel, fmt, parallel
         )
     if rounding.block_size is not None:
         streams["normaliser"] = padded_stream(normalisers)
-    return kept, streams, error.loss, running.hexdigest()
+    return kept_bits, streams, error.loss, running.hexdigest()
 
 
 class TruncatedDecoder:

@@ -122,7 +122,7 @@ def _require_some_left(count: int | None, total: int) -> None:
         )
 
 
-def _cheapest(source: TensorSource, drops: Sequence[Drop], refused: list[str]) -> Drop | None:
+def _cheapest(source: FolderSource, drops: Sequence[Drop], refused: list[str]) -> Drop | None:
     """The drop of least divergence per byte that can be written. Reasons against others go into `refused`."""
     finite = [drop for drop in drops if drop.comparison is not None]
     for drop in sorted(finite, key=lambda drop: (drop.kld / drop.bytes, drop.layers)):

@@ -214,14 +214,14 @@ def _weight_files(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
     raise NeuzipError(f"{checkpoint.path}: has neither model.safetensors nor {INDEX}")
 
 
-def _prefix(source: TensorSource, model: PreTrainedModel) -> str:
+def _prefix(source: FolderSource, model: PreTrainedModel) -> str:
     """The prefix of a layer's number in names of tensors. Raises NeuzipError if it is ambiguous."""
     stack = decoder_layers(model)
     path = next(name for name, module in model.named_modules() if module is stack)
     return _stored_prefix(source, _weight_files(source.checkpoint)[0], path, len(stack))
 
 
-def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers: int) -> str:
+def _stored_prefix(source: FolderSource, files: Sequence[str], path: str, layers: int) -> str:
     """The prefix of a layer's number in stored names, which may leave out a part of the path.
 
     Raises NeuzipError where it is not clear.

@@ -447,7 +447,7 @@ Storage = dict[tuple[str, str], tuple[int, str]]
 """Stored bytes and scheme of each tensor, by file and name."""
 
 
-def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
+def _actual_storage(source: FolderSource) -> tuple[Storage, tuple[int, int]]:
     """The storage of each tensor of a compressed checkpoint, and bytes of weight files before and after."""
     storage: Storage = {}
     for t in source.tensors():
@@ -458,7 +458,7 @@ def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
     return storage, (before, sum(path.stat().st_size for path in source.checkpoint.weight_paths()))
 
 
-def _predicted_storage(source: TensorSource, workers: Workers) -> tuple[Storage, tuple[int, int]]:
+def _predicted_storage(source: FolderSource, workers: Workers) -> tuple[Storage, tuple[int, int]]:
     """The predicted storage of each tensor of a plain checkpoint, and bytes before and after."""
     storage: Storage = {}
     plan = make_plan(source, [Rule("*", LOSSLESS)], workers, predict=True)

@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from neuzip.compress.scheme import Scheme
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.head import HeadedModel, Predictions, divergence
 from neuzip.eval.plans.allocation import Option
