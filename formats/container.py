@@ -38,6 +38,9 @@ from .records import RawRecord, Record, stream_name
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
 
+MOVED = 1 << 24
+"""Bytes that move at a time where a header outgrows the space that was left for it."""
+
 POOL_ENTRY = "neuzip:pool"
 POOL_CHECKSUMS_ENTRY = "neuzip:pool_checksums"
 HEADER_ENTRY = "neuzip:header"
@@ -101,13 +104,9 @@ class ContainerWriter:
         self._records: dict[str, Record] = {}
         self._pooled = [t for t in original.in_file_order if t.name in pooled]
         self._room = header_room(original, streams, pooled)
-        if self._room - 8 > MAX_HEADER:
-            raise NeuzipError(
-                f"{self.path}: the names of its streams take more than safetensors' {MAX_HEADER} bytes",
-                "give `exclude` for many of the smaller tensors, or split the file",
-            )
+        self._require_short_header(self._room)
         self._offset = 0
-        self._file: BinaryIO = open(self.path, "wb", opener=opener(mode))
+        self._file: BinaryIO = open(self.path, "w+b", opener=opener(mode))
         self._file.seek(self._room)
 
     def add(self, name: str, record: Record, streams: Mapping[str, Stream]) -> None:
@@ -162,12 +161,33 @@ class ContainerWriter:
                 for t in self._entries.values()
             }
         )
-        assert 8 + len(text) <= self._room
+        self._fit(8 + len(text))
         self._file.seek(0)
         self._file.write((self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def _fit(self, nbytes: int) -> None:
+        """Have space for a header of `nbytes`: where it outgrew what was left for it, all data move back."""
+        if nbytes <= self._room:
+            return
+        room = _aligned(nbytes)
+        self._require_short_header(room)
+        end = self._room + self._offset
+        for start in reversed(range(self._room, end, MOVED)):
+            self._file.seek(start)
+            data = self._file.read(min(MOVED, end - start))
+            self._file.seek(start + room - self._room)
+            self._file.write(data)
+        self._room = room
+
+    def _require_short_header(self, room: int) -> None:
+        if room - 8 > MAX_HEADER:
+            raise NeuzipError(
+                f"{self.path}: the names of its streams take more than safetensors' {MAX_HEADER} bytes",
+                "give `exclude` for many of the smaller tensors, or split the file",
+            )
 
     def abandon(self) -> None:
         """Close and delete the unfinished file."""

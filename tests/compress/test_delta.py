@@ -19,6 +19,7 @@ from golden.bad import make as bad
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import Hub
+from safetensors.torch import save_file
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import name_of
@@ -865,3 +866,25 @@ def test_verify_says_of_a_delta_what_it_checked(made: tuple[Path, Path, Path], n
     need = "it needs" if count == 1 else "they need"
     assert second.startswith(f"{count} tensor") and f"not restored: {need} the base" in second
     assert whole.stdout.endswith(f"everything decoded with the base {base}\n")
+
+
+def test_headers_of_deltas_have_room_for_all_their_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F32 has five streams a tensor, one more than a tensor that is coded alone, and names may be long."""
+    monkeypatch.setattr("neuzip.formats.container.MOVED", 1000)
+    generator = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{i}.some_rather_long_name_of_a_module.attention.weight" for i in range(50)]
+    old = {name: torch.randn(64, 64, generator=generator) for name in names}
+    new = {name: weight + 0.01 * torch.randn(64, 64, generator=generator) for name, weight in old.items()}
+    base, tuned, delta, back = (
+        tmp_path / f"{name}.safetensors" for name in ("base", "tuned", "delta", "back")
+    )
+    save_file(old, base)
+    save_file(new, tuned)
+    compress_delta(tuned, base, delta, "base")
+    with Container(delta, delta=True) as container:
+        assert {record.scheme for record in container.manifest.tensors.values()} == {"delta"}
+        assert container.file.data_start % 16 == 0
+    decompress(delta, back, base=base)
+    assert back.read_bytes() == tuned.read_bytes()
