@@ -153,7 +153,7 @@ def make_plan_of(path: Path) -> Any:
 def test_a_full_cache_of_kernels_is_not_blamed_on_the_result(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuzip.compress.lossless.encode", refusing(errno.ENOSPC))
+    monkeypatch.setattr("neuzip.compress.schemes.lossless.encode", refusing(errno.ENOSPC))
     with pytest.raises(NeuzipError, match=r"'?embed\.weight'?: cannot be coded") as told:
         compress(checkpoint, tmp_path / "small")
     assert "small" not in told.value.message
