@@ -567,7 +567,7 @@ def test_a_wrong_sweep_is_told_before_the_work(
     assert "holds no results of neuzip sweep" in said.stderr
 
 
-@pytest.mark.parametrize("fails", [(reports, "make"), (pages, "write")])
+@pytest.mark.parametrize("fails", [(reports, "build_report"), (pages, "write")])
 def test_a_page_that_fails_loses_no_result(
     fails: tuple[Any, str], tmp_path: Path, neuzip: Speak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
