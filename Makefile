@@ -31,14 +31,14 @@ demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoin
 
 test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"
-	@$(BIN)/pytest -q -n $(WORKERS) -m "not network" $(ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" $(ARGS)
 
-quick: $(VENV)/.developed ## Run the tests that take seconds
-	@$(BIN)/pytest -q -n $(WORKERS) $(ARGS)
+quick: $(VENV)/.developed ## Run one case of each test that takes less than a second
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --one-case $(ARGS)
 
 coverage: $(VENV)/.developed ## Run the whole test suite and print which lines it runs, package by package
 	@mkdir -p .coverage
-	@$(BIN)/pytest -q -n $(WORKERS) -m "not network" --cov --cov-config=tests/support/coverage.ini --cov-report= $(ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" --cov --cov-config=tests/support/coverage.ini --cov-report= $(ARGS)
 	@$(BIN)/python tests/support/coverage_rooms.py
 
 mutate: $(VENV)/.developed ## Change stored inputs at random for a minute, and look for bugs

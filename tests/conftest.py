@@ -53,13 +53,29 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="write golden pages, do not compare")
+    parser.addoption("--one-case", action="store_true", help="run one case of each test, not the whole grid")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if config.getoption("--one-case"):
+        tests: dict[str, pytest.Item] = {}
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            if test not in tests or (is_left_out(tests[test]) and not is_left_out(item)):
+                tests[test] = item
+        config.hook.pytest_deselected(items=[i for i in items if tests[i.nodeid.partition("[")[0]] is not i])
+        items[:] = tests.values()
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a test is skipped here, or is not part of a bare `pytest`."""
+    if item.get_closest_marker("slow") or item.get_closest_marker("network"):
+        return True
+    return item.get_closest_marker("skip") is not None
 
 
 # What the suite costs, in CPU seconds: a wall clock tells how busy the machine is.

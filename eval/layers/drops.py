@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.workspace import remove_scratch, scratch_folder, writing
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.layers.left_out import ModelWithout, measure_without
@@ -72,7 +72,7 @@ class Drops:
 
 def weigh(
     baseline: BaselineComparison,
-    source: TensorSource,
+    source: FolderSource,
     layer_bytes: Sequence[int],
     count: int | None,
     predict: Predict,
@@ -122,7 +122,7 @@ def _require_some_left(count: int | None, total: int) -> None:
         )
 
 
-def _cheapest(source: TensorSource, drops: Sequence[Drop], refused: list[str]) -> Drop | None:
+def _cheapest(source: FolderSource, drops: Sequence[Drop], refused: list[str]) -> Drop | None:
     """The drop of least divergence per byte that can be written. Reasons against others go into `refused`."""
     finite = [drop for drop in drops if drop.comparison is not None]
     for drop in sorted(finite, key=lambda drop: (drop.kld / drop.bytes, drop.layers)):

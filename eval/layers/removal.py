@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 
 from neuzip.compress.folder_checks import verify_files
 from neuzip.compress.overwrite_guard import require_free
-from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.pieces import Bytes
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.tensor_checks import check_tensors
 from neuzip.compress.workers import Workers, default_jobs
 from neuzip.compress.workspace import (
@@ -111,7 +113,7 @@ def remove_layers(
     copied. `on_bytes` is told of bytes of weights read. Raises NeuzipError, before anything is written, for a
     model that its config cannot describe without these layers.
     """
-    with TensorSource(src) as source, Workers(default_jobs()) as workers:
+    with FolderSource(src) as source, Workers(default_jobs()) as workers:
         checkpoint = source.checkpoint
         require_free(checkpoint.path, dst, overwrite)
         verify_files(source)
@@ -139,12 +141,12 @@ def remove_layers(
         )
 
 
-def require_removable(source: TensorSource, dropped: Sequence[int]) -> None:
+def require_removable(source: FolderSource, dropped: Sequence[int]) -> None:
     """Raise NeuzipError for layers that `remove_layers` cannot leave out."""
     _plan(source, sorted(set(dropped)))
 
 
-def tensors_by_layer(source: TensorSource) -> dict[str, int]:
+def tensors_by_layer(source: FolderSource) -> dict[str, int]:
     """The number of the layer that a tensor is of, by its name; those of no layer are not in it."""
     checkpoint = source.checkpoint
     prefix = _prefix(source, laid_out(load_config(checkpoint), checkpoint.path))
@@ -167,7 +169,7 @@ class _Plan:
     warnings: list[str]
 
 
-def _plan(source: TensorSource, dropped: Sequence[int]) -> _Plan:
+def _plan(source: FolderSource, dropped: Sequence[int]) -> _Plan:
     checkpoint = source.checkpoint
     warnings: list[str] = []
     config = load_config(checkpoint)
@@ -212,14 +214,14 @@ def _weight_files(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
     raise NeuzipError(f"{checkpoint.path}: has neither model.safetensors nor {INDEX}")
 
 
-def _prefix(source: TensorSource, model: PreTrainedModel) -> str:
+def _prefix(source: FolderSource, model: PreTrainedModel) -> str:
     """The prefix of a layer's number in names of tensors. Raises NeuzipError if it is ambiguous."""
     stack = decoder_layers(model)
     path = next(name for name, module in model.named_modules() if module is stack)
     return _stored_prefix(source, _weight_files(source.checkpoint)[0], path, len(stack))
 
 
-def _stored_prefix(source: TensorSource, files: Sequence[str], path: str, layers: int) -> str:
+def _stored_prefix(source: FolderSource, files: Sequence[str], path: str, layers: int) -> str:
     """The prefix of a layer's number in stored names, which may leave out a part of the path.
 
     Raises NeuzipError where it is not clear.
@@ -255,7 +257,7 @@ def _renamed(name: str, prefix: str, remaining: Sequence[int]) -> str | None:
 
 
 def _write_weights(
-    source: TensorSource,
+    source: FolderSource,
     file: str,
     tensors: Sequence[tuple[SourceTensor, str]],
     target: Path,

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from neuzip.compress import lossless, truncated
-from neuzip.compress.lossless import Map
-from neuzip.compress.scheme import LOSSLESS, Scheme
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.pieces import Map, pieces
+from neuzip.compress.rules import LOSSLESS
+from neuzip.compress.scheme import Scheme
+from neuzip.compress.schemes import lossless, truncated
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.eval.measures.histograms import TOP_BITS, Counts
 from neuzip.eval.plans.tensor_groups import TensorGroup
@@ -47,7 +49,7 @@ class GroupCandidates:
 
 
 def predict_candidates(
-    source: TensorSource,
+    source: FolderSource,
     groups: Sequence[TensorGroup],
     block_size: int | None,
     workers: Workers,
@@ -87,7 +89,7 @@ def schemes_of(group: TensorGroup, block_size: int | None) -> list[Scheme]:
     return [LOSSLESS, *(Scheme("truncated", k, block_size) for k in range(most, -1, -1))]
 
 
-def read_bits(source: TensorSource, tensor: SourceTensor) -> Bits:
+def read_bits(source: FolderSource, tensor: SourceTensor) -> Bits:
     """The bit patterns of a whole tensor of floats."""
     return source.read(tensor).view(FORMATS[tensor.info.dtype].dtype)
 
@@ -97,9 +99,7 @@ def restore_rounded(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: 
     rounding = _rounding(tensor, bits, scheme)
     if rounding is None:
         return bits
-    parts = parallel(
-        lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), lossless.pieces(bits.size)
-    )
+    parts = parallel(lambda piece: rounding.restore(*rounding.apply(bits[slice(*piece)])), pieces(bits.size))
     return np.concatenate(list(parts))
 
 
@@ -120,7 +120,7 @@ def _expected_bytes(tensor: SourceTensor, bits: Bits, scheme: Scheme, parallel: 
         part = bits[slice(*piece)]
         return census(part if rounding is None else rounding.apply(part)[0], fmt)
 
-    counted = functools.reduce(operator.add, parallel(count, lossless.pieces(bits.size)))
+    counted = functools.reduce(operator.add, parallel(count, pieces(bits.size)))
     expected = lossless.expected_bytes(counted, bits.size, fmt)
     if rounding is not None:
         expected += truncated.normaliser_bytes(bits.size, rounding.block_size)
@@ -136,7 +136,7 @@ def _squares(
     """
     fmt, counts = FORMATS[tensor.info.dtype], None
     if fmt.bits <= TOP_BITS and all(scheme.block_size is None for scheme in schemes):
-        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), lossless.pieces(bits.size))
+        parts = parallel(lambda piece: Counts.of(bits[slice(*piece)], fmt), pieces(bits.size))
         counted = functools.reduce(operator.add, parts).top
         patterns = np.flatnonzero(counted)
         bits, counts = patterns.astype(fmt.dtype), counted[patterns]
@@ -152,9 +152,9 @@ def _squares(
             yield scheme, error.squares, error.original_squares
 
 
-def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.Error:
+def _error(bits: Bits, restored: Bits, fmt: FloatFormat, parallel: Map) -> truncated.ErrorSums:
     parts = parallel(
-        lambda piece: truncated.Error.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
-        lossless.pieces(bits.size),
+        lambda piece: truncated.ErrorSums.between(bits[slice(*piece)], restored[slice(*piece)], fmt),
+        pieces(bits.size),
     )
-    return sum(parts, truncated.Error())
+    return sum(parts, truncated.ErrorSums())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import NeuzipError
 from neuzip.eval.plans.candidates import read_bits
 from neuzip.eval.plans.tensor_groups import TensorGroup
@@ -24,7 +25,7 @@ ParametersByTensor = Mapping[str, torch.nn.Parameter]
 
 
 def find_parameters(
-    model: PreTrainedModel, source: TensorSource, groups: Sequence[TensorGroup]
+    model: PreTrainedModel, source: FolderSource, groups: Sequence[TensorGroup]
 ) -> dict[str, torch.nn.Parameter]:
     """The parameters whose values are those of a tensor, by the tensor's name; some models merge tensors."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -64,7 +65,7 @@ def values_for(tensor: SourceTensor, bits: Bits, like: torch.Tensor) -> torch.Te
     return plain.to(device=like.device, dtype=like.dtype, copy=True)
 
 
-def require_some(places: ParametersByTensor, source: TensorSource) -> None:
+def require_some(places: ParametersByTensor, source: FolderSource) -> None:
     if not places:
         raise NeuzipError(
             f"{source.checkpoint.path}: none of its matrices is a parameter of the model as it is stored",

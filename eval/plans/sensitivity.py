@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from neuzip.compress.scheme import Scheme
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError
 from neuzip.eval.measures.head import HeadedModel, Predictions, divergence
 from neuzip.eval.plans.allocation import Option
@@ -127,7 +127,7 @@ def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
 
 def measure(
     model: HeadedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
@@ -165,7 +165,7 @@ def passes(candidates: Sequence[GroupCandidates]) -> int:
 
 def fisher(
     model: PreTrainedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,

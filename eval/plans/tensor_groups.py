@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from neuzip.compress.plan import PlannedTensor, make_plan
-from neuzip.compress.scheme import LOSSLESS, Rule, Scheme
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.rules import LOSSLESS, Rule
+from neuzip.compress.scheme import Scheme
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 
@@ -32,7 +34,7 @@ class TensorGroup:
         return sum(t.info.nbytes for t in self.tensors)
 
 
-def find_groups(source: TensorSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
+def find_groups(source: FolderSource, workers: Workers, rules: Sequence[Rule]) -> list[TensorGroup]:
     """The tensors that may be rounded: matrices of floats that `rules` leave lossless, by what they are.
 
     Tensors with equal bytes go together. Raises NeuzipError if there are none.

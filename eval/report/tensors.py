@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from neuzip.compress.reports import describe
-from neuzip.compress.source import TensorSource
+from neuzip.compress.schemes import describe
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.eval.measures.difference import TensorDifference, compare, match
 from neuzip.eval.measures.histograms import Inspection, TensorFigures, inspect, labels, select
 from neuzip.formats.checkpoint import find_checkpoint
-from neuzip.formats.container import Container
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ def read_tensors(
     """
     gaps: dict[tuple[str, str], TensorDifference] = {}
     missing: tuple[str, ...] = ()
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         tensors = select(source)
         inspection = inspect(source, tensors, jobs=jobs, on_bytes=on_bytes)
         if base is not None:
-            with TensorSource(base) as original:
+            with FolderSource(base) as original:
                 pairs = match(original, source)
                 differences = compare(original, source, pairs, jobs=jobs, on_bytes=on_bytes)
             gaps = {(gap.b.file, gap.b.name): gap for gap in differences if gap.b is not None}
@@ -75,14 +74,14 @@ def read_tensors(
 def tensors_of_headers(path: Path) -> tuple[TensorRow, ...]:
     """The tensors of a checkpoint without reading any weight. Raises FormatError."""
     rows = []
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         tensors = select(source)
         for t, label in zip(tensors, labels(tensors), strict=True):
-            opened, info = source.opened(t.file), t.info
-            if not isinstance(opened, Container) or t.record is None:
+            info = t.info
+            if t.record is None:
                 rows.append(TensorRow(label, info.dtype, info.shape, "plain", info.nbytes, info.nbytes))
                 continue
-            stored, scheme, loss = opened.stored_bytes(t.name), describe(t.record, info.dtype), t.record.loss
+            stored, scheme, loss = source.stored_bytes(t), describe(t.record, info.dtype), t.record.loss
             row = TensorRow(label, info.dtype, info.shape, scheme, info.nbytes, stored, loss is None)
             if loss is not None:
                 row = replace(row, rms_relative=loss.rms_relative, max_relative=loss.max_relative)

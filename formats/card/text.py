@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from neuzip.distribution import install_sentence
 from neuzip.errors import shell
 from neuzip.formats.card.evaluation import CardEvaluation
-from neuzip.formats.manifest import Loss
+from neuzip.formats.records import Loss
 
 ENDING = "<!-- neuzip wrote this page as far as this line -->"
 

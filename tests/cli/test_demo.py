@@ -31,6 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_demo_in_all_modes(here: Path, in_all_modes):
     said = in_all_modes("demo", "--overwrite")
     folders = [Path("neuzip-demo") / name for name in ("lossless", "rounded", "restored")]
@@ -70,6 +71,7 @@ def test_demo_in_all_modes(here: Path, in_all_modes):
     }
 
 
+@pytest.mark.slow
 def test_demo_does_not_overwrite_unless_told(here: Path, neuzip):
     kept = here / "neuzip-demo" / "notes.txt"
     kept.parent.mkdir()

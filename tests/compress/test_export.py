@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neuzip.compress.export import ExportReport, Gguf, export
-from neuzip.compress.source import weight_bytes
+from neuzip.compress.sources.folder import weight_bytes
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.export.compressed_tensors import PackQuantized
@@ -887,6 +887,7 @@ def test_nothing_is_overwritten_or_left_half_done(models, tmp_path: Path, monkey
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.slow
 def test_command_in_all_modes(models, tmp_path: Path, in_all_modes) -> None:
     out = tmp_path / "m.gguf"
     said = in_all_modes(

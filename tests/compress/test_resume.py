@@ -34,6 +34,7 @@ LOSSLESS = Rule("*", Scheme("lossless"))
 class TestResume:
     """A killed run goes on where it stopped, and ends with the bytes of an uninterrupted one."""
 
+    @pytest.mark.slow
     def test_kill_at_any_moment(self, tmp_path: Path, save: Save) -> None:
         root = tmp_path / "model"
         for shard in range(6):

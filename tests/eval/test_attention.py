@@ -182,6 +182,7 @@ def test_a_model_whose_heads_do_not_fit_is_refused_with_the_reason(tmp_path: Pat
         calibrated(tmp_path, "auto")
 
 
+@pytest.mark.slow
 def test_the_demo_checkpoint_can_be_patched():
     found = calibrated(CHECKPOINT, "8bit")
     assert set(found.bits) == {8}
@@ -278,6 +279,7 @@ def test_a_budget_holds_for_all_layers_together(model, four_bits):
     )
 
 
+@pytest.mark.slow
 def test_modes(model):
     eight = calibrated(model, "8bit")
     assert (eight.bits, eight.limit, eight.offered) == ((8, 8, 8), None, (8,))
@@ -295,6 +297,7 @@ def test_modes(model):
 ASKED = ("--text", "demo", "--window", WINDOW, "--max-tokens", TOKENS, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_patch_then_eval(neuzip, in_all_modes, model, tmp_path: Path):
     """A copy with the choice in config.json; eval of it gives the divergence that was promised."""
     dst = tmp_path / "patched"
@@ -329,6 +332,7 @@ def test_patch_then_eval(neuzip, in_all_modes, model, tmp_path: Path):
     assert float(four.stdout) > 10 * kld
 
 
+@pytest.mark.slow
 def test_a_container_is_patched_and_stays_one(neuzip, model, tmp_path: Path):
     compress(model, tmp_path / "small")
     said = neuzip("patch-attention", tmp_path / "small", tmp_path / "p", "--mode", "4bit", *ASKED, "--json")
@@ -341,6 +345,7 @@ def test_a_container_is_patched_and_stays_one(neuzip, model, tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_compress_does_it_in_one_go(neuzip, model, tmp_path: Path):
     dst = tmp_path / "small"
     asked = ("compress", model, dst, "--attention", "8bit", "--device", "cpu", "--json")
@@ -354,6 +359,7 @@ def test_compress_does_it_in_one_go(neuzip, model, tmp_path: Path):
     verify(dst, model)
 
 
+@pytest.mark.slow
 def test_generate_and_bench_say_what_attention_did(neuzip, model, tmp_path: Path):
     attention.copy_patched(model, tmp_path / "p", [8, None, 8])
     asked = ("generate", tmp_path / "p", "--prompt", "The", "--max-new-tokens", 4, "--device", "cpu")
@@ -400,6 +406,7 @@ def test_a_text_of_less_than_a_window_is_warned_of(neuzip, model, tmp_path: Path
     assert re.search(r"warning: --text .*short.txt: has \d tokens, fewer than a window of 256", said.stderr)
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing_but_the_picture(neuzip, model, tmp_path: Path):
     said = neuzip(
         "patch-attention", model, tmp_path / "p", *ASKED, "--dry-run", "--json", "--plot",

@@ -102,6 +102,7 @@ def test_held_out_perplexity_is_that_of_a_trained_model() -> None:
     assert perplexity(load(), row) < HELD_OUT_BOUND
 
 
+@pytest.mark.slow
 def test_coarser_weights_are_worse() -> None:
     row = held_out_tokens()
     exact, three_bits, one_bit, no_bits = (perplexity(rounded(load(), bits), row) for bits in (7, 3, 1, 0))

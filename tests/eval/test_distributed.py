@@ -81,6 +81,7 @@ def test_results_come_in_the_order_of_windows_whoever_measured(world):
     assert sum(counted) == 99
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_figures_of_one(tmp_path: Path):
     """And only the first of them speaks."""
     text = tmp_path / "text.txt"

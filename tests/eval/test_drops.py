@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from neuzip.compress.scheme import choose, read_plan, read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import choose
+from neuzip.compress.rules_file import read_plan, read_plan_file
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import drops as layer_drops
@@ -87,7 +88,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
     request = TargetRequest(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
     rules = plan_search.find_plan(request, baseline, stage, trials=False).rules
     bits = defaultdict(list)
-    with TensorSource(idle) as source:
+    with FolderSource(idle) as source:
         layer_of = tensors_by_layer(source)
         for tensor in source.tensors():
             if len(tensor.info.shape) == 2 and tensor.name in layer_of:
@@ -102,6 +103,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
 # Dropped layers
 
 
+@pytest.mark.slow
 def test_a_layer_is_dropped_where_that_takes_less_than_rounding_alone(dropped: TargetResult, idle: Path):
     found = dropped.search
     assert found is not None and found.drops is not None and found.passed_over is not None
@@ -145,6 +147,7 @@ def test_what_dropping_costs_is_that_of_the_layer_report(dropped: TargetResult, 
         assert drop.comparison == left_out.measure_without(baseline, model, drop.layers)
 
 
+@pytest.mark.slow
 def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     baseline: BaselineComparison, idle: Path, tmp_path: Path
 ):
@@ -166,6 +169,7 @@ def test_where_dropping_does_not_pay_the_plan_is_that_of_rounding(
     assert target.limit < alone.kld.mean.value < found[0].pays_from < 0.03
 
 
+@pytest.mark.slow
 def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("21%", (idle / "model.safetensors").stat().st_size)
     made = delivered(idle, tmp_path / "small", baseline, target, drop_layers="auto")
@@ -175,6 +179,7 @@ def test_a_size_that_rounding_cannot_reach(baseline: BaselineComparison, idle: P
     assert math.isinf(made.search.drops.steps[0].predicted) and made.search.passed_over is None
 
 
+@pytest.mark.slow
 def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     target = target_values.target_size("27%", (idle / "model.safetensors").stat().st_size)
     request = TargetRequest(idle, tmp_path / "x", target, "fisher", drop_layers="auto")
@@ -185,6 +190,7 @@ def test_of_two_plans_of_a_size_the_closer_is_taken(baseline: BaselineComparison
     assert klds[0] < klds[1] and max(trial.bytes for trial in both) <= target.limit
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_are_asked_for_go(baseline: BaselineComparison, idle: Path, tmp_path: Path):
     made = delivered(idle, tmp_path / "a", baseline, target_values.max_kld("8"), drop_layers=2)
     assert made.holds and len(made.dropped) == 2 and IDLE in made.dropped
@@ -245,7 +251,7 @@ def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
 def chosen(
     baseline: BaselineComparison, count: int | None, predict: Callable[..., float]
 ) -> layer_drops.Drops:
-    with TensorSource(baseline.model.config.name_or_path) as source:
+    with FolderSource(baseline.model.config.name_or_path) as source:
         return weigh(baseline, source, [100] * LAYERS, count, predict, stage)
 
 
@@ -287,7 +293,7 @@ def test_a_layer_is_chosen_by_what_it_costs_a_byte(monkeypatch: pytest.MonkeyPat
     figures = [(100, 0.1), (300, 0.2), (10, 0.05)]
     drops = [Drop((n,), nbytes, _comparison({n: kld}, (n,)), 0.0) for n, (nbytes, kld) in enumerate(figures)]
     monkeypatch.setattr(layer_drops, "require_removable", lambda source, dropped: None)
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         assert layer_drops._cheapest(source, drops, []) is drops[1]
 
 
@@ -322,6 +328,7 @@ def test_search_begins_at_what_dropping_costs(factor: float):
 # The command
 
 
+@pytest.mark.slow
 def test_command_drops_and_says_so(neuzip: Any, idle: Path, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:2000])

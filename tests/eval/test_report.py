@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import rules_of_options
+from neuzip.compress.rules import rules_of_options
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.divergence import Comparison, KLDivergence
@@ -391,6 +391,7 @@ def test_pictures_are_drawn_for_what_was_measured(page: EvaluationReport) -> Non
     assert not any(pictures(EvaluationReport("x", "", {})).values())
 
 
+@pytest.mark.slow
 def test_pictures_of_exact_models_and_of_single_points(page: EvaluationReport) -> None:
     """A sweep of which all divergences are 0, one point, and divergences that are all 0 do not fail."""
     zero = dataclasses.replace(page.sweep[0], kld=Estimate(0.0, 0.0))
@@ -456,6 +457,7 @@ def test_target_is_checked_before_the_work(tmp_path: Path) -> None:
     assert (tmp_path / "x.md").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_sweeps_are_read_as_they_are_written(tmp_path: Path, one_thread: None) -> None:
     from contextlib import contextmanager
 
@@ -516,6 +518,7 @@ def test_rows_of_several_sweeps_are_no_sweep(tmp_path: Path, name: str, words: s
         sweep_results.read_sweep(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_something_else_is_told(page: EvaluationReport, tmp_path: Path) -> None:
     sweep_row(tmp_path, "k3")
     found = sweep_results.read_sweep(tmp_path)
@@ -598,6 +601,7 @@ def browse(page: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])

@@ -84,6 +84,7 @@ def test_what_is_no_scheme_is_refused(schemes, blocks):
 # Rows
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_compressed_checkpoint(made, tmp_path: Path):
     for row in made[0].rows:
         (scheme,) = parse_schemes(row.scheme, "")
@@ -159,6 +160,7 @@ def test_a_second_run_measures_nothing_again(made, monkeypatch: pytest.MonkeyPat
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_what_is_missing(tmp_path: Path):
     begun: list[str] = []
 
@@ -233,6 +235,7 @@ def test_a_row_that_is_not_asked_for_is_compared_too(made):
         sweep(setting(max_tokens=300), parse_schemes("k5", ""), made[1], stage)
 
 
+@pytest.mark.slow
 def test_overwrite_leaves_no_row_of_something_else(tmp_path: Path):
     sweep(setting(max_tokens=64), parse_schemes("k3,k0", ""), tmp_path, stage)
     (tmp_path / "mine.json").write_text("{}")
@@ -263,6 +266,7 @@ def names_in(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_files_of_others_stay(tmp_path: Path):
     for name in ("compressed-1", "compressed-model"):
         (tmp_path / name).mkdir()
@@ -333,6 +337,7 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
     monkeypatch.setattr(baseline, "load_model", load)
 
 
+@pytest.mark.slow
 def test_a_scheme_that_breaks_the_model_is_noted(
     made, neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -406,6 +411,7 @@ def test_the_label_of_a_scheme_can_be_asked_for():
 # The command
 
 
+@pytest.mark.slow
 def test_command_shows_all_of_it(neuzip: Speak, made):
     arguments = ("sweep", CHECKPOINT, "--text", "demo", "--max-tokens", TOKENS, "--schemes", SCHEMES,
                  "--blocks", "", "--device", "cpu", "--output", made[1])  # fmt: skip

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.compress import CompressionReport, Rule, Scheme, compress, verify
-from neuzip.compress.scheme import LOSSLESS, RAW, choose, read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import LOSSLESS, RAW, choose
+from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.demo import CHECKPOINT
@@ -35,7 +36,6 @@ from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans import (
     candidates,
     deliver,
-    plan_file,
     plan_search,
     plan_trials,
     reach,
@@ -261,7 +261,7 @@ def text_ids() -> torch.Tensor:
 def some() -> list[GroupCandidates]:
     """A few of the demo's tensors, of layers that differ much."""
     names = ("model.embed_tokens", "model.layers.0.mlp.down_proj", "model.layers.3.self_attn.q_proj")
-    with TensorSource(CHECKPOINT) as source, Workers() as workers:
+    with FolderSource(CHECKPOINT) as source, Workers() as workers:
         groups = tensor_groups.find_groups(source, workers, EVERYTHING)
         chosen = [g for g in groups if g.globs[0].startswith(names)]
         return candidates.predict_candidates(source, chosen, None, workers)
@@ -291,13 +291,14 @@ def test_errors_are_those_of_verify(some: list[GroupCandidates], tmp_path: Path)
         assert one.choices[-2].relative_error == pytest.approx(expected**2, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_measured_divergence_is_that_of_the_checkpoint_with_this_tensor_rounded(
     some: list[GroupCandidates], text_ids: torch.Tensor, tmp_path: Path
 ):
     windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         found = sensitivity.measure(HeadedModel(model), source, some, windows)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     for one, divergences in zip(some, found.divergences, strict=True):
@@ -315,10 +316,11 @@ def plain_divergence(base: PreTrainedModel, other: PreTrainedModel, windows: Cal
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 def test_fisher_predicts_what_is_measured(some: list[GroupCandidates], text_ids: torch.Tensor):
     windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         predicted = sensitivity.fisher(model, source, some, windows)
         measured = sensitivity.measure(HeadedModel(model), source, some, windows)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -330,6 +332,7 @@ def test_fisher_predicts_what_is_measured(some: list[GroupCandidates], text_ids:
     assert orders[0] == orders[1]
 
 
+@pytest.mark.slow
 def test_fisher_of_one_linear_layer_is_what_arithmetic_says():
     # A head alone: logits h W'. Of a token drawn from p the gradient is (p - one-hot) h', whose square has
     # the mean p (1 - p) h^2.
@@ -356,7 +359,7 @@ def test_what_is_no_parameter_is_estimated_by_its_weights(
     model = load_model(CHECKPOINT, torch.float32)
     with torch.no_grad():
         model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(2)  # not as in the checkpoint
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         found = sensitivity.fisher(model, source, [some[0], strange], CalibrationWindows.of(text_ids, 256))
     assert found.estimated == 1
     shares = [c.relative_error for c in some[1].choices]
@@ -409,7 +412,7 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
         Rule("*", LOSSLESS),
     ]
     path = tmp_path / "made.plan.toml"
-    path.write_bytes(plan_file.plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
+    path.write_bytes(plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
     assert read_plan_file(path) == rules
     assert path.read_text().startswith("# neuzip compress a b\n# search 00\n")
 
@@ -435,6 +438,7 @@ def uniform(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, baseline, tmp_path: Path):
     nbytes, divergence = uniform[k]
@@ -451,6 +455,7 @@ def test_a_plan_by_size_beats_the_same_number_of_bits_everywhere(k, uniform, bas
 WORKS = ("compress", "compare")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_plan_by_divergence_is_smaller_than_the_same_number_of_bits_everywhere(
     k, uniform, baseline, tmp_path: Path
@@ -557,6 +562,7 @@ def test_what_is_delivered_beyond_the_target_does_not_hold(tmp_path: Path, monke
     assert not deliver.compress_to_target(request, None, None, stage).holds
 
 
+@pytest.mark.slow
 def test_an_increase_is_delivered_with_its_standard_error(baseline, tmp_path: Path):
     request = TargetRequest(CHECKPOINT, tmp_path / "close", target_values.max_ppl_increase("1%"), "fisher")
     made = deliver.compress_to_target(request, read_text("demo"), baseline, stage)
@@ -566,6 +572,7 @@ def test_an_increase_is_delivered_with_its_standard_error(baseline, tmp_path: Pa
     assert difference.value + difference.standard_error <= request.target.limit
 
 
+@pytest.mark.slow
 def test_a_plan_that_breaks_the_model_does_not_hold(baseline, tmp_path: Path, monkeypatch):
     run, failed = baseline.run, []
 
@@ -651,6 +658,7 @@ def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, t
     assert neuzip("verify", tmp_path / "a").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_edited_and_misses_its_target_is_told(
     neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -713,6 +721,7 @@ def test_a_full_disk_in_a_search_says_what_is_kept(
     assert ("repeat the command to resume" in said.stderr) is is_kept
 
 
+@pytest.mark.slow
 def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:6000])
@@ -722,6 +731,7 @@ def test_a_text_too_short_for_the_target_is_told(neuzip: Speak, tmp_path: Path):
     assert "hint: give a longer --text, of" in said.stderr
 
 
+@pytest.mark.slow
 def test_command_measures_the_result_on_the_text(neuzip: Speak, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text(read_text("demo").content[:6000])
@@ -782,6 +792,7 @@ def test_what_exists_is_not_searched_for(neuzip: Speak, tmp_path: Path):
 FROM_WEIGHTS = ("--target-size", "50%", "--sensitivity", "weights")
 
 
+@pytest.mark.slow
 def test_the_time_is_that_of_planning_too(
     neuzip: Speak, in_all_modes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

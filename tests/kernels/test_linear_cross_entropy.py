@@ -524,6 +524,7 @@ def test_divergence_of_nothing(diverge: Diverge):
     assert found.overlap.shape == (0,)
 
 
+@pytest.mark.slow
 def test_divergence_on_poisoned_memory(device: torch.device, poison):
     base, target = made(70, 300, 40, torch.bfloat16, bias=True), targets(70, 300)
     other = near(base, 0.05)
@@ -578,6 +579,7 @@ def test_autocast_changes_nothing(device: torch.device):
     assert_same(under[1], found[1])
 
 
+@pytest.mark.slow
 def test_operators(device: torch.device):
     """Schemas, shapes and dtypes of the fake kernels, under torch.compile too."""
     head, target = moved(made(6, 40, 16, torch.bfloat16, bias=True, softcap=9.0), device), torch.arange(6)

@@ -223,6 +223,7 @@ def test_no_tile_is_left_out_that_has_an_entry_above_the_threshold(
     assert flags[own // 128, counted.nonzero()[:, 0] // 128].all(), "a tile with a target"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", [False, True], ids=["own order", "sorted"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_the_filter_leaves_out_is_bounded(kernels: torch.device, sort: bool, dtype: torch.dtype) -> None:
@@ -239,6 +240,7 @@ def test_what_the_filter_leaves_out_is_bounded(kernels: torch.device, sort: bool
         assert off.max() > 0, "nothing was left out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.bfloat16, 2.0**-12), (torch.float16, 2.0**-15)])
 def test_the_automatic_filter_goes_by_the_dtype(
     kernels: torch.device, dtype: torch.dtype, eps: float

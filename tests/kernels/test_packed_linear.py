@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensors import bf16_patterns, weight_patterns
 
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.float_fields.values import to_float64
@@ -287,6 +287,7 @@ def test_escapes_are_not_made_smaller():
     assert listed(packed) == [(0, 1, 0x8001)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [BF16, F16], ids=lambda fmt: fmt.name)
 def test_what_is_packed_is_a_power_of_two_times_smaller(fmt):
     """Where it would not be, as among denormals and infinities, weights are escapes."""
@@ -492,7 +493,7 @@ def test_three_mantissa_bits_take_less_than_7_and_a_half_bits():
 
 def test_a_real_model_takes_less_than_11_and_a_half_bits(neuzip_data: Path):
     nbytes = numel = 0
-    with TensorSource(neuzip_data / "wikilm-26m") as source:
+    with FolderSource(neuzip_data / "wikilm-26m") as source:
         for t in source.tensors():
             if t.info.dtype == "BF16" and len(t.info.shape) == 2:
                 bits = np.frombuffer(source.read(t), "<u2").reshape(t.info.shape)

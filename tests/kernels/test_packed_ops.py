@@ -153,6 +153,7 @@ def test_windows_of_several_shifts_are_among_these_tests() -> None:
     assert len(shifts) >= 4
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 40), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 10), st.integers(0, 99)
 )

@@ -309,6 +309,7 @@ def best_error(weights: list[float]) -> Fraction:
     return Fraction(least or 0)
 
 
+@pytest.mark.slow
 @given(hnp.arrays(np.float32, st.integers(1, 6), elements=st.floats(-4, 4, width=16)))
 def test_no_codes_and_scale_leave_less_than_least_squares(weights: np.ndarray):
     for dtype in DTYPES.values():
@@ -497,6 +498,7 @@ def test_weights_that_are_almost_ternary_are_not_exact(value: float):
     assert q.exact(torch.tensor([[1.0, -1.0, 0.0, value]])) is None
 
 
+@pytest.mark.slow
 def test_the_clamped_form_gives_the_integers_of_transformers():
     bitnet = pytest.importorskip("transformers.integrations.bitnet")
     weight, x = gaussian(40, 64, seed=10) * 0.02, gaussian(5, 64, seed=11)

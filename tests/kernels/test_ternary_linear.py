@@ -236,6 +236,7 @@ def test_kernel_quantises_to_the_bit(activation: str, dtype: torch.dtype, clampe
         assert torch.equal(total.cpu(), wanted.codes.sum(-1, dtype=torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "activations", "dtype"),
     [(70, ACTIVATIONS, torch.bfloat16), (4200, ["int4"], torch.float32)],
@@ -322,6 +323,7 @@ def rows_up_to(peak: float) -> Tensor:
     return torch.where(x.abs() > peaks[:, None], peaks[:, None] * x.sign(), x)
 
 
+@pytest.mark.slow
 def test_constants_do_not_depend_on_defaults_of_torch():
     """Kernels are imported at the first product, whatever has been set by then."""
     script = (
@@ -628,6 +630,7 @@ def test_few_tokens(out: int, columns: int, group: int | None, rows: int, device
     assert same_bits(y, reference.ternary_linear(x, weights, bias, activation=activation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "columns"),
     [

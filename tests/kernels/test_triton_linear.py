@@ -209,6 +209,7 @@ layouts(some, C=125, BM=32, EVEN=False, **programs, **form | dict(HALF=True))
 """
 
 
+@pytest.mark.slow
 def test_element_i_is_in_thread_i():
     """What the instructions rely on, and Triton does not promise: asked of the compiler, for an H100."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -501,6 +501,7 @@ def test_sinks_are_honoured(ids: Tensor):
     assert list(uses(model)) == ["eager: it comes with s_aux"]
 
 
+@pytest.mark.slow
 @needs_5
 def test_what_is_compiled_is_left_alone(ids: Tensor):
     model = made("sliding window")

@@ -107,6 +107,7 @@ def test_experts_are_refused_before_anything_is_measured(small: Path, model: Pre
 # Measuring
 
 
+@pytest.mark.slow
 def test_measuring_the_dense_model(small: Path):
     told: list[int] = []
     plan = make_plan(small, [], batches=[1, 3], prompt_tokens=12, new_tokens=5, rounds=2, device=CPU)
@@ -182,6 +183,7 @@ def test_a_model_leaves_no_memory_behind(small: Path, device: torch.device):
 SHORT = ("--prompt-tokens", 8, "--new-tokens", 4, "--rounds", 1, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("bench", small, "--residency", "packed", "--batch", "1,2", *SHORT)
     human = said["human"].stdout
@@ -212,6 +214,7 @@ def test_command_in_all_modes(small: Path, in_all_modes):
     assert "nearly tied" not in human
 
 
+@pytest.mark.slow
 def test_how_far_runs_are_apart_is_told(small: Path, neuzip, monkeypatch: pytest.MonkeyPatch):
     seconds = itertools.cycle([1.0, 0.010, 0.012])  # the first run warms up
     original = speed.run
@@ -289,6 +292,7 @@ def test_ans_is_for_gpus(small: Path, neuzip):
     assert said.stderr.startswith("error: --residency ans: is decoded on a GPU, not with --device cpu\n")
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_dense_model_is_measured_alone(small: Path, neuzip):
     said = neuzip("bench", small, "--batch", "1", *SHORT)
     assert said.exit_code == 0, said.stderr

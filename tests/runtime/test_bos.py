@@ -183,6 +183,7 @@ def test_bits_a_byte_are_of_all_bytes(checkpoint: Path):
     assert bits.value == pytest.approx(found.scores[0].nll.value / math.log(2))
 
 
+@pytest.mark.slow
 def test_a_target_holds_behind_bos(checkpoint: Path, text_file: Path, tmp_path: Path, neuzip: Speak):
     command = ("compress", checkpoint, tmp_path / "out", "--max-kld", "0.05", "--text", text_file)
     assert f"{text_file}, in windows of 32 predictions, no overlap, BOS in front of each; another" in (

@@ -516,6 +516,7 @@ def test_a_step_has_the_same_bits(name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 @EVERY_MODEL
 def test_a_decoder_checks_a_whole_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step gives is what it gave before, with masks of numbers; else it stays as it was."""

@@ -250,6 +250,7 @@ def test_a_step_that_torch_cannot_compile(device: torch.device):
     assert refusal.value.hint == "decode without it (leave out `compile`)"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton brings its compiler")
 def test_without_a_compiler_for_cpp(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))

@@ -274,6 +274,7 @@ def test_kernel_attends_within_its_rounding(
     assert error < {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "span", "dtype", "texts", "heads", "group", "k_width", "v_width"),
     [
@@ -696,6 +697,7 @@ def test_fast_loop_gives_the_tokens_of_transformers(model: PreTrainedModel, ids:
 # Figures and commands
 
 
+@pytest.mark.slow
 def test_quality_falls_with_the_bits():
     model = load_model(CHECKPOINT, torch.float32)
     task = prepare([CHECKPOINT], read_text("demo"), conventions=["token"], max_tokens=1000, device="cpu")
@@ -752,6 +754,7 @@ def test_generate_says_what_its_cache_took(neuzip):
     assert (answer["kv_bits"], answer["kv_bytes"]) == (4, 6 * 2 * 2 * kv_layers.GROWTH * (16 + 2))
 
 
+@pytest.mark.slow
 def test_bench_measures_both_caches(neuzip):
     short = ("--batch", 1, "--prompt-tokens", 8, "--new-tokens", 3, "--rounds", 1, "--device", "cpu")
     said = neuzip("bench", CHECKPOINT, "--residency", "dense", "--kv-bits", 3, *short)

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress
-from neuzip.compress import source as compress_source
+from neuzip.compress.sources import container as container_source
+from neuzip.compress.sources import folder as folder_source
+from neuzip.compress.sources import source as tensor_source
 from neuzip.errors import FormatError, UsageError
 from neuzip.formats.container import Container
 from neuzip.kernels.rans import BLOCK
@@ -82,6 +84,7 @@ def damaged(small: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_tensor_comes_back_as_it_was(plain: Path, small: Path):
     expected, found = load_file(plain), neuzip.load_file(small)
     assert list(found) == list(expected)
@@ -95,6 +98,7 @@ def test_tensors_share_no_memory(small: Path):
     assert found["weight"].count_nonzero() > 0
 
 
+@pytest.mark.slow
 def test_rounded_tensors_are_those_that_are_restored(plain: Path, tmp_path: Path):
     compress(plain, tmp_path / "k3.safetensors", [Rule("*", Scheme("truncated", 3, 64))])
     decompress(tmp_path / "k3.safetensors", tmp_path / "restored.safetensors")
@@ -196,7 +200,7 @@ def test_a_slice_of_rows_decodes_only_the_blocks_it_touches(tmp_path: Path, monk
     compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     read: list[str] = []
     monkeypatch.setattr(
-        compress_source.TensorSource,
+        folder_source.FolderSource,
         "check_streams",
         lambda *_: pytest.fail("the whole tensor was read"),
     )
@@ -216,7 +220,7 @@ def test_a_slice_of_rows_decodes_only_the_blocks_it_touches(tmp_path: Path, monk
 
 
 def test_slices_over_several_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(compress_source, "PIECE", BLOCK)
+    monkeypatch.setattr(tensor_source, "PIECE", BLOCK)
     whole = (torch.randn(70, 1000) * 0.02).bfloat16()
     save_file({"w": whole}, tmp_path / "a.safetensors")
     compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -322,7 +326,7 @@ def test_a_slice_of_a_tensor_of_one_block_is_compared(tmp_path: Path):
 
 
 def test_without_verification_only_what_cannot_be_decoded_is_found(damaged: Path, small: Path, monkeypatch):
-    monkeypatch.setattr(compress_source, "digest", lambda *_: pytest.fail("a checksum was computed"))
+    monkeypatch.setattr(container_source, "digest", lambda *_: pytest.fail("a checksum was computed"))
     assert (
         neuzip.load_file(small, verify=False).keys() == load_file(small.with_name("plain.safetensors")).keys()
     )
@@ -345,6 +349,7 @@ def test_files_are_closed(small: Path):
     assert not ours()
 
 
+@pytest.mark.slow
 def test_loading_needs_no_transformers(small: Path):
     code = (
         "import sys, neuzip\n"

@@ -36,7 +36,8 @@ from transformers.quantizers.base import HfQuantizer
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_job import compress_delta
-from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
+from neuzip.compress.plan import POOL_LEAST
+from neuzip.compress.schemes.raw import CODED_MINIMUM
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.hf.patches import make_quantizer, register
@@ -412,6 +413,7 @@ def test_dequantize_to_what_is_no_float(dtype: str | torch.dtype, larger):
     assert memory(model) == before
 
 
+@pytest.mark.slow
 def test_static_cache_and_compiled(larger):
     model = packed(larger["llama"] / "small")
     expected = AutoModelForCausalLM.from_pretrained(larger["llama"] / "plain")
@@ -677,6 +679,7 @@ print(model.get_input_embeddings().weight.float().sum().item())
 IMPORT = "import neuzip; print([m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "cheap"),
     [
@@ -717,6 +720,7 @@ def test_peft_itself_reads_a_compressed_adapter(larger, tmp_path: Path):
         assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_many_small_tensors_is_not_pooled(tmp_path: Path):
     tensors = {
         f"base_model.model.{i}.lora_A.weight": torch.full((8, 2), i / 7) for i in range(2 * POOL_LEAST)
@@ -755,12 +759,14 @@ WAYS = ["AutoModelForCausalLM", "LlamaForCausalLM, sharded", "AutoModelForSequen
         "subfolder", "variant", "saved by a packed model", "3 mantissa bits"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_the_import_an_installed_neuzip_loads(benchmark: ModuleType, folders: Path):
     ways = [*WAYS, "config of the folder", *benchmark.UNSTOPPED]
     found = benchmark.run(sys.executable, folders, "installed", ways)
     assert {way: said["outcome"] for way, said in found["outcomes"].items()} == dict.fromkeys(ways, "right")
 
 
+@pytest.mark.slow
 def test_without_neuzip_transformers_refuses_and_names_it(benchmark: ModuleType, folders: Path):
     """As it does where the hook is switched off: both have transformers alone."""
     ways = [*WAYS, "ternary, with activations", "a delta", "of weights quantised before"]

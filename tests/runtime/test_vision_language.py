@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import read_plan_file
+from neuzip.compress.rules_file import read_plan_file
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
 
@@ -123,6 +123,7 @@ def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuz
     assert len(decoder_layers(load_model(tmp_path / "fewer"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fisher", "measured"])
 def test_parts_that_no_text_goes_through_are_not_rounded_for_nothing(
     method: str, folder: Path, tmp_path: Path, neuzip

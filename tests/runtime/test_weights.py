@@ -447,6 +447,7 @@ def fresh_buffers() -> None:
 # Decoded to the ring of a device.
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_is_not_kept() -> None:
     dense, x = random(24, 40), random(5, 40)
     first, second = (AnsWeight.of(dense) for _ in range(2))
@@ -459,6 +460,7 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
     assert same_bits(F.linear(x, second), F.linear(x, dense))
 
 
+@pytest.mark.slow
 def test_weights_of_a_model_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """AnsWeights and exact PackedWeights, experts among them, in a real order of use."""
     decoded: list[list[torch.Tensor]] = []

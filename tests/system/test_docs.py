@@ -136,6 +136,7 @@ def said_by(command: str) -> tuple[int, str]:
     return exit_code, "" if file else said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 @pytest.mark.usefixtures("here", "one_thread")
 def test_what_a_page_shows_is_what_happens(page: Path):

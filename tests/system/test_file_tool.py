@@ -103,6 +103,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_files_are_worked_on_and_everything_else_names_what_it_needs(tmp_path: Path) -> None:
     said, errors = without((*WITHOUT, "triton"), [*WORKS, *REFUSED], tmp_path)
     for line in WORKS:

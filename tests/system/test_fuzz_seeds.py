@@ -16,7 +16,8 @@ import pytest
 from fuzz import mutate, targets
 
 from neuzip.compress import decompress, verify
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import FormatError
 from neuzip.formats.container import Container
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = json.loads((targets.CORPUS / "found.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_known_inputs_find_no_bug(name: str) -> None:
     target, inputs = targets.TARGETS[name], targets.all_inputs(name)
@@ -103,10 +105,10 @@ def test_a_tensor_without_bytes_and_reader_is_no_intact_one(
     path.write_bytes(targets.bad.put_together(parts.seal()))
     verify(path)
 
-    def no_reader(self: TensorSource, tensor: SourceTensor) -> None:
+    def no_reader(self: FolderSource, tensor: SourceTensor) -> None:
         raise FormatError(path, "no reader", tensor=tensor.name)
 
-    monkeypatch.setattr(TensorSource, "reader", no_reader)
+    monkeypatch.setattr(FolderSource, "reader", no_reader)
     with pytest.raises(FormatError, match="no reader"):
         verify(path)
 
@@ -132,6 +134,7 @@ def test_targets_agree_only_because_both_decode() -> None:
         targets.independent.decode_block = decode
 
 
+@pytest.mark.slow
 def test_a_saved_input_can_be_run_alone(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(b"{}")
     command = [sys.executable, "-P", ROOT / "tests" / "fuzz" / "targets.py", "header", tmp_path / "input"]

@@ -49,6 +49,7 @@ def docstrings(file: Path) -> Iterator[tuple[ast.AST, str]]:
                 yield statement, statement.value.value
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(ROOT) == []
 
@@ -92,6 +93,7 @@ def test_variables_are_nouns(room: str) -> None:
     assert not nameless, "\n".join(nameless)
 
 
+@pytest.mark.slow
 def test_a_class_has_a_name_of_its_own() -> None:
     where = defaultdict(list)
     for room in ROOMS:

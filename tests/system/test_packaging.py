@@ -107,6 +107,7 @@ def pip(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_wheel_adds_one_name_and_the_hook_to_site_packages(inside: set[str]):
     version = PROJECT["project"]["version"]
     assert {name.split("/")[0] for name in inside} == {"neuzip", HOOK, f"neuzip_toolkit-{version}.dist-info"}
@@ -138,12 +139,13 @@ def test_the_hook_names_a_folder_that_hides_neuzip(tmp_path: Path, monkeypatch, 
 def test_wheel_holds_the_data(inside: set[str]):
     wanted = [ROOT / "neuzip" / "py.typed", *(ROOT / "eval").rglob("*.j2")]
     wanted += [path for path in (ROOT / "eval" / "demo" / "checkpoint").glob("*") if path.is_file()]
-    wanted += [ROOT / "formats" / "SPEC.md"]
+    wanted += [ROOT / "formats" / "SPEC.md", *(ROOT / "kernels" / "tuning").rglob("*.toml")]
     missing = {packaged_path(path) for path in wanted} - inside
     assert not missing
     assert any(name.endswith("/LICENSE") for name in inside)
 
 
+@pytest.mark.slow
 def test_wheel_runs_where_it_is_installed(wheel: Path, tmp_path: Path):
     pip("install", "--no-deps", "--no-index", "--target", tmp_path, wheel)
     program = (

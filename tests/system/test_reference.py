@@ -30,6 +30,7 @@ def page(root: Path, name: str) -> str:
     return (root / "docs" / "reference" / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_pages_are_up_to_date(reference: ModuleType) -> None:
     differing = [path.name for path in reference.differing()]
     assert differing == [], "run python benchmarks/reference.py"

@@ -22,7 +22,7 @@ from golden.bad import make as bad
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.export import Gguf, export
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.measures import histograms
 from neuzip.eval.report import histogram_pictures as pictures
@@ -85,6 +85,7 @@ FROM_A_FOLDER = re.compile(r"Auto(?:Config|Tokenizer|Model\w*)\.from_(?:pretrain
 """Functions of transformers that may find code in a folder."""
 
 
+@pytest.mark.slow
 def test_remote_code_is_never_trusted() -> None:
     """Every call that transformers would ask about says no; nothing can say yes."""
     sources = {
@@ -348,6 +349,7 @@ def test_no_escape_reaches_the_terminal(hostile: Path, tmp_path: Path, neuzip: S
             assert not ESCAPES.search(said.stdout + said.stderr), (command, mode)
 
 
+@pytest.mark.slow
 def test_not_even_a_traceback_has_escapes(hostile: Path, tmp_path: Path) -> None:
     compress(hostile, tmp_path / "\x1b[31m")
     path = tmp_path / "\x1b[31m" / "model.safetensors"
@@ -401,7 +403,7 @@ def test_a_long_message_is_cut(tmp_path: Path, neuzip: Speak) -> None:
 
 
 def test_names_in_a_page_are_only_text(hostile: Path) -> None:
-    with TensorSource(hostile) as source:
+    with FolderSource(hostile) as source:
         page = pictures.page(histograms.inspect(source, histograms.select(source, [])), "<script>")
     text = page.decode()
     assert "&lt;script&gt;alert(1)" in text

@@ -25,6 +25,7 @@ _BY_TRITON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "triton"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.float32, False), *_BY_TRITON],
@@ -49,12 +50,6 @@ def test_what_is_held_is_what_was_given(dtype: torch.dtype, triton: bool, device
 
 def as_bits(flat: Tensor) -> Tensor:
     return flat.view(PATTERNS[8 * flat.itemsize])
-
-
-@pytest.fixture
-def recodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size are coded again by the table that they have."""
-    monkeypatch.setattr(holding, "CODING_SHARE", 0)
 
 
 @pytest.mark.usefixtures("recodes")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BitNetForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from neuzip.compress.ternary import encode_exact, find_exact
+from neuzip.compress.schemes.ternary_coding import encode_exact, find_exact
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.kernels import quantizers
@@ -216,6 +216,7 @@ def kld(original: Path, model: nn.Module) -> float:
     return float(F.kl_div(ours, theirs, log_target=True, reduction="batchmean"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -333,6 +334,7 @@ def same(one: Path, other: Path) -> bool:
     return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_stopped_course_goes_on_as_if_it_had_not_been(original: Path, tmp_path: Path):
     """Latent weights, moments, order of windows, noise and learning rates: the results are the same bytes."""
 
@@ -364,6 +366,7 @@ def test_a_stopped_course_goes_on_as_if_it_had_not_been(original: Path, tmp_path
     assert [one["step"] for one in logs[0]] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_course_goes_on_only_with_the_models_that_it_began_with(original: Path, tmp_path: Path):
     """Under other paths they may be the same, under the same path others."""
     course = begin(original)
@@ -426,6 +429,7 @@ def test_steps_in_which_quantisation_is_warmed_up_are_timed_apart(
     assert steps == pytest.approx(0.97 * 10 / (1e-3 * (1 + 2 * strength)), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_kept_is_told_before_anything_is_trained(original: Path, tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     for keep, said in (
@@ -450,6 +454,7 @@ def test_a_full_disk_is_told(original: Path, tmp_path: Path):
     assert not (tmp_path / "state" / STATE_FILE).exists()
 
 
+@pytest.mark.slow
 def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_path: Path):
     first = begin(original)
     recover(first, original, tmp_path / "b158", steps=15, keep_state=tmp_path / "state")
@@ -470,6 +475,7 @@ def test_the_second_stage_keeps_latent_weights_and_moments(original: Path, tmp_p
     assert ACTIVATIONS_ENTRY.read(tmp_path / "a48") == Activations("a4.8")
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_decides_how_many_steps_there_are(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -546,6 +552,7 @@ def test_settings_that_make_no_sense_are_refused(settings, said: str):
 # The command
 
 
+@pytest.mark.slow
 def test_the_command(neuzip, tmp_path: Path):
     text, out = tmp_path / "text.txt", tmp_path / "r"
     text.write_text("\n\n".join(split_topics()[0][:20]))
@@ -570,6 +577,7 @@ def test_the_command(neuzip, tmp_path: Path):
     assert "exists already" in said.stderr
 
 
+@pytest.mark.slow
 def test_a_result_that_is_farther_from_the_original_is_told(neuzip, tmp_path: Path):
     (tmp_path / "text.txt").write_text("A text of some words. " * 500)
     said = neuzip(

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # The same bits.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_fifty_steps_give_the_bits_of_uncompressed_and_of_plain_training(optimizer: str, tied: bool) -> None:
@@ -56,6 +57,7 @@ def test_other_optimizers_give_the_bits_of_plain_training(optimizer: str) -> Non
     assert plain(llama(), optimizer_of(optimizer), 5, 0.01) == ours
 
 
+@pytest.mark.slow
 def test_fifty_steps_with_states_held_compressed_give_the_bits_of_plain_adamw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -185,6 +187,7 @@ def test_the_filter_of_the_head_is_the_callers_choice(
     assert given and set(given) == {eps}
 
 
+@pytest.mark.slow
 def test_decoding_ahead_and_coding_behind_changes_no_bit() -> None:
     for options in (
         {"optimizer": "adamw8bit", "max_grad_norm": 0.4},
@@ -409,6 +412,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
     assert ours[0] == pytest.approx(whole[0], rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_tables_in_chunks_give_what_whole_ones_give(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"optimizer": "adamw8bit"}, {"optimizer": "sgd", "max_grad_norm": 0.4}):
@@ -604,6 +608,7 @@ def test_what_is_held_is_smaller() -> None:
     assert train_compressed(llama(), compressed=False).stored_bytes == train_compressed(llama()).dense_bytes
 
 
+@pytest.mark.slow
 def test_the_hook_in_has_three_lines(tmp_path: Path) -> None:
     trainer = neuzip.train_compressed(llama(), "adamw8bit")
     losses = [trainer.step(batches(1)[0], 3e-3) for _ in range(15)]
@@ -632,6 +637,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
     out = str(tmp_path / "found")
     support = os.path.dirname(training.__file__)
