@@ -275,7 +275,7 @@ class _Quantised(HeadedModel):
         self.bits: Sequence[int | None] = [None] * layer_count(model)
         super().__init__(model)
 
-    def run_body(self, ids: Tensor) -> Tensor:
+    def _run(self, ids: Tensor) -> Tensor:
         with quantised(self.model, self.bits):
             return super()._run(ids)
 
