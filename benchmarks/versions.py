@@ -1,13 +1,13 @@
 """The kernels of two versions of neuzip on one GPU, in turns: the same bits, and how the times compare.
 
-    python benchmarks/versions.py --other FOLDER --other-commit COMMIT [--rounds 6] [--only packed]
+    python benchmarks/versions.py --other FOLDER --other-commit COMMIT [--rounds 20] [--only packed]
 
 FOLDER is an installation of the other version, for example of `pip install --no-deps --target FOLDER CLONE`.
 Each version runs in a process of its own; both hold the same inputs, made from one seed. In each round both
 time all cases, one version after the other, and the order changes from round to round. A time is the median
 of replays of a CUDA graph that goes through enough weights to leave the L2. A case whose outputs differ in
 any bit ends the run. A ratio is this version's time over the other's, the median over rounds; `noise` is the
-spread of the times of one version. The result goes to benchmarks/results/versions.json.
+distance of the quartiles of one version's times. The result goes to benchmarks/results/versions.json.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def worker() -> None:
             outputs = case.calls[0]()
             digest = hashlib.sha256()
             for part in outputs if isinstance(outputs, tuple) else (outputs,):
-                digest.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+                digest.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
             run = graph_of(case, stream)
             print(json.dumps({"case": case.name, "digest": digest.hexdigest()}), flush=True)
             while sys.stdin.readline().strip() == "time":
@@ -161,7 +161,7 @@ def graph_of(case: Case, stream: torch.cuda.Stream) -> Call:
     return graph.replay
 
 
-def microseconds(run: Call, replays: int = 20) -> float:
+def microseconds(run: Call, replays: int = 6) -> float:
     """The median time of a run that follows another such run."""
     times = []
     for _ in range(replays):
@@ -222,7 +222,7 @@ def compare(this: Version, other: Version, rounds: int) -> Iterator[dict[str, An
         for version in (this, other):
             version.ask("next")
         ratios = [ours / theirs for ours, theirs in zip(times["this"], times["other"], strict=True)]
-        noise = [max(part) / min(part) - 1 for part in times.values()]
+        noise = [quartiles[2] / quartiles[0] - 1 for quartiles in map(statistics.quantiles, times.values())]
         yield {
             "case": heads[0]["case"], "this_us": statistics.median(times["this"]),
             "other_us": statistics.median(times["other"]), "ratio": statistics.median(ratios),
@@ -237,7 +237,7 @@ def main() -> None:
     )
     parser.add_argument("--other", required=True)
     parser.add_argument("--other-commit", required=True)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     environment = {**describe("neuzip-toolkit", "torch", "triton"), "gpu": describe_gpu()}
