@@ -28,9 +28,9 @@ import zstandard
 from environment import describe, save
 from zipnn import ZipNN
 
-from neuzip.compress import lossless
 from neuzip.compress.encode_tensor import SMALL
-from neuzip.compress.source import TensorSource
+from neuzip.compress.schemes import lossless
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS
 
@@ -94,7 +94,7 @@ def cases(weights: int) -> Iterator[tuple[str, list[Bits]]]:
     heavy = rng.standard_t(4, weights // 4).astype(np.float32) * np.float32(0.02)
     yield "student-t4", [bf16(heavy)]
     if data := os.environ.get("NEUZIP_DATA"):
-        with TensorSource(Path(data) / "wikilm-26m") as source:
+        with FolderSource(Path(data) / "wikilm-26m") as source:
             yield "wikilm-26m", [source.read(t).view(np.uint16) for t in source.tensors()]
 
 
@@ -124,9 +124,9 @@ def neuzip_codec(workers: Workers) -> Codec:
             coded += [encode_one(t, workers.map) for t in alike] if large else workers.map(encode_one, alike)
         return coded
 
-    def decoder(coded: Coded) -> lossless.Decoder:
+    def decoder(coded: Coded) -> lossless.LosslessDecoder:
         kept, numel, streams = coded
-        return lossless.Decoder(
+        return lossless.LosslessDecoder(
             lambda name, a, b: streams[name][a:b], lambda name: streams[name].size, numel, FORMAT, kept
         )
 

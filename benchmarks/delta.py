@@ -33,7 +33,7 @@ from zipnn import ZipNN
 
 from neuzip.compress import compress, decompress
 from neuzip.compress.delta_job import compress_delta
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -176,7 +176,7 @@ def same_files(a: Path, b: Path) -> None:
 
 def weights(new: Path, base: Path) -> tuple[Bytes, Bytes]:
     """The bytes of all tensors of the one, and of those of the same names of the other."""
-    with TensorSource(new) as a, TensorSource(base) as b:
+    with FolderSource(new) as a, FolderSource(base) as b:
         there = {t.name: t for t in b.tensors()}
         tensors = list(a.tensors())
         return (

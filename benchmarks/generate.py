@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from neuzip.compress import compress
 from neuzip.compress.device import CPU, choose
-from neuzip.compress.scheme import rules_of_options
+from neuzip.compress.rules import rules_of_options
 from neuzip.runtime.decode.agreement import agreement
 from neuzip.runtime.decode.benchmark import free_memory, peak_bytes, prompts, reset_peak, run, synchronize
 from neuzip.runtime.decode.greedy import GreedyDecoder

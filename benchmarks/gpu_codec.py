@@ -44,8 +44,9 @@ import torch
 from environment import UNKNOWN, describe, describe_gpu, save
 
 import neuzip
-from neuzip.compress import compress, lossless
-from neuzip.compress.truncated import Rounding
+from neuzip.compress import compress
+from neuzip.compress.schemes import lossless
+from neuzip.compress.schemes.truncated import Rounding
 from neuzip.compress.workers import Workers
 from neuzip.kernels.float_fields import FORMATS, FloatFormat, plane_bytes, plane_widths
 from neuzip.kernels.rans.coded import CodedTensor, raise_if_corrupt

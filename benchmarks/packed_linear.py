@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from environment import UNKNOWN, describe, describe_gpu, save_sections, saved_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.kernels.packed_linear import ops as torch_ops
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -207,7 +207,7 @@ def bits(_: argparse.Namespace) -> Row:
 
 def matrices(folder: Path) -> list[Tensor]:
     """The bf16 matrices of a checkpoint."""
-    with TensorSource(folder) as source, Workers() as workers:
+    with FolderSource(folder) as source, Workers() as workers:
         return [
             read_tensor(source, tensor, workers).to(DEVICE)
             for tensor in source.tensors()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from neuzip import compress_checkpoint
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.figure_files import EXPONENT, FAINT, INK, MUTED, OTHERS
 from neuzip.eval.measures.histograms import Counts, entropy, inspect, select
@@ -96,7 +96,7 @@ def line(x: float, y: float, to_x: float, to_y: float, color: str = MUTED, dashe
 
 def demo_counts() -> Counts:
     """The bit patterns of all weights of the demo checkpoint."""
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         (counts,) = inspect(source, select(source), jobs=1).counts
     return counts
 

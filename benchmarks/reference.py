@@ -425,10 +425,11 @@ def deprecated() -> str:
 
 def plan_keys() -> str:
     """The keys of a rule in a plan file."""
-    from neuzip.compress.scheme import _KEYS
+    from neuzip.compress.rules_file import rule_keys
 
-    require_same("PLAN_KEYS", PLAN_KEYS, _KEYS)
-    return table("key | meaning", ((f"`{key}`", PLAN_KEYS[key]) for key in _KEYS))
+    keys = rule_keys()
+    require_same("PLAN_KEYS", PLAN_KEYS, keys)
+    return table("key | meaning", ((f"`{key}`", PLAN_KEYS[key]) for key in keys))
 
 
 def train_keys() -> str:
@@ -524,8 +525,8 @@ def dtypes() -> str:
     """What each dtype of safetensors can be stored as, and run as."""
     import torch
 
-    from neuzip.compress.scheme import TERNARY_DTYPES
-    from neuzip.compress.truncated import normalisable
+    from neuzip.compress.schemes.ternary import TERNARY_DTYPES
+    from neuzip.compress.schemes.truncated import normalisable
     from neuzip.kernels.float_fields import FORMATS
     from neuzip.runtime.hf.residency import DTYPES
 

@@ -60,7 +60,7 @@ SERVER = """
 import json, os, sys
 import torch
 import neuzip.cli.commands.compress, neuzip.cli.commands.decompress, neuzip.cli.commands.verify
-import neuzip.compress.ternary, neuzip.compress.restore, neuzip.formats.hub.push
+import neuzip.compress.schemes.ternary_coding, neuzip.compress.restore, neuzip.formats.hub.push
 from neuzip.cli import run
 for line in sys.stdin:
     asked = json.loads(line)

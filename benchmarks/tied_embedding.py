@@ -24,8 +24,9 @@ from pathlib import Path
 from environment import describe, save_sections
 
 from neuzip.compress import Rule, compress
-from neuzip.compress.scheme import LOSSLESS, Scheme, rules_of_options
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import LOSSLESS, rules_of_options
+from neuzip.compress.scheme import Scheme
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.texts import read_text
 
@@ -49,7 +50,7 @@ def main() -> None:
     baseline = BaselineComparison(
         arguments.checkpoint, text, window=arguments.window, max_tokens=arguments.max_tokens, device="cpu"
     )
-    with TensorSource(arguments.checkpoint) as source:
+    with FolderSource(arguments.checkpoint) as source:
         numels = {t.name: math.prod(t.info.shape) for t in source.tensors()}
     tied = HEAD not in numels
     parts = {"embedding": [EMBEDDING]}

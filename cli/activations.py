@@ -15,14 +15,14 @@ def warn_of_plain_inputs(
 
     Raises NeuzipError for what is no checkpoint, FormatError for a config.json that records what is none.
     """
-    from neuzip.compress.source import TensorSource
-    from neuzip.compress.ternary import is_ternary
+    from neuzip.compress.sources.folder import FolderSource
+    from neuzip.compress.ternary_weights import is_ternary
     from neuzip.runtime.activations import ACTIVATIONS_ENTRY, Activations
 
     activations = ACTIVATIONS_ENTRY.read(path) if requested is None else Activations(requested)
     if activations is None or activations.mode == "none":
         return
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         has_ternary = any(is_ternary(source.resolve(tensor)) for tensor in source.tensors())
     origin = f"{path / 'config.json'} records {activations.mode}"
     if requested is not None:

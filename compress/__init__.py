@@ -6,7 +6,8 @@ from .checkpoint_job import compress
 from .plan import Plan, make_plan
 from .reports import CompressionReport
 from .restore import decompress
-from .scheme import Rule, Scheme
+from .rules import Rule
+from .scheme import Scheme
 from .verify import verify
 
 __all__ = ["CompressionReport", "Plan", "Rule", "Scheme", "compress", "decompress", "make_plan", "verify"]

@@ -16,24 +16,26 @@ from pathlib import Path
 
 from neuzip.errors import NeuzipError
 
+from .bitnet import online_config
 from .container_job import ContainerJob
 from .delta_base import DeltaBase
 from .device import CPU, Device
 from .encode_tensor import TensorEncoder
 from .entry_checks import refuse_other, require_config, require_plain
 from .overwrite_guard import refuse_existing
-from .plan import make_plan, online_config
+from .plan import make_plan
 from .progress import OnBytes, ignore
 from .rank_job import SHARED_FILES, OnFile, RankJob
 from .ranks import ALONE, Ranks
 from .reports import CompressionReport, compression_report
 from .results import RunOutcome, TensorResults
 from .resume import SCRATCH_PATH, claim_workspace
+from .rules import LOSSLESS, Rule
 from .run_identity import is_of_run, run_identity
-from .scheme import LOSSLESS, Rule
 from .side_files import SideFiles
 from .single_file_job import compress_file
-from .source import TensorSource
+from .sources.folder import FolderSource
+from .sources.source import TensorSource
 from .workers import Workers
 from .workspace import partial_name, publish, recover, remove_scratch, sync_folder, workspace, writing
 
@@ -71,7 +73,7 @@ def compress(
     assert on_file is None or ranks.world == 1
     began = time.monotonic()
     dst = Path(dst)
-    with TensorSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
+    with FolderSource(src) as source, Workers(jobs or device.jobs(ranks.jobs)) as workers:
         require_plain(source, dst)
         require_config(source, activations)
         base_sizes = base.sizes() if base is not None else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from neuzip.errors import BUG_OR_MEMORY, VerificationError
 from neuzip.formats.checkpoint import Checkpoint
 from neuzip.formats.container import ContainerWriter
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import AliasRecord, Record
 from neuzip.formats.safetensors_file import DTYPE_BITS
 
 from .delta_base import DeltaBase
@@ -19,7 +19,8 @@ from .encode_tensor import TensorEncoder
 from .plan import PlannedTensor, coded_streams, pooled_tensors
 from .progress import OnBytes, ignore
 from .results import TensorResults
-from .source import SourceTensor, TensorSource
+from .sources.folder import FolderSource
+from .sources.source import SourceTensor, TensorSource
 from .tensor_checks import check_tensors
 from .workers import Workers, ahead
 from .workspace import permissions
@@ -82,7 +83,7 @@ class ContainerJob:
         pooled = pooled_tensors(planned, delta=self.is_delta)
         writer = ContainerWriter(path, self.source.header(file), coded_streams(planned), mode, pooled)
         try:
-            raw: list[tuple[SourceTensor, TensorRecord]] = []
+            raw: list[tuple[SourceTensor, Record]] = []
             for planned_tensor, coded in encoded:
                 tensor = planned_tensor.tensor
                 results.add(tensor, coded)
@@ -108,7 +109,7 @@ class ContainerJob:
         self,
         writer: ContainerWriter,
         file: str,
-        raw: Sequence[tuple[SourceTensor, TensorRecord]],
+        raw: Sequence[tuple[SourceTensor, Record]],
         pooled: Collection[str],
     ) -> None:
         """Copy the tensors that are stored as they are: one by one, and the `pooled` ones as one entry."""
@@ -128,7 +129,7 @@ class ContainerJob:
         for piece in tensor.pieces():
             writer.write(read(*piece))
 
-    def alias_record(self, alias: PlannedTensor, results: TensorResults) -> TensorRecord:
+    def alias_record(self, alias: PlannedTensor, results: TensorResults) -> AliasRecord:
         """The record of a tensor that is stored as equal to another one."""
         tensor, target = alias.tensor, alias.alias_of
         assert target is not None
@@ -138,10 +139,8 @@ class ContainerJob:
             record = self.encoder.encode(own, self.workers.map).record
             results.records[target.file, target.name] = record
         folder = target.file[: target.file.rfind("/") + 1]
-        return TensorRecord(
-            "alias", record.checksum, original=record.original, alias_of=target.name,
-            alias_file=None if target.file == tensor.file else target.file[len(folder) :],
-        )  # fmt: skip
+        file = None if target.file == tensor.file else target.file[len(folder) :]
+        return AliasRecord(record.checksum, of=target.name, file=file, original=record.original)
 
     def check(self, file: str, path: Path, on_bytes: OnBytes, names: Collection[str] | None = None) -> None:
         """Read a container back and compare every tensor with the source, or only those called `names`.
@@ -151,10 +150,10 @@ class ContainerJob:
         originals = {t.name: t for t in self.source.tensors(file)}
         container = Checkpoint(path, path.parent, (path.name,), ())
         base = self.base.source if self.base is not None else None
-        with TensorSource(container, self.device, base=base) as written:
+        with FolderSource(container, self.device, base=base) as written:
             tensors = [t for t in written.tensors() if names is None or t.name in names]
             # Tensors that live in another file were compared byte by byte when the plan was made.
-            here = [t for t in tensors if t.record is not None and t.record.alias_file is None]
+            here = [t for t in tensors if t.record is not None and not t.record.in_other_file]
             on_bytes(sum(map(self.checked_part, tensors)) - sum(map(self.checked_part, here)))
             verdicts = check_tensors(
                 written, here, self.workers, original=lambda t: self.source.reader(originals[t.name])

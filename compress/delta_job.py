@@ -18,8 +18,8 @@ from .overwrite_guard import refuse_existing, refuse_nesting, require_name
 from .progress import Stage, unseen
 from .reports import CompressionReport
 from .restore import decompress
-from .scheme import Rule
-from .source import TensorSource, weight_bytes
+from .rules import Rule
+from .sources.folder import FolderSource, weight_bytes
 from .workspace import recover, remove, writing
 
 
@@ -42,7 +42,7 @@ def compress_delta(
     NeuzipError.
     """
     dst = Path(dst)
-    with TensorSource(old, device) as source:
+    with FolderSource(old, device) as source:
         refuse_nesting(source.checkpoint.path, dst)
         refuse_nesting(source.checkpoint.path, Path(new))
         with (
@@ -64,7 +64,7 @@ def _uncompressed(
 
     What was restored is removed when all went well; a run that fails or is killed leaves it to the next.
     """
-    with TensorSource(new) as source:
+    with FolderSource(new) as source:
         if not source.is_compressed:
             yield new
             return

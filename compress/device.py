@@ -16,7 +16,7 @@ from neuzip.distribution import require
 from neuzip.errors import UsageError
 from neuzip.kernels.device.release import unfit_triton
 
-from .lossless import PIECE
+from .pieces import PIECE
 
 if TYPE_CHECKING:
     import torch

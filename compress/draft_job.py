@@ -20,8 +20,8 @@ from neuzip.formats.hub.push_plan import plan_push
 from .checkpoint_job import DEFAULT_RULES, compress
 from .entry_checks import refuse_unless_made, require_plain
 from .reports import CompressionReport
-from .scheme import Rule
-from .source import TensorSource
+from .rules import Rule
+from .sources.folder import FolderSource
 
 
 def compress_and_push(
@@ -44,7 +44,7 @@ def compress_and_push(
     """
     if Path(src).is_file():
         raise NeuzipError(f"{src}: is a file, and repositories hold folders", "give its folder")
-    with TensorSource(src) as source:
+    with FolderSource(src) as source:
         require_plain(source, Path(dst))
         refuse_private(private_files(source.checkpoint), str(draft.target), allow_private_files)
         note(files_to_upload(source.checkpoint, draft))

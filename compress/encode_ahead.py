@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 from neuzip.errors import NeuzipError
 
-from .encode_tensor import SMALL, EncodedTensor, TensorEncoder
+from .encode_tensor import SMALL, TensorEncoder
 from .plan import PlannedTensor
+from .schemes import EncodedTensor
 from .workers import Workers
 
 LARGE_ON_GPU = 2

@@ -16,7 +16,7 @@ from neuzip.formats.safetensors_file import Header
 
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
 from .run_identity import RUN_ID_PATH, is_of_run
-from .source import TensorSource
+from .sources.source import TensorSource
 from .workspace import recover
 
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import Record
 
+from .pieces import digest
 from .plan import ALIAS_MINIMUM, PlannedTensor
 from .results import TensorKey
-from .source import SourceTensor, TensorSource, digest
+from .sources.source import SourceTensor, TensorSource
 from .workers import Workers
 
 COMPARED_BYTES = 1 << 25
@@ -46,11 +47,11 @@ class EqualTensors:
                 aliases[tensor.tensor.name] = first
         return [replace(t, alias_of=aliases.get(t.tensor.name)) for t in planned]
 
-    def remember(self, planned: Iterable[PlannedTensor], records: Mapping[TensorKey, TensorRecord]) -> None:
+    def remember(self, planned: Iterable[PlannedTensor], records: Mapping[TensorKey, Record]) -> None:
         """Remember the digests of a file's tensors, to which later ones may be equal."""
         for tensor in planned:
             record = records[tensor.tensor.file, tensor.tensor.name]
-            if record.scheme != "alias" and _can_be_alias(tensor):
+            if record.holder is None and _can_be_alias(tensor):
                 checksum = record.original or record.checksum
                 self._firsts.setdefault((_kind(tensor), checksum), tensor.tensor)
 

@@ -23,7 +23,7 @@ from .export_gguf import Gguf, write_gguf
 from .export_model import ExportedTensor, ExportModel
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
 from .progress import OnBytes, ignore
-from .source import TensorSource
+from .sources.folder import FolderSource
 from .workspace import files_in, recover
 
 ExportTarget = SafetensorsTarget | Gguf
@@ -104,7 +104,7 @@ def export(
     or that the engine cannot hold.
     """
     began, dst = time.monotonic(), Path(dst)
-    with TensorSource(src) as source:
+    with FolderSource(src) as source:
         model = ExportModel(source, on_bytes)
         refuse_nesting(source.checkpoint.path, dst)
         require_name(dst)

@@ -14,7 +14,8 @@ from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.export import gguf, gguf_model
 
 from .export_model import ExportedTensor, ExportModel, bytes_of, relative_error
-from .source import Bytes, SourceTensor
+from .pieces import Bytes
+from .sources.source import SourceTensor
 from .workspace import clear, permissions, remove, sync_folder, workspace, writing
 
 

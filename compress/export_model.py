@@ -13,15 +13,19 @@ from torch import Tensor
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, OWN_FOLDER, PICKLES, index_files, read_weight_map
 from neuzip.formats.config_section import own_section, read_config
+from neuzip.formats.records import RawRecord, TernaryRecord
 from neuzip.formats.safetensors_file import parse_json
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
 
+from .bitnet import bitnet_converts, is_online
 from .folder_checks import verify_files
-from .plan import bitnet_converts, is_online
+from .pieces import Bytes, digest
 from .progress import OnBytes
-from .source import Bytes, SourceTensor, TensorSource, digest
-from .ternary import TORCH_DTYPES, find_exact, is_ternary, read_ternary
+from .schemes.ternary_coding import TORCH_DTYPES, find_exact
+from .sources.folder import FolderSource
+from .sources.source import SourceTensor
+from .ternary_weights import is_ternary, read_ternary
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out", "output")
@@ -52,7 +56,7 @@ class ExportedTensor:
 class ExportModel:
     """The model to export: its config, its other files, its tensors by name."""
 
-    def __init__(self, source: TensorSource, on_bytes: OnBytes) -> None:
+    def __init__(self, source: FolderSource, on_bytes: OnBytes) -> None:
         self.source, self._on_bytes = source, on_bytes
         self.warnings: list[str] = []
         checkpoint = source.checkpoint
@@ -141,7 +145,7 @@ class ExportModel:
             return None
         record = self.source.resolve(tensor).record
         # Online, codes stand for floats, of which transformers takes the absmean.
-        if record is not None and record.scheme == "ternary" and not self.is_online:
+        if isinstance(record, TernaryRecord) and not self.is_online:
             return _tidy(read_ternary(self.source, tensor))
         ternary = self._online(tensor) if self.is_online else self._exact(tensor)
         return None if ternary is None else _tidy(ternary)
@@ -187,7 +191,7 @@ class ExportModel:
         """The ternary form of a matrix, once what is stored of it has been compared with its checksums."""
         self.source.check_streams(tensor)
         record, read = tensor.record, self.source.reader(tensor)
-        is_raw = record is not None and record.scheme == "raw"
+        is_raw = isinstance(record, RawRecord)
         if record is not None and is_raw and digest(read, tensor.info.nbytes) != record.checksum:
             path = self.source.checkpoint.root / tensor.file
             raise FormatError(path, "the file is damaged", tensor=tensor.name, field="checksum")

@@ -20,13 +20,12 @@ from neuzip.formats.checkpoint import (
     rewritten_index,
 )
 from neuzip.formats.config_section import SECTION
-from neuzip.formats.container import Container
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import Record
 
-from .source import TensorSource
+from .sources.folder import FolderSource
 
 
-def verify_files(source: TensorSource) -> int:
+def verify_files(source: FolderSource) -> int:
     """Check the files of a compressed folder other than containers; how many there are."""
     if not source.checkpoint.is_compressed_folder:
         return len(source.checkpoint.weights)
@@ -34,23 +33,23 @@ def verify_files(source: TensorSource) -> int:
     stored = read_stored_files(root, delta=source.allow_delta)
     present = {*source.checkpoint.weights, *source.checkpoint.others}
     for name, file in stored.items():
-        place = f"{ORIGINAL_FOLDER}/{name}" if file.kind == "rewritten" else name
+        place = file.place(name)
         path = root / place
         if place not in present:
             raise FormatError(path, "is missing")
-        if file.kind == "container":
-            if not isinstance(source.opened(name), Container):
+        if file.is_container:
+            if not source.is_container(name):
                 raise FormatError(path, "is not the container that the folder's manifest says it is")
         elif path.stat().st_size != file.nbytes or file_checksum(path) != file.checksum:
             raise FormatError(path, "does not have the checksum of the folder's manifest: it is damaged")
-    listed = {name for name, file in stored.items() if file.kind == "container"}
+    listed = {name for name, file in stored.items() if file.is_container}
     for name in source.checkpoint.weights:
         if name not in listed:
             raise FormatError(root / name, "is not in the folder's manifest")
     return len(stored)
 
 
-def check_rewritten(source: TensorSource) -> None:
+def check_rewritten(source: FolderSource) -> None:
     """Compare what was rewritten in a compressed folder with the originals and the records of all tensors.
 
     What config.json has under `neuzip` is not looked at: how a model runs may be changed. The sentence that
@@ -61,12 +60,12 @@ def check_rewritten(source: TensorSource) -> None:
         return
     root = checkpoint.root / ORIGINAL_FOLDER
     stored = read_stored_files(checkpoint.root, delta=source.allow_delta)
-    records: dict[str, dict[str, TensorRecord]] = {file: {} for file in checkpoint.weights}
+    records: dict[str, dict[str, Record]] = {file: {} for file in checkpoint.weights}
     for tensor in source.tensors():
         if tensor.record is not None:
             records[tensor.file][tensor.name] = tensor.record
     lossless = all(r.lossless for of_file in records.values() for r in of_file.values())
-    rewritten = tuple(file for file, how in stored.items() if how.kind == "rewritten")
+    rewritten = tuple(file for file, how in stored.items() if how.is_rewritten)
     originals = Checkpoint(root, root, checkpoint.weights, rewritten)
     wanted = {file: rewritten_index(originals, file, records) for file in index_files(originals)}
     wanted |= {file: rewritten_config(originals, file, lossless) for file in config_files(originals)}

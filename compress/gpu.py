@@ -30,10 +30,7 @@ from neuzip.kernels.rans.coded import ALIGNMENT, PATTERNS, CodedTensor
 from neuzip.kernels.rans.triton import decode as triton_decode
 from neuzip.kernels.rans.triton import encode as triton_encode
 
-Bytes = npt.NDArray[np.uint8]
-
-Fill = Callable[[str, int, Bytes], None]
-"""fill(name, start, target): the bytes of a stream from `start` on, into `target`."""
+from .pieces import Bytes, Fill
 
 PIECE_BYTES = 1 << 25
 """Bytes of decoded weights of a piece: enough that a launch, about a millisecond of Python, weighs little."""
@@ -49,7 +46,7 @@ SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedOnGpu:
     """A coded tensor in pinned memory; words, index and planes (by width) in parts."""
 
     kept: int
@@ -128,9 +125,9 @@ class Gpu:
             errors.view(torch.int32).copy_(plan.errors, non_blocking=True)
         return None if errors.numpy().any() else result.numpy().view(fmt.dtype)
 
-    def coder(self, numel: int, fmt: FloatFormat) -> Coder:
+    def coder(self, numel: int, fmt: FloatFormat) -> GpuCoder:
         """Begin to code a tensor."""
-        return Coder(self, numel, fmt)
+        return GpuCoder(self, numel, fmt)
 
     def compute(self, bits: Bits, function: Callable[[torch.Tensor], torch.Tensor]) -> npt.NDArray[Any]:
         """What a function makes of bit patterns, which it gets as bytes on the GPU."""
@@ -182,7 +179,7 @@ class Gpu:
             done.synchronize()
 
 
-class Coder:
+class GpuCoder:
     """A tensor on its way to a GPU, to be coded there when all of its pieces have been `put`.
 
     All coders share a queue. Nobody waits in it before the end: torch keeps pinned memory from being used
@@ -203,7 +200,7 @@ class Coder:
         with self._gpu._in(self._gpu._coding):
             target.copy_(host, non_blocking=True)
 
-    def finish(self) -> Coded:
+    def finish(self) -> CodedOnGpu:
         """Code what was sent. To be called once."""
         with self._gpu._in(self._gpu._coding):
             encoded = triton_encode.encode(self._bits, self._fmt)
@@ -211,7 +208,7 @@ class Coder:
             index, words = self._fetch(encoded.index), self._fetch(encoded.words)
             planes = {width: self._fetch(plane) for width, plane in encoded.planes.items()}
             self._gpu._wait_for(self._gpu._coding)
-        return Coded(
+        return CodedOnGpu(
             encoded.kept_bits,
             encoded.table,
             [part.view("<u2") for part in index],

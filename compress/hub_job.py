@@ -32,6 +32,7 @@ from neuzip.formats.hub.push_plan import plan_push
 from neuzip.formats.hub.stream import RemoteCheckpoint, download, find_remote, read_headers
 from neuzip.formats.safetensors_file import Header
 
+from .bitnet import online_config
 from .checkpoint_job import DEFAULT_RULES
 from .container_job import ContainerJob
 from .device import CPU, Device
@@ -43,16 +44,16 @@ from .hub_result import is_made_of
 from .hub_state import STATE_PATH, HubState, begin_or_resume, load_state, new_state
 from .husk import put_husk
 from .overwrite_guard import refuse_existing
-from .plan import Plan, PlannedTensor, choose_schemes, online_config, refuse_destruction
+from .plan import Plan, PlannedTensor, choose_schemes, refuse_destruction
 from .progress import OnBytes, ignore
 from .ranks import ALONE
 from .reports import CompressionReport, compression_report
 from .results import RunOutcome, TensorResults
 from .resume import claim_workspace
+from .rules import Rule
 from .run_identity import is_of_run, run_identity
-from .scheme import Rule
 from .side_files import SideFiles
-from .source import TensorSource
+from .sources.folder import FolderSource
 from .sources.hub import HubSource
 from .tensor_checks import check_tensors
 from .workers import Workers
@@ -299,10 +300,10 @@ class HubJob:
         """Whether the container of an earlier run decodes to what its checksums say."""
         container = Checkpoint(path, path.parent, (path.name,), ())
         try:
-            with TensorSource(container, self.container.device) as written:
+            with FolderSource(container, self.container.device) as written:
                 if written.header(path.name).raw != self.source.header(file).raw:
                     return False
-                here = [t for t in written.tensors() if t.record is None or t.record.alias_file is None]
+                here = [t for t in written.tensors() if t.record is None or not t.record.in_other_file]
                 for _ in check_tensors(written, here, self.container.workers):
                     pass
         except FormatError:

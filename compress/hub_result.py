@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neuzip.errors import FormatError, VerificationError
-from neuzip.formats.checkpoint import ORIGINAL_FOLDER, read_stored_files
+from neuzip.formats.checkpoint import read_stored_files
 from neuzip.formats.hub.stream import RemoteCheckpoint
 
 from .device import Device
 from .folder_checks import check_rewritten
 from .progress import OnBytes
-from .source import TensorSource
+from .sources.folder import FolderSource
 from .tensor_checks import check_tensors
 from .workers import Workers
 
@@ -45,7 +45,7 @@ def _restores_to(
     remote: RemoteCheckpoint, dst: Path, device: Device, workers: Workers, on_bytes: OnBytes, has_state: bool
 ) -> bool:
     stored = read_stored_files(dst)
-    with TensorSource(dst, device) as result:
+    with FolderSource(dst, device) as result:
         if result.checkpoint.weights != remote.weights:
             return False
         check_rewritten(result)
@@ -59,15 +59,12 @@ def _restores_to(
             for tensor in tensors:
                 result.check_streams(tensor)
     return all(
-        file in stored
-        and remote.files[file].matches(
-            dst / (f"{ORIGINAL_FOLDER}/{file}" if stored[file].kind == "rewritten" else file)
-        )
+        file in stored and remote.files[file].matches(dst / stored[file].place(file))
         for file in remote.others
     )
 
 
-def _restored(result: TensorSource, file: str, on_bytes: OnBytes) -> Iterator[bytes | memoryview]:
+def _restored(result: FolderSource, file: str, on_bytes: OnBytes) -> Iterator[bytes | memoryview]:
     """A file as it was before compression, in pieces."""
     yield result.header(file).raw
     for tensor in result.tensors(file):

@@ -14,7 +14,7 @@ from neuzip.formats.hub.draft import Draft
 from neuzip.formats.hub.listing import HubFile
 from neuzip.formats.hub.stream import RemoteCheckpoint
 
-from .scheme import Rule
+from .rules import Rule
 from .workspace import remove, write_file, writing
 
 STATE_PATH = f"{OWN_FOLDER}/stream.json"

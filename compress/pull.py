@@ -17,7 +17,7 @@ from neuzip.formats.safetensors_file import LONGEST_SIGN, other_format
 
 from .overwrite_guard import refuse_existing, require_name
 from .progress import Stage
-from .source import weight_bytes
+from .sources.folder import weight_bytes
 from .verify import verify
 from .workspace import files_in, publish, recover, refuse_strangers, remove, workspace, write_file, writing
 

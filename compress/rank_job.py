@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from neuzip.errors import NeuzipError
-from neuzip.formats.container import STREAM_DTYPES, Stream
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.container import Stream
+from neuzip.formats.records import Record
 
 from .container_job import ContainerJob
 from .encode_ahead import PlannedAndEncoded
-from .encode_tensor import EncodedTensor
 from .plan import Plan, PlannedTensor
 from .ranks import ALONE, Ranks
 from .results import TensorKey, TensorResults
 from .resume import ContainerState, container_state
+from .schemes import EncodedTensor
 from .shares import share_out, split
 from .workspace import make_folder, partial_name, scratch_folder, writing
 
@@ -39,7 +39,7 @@ OnFile = Callable[[str, Path], None]
 class _ParkedTensor:
     """A tensor's record, and where in a scratch file its streams are: start and length in bytes."""
 
-    record: TensorRecord
+    record: Record
     path: Path
     streams: Mapping[str, tuple[int, int]]
 
@@ -47,7 +47,7 @@ class _ParkedTensor:
         """The record and the streams themselves. Raises NeuzipError when the file is not all there."""
         streams = {}
         for name, (start, nbytes) in self.streams.items():
-            dtype = np.uint16 if STREAM_DTYPES[name] == "U16" else np.uint8
+            dtype = np.uint16 if self.record.stream_dtypes[name] == "U16" else np.uint8
             part = np.fromfile(self.path, dtype, nbytes // dtype().itemsize, offset=start)
             if part.nbytes != nbytes:
                 raise NeuzipError(f"{self.path}: is not what another rank wrote", SHARED_FILES)

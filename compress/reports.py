@@ -10,13 +10,14 @@ from pathlib import Path
 from neuzip.formats.checkpoint import PICKLES, Checkpoint, linked_from_outside
 from neuzip.formats.container import Container
 from neuzip.formats.hub.private_files import listed, private_files
-from neuzip.formats.manifest import Loss, TensorRecord
+from neuzip.formats.records import Loss, RawRecord, Record
 from neuzip.formats.safetensors_file import DTYPE_BITS
-from neuzip.kernels.float_fields import FORMATS
 
-from .plan import KEEP_ALL, Plan, PlannedTensor
+from .plan import Plan, PlannedTensor
 from .results import RunOutcome, TensorKey
-from .source import TensorSource
+from .schemes import describe
+from .schemes.truncated import KEEP_ALL
+from .sources.source import TensorSource
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ def tensor_reports(
                 info = planned.tensor.info
                 record = container.manifest.tensors[info.name]
                 losses[file, info.name] = record.loss
-                if record.scheme == "alias":
+                if record.holder is not None:
+                    beside, name = record.holder
                     folder = file[: file.rfind("/") + 1]
-                    target = file if record.alias_file is None else folder + record.alias_file
-                    tied[len(reports)] = target, record.alias_of or ""
+                    tied[len(reports)] = file if beside is None else folder + beside, name
                 reports.append(
                     TensorReport(
                         file=file,
@@ -148,11 +149,11 @@ def tensor_reports(
     return reports
 
 
-def _note(planned: PlannedTensor, record: TensorRecord, note: str) -> str:
+def _note(planned: PlannedTensor, record: Record, note: str) -> str:
     """The note of a tensor, where its record makes that of the plan or of the coder obsolete."""
     if record.needs_base:
         return ""  # whatever was in the way of coding it alone
-    if record.scheme == "raw" and planned.scheme.kind != "raw":
+    if isinstance(record, RawRecord) and not planned.is_raw:
         return "does not shrink"
     return note
 
@@ -190,24 +191,3 @@ def _unknown(tensors: Sequence[TensorReport]) -> list[str]:
         f"neuzip does not know dtype {dtype}: {count:,} tensor{'' if count == 1 else 's'} stored unchanged"
         for dtype, count in counts.items()
     ]
-
-
-def describe(record: TensorRecord, dtype: str) -> str:
-    """A record's scheme in a few words.
-
-    >>> describe(TensorRecord("lossless", "0" * 16, 7), "F32")
-    'lossless, 7 of 23 mantissa bits'
-    """
-    if record.scheme == "alias":
-        return f"same as {record.alias_of}"
-    if record.scheme == "truncated":
-        return f"k={record.mantissa_bits}" + (f" block={record.block_size}" if record.block_size else "")
-    if record.scheme == "base":
-        return "as in the base"
-    if record.scheme == "ternary":
-        group = "" if record.group is None else f" group={record.group}"
-        return f"ternary {record.quantizer}{group}" + (", lossless" if record.lossless else "")
-    fmt = FORMATS.get(dtype)
-    if record.scheme == "lossless" and fmt is not None and record.mantissa_bits < fmt.mantissa_bits:
-        return f"lossless, {record.mantissa_bits} of {fmt.mantissa_bits} mantissa bits"
-    return record.scheme

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from neuzip.choices import Activations, Sensitivity, TernaryPacking, TernaryQuantizer
 from neuzip.errors import UsageError
+from neuzip.formats.records import TernaryRecord
 
-from .scheme import RAW, Rule, read_plan_file, rules_of_options, ternary_of_options
+from .rules import RAW, Rule, rules_of_options, ternary_of_options
+from .rules_file import read_plan_file
+from .schemes import codec_for
 
 TARGET = "target"
 """The name in the tables below of whichever parameter sets a target: `max_kld`, for example."""
@@ -152,7 +155,7 @@ class CompressRequest:
 
     def _require_ternary(self, rules: Iterable[Rule]) -> None:
         """Raise UsageError for parameters of ternary weights without a ternary rule."""
-        if any(rule.scheme.kind == "ternary" for rule in rules):
+        if any(codec_for(rule.scheme).record is TernaryRecord for rule in rules):
             return
         why = "without `ternary=True`, or a plan with ternary rules"
         if self.plan is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import (
     MANIFEST_PATH,
-    ORIGINAL_FOLDER,
     StoredFile,
     file_checksum,
     read_stored_files,
@@ -22,8 +21,10 @@ from .delta_base import check_base
 from .device import CPU, Device
 from .folder_checks import verify_files
 from .overwrite_guard import refuse_existing, refuse_folder, refuse_nesting, require_name
+from .pieces import Bytes, digest
 from .progress import OnBytes, ignore
-from .source import Bytes, SourceTensor, TensorSource, digest
+from .sources.folder import FolderSource
+from .sources.source import SourceTensor
 from .tensor_checks import check_tensors
 from .workers import Workers, default_jobs
 from .workspace import (
@@ -80,8 +81,8 @@ def decompress(
     began = time.monotonic()
     dst = Path(dst)
     with (
-        nullcontext() if base is None else TensorSource(base, device) as of_base,
-        TensorSource(src, device, base=of_base) as source,
+        nullcontext() if base is None else FolderSource(base, device) as of_base,
+        FolderSource(src, device, base=of_base) as source,
         Workers(jobs or device.jobs(default_jobs())) as workers,
     ):
         checkpoint = source.checkpoint
@@ -107,7 +108,7 @@ def decompress(
 
 
 def _restore_single(
-    source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
+    source: FolderSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
     """Restore a single file: the number of files, 1, and whether it was there before."""
     (file,) = source.checkpoint.weights
@@ -124,7 +125,7 @@ def _restore_single(
 
 
 def _restore_folder(
-    source: TensorSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
+    source: FolderSource, dst: Path, overwrite: bool, workers: Workers, on_bytes: OnBytes
 ) -> tuple[int, bool]:
     """Restore a folder: the number of files, and whether they were there before."""
     checkpoint = source.checkpoint
@@ -145,20 +146,19 @@ def _restore_folder(
         for name, file in stored.items():
             target = work / name
             with writing(target):
-                if file.kind == "container":
+                if file.is_container:
                     if target.exists() and _is_restored_file(source, name, target, on_bytes):
                         continue
                     make_folder(target.parent, (checkpoint.root / name).parent)
                     _restore(source, name, target, workers, on_bytes)
                 else:
-                    folder = f"{ORIGINAL_FOLDER}/" if file.kind == "rewritten" else ""
-                    copy_file(checkpoint.root / (folder + name), target)
+                    copy_file(checkpoint.root / file.place(name), target)
         refuse_strangers(work, set(stored))
         publish(work, dst)
     return len(stored), False
 
 
-def _restore(source: TensorSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
+def _restore(source: FolderSource, file: str, target: Path, workers: Workers, on_bytes: OnBytes) -> None:
     """Write one original weight file: its header as it was, and every tensor decoded and checked.
 
     The threads that decode write too: so the file is all that anybody waits for.
@@ -190,20 +190,20 @@ def _write_at(descriptor: int, offset: int, data: Bytes) -> None:
 
 
 def _is_restored(
-    source: TensorSource, stored: dict[str, StoredFile], folder: Path, on_bytes: OnBytes
+    source: FolderSource, stored: dict[str, StoredFile], folder: Path, on_bytes: OnBytes
 ) -> bool:
     """Whether a folder holds all that `source` restores to, and nothing else."""
     if {p.relative_to(folder).as_posix() for p in files_in(folder)} != set(stored):
         return False
     return all(
         _is_restored_file(source, name, folder / name, on_bytes)
-        if file.kind == "container"
+        if file.is_container
         else file_checksum(folder / name) == file.checksum
         for name, file in stored.items()
     )
 
 
-def _is_restored_file(source: TensorSource, name: str, path: Path, on_bytes: OnBytes) -> bool:
+def _is_restored_file(source: FolderSource, name: str, path: Path, on_bytes: OnBytes) -> bool:
     """Whether a weight file holds what its container says; then `on_bytes` is told of its tensors."""
     tensors = list(source.tensors(name))
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import Record
 
-from .encode_tensor import EncodedTensor
-from .source import SourceTensor
+from .schemes import EncodedTensor
+from .sources.source import SourceTensor
 
 TensorKey = tuple[str, str]
 """File and name of a tensor."""
@@ -18,7 +18,7 @@ TensorKey = tuple[str, str]
 class TensorResults:
     """Records of tensors, and notes on those that were stored otherwise than planned."""
 
-    records: dict[TensorKey, TensorRecord] = field(default_factory=dict)
+    records: dict[TensorKey, Record] = field(default_factory=dict)
     notes: dict[TensorKey, str] = field(default_factory=dict)
 
     def add(self, tensor: SourceTensor, encoded: EncodedTensor) -> None:
@@ -32,9 +32,9 @@ class TensorResults:
         self.records.update(other.records)
         self.notes.update(other.notes)
 
-    def by_file(self, files: Iterable[str]) -> dict[str, dict[str, TensorRecord]]:
+    def by_file(self, files: Iterable[str]) -> dict[str, dict[str, Record]]:
         """The records by file and name, for all of some `files`."""
-        records: dict[str, dict[str, TensorRecord]] = {file: {} for file in files}
+        records: dict[str, dict[str, Record]] = {file: {} for file in files}
         for (file, name), record in self.records.items():
             records[file][name] = record
         return records

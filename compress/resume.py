@@ -12,10 +12,10 @@ from neuzip.formats.container import Container, is_container
 from neuzip.formats.safetensors_file import TensorFile
 
 from .container_job import ContainerJob
+from .pieces import digest
 from .progress import OnBytes
 from .results import TensorResults
 from .run_identity import RUN_ID_PATH, is_of_run
-from .source import digest
 from .workspace import files_in, partial_name, remove, remove_scratch, write_file, writing
 
 SCRATCH_PATH = f"{OWN_FOLDER}/scratch"

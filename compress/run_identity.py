@@ -12,7 +12,7 @@ from pathlib import Path
 from neuzip.formats.checkpoint import OWN_FOLDER, Checkpoint
 from neuzip.formats.manifest import VERSION
 
-from .scheme import Rule
+from .rules import Rule
 
 RUN_ID_PATH = f"{OWN_FOLDER}/plan.json"
 """Where a workspace, and later the result, has the identity of its run."""

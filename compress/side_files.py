@@ -30,7 +30,7 @@ from neuzip.formats.checkpoint import (
 )
 from neuzip.formats.config_section import SECTION, own_section
 from neuzip.formats.hub.push_plan import HUB_FILES
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import Record
 
 from .run_identity import RUN_ID_PATH
 from .workspace import copy_file, reading, refuse_strangers, write_file
@@ -68,7 +68,7 @@ class SideFiles:
     """
 
     checkpoint: Checkpoint
-    records: Mapping[str, dict[str, TensorRecord]]
+    records: Mapping[str, dict[str, Record]]
     activations: str | None = None
     base_name: str | None = None
 
@@ -187,7 +187,7 @@ class SideFiles:
             stored = read_stored_files(dst, delta=self._is_delta)
         except FormatError:
             return set()
-        return {name for name in HUB_FILES if name in stored and stored[name].kind == "rewritten"}
+        return {name for name in HUB_FILES if name in stored and stored[name].is_rewritten}
 
 
 def _with_further_entries(content: bytes, path: Path, activations: str | None) -> bytes:

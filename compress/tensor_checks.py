@@ -12,10 +12,11 @@ import xxhash
 from neuzip.errors import FormatError
 from neuzip.kernels.float_fields import FORMATS, non_finite
 
-from .lossless import PIECE
+from .pieces import PIECE, Bytes
 from .progress import OnBytes, ignore
-from .source import Bytes, SourceTensor, TensorSource
-from .truncated import Error
+from .schemes.truncated import ErrorSums
+from .sources.folder import FolderSource
+from .sources.source import SourceTensor
 from .workers import Workers
 
 Reader = Callable[[int, int], Bytes]
@@ -56,12 +57,12 @@ class _CheckedPiece:
 
     data: Bytes
     is_identical: bool = True
-    errors: tuple[Error, ...] = ()
+    errors: tuple[ErrorSums, ...] = ()
     rounded_from: Bytes | None = None
 
 
 def check_tensors(
-    source: TensorSource,
+    source: FolderSource,
     tensors: list[SourceTensor],
     workers: Workers,
     original: Callable[[SourceTensor], Reader] | None = None,
@@ -88,7 +89,7 @@ def check_tensors(
 
     results = workers.map(lambda job: job(), jobs())
     for tensor in tensors:
-        running, rounded, is_identical, error = xxhash.xxh3_64(), xxhash.xxh3_64(), True, Error()
+        running, rounded, is_identical, error = xxhash.xxh3_64(), xxhash.xxh3_64(), True, ErrorSums()
         next(results)
         for _ in tensor.pieces(source.device):
             piece = next(results)
@@ -116,7 +117,7 @@ def check_tensors(
         yield verdict
 
 
-def _verdict(source: TensorSource, tensor: SourceTensor) -> TensorVerdict:
+def _verdict(source: FolderSource, tensor: SourceTensor) -> TensorVerdict:
     """The verdict on a tensor that decodes to its checksum and was compared with nothing yet."""
     record = source.resolve(tensor).record
     scheme = record.scheme if record is not None else "plain"
@@ -125,7 +126,7 @@ def _verdict(source: TensorSource, tensor: SourceTensor) -> TensorVerdict:
 
 
 def _check_streams(
-    source: TensorSource, tensor: SourceTensor, error: FormatError | None = None
+    source: FolderSource, tensor: SourceTensor, error: FormatError | None = None
 ) -> _CheckedPiece:
     """Compare the checksums of a tensor's streams. Raises FormatError, at last the `error` that is known."""
     source.check_streams(tensor)
@@ -164,5 +165,5 @@ def _check_piece(
     for at in range(0, a.size, PIECE):
         x, y = a[at : at + PIECE], b[at : at + PIECE]
         finite = ~(non_finite(x, fmt) | non_finite(y, fmt))
-        errors.append(Error.between(x[finite], y[finite], fmt))
+        errors.append(ErrorSums.between(x[finite], y[finite], fmt))
     return _CheckedPiece(data, is_identical, tuple(errors), rounded_from)

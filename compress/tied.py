@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .plan import config_of
-from .source import TensorSource
+from .bitnet import config_of
+from .sources.folder import FolderSource
 
 HEADED = ("LM", "ConditionalGeneration")
 """What the names of transformers' classes contain whose models predict tokens."""
@@ -17,7 +17,7 @@ def tied_embedding(path: str | os.PathLike[str]) -> str | None:
 
     It is the only matrix with a row for each token of the vocabulary.
     """
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         tokens = _vocabulary(config_of(source))
         rows = [t.name for t in source.tensors() if len(t.info.shape) == 2 and t.info.shape[0] == tokens]
     return rows[0] if len(rows) == 1 else None

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from neuzip.errors import FormatError, NeuzipError, VerificationError, shell
 from neuzip.formats.config_section import own_section, read_config
 
-from .delta import Decoder
 from .delta_base import check_base
 from .device import CPU, Device
 from .folder_checks import check_rewritten, verify_files
 from .progress import OnBytes, ignore
-from .scheme import DROPPED_LAYERS
-from .source import SourceTensor, TensorSource
+from .rules_file import DROPPED_LAYERS
+from .sources.folder import FolderSource
+from .sources.source import SourceTensor
 from .tensor_checks import Reader, TensorVerdict, check_tensors
 from .workers import Workers, default_jobs
 
@@ -56,8 +56,8 @@ def verify(
     for one that was rounded from other weights.
     """
     with (
-        nullcontext() if base is None else TensorSource(base, device) as of_base,
-        TensorSource(src, device, base=of_base, allow_delta=True) as source,
+        nullcontext() if base is None else FolderSource(base, device) as of_base,
+        FolderSource(src, device, base=of_base, allow_delta=True) as source,
         Workers(jobs or device.jobs(default_jobs())) as workers,
     ):
         if not source.is_compressed:
@@ -77,7 +77,7 @@ def verify(
             stored = [t for t in stored if t not in apart]
             verdicts = list(check_tensors(source, stored, workers, on_bytes=on_bytes))
             for tensor in apart:
-                _check_difference(source, tensor)
+                source.check_without_base(tensor)
                 verdicts.append(_verdict_apart(tensor))
                 on_bytes(tensor.info.nbytes)
             for tensor in tensors:
@@ -86,7 +86,7 @@ def verify(
                     verdicts.append(_alias_verdict(source, tensor, target))
                     on_bytes(tensor.info.nbytes)
             return VerifyReport(tuple(verdicts), files, device.name)
-        with TensorSource(against, device) as original:
+        with FolderSource(against, device) as original:
             _require_same_layers(source, original)
             require_same_tensors(source, original)
             others = {(_file(original, t), t.name): t for t in original.tensors()}
@@ -113,23 +113,6 @@ def _is_it(src: str | os.PathLike[str], against: str | os.PathLike[str]) -> str:
     return f"is {against} the checkpoint that was compressed? see: {shell('neuzip', 'diff', src, against)}"
 
 
-def _check_difference(source: TensorSource, tensor: SourceTensor) -> None:
-    """Check and decode the streams of a tensor of a delta, without its base. Raises FormatError."""
-    assert tensor.record is not None
-    if tensor.record.scheme == "base":
-        return
-    source.check_streams(tensor)
-    decoder = source.decoder(tensor)
-    assert isinstance(decoder, Decoder)
-    try:
-        decoder.check()
-    except FormatError:
-        raise
-    except NeuzipError as error:
-        path = source.checkpoint.root / tensor.file
-        raise FormatError(path, error.message, tensor=tensor.name) from error
-
-
 def _verdict_apart(tensor: SourceTensor) -> TensorVerdict:
     assert tensor.record is not None
     return TensorVerdict(
@@ -137,7 +120,7 @@ def _verdict_apart(tensor: SourceTensor) -> TensorVerdict:
     )
 
 
-def _decoded_elsewhere(source: TensorSource, tensor: SourceTensor) -> SourceTensor | None:
+def _decoded_elsewhere(source: FolderSource, tensor: SourceTensor) -> SourceTensor | None:
     """The tensor of the same checkpoint that an alias stands for; None for a tensor with bytes of its own.
 
     However many aliases a tensor has, it need not be decoded again for them.
@@ -146,7 +129,7 @@ def _decoded_elsewhere(source: TensorSource, tensor: SourceTensor) -> SourceTens
     return target if target is not tensor and target.file in source.checkpoint.weights else None
 
 
-def _alias_verdict(source: TensorSource, tensor: SourceTensor, target: SourceTensor) -> TensorVerdict:
+def _alias_verdict(source: FolderSource, tensor: SourceTensor, target: SourceTensor) -> TensorVerdict:
     assert tensor.record is not None
     assert target.record is not None
     if tensor.record.checksum != target.record.checksum:
@@ -159,7 +142,7 @@ def _alias_verdict(source: TensorSource, tensor: SourceTensor, target: SourceTen
     )
 
 
-def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
+def _require_same_layers(source: FolderSource, original: FolderSource) -> None:
     """Raise VerificationError if layers were dropped from `source` that its original has."""
     if _dropped(source) != _dropped(original):
         src, against = source.checkpoint.path, original.checkpoint.path
@@ -172,7 +155,7 @@ def _require_same_layers(source: TensorSource, original: TensorSource) -> None:
         )
 
 
-def _dropped(source: TensorSource) -> object:
+def _dropped(source: FolderSource) -> object:
     """Which layers config.json says that a model was made without; None if it says nothing."""
     path = source.checkpoint.root / "config.json"
     if source.checkpoint.is_file or not path.is_file():
@@ -180,7 +163,7 @@ def _dropped(source: TensorSource) -> object:
     return own_section(read_config(path), path).get(DROPPED_LAYERS)
 
 
-def require_same_tensors(a: TensorSource, b: TensorSource) -> None:
+def require_same_tensors(a: FolderSource, b: FolderSource) -> None:
     """Raise VerificationError unless two checkpoints have the same tensors, by file, dtype and shape."""
     kinds = [
         {(_file(s, t), t.name): (t.info.dtype, t.info.shape, t.info.nbytes) for t in s.tensors()}
@@ -198,6 +181,6 @@ def require_same_tensors(a: TensorSource, b: TensorSource) -> None:
             raise VerificationError(f"{place} is not the same kind in both: {kinds[0][key]}, {kinds[1][key]}")
 
 
-def _file(source: TensorSource, tensor: SourceTensor) -> str:
+def _file(source: FolderSource, tensor: SourceTensor) -> str:
     """A tensor's file; single files may have different names."""
     return "" if source.checkpoint.is_file else tensor.file

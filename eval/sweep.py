@@ -22,7 +22,7 @@ import torch
 
 from neuzip.compress import compress
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.workers import Workers
 from neuzip.compress.workspace import remove, write_file, writing
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
@@ -211,7 +211,7 @@ def sweep(
 
 def _distinct(src: Path, schemes: Sequence[SweepScheme]) -> list[SweepScheme]:
     """Each scheme once: one that keeps all mantissa bits is lossless, and has no use for blocks."""
-    with TensorSource(src) as source:
+    with FolderSource(src) as source:
         formats = [FORMATS[t.info.dtype] for t in source.tensors() if t.info.dtype in FORMATS]
     most = max((fmt.mantissa_bits for fmt in formats), default=0)
     return list(
@@ -362,7 +362,7 @@ def _measured(
 def _decode_speed(path: Path, device: torch.device, jobs: int | None) -> float:
     """Bytes of weights that are decoded a second, read and decoded one tensor after the other."""
     times = []
-    with TensorSource(path) as source, Workers(jobs) as workers:
+    with FolderSource(path) as source, Workers(jobs) as workers:
         tensors = list(source.tensors())
         for _ in range(2):
             synchronize(device)

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuzip.compress.scheme import BLOCK_SIZES, Rule, rules_of_options
+from neuzip.compress.rules import Rule, rules_of_options
+from neuzip.compress.schemes.truncated import BLOCK_SIZES
 from neuzip.compress.workspace import locked, remove, writing
 from neuzip.distribution import require
 from neuzip.errors import NeuzipError, UsageError
-from neuzip.formats.manifest import is_block_size
+from neuzip.formats.records import is_block_size
 
 SCHEMES = "lossless,k7,k6,k5,k4,k3,k2,k1,k0"
 BLOCKS = "512"

@@ -25,8 +25,8 @@ from neuzip.formats.config_section import with_entry
 from neuzip.formats.hub.ids import did_you_mean
 from neuzip.formats.safetensors_file import MAX_HEADER, parse_json
 
-from .container import stream_name
-from .manifest import DELTA, VERSION, TensorRecord, check_requirements, is_checksum, is_safe_path
+from .manifest import DELTA, VERSION, check_requirements
+from .records import Record, is_checksum, is_safe_path
 
 OWN_FOLDER = "neuzip"
 MANIFEST_PATH = f"{OWN_FOLDER}/manifest.json"
@@ -267,7 +267,7 @@ def read_weight_map(checkpoint: Checkpoint, index: str) -> dict[str, str]:
     return weight_map
 
 
-def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[str, TensorRecord]]) -> bytes:
+def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[str, Record]]) -> bytes:
     """An index file for the compressed shards: streams in place of the tensors that have them.
 
     `records[file][tensor]` says how a tensor is stored.
@@ -277,10 +277,8 @@ def rewritten_index(checkpoint: Checkpoint, index: str, records: dict[str, dict[
     weight_map: dict[str, str] = {}
     for tensor, shard in read_weight_map(checkpoint, index).items():
         record = records[_folder(index) + shard].get(tensor)
-        if record is not None and record.scheme in ("alias", "base"):
-            continue
-        streams = record.streams if record is not None else {}
-        weight_map |= {stream_name(tensor, s): shard for s in streams} or {tensor: shard}
+        entries = [tensor] if record is None else record.entries(tensor)
+        weight_map |= dict.fromkeys(entries, shard)
     return to_json(document | {"weight_map": weight_map}, path)
 
 
@@ -347,13 +345,27 @@ class StoredFile:
     nbytes: int | None = None
     checksum: str | None = None
 
+    @property
+    def is_container(self) -> bool:
+        """Whether the file is stored as a container."""
+        return self.checksum is None
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether another file stands under the original's name, and the original below neuzip/original."""
+        return self.kind == "rewritten"
+
+    def place(self, path: str) -> str:
+        """Where in a compressed folder the bytes of the file `path` stand, as they are or compressed."""
+        return f"{ORIGINAL_FOLDER}/{path}" if self.is_rewritten else path
+
 
 def stored_files_to_json(files: dict[str, StoredFile], base: str | None = None) -> bytes:
     """The folder's manifest; of a delta if it has a `base`, which is what people call that checkpoint."""
     entries: dict[str, dict[str, object]] = {}
     for path, file in sorted(files.items()):
         entries[path] = {"kind": file.kind}
-        if file.kind != "container":
+        if not file.is_container:
             entries[path] |= {"bytes": file.nbytes, "checksum": file.checksum}
     delta = {} if base is None else {"requires": [DELTA], "base": {"name": base}}
     return to_json({"version": VERSION, **delta, "files": entries}, MANIFEST_PATH)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -32,30 +32,16 @@ from neuzip.formats.safetensors_file import (
     parse_header,
 )
 
-from .manifest import VERSION, Manifest, TensorRecord, parse_manifest
+from .manifest import VERSION, Manifest, parse_manifest
+from .records import RawRecord, Record, stream_name
 
 ALIGNMENT = 16
 """Streams begin and end at multiples of 16 bytes: one vector load of a GPU."""
-
-STREAM_DTYPES = {
-    "table": "U16", "index": "U16", "words": "U16", "sign_mantissa": "U8", "normaliser": "U8",
-    "codes": "U8", "scale": "U8", "choice": "U8", "low": "U8",
-}  # fmt: skip
-"""The streams of coded tensors, in the order in which they are written."""
 
 POOL_ENTRY = "neuzip:pool"
 POOL_CHECKSUMS_ENTRY = "neuzip:pool_checksums"
 HEADER_ENTRY = "neuzip:header"
 MANIFEST_ENTRY = "neuzip:manifest"
-
-
-def stream_name(tensor: str, stream: str) -> str:
-    """Name of a tensor's stream in the container.
-
-    >>> stream_name("lm_head.weight", "words")
-    'lm_head.weight:words'
-    """
-    return f"{tensor}:{stream}"
 
 
 def checksum(data: npt.NDArray[np.generic] | bytes) -> str:
@@ -89,15 +75,6 @@ def padded_stream(parts: Sequence[npt.NDArray[np.generic]]) -> Stream:
     return Stream([*parts, np.zeros(short // parts[0].itemsize, parts[0].dtype)])  # type: ignore[list-item]
 
 
-def streams_of(scheme: str, block_size: int | None = None, low_bits: int = 0) -> list[str]:
-    """The streams of a coded tensor: of floats with or without a normaliser, of a ternary one, of a delta."""
-    if scheme == "delta":
-        return ["table", "index", "words", "choice", *(["low"] if low_bits else [])]
-    if scheme == "ternary":
-        return ["codes", "scale"]
-    return ["table", "index", "words", "sign_mantissa", *(["normaliser"] if block_size is not None else [])]
-
-
 class ContainerWriter:
     """Writes one container file: coded tensors first, raw ones after them, the manifest last.
 
@@ -109,11 +86,11 @@ class ContainerWriter:
         self,
         path: str | os.PathLike[str],
         original: Header,
-        streams: Mapping[str, Sequence[str]],
+        streams: Mapping[str, Sequence[Sequence[str]]],
         mode: int = NEW_FILE,
         pooled: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Open `path` for the tensors of `original`. `streams[name]` are those that a tensor may get.
+        """Open `path` for the tensors of `original`. `streams[name]` are the streams of all its forms.
 
         `mode` are the file's permission bits, less the umask. Of `pooled` tensors only `begin_pool` is told.
         Raises NeuzipError when there are too many tensors for the header of one safetensors file.
@@ -121,7 +98,7 @@ class ContainerWriter:
         self.path = Path(path)
         self._original = original
         self._entries: dict[str, TensorInfo] = {}
-        self._records: dict[str, TensorRecord] = {}
+        self._records: dict[str, Record] = {}
         self._pooled = [t for t in original.in_file_order if t.name in pooled]
         self._room = header_room(original, streams, pooled)
         if self._room - 8 > MAX_HEADER:
@@ -133,29 +110,28 @@ class ContainerWriter:
         self._file: BinaryIO = open(self.path, "wb", opener=opener(mode))
         self._file.seek(self._room)
 
-    def add(self, name: str, record: TensorRecord, streams: Mapping[str, Stream]) -> None:
-        """Write a coded tensor. `streams` has the names and dtypes of STREAM_DTYPES; none may be raw."""
+    def add(self, name: str, record: Record, streams: Mapping[str, Stream]) -> None:
+        """Write a coded tensor, whose `streams` have the names and dtypes of its record. None may be raw."""
+        assert streams.keys() == record.stream_dtypes.keys()
         self._record(name, record)
-        for stream, dtype in STREAM_DTYPES.items():
-            if stream not in streams:
-                continue
+        for stream, dtype in record.stream_dtypes.items():
             data, size = streams[stream], 2 if dtype == "U16" else 1
             assert all(part.itemsize == size for part in data.parts) and data.nbytes % ALIGNMENT == 0
             self._entry(stream_name(name, stream), dtype, (data.nbytes // size,), data.nbytes)
             for part in data.parts:
                 self._file.write(part.data)
 
-    def add_alias(self, name: str, record: TensorRecord) -> None:
+    def add_alias(self, name: str, record: Record) -> None:
         """Record a tensor whose bytes another one holds, in this checkpoint or in the base of a delta."""
         self._record(name, record)
 
-    def begin_raw(self, name: str, record: TensorRecord) -> None:
+    def begin_raw(self, name: str, record: Record) -> None:
         """Announce a tensor stored as it is; `write` its bytes next. No coded tensor may follow."""
         self._record(name, record)
         info = self._original.tensors[name]
         self._entry(name, info.dtype, info.shape, info.nbytes)
 
-    def begin_pool(self, records: Mapping[str, TensorRecord]) -> None:
+    def begin_pool(self, records: Mapping[str, Record]) -> None:
         """Announce the pooled tensors: `write` gets their bytes next, in the order of the original file."""
         for info in self._pooled:
             self._record(info.name, records[info.name])
@@ -198,7 +174,7 @@ class ContainerWriter:
         self._file.close()
         self.path.unlink(missing_ok=True)
 
-    def _record(self, name: str, record: TensorRecord) -> None:
+    def _record(self, name: str, record: Record) -> None:
         if name not in self._original.tensors or name in self._records:
             raise ValueError(f"{name!r} is not in the original's header, or was written already")
         self._records[name] = record
@@ -218,20 +194,22 @@ class ContainerWriter:
 
 
 def header_room(
-    original: Header, streams: Mapping[str, Sequence[str]], pooled: AbstractSet[str] = frozenset()
+    original: Header, streams: Mapping[str, Sequence[Sequence[str]]], pooled: AbstractSet[str] = frozenset()
 ) -> int:
     """An upper bound on the header of a container, its length field included.
 
-    `streams[name]` are those that a tensor may get; it may still turn out raw. `pooled` ones have no entry.
+    `streams[name]` are the streams of all forms of a tensor, which may still turn out raw. `pooled` ones have
+    no entry.
     """
     limit = 2 * original.data_bytes + (1 << 30)
     widest: dict[str, tuple[str, list[int]]] = {}
     for t in original.tensors.values():
         if t.name in pooled:
             continue
-        coded = {stream_name(t.name, s): ("U16", [limit]) for s in streams.get(t.name, ())}
-        raw = {t.name: (t.dtype, list(t.shape))}
-        widest |= max((coded, raw), key=lambda entries: len(_json(entries)))
+        forms: list[dict[str, tuple[str, list[int]]]] = [
+            {stream_name(t.name, s): ("U16", [limit]) for s in names} for names in streams.get(t.name, ())
+        ]
+        widest |= max((*forms, {t.name: (t.dtype, list(t.shape))}), key=lambda entries: len(_json(entries)))
     own = [HEADER_ENTRY, MANIFEST_ENTRY, *([POOL_ENTRY, POOL_CHECKSUMS_ENTRY] if pooled else [])]
     widest |= dict.fromkeys(own, ("U8", [limit]))
     entries = {
@@ -300,10 +278,8 @@ class Container:
                 field=POOL_CHECKSUMS_ENTRY,
             )  # fmt: skip
         values = np.frombuffer(sums, "<u8").tolist()
-        found = {
-            t.name: TensorRecord("raw", f"{value:016x}") for t, value in zip(pooled, values, strict=True)
-        }
-        merged = {**records, **found}
+        in_pool = {t.name: RawRecord(f"{value:016x}") for t, value in zip(pooled, values, strict=True)}
+        merged = {**records, **in_pool}
         in_order = {name: merged[name] for name in self.original.tensors}
         self.manifest = replace(self.manifest, tensors=in_order | merged)
         ends = accumulate(t.nbytes for t in pooled)
@@ -334,29 +310,13 @@ class Container:
             info = self.original.tensors[name]
             if name in self._pool:
                 continue
-            if record.scheme == "raw":
+            if record.holder is not None:
+                self._check_holder(info, *record.holder)
+            if record.stream_dtypes:
+                self._check_coded(info, record, expect)
+            elif record.entries(name):
                 expect(name, name)
-                self._check_entry(name, name, info.dtype, info.shape)
-                if self._file.header.tensors[name].nbytes != info.nbytes:
-                    raise FormatError(
-                        self.path, f"has not the {info.nbytes} bytes of the original", tensor=name
-                    )
-            elif record.scheme == "alias":
-                self._check_alias(info, record)
-            elif record.scheme == "base":
-                continue  # its bytes are elsewhere
-            else:
-                if info.numel == 0 or info.dtype not in DTYPE_BITS:
-                    problem = "no weights" if info.numel == 0 else f"the unknown dtype {info.dtype!r}"
-                    raise FormatError(
-                        self.path, f"{problem}, so it cannot be {record.scheme}", tensor=name, field="scheme"
-                    )
-                wanted = streams_of(record.scheme, record.block_size, record.low_bits)
-                if set(record.streams) != set(wanted):
-                    raise FormatError(self.path, f"has not exactly {wanted}", tensor=name, field="streams")
-                for stream in wanted:
-                    expect(stream_name(name, stream), name)
-                    self._check_entry(stream_name(name, stream), name, STREAM_DTYPES[stream], None)
+                self._check_raw(info)
         for extra in sorted(set(self._file.header.tensors) - expected):
             raise FormatError(self.path, "belongs to no tensor of the manifest", field=extra)
 
@@ -373,23 +333,44 @@ class Container:
                 self.path, f"{info.nbytes} bytes are no multiple of {ALIGNMENT}", tensor=tensor, field=entry
             )
 
-    def _check_alias(self, info: TensorInfo, record: TensorRecord) -> None:
-        """An alias in this file points at a stored tensor of the same kind. Others are checked on reading."""
-        if record.alias_file is None:
-            target = self.original.tensors.get(record.alias_of or "")
+    def _check_holder(self, info: TensorInfo, file: str | None, name: str) -> None:
+        """An alias of this file has a holder of its kind. Holders elsewhere are checked on reading."""
+        if file is None:
+            target = self.original.tensors.get(name)
             if target is None or not target.same_kind(info):
                 raise FormatError(self.path, "no tensor of this kind", tensor=info.name, field="of")
-            if self.manifest.tensors[target.name].scheme == "alias":
+            if self.manifest.tensors[target.name].holder is not None:
                 raise FormatError(self.path, "an alias of an alias", tensor=info.name, field="of")
+
+    def _check_coded(self, info: TensorInfo, record: Record, expect: Callable[[str, str], None]) -> None:
+        """A tensor with streams has those of its record, each of its dtype; `expect` notes whose they are."""
+        if info.numel == 0 or info.dtype not in DTYPE_BITS:
+            problem = "no weights" if info.numel == 0 else f"the unknown dtype {info.dtype!r}"
+            raise FormatError(
+                self.path, f"{problem}, so it cannot be {record.scheme}", tensor=info.name, field="scheme"
+            )
+        expected = record.stream_dtypes
+        if record.streams.keys() != expected.keys():
+            raise FormatError(
+                self.path, f"has not exactly {list(expected)}", tensor=info.name, field="streams"
+            )
+        for stream, dtype in expected.items():
+            entry = stream_name(info.name, stream)
+            expect(entry, info.name)
+            self._check_entry(entry, info.name, dtype, None)
+
+    def _check_raw(self, info: TensorInfo) -> None:
+        """A tensor that is stored as it is has the kind and the bytes of the original."""
+        self._check_entry(info.name, info.name, info.dtype, info.shape)
+        if self._file.header.tensors[info.name].nbytes != info.nbytes:
+            raise FormatError(self.path, f"has not the {info.nbytes} bytes of the original", tensor=info.name)
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that a tensor takes in the file, its names and records not counted."""
         record = self.manifest.tensors[name]
-        if record.scheme in ("alias", "base"):
-            return 0
-        if record.scheme == "raw":
+        if name in self._pool:
             return self.original.tensors[name].nbytes
-        return sum(self._file.header.tensors[stream_name(name, s)].nbytes for s in record.streams)
+        return sum(self._file.header.tensors[entry].nbytes for entry in record.entries(name))
 
     def stream_bytes(self, name: str, stream: str) -> int:
         """Length of a stream in bytes."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from neuzip.checkpoints import pull as pull
     from neuzip.checkpoints import push as push
     from neuzip.checkpoints import verify_checkpoint as verify_checkpoint
-    from neuzip.compress.scheme import Rule as Rule
+    from neuzip.compress.rules import Rule as Rule
     from neuzip.compress.scheme import Scheme as Scheme
     from neuzip.errors import NeuzipError as NeuzipError
     from neuzip.kernels.attention import sageattn as sageattn
@@ -79,7 +79,7 @@ _HOME = {
     "KVCache": "neuzip.runtime.hf.kv_cache",
     "NeuzipConfig": "neuzip.runtime.hf.quantization_config",
     "NeuzipError": "neuzip.errors",
-    "Rule": "neuzip.compress.scheme",
+    "Rule": "neuzip.compress.rules",
     "Scheme": "neuzip.compress.scheme",
     "compress_checkpoint": "neuzip.checkpoints",
     "decompress_checkpoint": "neuzip.checkpoints",

@@ -43,8 +43,8 @@ from neuzip.compress.pull import pull as pull_listing
 from neuzip.compress.reports import CompressionReport
 from neuzip.compress.request import CompressRequest
 from neuzip.compress.restore import DecompressionReport
-from neuzip.compress.scheme import Rule
-from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.rules import Rule
+from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.verify import VerifyReport
 from neuzip.distribution import require
 from neuzip.errors import UsageError
@@ -268,7 +268,7 @@ def inspect_checkpoint(
     named(device)
     require_counts(jobs=jobs)
     path = local("source", source)
-    with TensorSource(path, choose(device, weight_bytes(path))) as opened:
+    with FolderSource(path, choose(device, weight_bytes(path))) as opened:
         return histograms.inspect(opened, histograms.select(opened, globs), jobs=jobs)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import FormatError
 from neuzip.kernels.dtypes import torch_dtypes
 
@@ -12,7 +13,7 @@ TORCH_DTYPES = torch_dtypes()
 """Dtypes of torch by the names that safetensors has for them."""
 
 
-def torch_dtype(source: TensorSource, tensor: SourceTensor) -> torch.dtype:
+def torch_dtype(source: FolderSource, tensor: SourceTensor) -> torch.dtype:
     """A tensor's dtype in torch. Raises FormatError where torch has none."""
     dtype = TORCH_DTYPES.get(tensor.info.dtype)
     if dtype is None:

@@ -19,7 +19,8 @@ import safetensors
 import torch
 from safetensors import SafetensorError
 
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import UsageError
 from neuzip.formats.checkpoint import Checkpoint
@@ -97,7 +98,7 @@ class _Opened:
     """A file, open for as long as somebody holds it: a slice may outlive what it is of."""
 
     def __init__(self, path: Path) -> None:
-        self.source = TensorSource(Checkpoint(path, path.parent, (path.name,), ()))
+        self.source = FolderSource(Checkpoint(path, path.parent, (path.name,), ()))
         self.workers = Workers()
 
     def __del__(self) -> None:

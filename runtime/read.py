@@ -9,16 +9,19 @@ from functools import partial
 import torch
 import xxhash
 
-from neuzip.compress import ternary
-from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.pieces import Bytes
+from neuzip.compress.schemes import ternary_coding
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError
+from neuzip.formats.records import TernaryRecord
 from neuzip.kernels.quantizers import Ternary
 from neuzip.runtime.dtypes import shaped, torch_dtype
 
 
 def read_tensors(
-    source: TensorSource,
+    source: FolderSource,
     tensors: Sequence[SourceTensor],
     device: torch.device,
     workers: Workers,
@@ -56,21 +59,22 @@ def read_tensors(
 
 
 def read_tensor(
-    source: TensorSource, tensor: SourceTensor, workers: Workers, *, verify: bool = True
+    source: FolderSource, tensor: SourceTensor, workers: Workers, *, verify: bool = True
 ) -> torch.Tensor:
     """One tensor, decoded on the CPU. Raises FormatError."""
     return read_tensors(source, [tensor], torch.device("cpu"), workers, verify=verify)[0]
 
 
 def read_ternary(
-    source: TensorSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
+    source: FolderSource, tensor: SourceTensor, device: torch.device, *, verify: bool = True
 ) -> Ternary:
     """Codes and scales of a tensor that is stored ternary, unpacked on `device`, and no dense tensor.
 
     `verify` compares what is stored with its checksums. Raises FormatError.
     """
     target = source.resolve(tensor)
-    path = source.checkpoint.root / target.file
+    path, record = source.checkpoint.root / target.file, target.record
+    assert isinstance(record, TernaryRecord)
     streams: dict[str, torch.Tensor] = {}
     for extent in source.extents(target):
         stored = torch.empty(extent.nbytes, dtype=torch.uint8)
@@ -83,8 +87,9 @@ def read_ternary(
             )  # fmt: skip
         streams[extent.stream or ""] = stored.to(device)
     try:
-        return ternary.of_tensor(
-            target,
+        return ternary_coding.decoder_of(
+            target.info,
+            record,
             lambda name, start, stop: streams[name][start:stop],
             lambda name: streams[name].numel(),
         ).ternary()
@@ -100,7 +105,7 @@ def load_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
     A folder's subfolders are part of it. Raises NeuzipError for a name that is in two files, and FormatError
     for damaged files and for dtypes that torch does not have.
     """
-    with TensorSource(path) as source, Workers() as workers:
+    with FolderSource(path) as source, Workers() as workers:
         files: dict[str, str] = {}
         for tensor in source.tensors():
             if tensor.name in files:
@@ -133,7 +138,7 @@ def read_range(
 
 
 def _read_on_cpu(
-    source: TensorSource, tensors: list[SourceTensor], workers: Workers, verify: bool
+    source: FolderSource, tensors: list[SourceTensor], workers: Workers, verify: bool
 ) -> list[torch.Tensor]:
     """All pieces of all tensors are one row of jobs, so that small tensors keep the cores busy too."""
     memory: list[torch.Tensor] = []

@@ -24,9 +24,11 @@ from queue import SimpleQueue
 import torch
 import xxhash
 
-from neuzip.compress import ternary
-from neuzip.compress.lossless import padded, pieces
-from neuzip.compress.source import Coding, Extent, SourceTensor, TensorSource
+from neuzip.compress.pieces import padded
+from neuzip.compress.schemes import codec_of
+from neuzip.compress.schemes.codec import FloatCoding
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import Extent, SourceTensor
 from neuzip.compress.workers import default_jobs
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.kernels import rans
@@ -49,7 +51,7 @@ READERS = 12
 
 
 def read_on(
-    device: torch.device, source: TensorSource, tensors: Sequence[SourceTensor], *, verify: bool = True
+    device: torch.device, source: FolderSource, tensors: Sequence[SourceTensor], *, verify: bool = True
 ) -> list[torch.Tensor]:
     """Tensors of a checkpoint, no aliases, decoded on `device`; complete when this returns.
 
@@ -163,7 +165,7 @@ class _Load:
     """One call of `read_on`."""
 
     def __init__(
-        self, source: TensorSource, tensors: Sequence[SourceTensor], verify: bool, queues: _Queues
+        self, source: FolderSource, tensors: Sequence[SourceTensor], verify: bool, queues: _Queues
     ) -> None:
         self._source, self._tensors, self._verify, self._queues = source, tensors, verify, queues
         self._extents = [sorted(source.extents(t), key=lambda e: e.start) for t in tensors]
@@ -301,38 +303,32 @@ class _Load:
         """Decode a part that has arrived: the numbers of what was coded, and the decoder's errors."""
         coded: list[CodedTensor] = []
         outs: list[torch.Tensor] = []
+        apart: list[int] = []
         for number, streams in part.streams.items():
             tensor = self._tensors[number]
-            if ternary.is_ternary(tensor):
-                continue
             coding = self._source.coding(tensor)  # before there is memory for what a hostile header may claim
-            assert coding is not None
+            if coding is None:
+                apart.append(number)
+                continue
             self._memory[number] = self._empty(tensor.info.nbytes)
             coded.append(_coded_tensor(coding, tensor.info.numel, streams))
             outs.append(self._memory[number].view(PATTERNS[coding.fmt.bits]))
         self._queues.kernels_wait()
-        for number in [n for n in part.streams if ternary.is_ternary(self._tensors[n])]:
-            self._memory[number] = self._decode_ternary(number, part.streams.pop(number))
+        for number in apart:
+            self._memory[number] = self._decode_apart(number, part.streams.pop(number))
         numbers = list(part.streams)
         part.streams.clear()
         return numbers, decode(coded, outs)
 
-    def _decode_ternary(self, number: int, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The bytes of a ternary tensor whose streams have arrived. Waits for the GPU, to check the codes."""
+    def _decode_apart(self, number: int, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The bytes of a tensor whose streams have arrived, and which is not coded as floats are."""
         tensor = self._tensors[number]
+        assert tensor.record is not None
+        codec = codec_of(tensor.record)
         try:
-            decoder = ternary.of_tensor(
-                tensor,
-                lambda name, start, stop: streams[name][start:stop],
-                lambda name: streams[name].numel(),
-            )
-            memory = self._empty(tensor.info.nbytes)
-            size = tensor.info.nbytes // tensor.info.numel
-            for start, stop in pieces(tensor.info.numel):
-                memory[start * size : stop * size] = decoder.weights(start, stop).view(torch.uint8)
+            return codec.decode_on(tensor.info, tensor.record, streams, self._queues.device)
         except NeuzipError as error:
             raise self._refusal(number, error.message, None) from error
-        return memory
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)
@@ -360,7 +356,7 @@ def _jobs(part: _Part, stored: list[_Stored]) -> Iterator[_Job]:
         yield _Job(part, together)
 
 
-def _coded_tensor(coding: Coding, numel: int, streams: dict[str, torch.Tensor]) -> CodedTensor:
+def _coded_tensor(coding: FloatCoding, numel: int, streams: dict[str, torch.Tensor]) -> CodedTensor:
     """A tensor whose streams have arrived, for the decoder."""
     fields = streams["sign_mantissa"]
     return CodedTensor(

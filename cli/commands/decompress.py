@@ -45,7 +45,7 @@ def restore(
     """Restore a checkpoint, a delta with its `base`, and report. `verb` is what was typed."""
     from neuzip.compress import decompress
     from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
 
     total = weight_bytes(path, allow_delta=base is not None)
     chosen = choose(device, total)

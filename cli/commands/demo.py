@@ -98,10 +98,10 @@ def _make_room(output: Path, paths: list[Path], overwrite: bool) -> None:
 
 def _inspect(out: Output, checkpoint: Path) -> float:
     """Count what the weights are made of; returns the bound of a lossless coder as a share of the size."""
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.sources.folder import FolderSource
     from neuzip.eval.measures import histograms
 
-    with TensorSource(checkpoint) as source:
+    with FolderSource(checkpoint) as source:
         inspection = histograms.inspect(source, histograms.select(source))
     (counts,) = inspection.counts
     out.status(f"The built-in checkpoint: a Llama of {counts.numel:,} trained weights in {counts.fmt.name}")
@@ -120,7 +120,7 @@ def _inspect(out: Output, checkpoint: Path) -> float:
 
 def _compress(out: Output, checkpoint: Path, lossless: Path, rounded: Path) -> list[CompressionReport]:
     from neuzip.compress import compress
-    from neuzip.compress.scheme import rules_of_options
+    from neuzip.compress.rules import rules_of_options
 
     out.status(f"2 compress: once without loss, once rounded to {MANTISSA_BITS} mantissa bits")
     reports = [

@@ -73,7 +73,7 @@ def command(
     let_threads_sleep()
     out.loading()
     from neuzip.compress.export import export, target_of
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
 
     target = target_of(to, dst, gguf_type, gguf_mixed, linear_class, mode, activations)
     path = resolved(out, src)

@@ -47,7 +47,7 @@ def command(
     """Show entropies, sizes and histograms of a checkpoint"""
     out = Output(json=json, quiet=quiet)
     from neuzip.compress.device import choose
-    from neuzip.compress.source import TensorSource, weight_bytes
+    from neuzip.compress.sources.folder import FolderSource, weight_bytes
     from neuzip.eval.measures import histograms
     from neuzip.eval.report import histogram_pictures as pictures
     from neuzip.formats.config_section import own_section, read_config
@@ -64,7 +64,7 @@ def command(
     chosen = choose(device, weight_bytes(path))
     config = Path(path) / "config.json"
     records = own_section(read_config(config), config) if config.is_file() else {}
-    with TensorSource(path, chosen) as source:
+    with FolderSource(path, chosen) as source:
         tensors = histograms.select(source, tensor or [])
         with out.progress("inspect", sum(t.info.nbytes for t in tensors)) as advance:
             inspection = histograms.inspect(source, tensors, jobs=jobs, on_bytes=advance)

@@ -68,7 +68,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.cli.interrupt import leaving_at_once
     from neuzip.compress import verify
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
     from neuzip.formats.hub.connection import require_token
     from neuzip.formats.hub.private_files import listed, refuse_private
     from neuzip.formats.hub.push import push

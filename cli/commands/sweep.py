@@ -91,7 +91,7 @@ def command(
     let_threads_sleep()
     out.loading()
     from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.sweep_setup import parse_schemes, work_folder
 

@@ -129,10 +129,10 @@ def command(
 
 def _config(path: Path) -> PretrainedConfig:
     """The configuration of a model with float weights. Raises NeuzipError for others."""
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.sources.folder import FolderSource
     from neuzip.runtime.hf.config import load_config
 
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         if source.is_compressed:
             raise NeuzipError(f"{path}: is compressed", "decompress it first with neuzip decompress")
         config = load_config(source.checkpoint)

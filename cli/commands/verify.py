@@ -42,7 +42,7 @@ def command(
     out = Output(json=json, quiet=quiet)
     from neuzip.compress import verify
     from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
 
     path = resolved(out, src)
     of_original = resolved(out, original) if original is not None else None

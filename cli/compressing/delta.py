@@ -22,7 +22,7 @@ def make_delta(out: Output, options: CompressOptions, base: str, rules: Sequence
     from neuzip.compress.delta_base import name_of
     from neuzip.compress.delta_job import compress_delta
     from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
 
     dst = options.dst
     refuse_before_download(options.src, dst, options.overwrite)
@@ -42,7 +42,7 @@ def make_delta(out: Output, options: CompressOptions, base: str, rules: Sequence
 
 def is_delta(path: str | Path) -> bool:
     """Whether a checkpoint is a delta, as `compress --base` makes them."""
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.sources.folder import FolderSource
 
-    with TensorSource(path, allow_delta=True) as source:
+    with FolderSource(path, allow_delta=True) as source:
         return source.is_delta

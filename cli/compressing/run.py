@@ -123,7 +123,7 @@ def _compress_by_rules(
     """Compress by rules that are known. `began` is when measuring began, in seconds of time.monotonic."""
     from neuzip.compress import compress
     from neuzip.compress.device import choose
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
 
     request = options.request
     total = weight_bytes(path)
@@ -156,7 +156,7 @@ def _compress_to_target(
     began: float,
 ) -> None:
     """Search the plan for a target, and compress by it; the exit code is 1 for a result that misses it."""
-    from neuzip.compress.scheme import block_size_of
+    from neuzip.compress.rules import block_size_of
     from neuzip.eval.plans.target_request import prepare_search
 
     with nothing_kept():
@@ -187,13 +187,13 @@ def _calibrate(out: Output, path: Path, options: CompressOptions, text: str) -> 
     """Measure the attention of the original, if it can be compressed to DST at all, and show the choice."""
     from neuzip.compress.entry_checks import require_plain
     from neuzip.compress.overwrite_guard import refuse_existing
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.sources.folder import FolderSource
     from neuzip.eval.attention import calibrate
     from neuzip.eval.measures.texts import read_text
     from neuzip.eval.plans.plan_file import refuse_other_files
 
     assert options.attention is not None
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         require_plain(source, options.dst)
     if not options.dry_run:
         refuse = refuse_other_files if options.goal is not None else refuse_existing
@@ -218,11 +218,11 @@ def _make_plan(
     """The plan of a dry run with predicted sizes, and the files that look private, each with its kind."""
     from neuzip.compress import make_plan
     from neuzip.compress.entry_checks import require_plain
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.sources.folder import FolderSource
     from neuzip.compress.workers import Workers
     from neuzip.formats.hub.private_files import private_files
 
-    with TensorSource(path) as source, Workers(jobs) as workers:
+    with FolderSource(path) as source, Workers(jobs) as workers:
         require_plain(source, dst)
         plan = make_plan(source, rules, workers, predict=True, allow_destructive=allow_destructive)
         return plan, private_files(source.checkpoint)
@@ -230,7 +230,7 @@ def _make_plan(
 
 def _hint_of_tied(out: Output, path: Path, rules: Sequence[Rule], mantissa_bits: int | None) -> None:
     """Say what one bit more for a tied embedding does, if it was given as few bits as all else."""
-    from neuzip.compress.scheme import choose
+    from neuzip.compress.rules import choose
     from neuzip.compress.tied import tied_embedding
 
     if mantissa_bits is None or mantissa_bits not in TIED_MEASURED:

@@ -63,7 +63,7 @@ def _stream(
 def _push_as_ready(out: Output, options: CompressOptions, draft: Draft, rules: Sequence[Rule]) -> None:
     from neuzip.compress.device import choose
     from neuzip.compress.draft_job import compress_and_push
-    from neuzip.compress.source import weight_bytes
+    from neuzip.compress.sources.folder import weight_bytes
     from neuzip.formats.hub.connection import require_token
 
     require_token()

@@ -30,21 +30,19 @@ def _kind(scheme: str) -> str:
 
 def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
     """Show how the tensors of a delta are stored; what they are made of shows only with the base."""
-    from neuzip.compress.reports import describe
-    from neuzip.compress.source import TensorSource
+    from neuzip.compress.schemes import describe
+    from neuzip.compress.sources.folder import FolderSource
     from neuzip.eval.measures.histograms import select, visible
     from neuzip.formats.checkpoint import base_name
-    from neuzip.formats.container import Container
 
     rows, tensors = [], []
-    with TensorSource(path, allow_delta=True) as source:
+    with FolderSource(path, allow_delta=True) as source:
         name = base_name(source.checkpoint)
         chosen = select(source, list(globs))
         for t in chosen:
-            opened = source.opened(t.file)
-            if not isinstance(opened, Container) or t.record is None:
+            if t.record is None:
                 continue
-            stored, scheme = opened.stored_bytes(t.name), describe(t.record, t.info.dtype)
+            stored, scheme = source.stored_bytes(t), describe(t.record, t.info.dtype)
             rows.append(
                 [visible(t.name), visible(t.info.dtype), "x".join(map(str, t.info.shape)) or "scalar", scheme,
                  bytes_text(t.info.nbytes), bytes_text(stored), percent_text(stored, t.info.nbytes)]
@@ -54,7 +52,7 @@ def show_delta(out: Output, path: str | Path, globs: Sequence[str]) -> None:
                     "file": t.file, "name": t.name, "dtype": t.info.dtype, "shape": t.info.shape,
                     "original_bytes": t.info.nbytes, "stored_bytes": stored, "scheme": t.record.scheme,
                     "loss": None, "entropies": None, "used_mantissa_bits": None, "bound_bytes": None,
-                    "base": t.record.base,
+                    "base": t.record.base_checksum,
                 }
             )  # fmt: skip
         headers = [source.header(file) for file in source.checkpoint.weights]

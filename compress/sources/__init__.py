@@ -1,1 +1,1 @@
-"""Where the tensors of a checkpoint come from: a folder, containers, or the Hub."""
+"""Where tensors come from: checkpoints on the disk, plain or compressed, and the Hub."""

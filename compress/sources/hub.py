@@ -1,39 +1,41 @@
-"""A checkpoint of the Hub whose weight files come and go."""
+"""Checkpoints of the Hub whose weight files come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from neuzip.compress.source import Bytes, SourceTensor, TensorSource
+from neuzip.compress.pieces import Bytes, ReadBytes
 from neuzip.compress.workspace import writing
 from neuzip.errors import FormatError
 from neuzip.formats.checkpoint import with_indices
 from neuzip.formats.container import is_container_metadata
 from neuzip.formats.hub.pull import remove_unfinished
 from neuzip.formats.hub.stream import RemoteCheckpoint, download, read_range
-from neuzip.formats.safetensors_file import Header, TensorFile
+from neuzip.formats.safetensors_file import Header
+
+from .plain import PlainFile
+from .source import SourceTensor
 
 
-class HubSource(TensorSource):
+class HubSource:
     """A checkpoint of the Hub whose weight files come and go; their headers are known throughout.
 
     The other files have to be in `folder` before they are read. What is read of a weight file that is not
-    there is asked for.
+    there is fetched from the Hub.
     """
 
     def __init__(self, remote: RemoteCheckpoint, folder: Path, headers: Mapping[str, Header]) -> None:
-        super().__init__(replace(remote.at(folder), weights=()))
         self.checkpoint = remote.at(folder)
         self.remote = remote
         self._headers = headers
+        self._files: dict[str, PlainFile] = {}
 
     @property
     def is_compressed(self) -> bool:
-        """Whether any of its files is a container."""
+        """Whether any weight file is a container."""
         return any(is_container_metadata(h.metadata) for h in self._headers.values())
 
     def header(self, file: str) -> Header:
@@ -50,10 +52,10 @@ class HubSource(TensorSource):
             for info in self._headers[name].in_file_order:
                 yield SourceTensor(name, info)
 
-    def reader(self, tensor: SourceTensor, *, check: bool = False) -> Callable[[int, int], Bytes]:
-        """read(start, stop) for a tensor's bytes."""
+    def reader(self, tensor: SourceTensor, *, check: bool = False) -> ReadBytes:
+        """read(start, stop) for a tensor's bytes. There are no streams to `check`."""
         if tensor.file in self._files:
-            return super().reader(tensor, check=check)
+            return self._files[tensor.file].reader(tensor)
         begin = len(self._headers[tensor.file].raw) + tensor.info.start
 
         def read(start: int, stop: int) -> Bytes:
@@ -74,11 +76,22 @@ class HubSource(TensorSource):
     def arrive(self, file: str) -> None:
         """Read a weight file from its place from now on. Raises FormatError."""
         path = self.checkpoint.root / file
-        opened = self._files[file] = TensorFile(path)
-        if opened.header.raw != self._headers[file].raw:
+        weights = self._files[file] = PlainFile(path)
+        if weights.header.raw != self._headers[file].raw:
             raise FormatError(path, "has another header than the Hub gave for it")
 
     def leave(self, file: str) -> None:
         """Delete a weight file."""
         self._files.pop(file).close()
         (self.checkpoint.root / file).unlink()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> HubSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.compress.workspace import remove_scratch, scratch_folder, writing
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.layers.left_out import ModelWithout, measure_without
@@ -72,7 +72,7 @@ class Drops:
 
 def weigh(
     baseline: BaselineComparison,
-    source: TensorSource,
+    source: FolderSource,
     layer_bytes: Sequence[int],
     count: int | None,
     predict: Predict,

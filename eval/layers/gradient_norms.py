@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.distances import OnTokens
-from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.estimates import Estimate, mean
+from neuzip.eval.measures.windows import TokenWindow
 from neuzip.runtime.hf.decoder import decoder_layers, input_device
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,15 +33,16 @@ import torch
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.convention_names import BOS, Name, special_text
-from neuzip.eval.measures.estimates import Blocks, Values, effective
+from neuzip.eval.measures.estimates import Blocks, Values
+from neuzip.eval.measures.text_units import Units, detokenised, ends_of, units_of, units_of_page
 from neuzip.eval.measures.texts import Text
+from neuzip.eval.measures.windows import TokenWindow, blocks_of, cut, rolling, scored_places, strided
 from neuzip.runtime.hf.bos import IN_FRONT_OF_EACH, bos_in_front, rows_behind
 from neuzip.runtime.hf.messages import quiet_transformers
 from neuzip.runtime.hf.tokenizer import naming_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 WINDOW = 1024
 """Tokens predicted in a window by default, or the model's positions if they are fewer."""
@@ -52,20 +53,8 @@ STRIDE = 512
 LLAMA_CPP_WINDOW = 512
 """Tokens of a window of llama.cpp, or the model's positions if they are fewer."""
 
-DOCUMENTS = 8
-"""Documents, by `effective`, that are enough to be the blocks of standard errors."""
-
 UNKNOWN_POSITIONS = 2048
 """Positions that lm-evaluation-harness assumes for a model that does not state them."""
-
-
-@dataclass(frozen=True)
-class TokenWindow:
-    """Tokens `start` to `stop` (excluded) are fed; the last `scored` of the predictions count."""
-
-    start: int
-    stop: int
-    scored: int
 
 
 @dataclass(frozen=True)
@@ -126,15 +115,6 @@ class Reading:
     def rows(self, width: int, tokens: int) -> torch.Tensor:
         """The first `tokens` of the text in rows that a model reads, [n, width], each behind `front`."""
         return rows_behind(self.front, self.text[:tokens], width)
-
-
-@dataclass(frozen=True, eq=False)
-class Units:
-    """Words and bytes of each token, [n]; if not `exact`, all those of a document are its last token's."""
-
-    words: Values
-    bytes: Values
-    exact: bool = True
 
 
 class TooShort(NeuzipError):
@@ -288,7 +268,7 @@ class Tokenised:
                 ids += [prefix, *tokens]
                 documents += [number] * (len(tokens) + 1)
                 taken += len(tokens)
-                units.append(_units_of_page(page, len(tokens), ends))
+                units.append(units_of_page(page, len(tokens), ends))
             if page != whole:
                 break
         if not windows:
@@ -379,141 +359,3 @@ class Tokenised:
             None if size is None else blocks.count_of(size),
             front,
         )
-
-
-def ends_of(offsets: Sequence[tuple[int, int]], content: str) -> Values:
-    """The end of each token in a text, in characters, rising; the last token takes the rest."""
-    ends = np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64))
-    ends[-1:] = len(content)
-    return ends
-
-
-def units_of(content: str, ends: Values) -> Units:
-    """The words that begin in each token, and its UTF-8 bytes. What is behind the last token does not count.
-
-    >>> found = units_of("two Bären", np.array([4, 6, 9]))
-    >>> found.words.tolist(), found.bytes.tolist()
-    ([1, 1, 0], [4, 3, 3])
-    """
-    read = content[: int(ends[-1])]
-    starts = [match.start() for match in re.finditer(r"\S+", read)]
-    words = np.bincount(np.searchsorted(ends, starts, side="right"), minlength=len(ends))
-    codes = np.frombuffer(read.encode("utf-32-le"), "<u4")
-    widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-    before = np.concatenate([[0], np.cumsum(widths)])
-    return Units(words, np.diff(before[ends], prepend=0))
-
-
-def _units_of_page(page: str, tokens: int, ends: Values | None) -> Units:
-    """Units of a prefix, which has none, and of a page behind it, as lm-evaluation-harness counts words."""
-    words, size = np.zeros((2, tokens + 1), np.int64)
-    if ends is not None:
-        units = units_of(page, ends)
-        words[1:], size[1:] = units.words, units.bytes
-    # An empty word before a blank at the beginning counts, and one behind a blank at the end.
-    words[-1] += len(re.split(r"\s+", page)) - words.sum()
-    size[-1] += len(page.encode("utf-8")) - size.sum()
-    return Units(words, size, exact=ends is not None)
-
-
-def scored_places(windows: Sequence[TokenWindow]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Positions of the predicted tokens that count, window by window."""
-    parts = [np.arange(w.stop - w.scored + 1, w.stop + 1) for w in windows]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def blocks_of(
-    windows: Sequence[TokenWindow], documents: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
-) -> Blocks:
-    """The blocks of what windows score: documents if they are enough, else what windows have of each.
-
-    A few long documents among short ones are not enough: those alone would decide how sure a figure looks.
-    """
-    of_windows = np.repeat(np.arange(len(windows)), [w.scored for w in windows])
-    if documents is None:
-        return Blocks("window", of_windows, len(windows))
-    known, of = np.unique(documents[scored_places(windows)], return_inverse=True)
-    if len(known) == 1:
-        return Blocks("window", of_windows, len(windows))
-    parts, of_parts = np.unique(of * len(windows) + of_windows, return_inverse=True)
-    if len(parts) == len(known) or effective(np.bincount(of).tolist()) >= DOCUMENTS:
-        return Blocks("document", of.astype(np.int64), len(known))
-    return Blocks("window", of_parts.astype(np.int64), len(parts), len(known))
-
-
-def cut(tokens: int, window: int) -> Iterator[TokenWindow]:
-    """Windows of `window` predictions that share one token, so that all tokens but the first are predicted.
-
-    >>> [(w.start, w.stop, w.scored) for w in cut(tokens=10, window=4)]
-    [(0, 4, 4), (4, 8, 4), (8, 9, 1)]
-    """
-    for start in range(0, tokens - 1, window):
-        stop = min(start + window, tokens - 1)
-        yield TokenWindow(start, stop, stop - start)
-
-
-def strided(tokens: int, window: int, stride: int) -> Iterator[TokenWindow]:
-    """Windows of `window` tokens, the last one among those predicted; what was scored before does not count.
-
-    A window's own first token is never predicted: with `stride` = `window` every `window`-th is left out.
-
-    >>> [(w.start, w.stop, w.scored) for w in strided(tokens=10, window=6, stride=2)]
-    [(0, 5, 5), (2, 7, 2), (4, 9, 2)]
-    """
-    done = 0
-    for start in range(0, tokens, stride):
-        end = min(start + window, tokens)
-        if scored := min(end - done, end - start - 1):
-            yield TokenWindow(start, end - 1, scored)
-        done = end
-        if end == tokens:
-            return
-
-
-def rolling(start: int, tokens: int, length: int) -> Iterator[TokenWindow]:
-    """Windows over a prefix at `start` and `tokens` behind it: all full but a first one, all tokens scored.
-
-    >>> [(w.start, w.stop, w.scored) for w in rolling(0, tokens=9, length=4)]
-    [(0, 4, 4), (4, 8, 4), (5, 9, 1)]
-    """
-    for done in range(0, tokens, length):
-        end = min(done + length, tokens)
-        yield TokenWindow(start + max(0, end - length), start + end, end - done)
-
-
-DETOKENISING: tuple[tuple[str, str], ...] = (
-    (r"s '", "s'"),
-    (r"/' [0-9]/", "/'[0-9]/"),  # meant otherwise, no doubt, but so it is
-    (r" @([-,.])@ ", r"\1"),
-    (r" : ", ": "),
-    (r" ; ", "; "),
-    (r" \. ", ". "),
-    (r" ! ", "! "),
-    (r" \? ", "? "),
-    (r" , ", ", "),
-    (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
-    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (r"{\s*([^}]*?)\s*}", r"{\1}"),
-    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
-    (r"'\s*([^']*?)\s*'", r"'\1'"),
-    (r"= = = =", "===="),
-    (r"= = =", "==="),
-    (r"= =", "=="),
-    (r" ° ", "°"),
-    (r" \n", "\n"),
-    (r"\n ", "\n"),
-    (r" N ", " 1 "),
-    (r" 's", "'s"),
-)
-"""Patterns and their replacements, applied in order: the detokeniser of the task `wikitext`."""
-
-
-def detokenised(page: str) -> str:
-    """An article of WikiText with its words and punctuation together again, as lm-evaluation-harness has it.
-
-    >>> detokenised("the 1 @,@ 500 @-@ tonne ship ( 1905 ) , and 's")
-    "the 1,500-tonne ship (1905), and's"
-    """
-    for pattern, replacement in DETOKENISING:
-        page = re.sub(pattern, replacement, page)
-    return page

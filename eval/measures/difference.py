@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from neuzip.compress.pieces import Bytes
 from neuzip.compress.progress import Stage, unseen
-from neuzip.compress.source import Bytes, SourceTensor, TensorSource
-from neuzip.compress.truncated import Error
+from neuzip.compress.schemes.truncated import ErrorSums
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.eval.measures.histograms import labels
 from neuzip.formats.safetensors_file import DTYPE_BITS
@@ -71,7 +73,7 @@ class _Gap:
     differing: int = 0
     not_finite: int = 0
     max_absolute: float = 0.0
-    error: Error = field(default_factory=Error)
+    error: ErrorSums = field(default_factory=ErrorSums)
 
     def __add__(self, other: _Gap) -> _Gap:
         return _Gap(
@@ -106,7 +108,7 @@ def compare_checkpoints(
     a: Path, b: Path, *, jobs: int | None = None, stage: Stage = unseen
 ) -> CheckpointDifference:
     """Compare two checkpoints tensor by tensor. Raises NeuzipError, and FormatError for a damaged one."""
-    with TensorSource(a) as first, TensorSource(b) as second:
+    with FolderSource(a) as first, FolderSource(b) as second:
         pairs = match(first, second)
         compared = comparable_bytes(pairs)
         with stage("diff", compared) as advance:
@@ -114,7 +116,7 @@ def compare_checkpoints(
     return CheckpointDifference(a, b, compared, tuple(tensors))
 
 
-def match(a: TensorSource, b: TensorSource) -> list[Pair]:
+def match(a: FolderSource, b: FolderSource) -> list[Pair]:
     """Pairs of tensors with the same name in the same folder, whatever their files, in the order of A.
 
     A name that a folder has in several files is matched file by file.
@@ -143,8 +145,8 @@ def comparable_bytes(pairs: Sequence[Pair]) -> int:
 
 
 def compare(
-    a: TensorSource,
-    b: TensorSource,
+    a: FolderSource,
+    b: FolderSource,
     pairs: Sequence[Pair],
     *,
     jobs: int | None = None,
@@ -228,7 +230,7 @@ def _gap_of(dtype: str, a: Bytes, b: Bytes) -> _Gap:
         values_x, values_y = values_x[finite], values_y[finite]
     with np.errstate(over="ignore"):
         max_absolute = float(np.abs(values_y - values_x).max(initial=0.0))
-    return _Gap(int(differ.sum()), not_finite, max_absolute, Error(*error_sums(values_x, values_y)))
+    return _Gap(int(differ.sum()), not_finite, max_absolute, ErrorSums(*error_sums(values_x, values_y)))
 
 
 def _measured(difference: TensorDifference, gap: _Gap, dtype: str) -> TensorDifference:

@@ -15,8 +15,8 @@ import torch
 
 from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.compress.torchrun import started_by_torchrun
-from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.estimates import Values
+from neuzip.eval.measures.windows import TokenWindow
 
 ROWS = {"cpu": 1024, "cuda": 8192}
 """Tokens fed at a time, or those of one window: a GPU is not busy with fewer."""

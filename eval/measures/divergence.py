@@ -15,10 +15,10 @@ import torch
 
 from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.errors import NeuzipError
-from neuzip.eval.measures.conventions import TokenWindow, blocks_of
 from neuzip.eval.measures.distributed import ROWS, OnTokens, WindowBatch, over_windows
 from neuzip.eval.measures.estimates import Blocks, Estimate, Values, exponential
 from neuzip.eval.measures.head import HeadedModel, divergence
+from neuzip.eval.measures.windows import TokenWindow, blocks_of
 
 TOP_K = 10
 

@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from neuzip.compress import Rule, make_plan
-from neuzip.compress.reports import describe
-from neuzip.compress.scheme import LOSSLESS, RAW
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.rules import LOSSLESS, RAW
+from neuzip.compress.schemes import codec_of, describe
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers, default_jobs
 from neuzip.errors import NeuzipError
-from neuzip.formats.container import Container
-from neuzip.formats.manifest import Loss
+from neuzip.formats.records import Loss
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ class Inspection:
         }
 
 
-def select(source: TensorSource, globs: Sequence[str] = ()) -> list[SourceTensor]:
+def select(source: FolderSource, globs: Sequence[str] = ()) -> list[SourceTensor]:
     """The tensors whose name matches any of `globs`; without globs, all. Raises NeuzipError for no match."""
     tensors = list(source.tensors())
     if not globs:
@@ -342,7 +342,7 @@ def select(source: TensorSource, globs: Sequence[str] = ()) -> list[SourceTensor
 
 
 def inspect(
-    source: TensorSource,
+    source: FolderSource,
     tensors: Sequence[SourceTensor],
     *,
     jobs: int | None = None,
@@ -393,7 +393,7 @@ def _place(tensor: SourceTensor) -> str:
 
 
 def _count(
-    source: TensorSource, tensor: SourceTensor, workers: Workers, on_bytes: Callable[[int], None]
+    source: FolderSource, tensor: SourceTensor, workers: Workers, on_bytes: Callable[[int], None]
 ) -> Counts | None:
     """The counts of a tensor; None for one without floats."""
     fmt = FORMATS.get(tensor.info.dtype)
@@ -416,7 +416,7 @@ def _count(
 
 
 def _figures(
-    source: TensorSource,
+    source: FolderSource,
     tensor: SourceTensor,
     label: str,
     counts: Counts | None,
@@ -424,15 +424,15 @@ def _figures(
     scheme: str,
 ) -> TensorFigures:
     info, record = tensor.info, source.resolve(tensor).record
+    kind = "fields" if record is None else codec_of(record).bound(record)
     if stored_bytes == 0:
         bound: int | None = 0
-    elif record is not None and record.block_size is not None:
+    elif kind is None:
         bound = None
     elif counts is None:
         bound = info.nbytes
     else:
-        is_ternary = record is not None and record.scheme == "ternary"
-        bits = counts.code_bits if is_ternary else counts.bound_bits
+        bits = {"fields": counts.bound_bits, "codes": counts.code_bits}[kind]
         bound = math.ceil(bits * counts.numel / 8)
     return TensorFigures(
         label, tensor.file, tensor.name, info.dtype, info.shape, info.nbytes, stored_bytes, scheme,
@@ -451,11 +451,8 @@ def _actual_storage(source: TensorSource) -> tuple[Storage, tuple[int, int]]:
     """The storage of each tensor of a compressed checkpoint, and bytes of weight files before and after."""
     storage: Storage = {}
     for t in source.tensors():
-        opened = source.opened(t.file)
-        if isinstance(opened, Container) and t.record is not None:
-            storage[t.file, t.name] = opened.stored_bytes(t.name), describe(t.record, t.info.dtype)
-        else:  # a plain file among containers
-            storage[t.file, t.name] = t.info.nbytes, "plain"
+        scheme = "plain" if t.record is None else describe(t.record, t.info.dtype)
+        storage[t.file, t.name] = source.stored_bytes(t), scheme
     headers = map(source.header, source.checkpoint.weights)
     before = sum(len(header.raw) + header.data_bytes for header in headers)
     return storage, (before, sum(path.stat().st_size for path in source.checkpoint.weight_paths()))

@@ -21,12 +21,13 @@ from neuzip.compress.ranks import ALONE, Ranks
 from neuzip.compress.torchrun import started_by_torchrun
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES, Name
-from neuzip.eval.measures.conventions import Convention, Reading, Tokenised, TokenWindow, TooShort
+from neuzip.eval.measures.conventions import Convention, Reading, Tokenised, TooShort
 from neuzip.eval.measures.distributed import ROWS, OnTokens, WindowBatch, over_windows, take_a_gpu
 from neuzip.eval.measures.divergence import Comparison, Paired, compare, require_finite
 from neuzip.eval.measures.estimates import Blocks, Estimate, Values, exponential
 from neuzip.eval.measures.head import HeadedModel, statistics
 from neuzip.eval.measures.texts import Text
+from neuzip.eval.measures.windows import TokenWindow
 from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode.benchmark import device_name, peak_bytes, reset_peak
 from neuzip.runtime.devices import choose_device

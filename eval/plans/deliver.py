@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neuzip.compress import CompressionReport, compress
-from neuzip.compress.scheme import Rule
-from neuzip.compress.source import weight_bytes
+from neuzip.compress.rules import Rule
+from neuzip.compress.rules_file import plan_bytes
+from neuzip.compress.sources.folder import weight_bytes
 from neuzip.compress.workspace import write_file, writing
 from neuzip.eval.layers.drops import pruned
 from neuzip.eval.layers.removal import Pruned
 from neuzip.eval.measures import fingerprint
 from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, Stage
 from neuzip.eval.measures.texts import Text
-from neuzip.eval.plans.plan_file import earlier_plan, plan_bytes, plan_path
+from neuzip.eval.plans.plan_file import earlier_plan, plan_path
 from neuzip.eval.plans.plan_request import Stages, TargetRequest
 from neuzip.eval.plans.plan_search import find_plan
 from neuzip.eval.plans.plan_trials import SearchResult

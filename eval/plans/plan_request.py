@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from neuzip.compress.device import CPU, Device
-from neuzip.compress.scheme import LOSSLESS, Rule
+from neuzip.compress.rules import LOSSLESS, Rule
 from neuzip.eval.measures.comparison import Stage
 from neuzip.eval.plans.sensitivity import Method
 from neuzip.eval.plans.target_values import CompressionTarget

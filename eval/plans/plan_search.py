@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from neuzip.compress.scheme import LOSSLESS
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import LOSSLESS
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.eval.layers.drops import Drop, pruned, weigh
@@ -95,7 +95,7 @@ def _planner(
     stages: Stages,
 ) -> Planner:
     """Measure what every tensor takes in every scheme, and how sensitive `model` is to it."""
-    with TensorSource(request.src) as source, Workers(request.jobs) as workers:
+    with FolderSource(request.src) as source, Workers(request.jobs) as workers:
         groups = find_groups(source, workers, request.rules)
         with stages.at("sizes")("sizes", sum(g.nbytes for g in groups), "bytes") as advance:
             candidates = predict_candidates(source, groups, request.block_size, workers, advance)
@@ -107,7 +107,7 @@ def _planner(
 
 def _sensitivity(
     method: Method,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     model: PreTrainedModel | None,
     baseline: BaselineComparison | None,
@@ -131,7 +131,7 @@ def _find_without_layers(
     """The better of two plans: with all layers, and without the `drop_layers` that cost least."""
     whole = _planner(request, baseline, baseline.model, stages)
     count = None if request.drop_layers == "auto" else request.drop_layers
-    with TensorSource(request.src) as source:
+    with FolderSource(request.src) as source:
         layer_of = tensors_by_layer(source)
         predictions = LayerPredictions(whole, layer_of)
         layer_bytes = [0] * (max(layer_of.values()) + 1)

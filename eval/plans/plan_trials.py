@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import Rule
-from neuzip.compress.source import weight_bytes
+from neuzip.compress.rules import Rule
+from neuzip.compress.sources.folder import weight_bytes
 from neuzip.eval.layers.drops import Drop, Drops, folder_beside
 from neuzip.eval.measures.comparison import BaselineComparison, ComparisonRun, NotFinite, Stage
 from neuzip.eval.measures.divergence import Comparison

@@ -9,8 +9,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from neuzip.compress import make_plan
-from neuzip.compress.scheme import LOSSLESS, Rule
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import LOSSLESS, Rule
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
 from neuzip.eval.plans.candidates import GroupCandidates, schemes_of
@@ -56,7 +56,7 @@ class Reach:
 
 def predict_reach(src: Path, rules: Sequence[Rule], block_size: int | None, jobs: int | None) -> Reach:
     """Predict the sizes that a checkpoint can have, from samples. Raises NeuzipError."""
-    with TensorSource(src) as source, Workers(jobs) as workers:
+    with FolderSource(src) as source, Workers(jobs) as workers:
         groups = find_groups(source, workers, rules)
         coarsest = rules_of(groups, [schemes_of(group, block_size)[-1] for group in groups])
         lossless = make_plan(source, rules, workers, predict=True)
@@ -83,7 +83,7 @@ def before_lossless(rules: Sequence[Rule], more: Sequence[Rule]) -> tuple[Rule, 
     return (*before, *more, *rules[len(before) :])
 
 
-def _bytes_beside(source: TensorSource) -> int:
+def _bytes_beside(source: FolderSource) -> int:
     """Bytes that a plan's prediction counts in addition to the weight files."""
     checkpoint = source.checkpoint
     rewritten = {*index_files(checkpoint), *config_files(checkpoint)}  # a plan counts them three times
@@ -106,7 +106,7 @@ class FixedBytes:
     @classmethod
     def of(
         cls,
-        source: TensorSource,
+        source: FolderSource,
         rules: Sequence[Rule],
         candidates: Sequence[GroupCandidates],
         workers: Workers,

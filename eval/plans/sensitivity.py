@@ -127,7 +127,7 @@ def weights_only(candidates: Sequence[GroupCandidates]) -> Sensitivity:
 
 def measure(
     model: HeadedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,
@@ -165,7 +165,7 @@ def passes(candidates: Sequence[GroupCandidates]) -> int:
 
 def fisher(
     model: PreTrainedModel,
-    source: TensorSource,
+    source: FolderSource,
     candidates: Sequence[GroupCandidates],
     windows: CalibrationWindows,
     on_tokens: OnWork = ignore_progress,

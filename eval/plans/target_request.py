@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neuzip.choices import Sensitivity as Sensitivity
 from neuzip.compress.device import AnyDevice, choose
 from neuzip.compress.entry_checks import require_plain
-from neuzip.compress.source import TensorSource, weight_bytes
+from neuzip.compress.sources.folder import FolderSource, weight_bytes
 from neuzip.errors import UsageError
 from neuzip.eval.measures.texts import read_text
 from neuzip.eval.plans.target_values import RequestedTarget
@@ -101,7 +101,7 @@ def prepare_search(
     from neuzip.eval.plans.plan_request import TargetRequest
     from neuzip.eval.plans.reach import predict_reach
 
-    with TensorSource(src) as source:
+    with FolderSource(src) as source:
         require_plain(source, dst)
         if not dry_run:
             refuse_other_files(dst, overwrite)

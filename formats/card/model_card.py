@@ -14,7 +14,7 @@ from neuzip.formats.card.evaluation import CardEvaluation
 from neuzip.formats.card.text import Facts, Metadata, Part, Rounded, card_text
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, base_name
 from neuzip.formats.container import Container
-from neuzip.formats.manifest import Loss, TensorRecord
+from neuzip.formats.records import Loss
 
 CARD = "README.md"
 
@@ -152,28 +152,14 @@ def _tensors(file: str, container: Container) -> Iterator[_Stored]:
     for info in container.original.in_file_order:
         record = container.manifest.tensors[info.name]
         holder = None
-        if record.alias_of is not None and not record.needs_base:
+        if record.holder is not None:
+            other, name = record.holder
             folder = file[: file.rfind("/") + 1]
-            holder = (file if record.alias_file is None else folder + record.alias_file, record.alias_of)
+            holder = (file if other is None else folder + other, name)
         yield _Stored(
-            info.name, info.dtype, _scheme(record), info.numel, info.nbytes,
+            info.name, info.dtype, record.card_text, info.numel, info.nbytes,
             container.stored_bytes(info.name), record.loss, holder,
         )  # fmt: skip
-
-
-def _scheme(record: TensorRecord) -> str:
-    if record.scheme == "truncated":
-        normalised = f" in blocks of {record.block_size}" if record.block_size is not None else ""
-        bits = "1 mantissa bit" if record.mantissa_bits == 1 else f"{record.mantissa_bits} mantissa bits"
-        return bits + normalised
-    if record.scheme == "ternary":
-        scales = "tensor" if record.group is None else f"{record.group} weights of a row"
-        how = "exact" if record.lossless else f"rounded by {record.quantizer}"
-        return f"ternary, {how}, one scale per {scales}"
-    return {
-        "raw": "stored unchanged", "alias": "shared with another tensor", "base": "same as in the base",
-        "delta": "difference from the base",
-    }.get(record.scheme, record.scheme)  # fmt: skip
 
 
 def _parts(stored: Iterable[_Stored]) -> list[Part]:

@@ -14,7 +14,7 @@ from neuzip.formats.checkpoint import CHUNK, MANIFEST_PATH, PICKLES
 from neuzip.formats.hub.connection import Note, explaining, odd_answer, patiently
 from neuzip.formats.hub.ids import HUB_ID, did_you_mean
 from neuzip.formats.hub.notes import pass_over
-from neuzip.formats.manifest import is_safe_path
+from neuzip.formats.records import is_safe_path
 
 DUPLICATES = (
     "*pytorch_model*.bin", "*pytorch_model*.bin.index.json", "*adapter_model.bin", "*consolidated*.pth",

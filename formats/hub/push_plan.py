@@ -120,7 +120,7 @@ def plan_push(
             "leave it out; a report of what the delta restores to is of another folder",
         )
     stored = read_stored_files(root, delta=base is not None)
-    moved = [name for name in HUB_FILES if name in stored and stored[name].kind == "carried"]
+    moved = [name for name in HUB_FILES if name in stored and not stored[name].is_rewritten]
 
     contents: dict[str, Path | bytes] = {}
     for name in (*checkpoint.weights, *checkpoint.others):

@@ -8,7 +8,7 @@ neighbouring integers: a pattern x of b bits becomes
 
 which is its own inverse. The difference f(new) - f(base), modulo 2^b, counts the floats between the two.
 As integers that end in `shift` zeros every one, and with signs moved to the lowest bit (0, -1, 1, -2 become
-0, 1, 2, 3), differences are what rANS codes: see compress/delta.py.
+0, 1, 2, 3), differences are what rANS codes: see compress/schemes/delta_coding.py.
 
 They stand in the order of the exponents that the base has, those of equal exponents as they came: by how many
 floats a step of training moves a weight depends on its size, and so neighbours are alike.

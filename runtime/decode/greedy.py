@@ -20,10 +20,11 @@ from neuzip.errors import NeuzipError, UsageError
 from neuzip.kernels.step import can_find
 from neuzip.runtime import buffers
 from neuzip.runtime.hf.decoder import input_device
-from neuzip.runtime.hf.fused_step import FusedStep, same_bits
+from neuzip.runtime.hf.fused_step import FusedStep
 from neuzip.runtime.hf.kv_cache import KVCache
 from neuzip.runtime.hf.kv_layers import StaticKVLayer
 from neuzip.runtime.hf.messages import reason_of
+from neuzip.runtime.hf.probes import same_bits
 from neuzip.runtime.hf.residency import has_experts
 from neuzip.runtime.hf.static_cache import FixedLayer, TokenPositions, can_pad, static_cache
 

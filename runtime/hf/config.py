@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint, find_checkpoint
 from neuzip.formats.config_section import read_config
@@ -89,7 +89,7 @@ def _require_tensors_for(document: dict[str, Any], path: Path, checkpoint: Check
     for name, layers in _layers_claimed(document):
         if layers <= CREDIBLE_LAYERS:
             continue
-        with TensorSource(checkpoint) as source:
+        with FolderSource(checkpoint) as source:
             tensors = sum(1 for _ in source.tensors())
         if layers > CREDIBLE_LAYERS_A_TENSOR * tensors:
             raise FormatError(

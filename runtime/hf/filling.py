@@ -52,12 +52,12 @@ def filled_by_us(step: Any) -> Any:
                 _take_ternary_mode(quantizer, settings.get("state_dict"))
             filled = step(*call.args, **call.kwargs)
         else:
-            from neuzip.compress.source import TensorSource
+            from neuzip.compress.sources.folder import FolderSource
             from neuzip.runtime.hf.stored_tensors import stored_tensors
 
             checkpoint = _checkpoint(files)
             place = None if compressing else _place(settings)
-            with TensorSource(checkpoint) as source:
+            with FolderSource(checkpoint) as source:
                 tensors = [t for file in checkpoint.weights for t in source.tensors(file)]
                 with stored_tensors(source, tensors, place, in_groups=compressing) as stored:
                     if isinstance(quantizer, CompressingQuantizer):

@@ -34,26 +34,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from neuzip.kernels.step import NORMS, Norm, can_gate, can_norm, can_rotate
+from neuzip.kernels.step import Norm, can_gate, can_rotate
 from neuzip.kernels.ternary_linear import ternary_linears
 from neuzip.runtime.activations import CLAMPED
 from neuzip.runtime.bitlinear import BitLinear
+from neuzip.runtime.hf.probes import is_silu, norm_like, same_rotation
 from neuzip.runtime.hf.registry import registered
-
-PROBES = 6
-"""Made-up inputs in the dtype of a step that have to give the same bits."""
-
-STRICT_PROBES = 24
-"""Made-up inputs in fp32, with one large number a row: half of them show another order of sums of squares."""
-
-LARGE = 4096.0
-
-EVERY = 1 << 16
-"""Numbers of 16 bits."""
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys."""
@@ -251,11 +240,11 @@ class FusedStep:
                 for shape, dtype in site.calls:
                     key = type(site.module), site.weight.dtype, shape, dtype, _flags(site.module)
                     if key not in known:
-                        known[key] = _norm_like(site, shape, dtype)
+                        known[key] = norm_like(site.module, site.weight, site.eps, shape, dtype)
                     if (norm := known[key]) is not None:
                         site.chosen[shape, dtype] = norm
             for rotary in self._rotary:
-                rotary.chosen = {key for key in rotary.calls if _same_rotation(rotary.original, *key)}
+                rotary.chosen = {key for key in rotary.calls if same_rotation(rotary.original, *key)}
             self._choose_gates()
         self._shared = list(_sharing(self._calls))
         self._calls.clear()
@@ -266,7 +255,7 @@ class FusedStep:
             for call in site.calls:
                 kind = type(site.module), call, _flags(site.module)
                 if kind not in known:
-                    known[kind] = _is_silu(site.module, *call)
+                    known[kind] = is_silu(site.module, *call)
                 if known[kind]:
                     site.chosen.add(call)
 
@@ -368,98 +357,9 @@ def _flags(module: nn.Module) -> frozenset[tuple[str, Any]]:
     return frozenset((name, v if isinstance(v, plain) else id(v)) for name, v in own.items())
 
 
-def _norm_like(site: _NormSite, shape: torch.Size, dtype: torch.dtype) -> Norm | None:
-    """The kind of norm that gives the bits of a module, with weights that tell the kinds apart."""
-    from neuzip.kernels.step.triton import step as triton_step
-
-    rows, columns = shape[:-1].numel(), shape[-1]
-    if site.weight.shape != (columns,) or not can_norm(rows, columns):
-        return None
-    generator = torch.Generator(site.weight.device).manual_seed(0)
-    weight = _random(generator, site.weight.shape, site.weight.dtype)
-    inputs = [_random(generator, shape, dtype) for _ in range(PROBES)]
-    for _ in range(STRICT_PROBES):
-        strict = _random(generator, shape, torch.float32)
-        places = torch.randint(columns, (rows, 1), generator=generator, device=generator.device)
-        inputs.append(strict.view(rows, columns).scatter_(1, places, LARGE).view(shape))
-
-    def unlike(norm: Norm, inputs: Iterable[Tensor]) -> bool:
-        """Whether bits differ somewhere; the device is asked once."""
-        wrong = torch.zeros((), dtype=torch.bool, device=weight.device)
-        for x in inputs:
-            w = weight.to(x.dtype) if x.dtype != dtype else weight
-            expected = functional_call(site.module, {"weight": w}, (x,))
-            output = triton_step.rms_norm(x, w, site.eps, norm)
-            if output.dtype != expected.dtype or output.shape != expected.shape:
-                return True
-            wrong |= (_bits(output) != _bits(expected)).any()
-        return bool(wrong)
-
-    for norm in NORMS:
-        if not unlike(norm, inputs[:PROBES]) and not unlike(norm, inputs[PROBES:]):
-            return norm
-    return None
-
-
 def _rotary_key(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a rotation depends on, for queries, keys, cos and sin without more; None for other calls."""
     if options or len(arguments) != 4 or any(type(tensor) is not Tensor for tensor in arguments):
         return None
     q, k, cos, _ = arguments
     return (q.shape, k.shape, cos.shape, q.dtype, q.device) if can_rotate(*arguments) else None
-
-
-def _same_rotation(
-    original: Callable[..., Any],
-    of_q: torch.Size,
-    of_k: torch.Size,
-    of_cos: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    from neuzip.kernels.step.triton import step as triton_step
-
-    generator = torch.Generator(device).manual_seed(0)
-    for _ in range(PROBES):
-        arguments = [_random(generator, shape, dtype) for shape in (of_q, of_k, of_cos, of_cos)]
-        if not all(
-            same_bits(*pair)
-            for pair in zip(triton_step.rotated(*arguments), original(*arguments), strict=True)
-        ):
-            return False
-    return True
-
-
-def _is_silu(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a module makes of every number of 16 bits what the gated unit makes of it: NaNs any."""
-    from neuzip.kernels.step.triton import step as triton_step
-
-    gate = torch.arange(-EVERY // 2, EVERY // 2, device=device).to(torch.int16).view(dtype)
-    opened = type(module).forward(module, gate)
-    if not isinstance(opened, Tensor) or opened.dtype != dtype or opened.shape != gate.shape:
-        return False
-    generator = torch.Generator(device).manual_seed(0)
-    for up in (torch.ones_like(gate), _random(generator, gate.shape, dtype)):
-        output, expected = triton_step.gated(gate, up), opened * up
-        if not ((_bits(output) == _bits(expected)) | (output.isnan() & expected.isnan())).all():
-            return False
-    return True
-
-
-def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Made-up numbers, zeros of both signs among them."""
-    numbers = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-    flat = numbers.view(-1)
-    flat[3::11], flat[5::17] = 0.0, -0.0
-    return numbers
-
-
-def same_bits(x: Tensor, y: Any) -> bool:
-    """Whether two tensors of floats have the same bits."""
-    if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    return torch.equal(_bits(x), _bits(y))
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)

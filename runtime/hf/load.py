@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from neuzip.compress.device import AnyDevice
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.hub.download import resolve_source
 from neuzip.formats.hub.notes import log
@@ -92,7 +92,7 @@ def load_model(
         options["quantization_config"] = kind(residency, activations)
         if place is not None:
             require_places(residency, [place])
-    with TensorSource(folder) as source, quiet_transformers():
+    with FolderSource(folder) as source, quiet_transformers():
         config = load_config(source.checkpoint)
         layers = LAYERS_ENTRY.read(source.checkpoint.root)
         if layers is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint
 from neuzip.formats.safetensors_file import parse_json
@@ -10,7 +11,7 @@ from neuzip.formats.safetensors_file import parse_json
 INDEX = "model.safetensors.index.json"
 
 
-def model_tensors(source: TensorSource) -> list[SourceTensor]:
+def model_tensors(source: FolderSource) -> list[SourceTensor]:
     """The tensors that `from_pretrained` would take; some repositories hold the weights in a second form."""
     return [tensor for file in _model_files(source.checkpoint) for tensor in source.tensors(file)]
 

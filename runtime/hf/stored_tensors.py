@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuzip.compress.source import SourceTensor, TensorSource
-from neuzip.compress.ternary import is_ternary
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
+from neuzip.compress.ternary_weights import is_ternary
 from neuzip.compress.workers import Workers
 from neuzip.errors import NeuzipError
+from neuzip.formats.records import TernaryRecord
 from neuzip.kernels.ternary_linear import TernaryWeight
 from neuzip.runtime.activations import ACTIVATIONS_ENTRY
 from neuzip.runtime.dtypes import torch_dtype
@@ -37,15 +39,17 @@ class StoredTensors(dict[str, Any]):
         self.ternary_mode = ternary_mode
 
 
-def ternary_mode(source: TensorSource, tensors: Iterable[SourceTensor]) -> str:
+def ternary_mode(source: FolderSource, tensors: Iterable[SourceTensor]) -> str:
     """The mode for ternary tensors where nothing says one: "none" if they were ternary before compression."""
-    records = [target.record for target in map(source.resolve, tensors) if is_ternary(target)]
-    by_compression = any(record is not None and record.quantizer != "exact" for record in records)
+    records = [target.record for target in map(source.resolve, tensors)]
+    by_compression = any(
+        isinstance(record, TernaryRecord) and record.quantizer != "exact" for record in records
+    )
     return "b1.58" if by_compression else "none"
 
 
 def record_activations(
-    config: PreTrainedConfig, source: TensorSource, tensors: Iterable[SourceTensor]
+    config: PreTrainedConfig, source: FolderSource, tensors: Iterable[SourceTensor]
 ) -> None:
     """Have a config say what the config.json beside ternary weights says of activations. Raises FormatError.
 
@@ -59,7 +63,7 @@ def record_activations(
 
 @contextmanager
 def stored_tensors(
-    source: TensorSource,
+    source: FolderSource,
     tensors: list[SourceTensor],
     place: torch.device | None,
     *,
@@ -115,7 +119,7 @@ class _EncodedTensor:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: FolderSource,
         tensor: SourceTensor,
         workers: Workers,
         failures: list[NeuzipError],
@@ -151,7 +155,7 @@ class _TensorGroups:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: FolderSource,
         tensors: list[SourceTensor],
         place: torch.device | None,
         workers: Workers,
@@ -208,7 +212,7 @@ class _PlacedTensor:
     """
 
     def __init__(
-        self, source: TensorSource, tensor: SourceTensor, take: Callable[[torch.device], torch.Tensor]
+        self, source: FolderSource, tensor: SourceTensor, take: Callable[[torch.device], torch.Tensor]
     ) -> None:
         self.dtype, self.shape = torch_dtype(source, tensor), torch.Size(tensor.info.shape)
         self._take = take
@@ -231,7 +235,7 @@ class _TernaryTensor:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: FolderSource,
         tensor: SourceTensor,
         place: torch.device | None,
         failures: list[NeuzipError],

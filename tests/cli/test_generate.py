@@ -135,9 +135,9 @@ def test_wrong_use_is_said_before_the_weights_are_read(small: Path, neuzip, monk
     "options", [["--top-k", 5], ["--temperature", 1, "--top-p", 0], ["--stop", ""]], ids=["k", "p", "stop"]
 )
 def test_wrong_use_is_said_before_a_download(options: list[object], neuzip, monkeypatch):
-    from neuzip.formats.hub import push as hub
+    from neuzip.formats.hub import download
 
-    monkeypatch.setattr(hub, "_download", lambda *_: pytest.fail("the model was downloaded"))
+    monkeypatch.setattr(download, "_download", lambda *_: pytest.fail("the model was downloaded"))
     assert neuzip("generate", "org/model", "x", *options).exit_code == 2
 
 

@@ -29,7 +29,7 @@ from neuzip.eval.plans import plan_trials
 from neuzip.eval.report import distribution, rows, sweep_results, tensors
 from neuzip.eval.report import evaluation as report
 from neuzip.formats.hub import push as hub
-from neuzip.formats.manifest import Loss
+from neuzip.formats.records import Loss
 from neuzip.kernels.attention.similarity import Similarity
 from neuzip.runtime.activations import Activations
 from neuzip.runtime.decode import benchmark as speed

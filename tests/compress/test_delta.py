@@ -20,17 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback_hub import Hub
 
-from neuzip.compress import Rule, Scheme, compress, decompress, delta, verify
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_base import name_of
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.device import Device
 from neuzip.compress.gpu import Gpu
-from neuzip.compress.lossless import PIECE
-from neuzip.compress.source import TensorSource
+from neuzip.compress.pieces import PIECE
+from neuzip.compress.schemes import delta_coding
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, VerificationError, WouldOverwrite
 from neuzip.formats.card.model_card import split_card
 from neuzip.formats.container import Container, Stream, padded_stream
 from neuzip.formats.hub.push_plan import plan_push
+from neuzip.formats.records import OfBaseRecord
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits, lengths, reference, restore, subtract
 from neuzip.kernels.delta import ops as torch_ops
@@ -125,15 +127,19 @@ def joined(stream: Stream) -> Array:
     return np.concatenate([part.view(np.uint8) for part in stream.parts])
 
 
-def coded(new: Array, base: Array, fmt: FloatFormat) -> delta.Encoded:
-    found = delta.encode(lambda a, b: new[a:b], lambda a, b: base[a:b], new.size, fmt, map, lambda *_: None)
+def coded(new: Array, base: Array, fmt: FloatFormat) -> delta_coding.EncodedDelta:
+    found = delta_coding.encode(
+        lambda a, b: new[a:b], lambda a, b: base[a:b], new.size, fmt, map, lambda *_: None
+    )
     assert found is not None
     return found
 
 
-def decoder_of(found: delta.Encoded, numel: int, fmt: FloatFormat, gpu: Gpu | None = None) -> delta.Decoder:
+def decoder_of(
+    found: delta_coding.EncodedDelta, numel: int, fmt: FloatFormat, gpu: Gpu | None = None
+) -> delta_coding.DeltaDecoder:
     streams = {name: joined(stream) for name, stream in found.streams.items()}
-    return delta.Decoder(
+    return delta_coding.DeltaDecoder(
         lambda name, start, stop: streams[name][start:stop], lambda name: streams[name].size,
         numel, fmt, found.cut, found.digits, gpu,
     )  # fmt: skip
@@ -180,7 +186,9 @@ def test_what_is_its_base_takes_nothing() -> None:
     base = floats(FORMATS["BF16"], 1000)
     seen: list[Array] = []
     read = lambda a, b: base[a:b]  # noqa: E731
-    assert delta.encode(read, read, 1000, FORMATS["BF16"], map, lambda *pair: seen.extend(pair)) is None
+    assert (
+        delta_coding.encode(read, read, 1000, FORMATS["BF16"], map, lambda *pair: seen.extend(pair)) is None
+    )
     assert np.array_equal(seen, [base, base])
 
 
@@ -344,7 +352,7 @@ def test_an_escape_with_more_bits_than_the_dtype_has_is_corrupt_on_both(card: Gp
     streams = {name: padded_stream([part]) for name, part in parts.items()}
     streams["choice"] = padded_stream([np.zeros(1, np.uint8)])
     for gpu in (None, card):
-        stored = decoder_of(delta.Encoded(Digits(8), 1, streams, 0), numel, fmt, gpu)
+        stored = decoder_of(delta_coding.EncodedDelta(Digits(8), 1, streams, 0), numel, fmt, gpu)
         with pytest.raises(NeuzipError, match="block 0 is corrupt"):
             stored.read(0, numel, lambda a, b: np.zeros(b - a, np.uint8))
 
@@ -479,7 +487,7 @@ def test_single_files(family: tuple[Path, Path], tmp_path: Path) -> None:
 def test_a_base_in_other_shards_will_do(family: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = family
     compress_delta(tuned, base, tmp_path / "delta", "b")
-    with TensorSource(base) as source:
+    with FolderSource(base) as source:
         tensors = {
             t.name: recipes.Tensor(t.info.dtype, list(t.info.shape), source.read(t).tobytes())
             for t in source.tensors()
@@ -519,13 +527,13 @@ def test_tensors_of_a_base_are_looked_up_and_not_searched_for(
     compress_delta(tuned, base, tmp_path / "delta", "b")
     compress(base, tmp_path / "base.nz")
     for path in (base, tmp_path / "base.nz"):
-        with TensorSource(path) as source, TensorSource(tmp_path / "delta", base=source) as changed:
+        with FolderSource(path) as source, FolderSource(tmp_path / "delta", base=source) as changed:
             expected = {t.name: t for t in source.tensors()}
             needing = [t for t in changed.tensors() if t.record is not None and t.record.needs_base]
             with monkeypatch.context() as patch:
-                patch.delattr(TensorSource, "tensors")
+                patch.delattr(FolderSource, "tensors")
                 found = [changed.base_tensor(t) for t in needing]
-            assert found == [expected[t.record.alias_of] for t in needing if t.record is not None]
+            assert found == [expected[t.record.of] for t in needing if isinstance(t.record, OfBaseRecord)]
 
 
 def test_the_lesser_of_the_two_is_stored(tmp_path: Path) -> None:
@@ -602,7 +610,7 @@ def test_whoever_has_no_base_refuses_a_delta_by_name(
     packed, base, tuned = made
     readers: list[Callable[[], object]] = [
         lambda: decompress(packed, tmp_path / "out"),
-        lambda: TensorSource(packed),
+        lambda: FolderSource(packed),
         lambda: Container(packed / "model.safetensors"),
         lambda: compress(packed, tmp_path / "out"),
         lambda: compress_delta(packed, base, tmp_path / "out", "b"),

@@ -23,9 +23,9 @@ from neuzip.compress import Rule, Scheme, compress, decompress, encode_ahead, en
 from neuzip.compress import device as devices
 from neuzip.compress.device import CPU, MOST_THREADS, WORTH_STARTING, Device, choose
 from neuzip.compress.gpu import Gpu
-from neuzip.compress.lossless import PIECE
-from neuzip.compress.source import TensorSource
-from neuzip.compress.truncated import Error
+from neuzip.compress.pieces import PIECE
+from neuzip.compress.schemes.truncated import ErrorSums
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.distribution import MissingPackage
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.eval.measures.histograms import inspect
@@ -286,7 +286,7 @@ def test_the_same_histograms(compressed, device, model, tmp_path):
         compress(model, path)
     found = []
     for where in (CPU, device):
-        with TensorSource(path, where) as source:
+        with FolderSource(path, where) as source:
             tensors = [t for t in source.tensors() if ON_CARD or not t.name.startswith("F64")]
             found.append(json.dumps(inspect(source, tensors).to_json()))
     assert found[1] == found[0]
@@ -297,10 +297,10 @@ def test_any_range(scheme, device, tmp_path, save):
     numel = 2 * BLOCK + 300
     save(tmp_path / "x.safetensors", {"w": ("BF16", (numel,), weights(FORMATS["BF16"], numel))})
     compress(tmp_path / "x.safetensors", tmp_path / "nz.safetensors", [Rule("*", scheme)])
-    with TensorSource(tmp_path / "nz.safetensors", device) as source:
+    with FolderSource(tmp_path / "nz.safetensors", device) as source:
         (tensor,) = source.tensors()
         read = source.reader(tensor)
-        with TensorSource(tmp_path / "nz.safetensors") as other:
+        with FolderSource(tmp_path / "nz.safetensors") as other:
             whole = other.read(tensor)
         ranges = [(0, 0), (5, 9), (BLOCK - 1, BLOCK + 1), (BLOCK, numel), (numel - 3, numel)]
         for start, stop in ranges if ON_CARD else ranges[:2] + ranges[3:4]:
@@ -311,7 +311,7 @@ def test_any_range(scheme, device, tmp_path, save):
 def test_corrupt_words_are_refused_in_the_same_words(damage, device, model, tmp_path):
     path = tmp_path / "nz.safetensors"
     compress(model / "a.safetensors", path)
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         (tensor,) = (t for t in source.tensors() if t.name == "BF16.matrix")
         (words,) = (e for e in source.extents(tensor) if e.stream == "words")
     data = bytearray(path.read_bytes())
@@ -320,7 +320,7 @@ def test_corrupt_words_are_refused_in_the_same_words(damage, device, model, tmp_
 
     def refusals(where: Device) -> list[str]:
         said = []
-        with TensorSource(path, where) as source, pytest.raises(FormatError) as refused:
+        with FolderSource(path, where) as source, pytest.raises(FormatError) as refused:
             source.read(tensor)
         said.append(str(refused.value))
         with pytest.raises(FormatError) as refused:
@@ -354,7 +354,7 @@ def test_errors_are_summed_as_on_the_cpu_whatever_a_piece_is(tmp_path, save):
         for where in (CPU, one_piece)
     ]
     assert found[1] == found[0]
-    assert found[0][0].relative_l2 != Error().relative_l2
+    assert found[0][0].relative_l2 != ErrorSums().relative_l2
 
 
 # On a card

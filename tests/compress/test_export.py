@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neuzip.compress.export import ExportReport, Gguf, export
-from neuzip.compress.source import weight_bytes
+from neuzip.compress.sources.folder import weight_bytes
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.export.compressed_tensors import PackQuantized

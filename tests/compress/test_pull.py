@@ -38,8 +38,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Path]
 
 
 @pytest.fixture
-def pushed(here: Hub, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    push(plan_push(small, "me/model"))
+def pushed(here: Hub, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    push(plan_push(compressed, "me/model"))
     here.requests.clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)

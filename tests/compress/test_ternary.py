@@ -21,14 +21,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from neuzip.compress import Rule, Scheme, compress, decompress, lossless, ternary, verify
-from neuzip.compress.scheme import LOSSLESS, read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
+from neuzip.compress.rules import LOSSLESS
+from neuzip.compress.rules_file import read_plan_file
+from neuzip.compress.schemes import ternary_coding
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.ternary_weights import read_ternary
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.card.model_card import model_card
 from neuzip.formats.checkpoint import find_checkpoint
 from neuzip.formats.container import Container
-from neuzip.formats.manifest import TensorRecord
+from neuzip.formats.records import Record
 from neuzip.kernels import quantizers
 from neuzip.runtime import load_file as runtime_load
 
@@ -73,7 +76,7 @@ def restored(path: Path) -> dict[str, Tensor]:
     return load_file(back)
 
 
-def records(path: Path) -> dict[str, TensorRecord]:
+def records(path: Path) -> dict[str, Record]:
     with Container(path) as container:
         return dict(container.manifest.tensors)
 
@@ -103,8 +106,8 @@ def test_streams_hold_what_the_quantizer_makes(
 ) -> None:  # fmt: skip
     weight = randn(*shape, dtype=dtype, seed=seed)
     scheme = Scheme("ternary", quantizer=quantizer, group=group, packing=packing)
-    with mock.patch.object(lossless, "OVERHEAD", -(10**9)):
-        coded = ternary.encode(weight, scheme)
+    with mock.patch("neuzip.compress.pieces.OVERHEAD", -(10**9)):
+        coded = ternary_coding.encode(weight, scheme)
     decoder = coded.decoder(dtype)
     if coded.quantizer == "exact":
         assert torch.equal(decoder.ternary().dequantize(dtype), weight)
@@ -127,7 +130,7 @@ def test_streams_hold_what_the_quantizer_makes(
 def test_packings_take_8_fifths_and_2_bits() -> None:
     weight = randn(256, 1600)
     for packing, bits in (("trits", 1.6), ("2bit", 2)):
-        coded = ternary.encode(weight, Scheme("ternary", packing=packing))
+        coded = ternary_coding.encode(weight, Scheme("ternary", packing=packing))
         assert coded.streams["codes"].nbytes == weight.numel() * bits / 8
         assert coded.streams["scale"].nbytes == 16
 
@@ -135,7 +138,7 @@ def test_packings_take_8_fifths_and_2_bits() -> None:
 def test_words_are_those_that_kernels_multiply() -> None:
     """A row of "2bit" is what pack_ternary makes of it: to be sent to a GPU as it is."""
     weight = randn(20, 75)
-    coded = ternary.encode(weight, Scheme("ternary", packing="2bit"))
+    coded = ternary_coding.encode(weight, Scheme("ternary", packing="2bit"))
     words = np.concatenate(coded.streams["codes"].parts)[: 20 * 5 * 4].view("<i4").reshape(20, 5)
     expected = quantizers.pack_ternary(quantizers.absmean(weight).codes)
     assert torch.equal(torch.from_numpy(words), expected)
@@ -145,8 +148,8 @@ def test_scales_in_fp16_are_rounded_before_anything_else(tmp_path: Path) -> None
     weight = randn(64, 128)
     path = packed(tmp_path, {"w": weight}, [Rule("*", Scheme("ternary", group=32, scale_dtype="F16"))])
     expected = quantizers.absmean(weight, group=32)
-    with TensorSource(path) as source:
-        found = ternary.read_ternary(source, "w")
+    with FolderSource(path) as source:
+        found = read_ternary(source, "w")
     assert torch.equal(found.scale, expected.scale.half().float())
     assert torch.equal(found.codes, expected.codes)
     assert same_bits(restored(path)["w"], found.dequantize(torch.bfloat16))
@@ -222,8 +225,8 @@ def test_tensors_of_few_weights(tmp_path: Path) -> None:
         "one": torch.tensor([[-0.5]]), "column": randn(40, 1), "flat": randn(33),
     }  # fmt: skip
     with (
-        mock.patch.object(lossless, "OVERHEAD", -(10**9)),
-        mock.patch("neuzip.compress.plan.CODED_MINIMUM", 0),
+        mock.patch("neuzip.compress.pieces.OVERHEAD", -(10**9)),
+        mock.patch("neuzip.compress.schemes.raw.CODED_MINIMUM", 0),
     ):
         for group in (None, "row", 7):
             path = packed(tmp_path, tensors, [Rule("*", Scheme("ternary", group=group))])
@@ -291,8 +294,8 @@ def test_restored_weights_are_exact_the_second_time(tmp_path: Path) -> None:
     back = restored(first)["w"]
     (tmp_path / "second").mkdir()
     second = packed(tmp_path / "second", {"w": back}, [TERNARY], allow=False)
-    with TensorSource(first) as a, TensorSource(second) as b:
-        once, twice = ternary.read_ternary(a, "w"), ternary.read_ternary(b, "w")
+    with FolderSource(first) as a, FolderSource(second) as b:
+        once, twice = read_ternary(a, "w"), read_ternary(b, "w")
     assert torch.equal(once.codes, twice.codes)
     assert torch.equal(once.scale.bfloat16().float(), twice.scale)
     assert same_bits(restored(second)["w"], back)
@@ -360,8 +363,8 @@ def test_masters_of_an_online_bitnet_model_were_trained_for_it(neuzip: Speak, tm
     assert said.exit_code == 0
     record = records(tmp_path / "small" / "model.safetensors")[Q_PROJ]
     assert (record.quantizer, record.lossless) == ("absmean-clamped", False)
-    with TensorSource(tmp_path / "small") as stored:
-        found = ternary.read_ternary(stored, Q_PROJ)
+    with FolderSource(tmp_path / "small") as stored:
+        found = read_ternary(stored, Q_PROJ)
     scale = 1 / weight.abs().mean().clamp(min=1e-5)
     assert torch.equal(found.codes.float(), (weight * scale).round().clamp(-1, 1))
     # Who reads the floats takes their absmean once more, and shall find the one that it was.
@@ -458,11 +461,11 @@ def test_one_folder_mixes_all_schemes(tmp_path: Path, save: Callable[..., Path])
     decompress(tmp_path / "small", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model-2.safetensors")
     assert same_bits(back["tied"], quantizers.absmean(weight).dequantize(torch.bfloat16))
-    with TensorSource(tmp_path / "small") as stored:
-        assert torch.equal(ternary.read_ternary(stored, "tied").codes, quantizers.absmean(weight).codes)
+    with FolderSource(tmp_path / "small") as stored:
+        assert torch.equal(read_ternary(stored, "tied").codes, quantizers.absmean(weight).codes)
         for name, problem in (("embed.weight", "is not stored ternary"), ("x", "has no tensor 'x'")):
             with pytest.raises(NeuzipError, match=problem):
-                ternary.read_ternary(stored, name)
+                read_ternary(stored, name)
     loaded = runtime_load.load_file(tmp_path / "small" / "model-1.safetensors")
     assert same_bits(loaded[Q_PROJ], back["tied"])
 
@@ -485,13 +488,13 @@ def test_a_real_model(neuzip_data: Path, tmp_path: Path) -> None:
 
 def test_damaged_codes_are_not_read(tmp_path: Path) -> None:
     path = packed(tmp_path, {"w": randn(64, 128)})
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         extents = source.extents(next(source.tensors()))
     data = bytearray(path.read_bytes())
     data[next(e.start for e in extents if e.stream == "codes") + 100] ^= 1
     path.write_bytes(data)
-    with TensorSource(path) as source, pytest.raises(FormatError, match="the file is damaged"):
-        ternary.read_ternary(source, "w")
+    with FolderSource(path) as source, pytest.raises(FormatError, match="the file is damaged"):
+        read_ternary(source, "w")
     with pytest.raises(FormatError, match="the file is damaged"):
         verify(path)
 

@@ -14,18 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from neuzip.errors import UsageError
 from neuzip.eval.measures import conventions
 from neuzip.eval.measures.convention_names import NAMES
-from neuzip.eval.measures.conventions import (
-    Tokenised,
-    TokenWindow,
-    TooShort,
-    blocks_of,
-    cut,
-    detokenised,
-    rolling,
-    scored_places,
-    strided,
-)
+from neuzip.eval.measures.conventions import Tokenised, TooShort
+from neuzip.eval.measures.text_units import detokenised
 from neuzip.eval.measures.texts import Document, Text, of_content, read_text
+from neuzip.eval.measures.windows import TokenWindow, blocks_of, cut, rolling, scored_places, strided
 
 BOS = 256
 TEXT = Text("made up", (Document("a", "Ein Bär, zwei Bären.\n"), Document("b", "The quick brown fox.")))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress.lossless import PIECE
-from neuzip.compress.source import TensorSource
+from neuzip.compress.pieces import PIECE
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.eval.measures.difference import TensorDifference, comparable_bytes, compare, match
 
 Save = Callable[..., Path]
@@ -35,7 +35,7 @@ def f64(*values: float) -> Tensor:
 
 def compared(a: Path, b: Path) -> dict[str, TensorDifference]:
     told: list[int] = []
-    with TensorSource(a) as first, TensorSource(b) as second:
+    with FolderSource(a) as first, FolderSource(b) as second:
         pairs = match(first, second)
         found = compare(first, second, pairs, on_bytes=told.append)
         assert sum(told) == comparable_bytes(pairs)
@@ -158,7 +158,7 @@ def test_other_kinds_have_no_numbers(difference):
 
 
 def test_shards_may_be_cut_elsewhere(model, tmp_path, save):
-    with TensorSource(model) as source:
+    with FolderSource(model) as source:
         tensors = {
             t.name: (t.info.dtype, t.info.shape, source.read(t))
             for t in source.tensors()
@@ -216,7 +216,7 @@ def test_rounded_is_as_far_apart_as_the_manifest_says(model, tmp_path, in_all_mo
     data = said["json"].json
     assert (data["identical"], data["totals"]) == (False, {"tensors": 4, "identical": 3, "different": 1})
     [found] = [t for t in data["tensors"] if t["status"] == "different"]
-    with TensorSource(tmp_path / "k3") as source:
+    with FolderSource(tmp_path / "k3") as source:
         [loss] = [t.record.loss for t in source.tensors() if t.record.loss is not None]
     assert found["max_relative"] == pytest.approx(loss.max_relative, rel=1e-5)
     assert 0 < found["relative_l2"] < found["max_relative"]

@@ -15,8 +15,8 @@ import torch
 
 from neuzip.compress.ranks import Ranks
 from neuzip.eval.demo import CHECKPOINT
-from neuzip.eval.measures.conventions import TokenWindow, cut, strided
 from neuzip.eval.measures.distributed import WindowBatch, batches, over_windows
+from neuzip.eval.measures.windows import TokenWindow, cut, strided
 
 BIN = Path(sys.executable).parent
 IDS = torch.arange(100, 200)

@@ -14,10 +14,10 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError
-from neuzip.eval.measures.conventions import TokenWindow, cut, strided
 from neuzip.eval.measures.divergence import Paired, compare
 from neuzip.eval.measures.estimates import Blocks, Estimate, exponential, mean
 from neuzip.eval.measures.head import HeadedModel
+from neuzip.eval.measures.windows import TokenWindow, cut, strided
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

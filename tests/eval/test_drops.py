@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from neuzip.compress.scheme import choose, read_plan, read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import choose
+from neuzip.compress.rules_file import read_plan, read_plan_file
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.layers import drops as layer_drops
@@ -87,7 +88,7 @@ def test_a_layer_that_is_worth_little_gets_fewer_bits(
     request = TargetRequest(idle, tmp_path / "x", target_values.max_kld("0.003"), "fisher")
     rules = plan_search.find_plan(request, baseline, stage, trials=False).rules
     bits = defaultdict(list)
-    with TensorSource(idle) as source:
+    with FolderSource(idle) as source:
         layer_of = tensors_by_layer(source)
         for tensor in source.tensors():
             if len(tensor.info.shape) == 2 and tensor.name in layer_of:
@@ -245,7 +246,7 @@ def test_on_a_gpu_the_same_layer_goes(idle: Path, tmp_path: Path):
 def chosen(
     baseline: BaselineComparison, count: int | None, predict: Callable[..., float]
 ) -> layer_drops.Drops:
-    with TensorSource(baseline.model.config.name_or_path) as source:
+    with FolderSource(baseline.model.config.name_or_path) as source:
         return weigh(baseline, source, [100] * LAYERS, count, predict, stage)
 
 
@@ -287,7 +288,7 @@ def test_a_layer_is_chosen_by_what_it_costs_a_byte(monkeypatch: pytest.MonkeyPat
     figures = [(100, 0.1), (300, 0.2), (10, 0.05)]
     drops = [Drop((n,), nbytes, _comparison({n: kld}, (n,)), 0.0) for n, (nbytes, kld) in enumerate(figures)]
     monkeypatch.setattr(layer_drops, "require_removable", lambda source, dropped: None)
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         assert layer_drops._cheapest(source, drops, []) is drops[1]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import rules_of_options
+from neuzip.compress.rules import rules_of_options
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT, split_topics
 

@@ -21,8 +21,8 @@ from tensors import weight_patterns
 
 from neuzip.cli import run
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress.lossless import PIECE
-from neuzip.compress.source import TensorSource
+from neuzip.compress.pieces import PIECE
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval import figure_files
 from neuzip.eval.measures.histograms import Counts, Inspection, bias, entropy, inspect, labels, select
@@ -67,7 +67,7 @@ def checkpoint(tmp_path: Path, save: Save) -> Path:
 
 
 def inspected(path: Path, *globs: str) -> Inspection:
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         return inspect(source, select(source, globs))
 
 
@@ -175,7 +175,7 @@ def test_tensors_are_read_once_and_in_pieces(tmp_path, save, monkeypatch):
     ranges = []
     told = []
 
-    def reader(self, tensor, real=TensorSource.reader):
+    def reader(self, tensor, real=FolderSource.reader):
         read = real(self, tensor)
         return lambda start, stop: ranges.append((start, stop)) or read(start, stop)
 
@@ -183,8 +183,8 @@ def test_tensors_are_read_once_and_in_pieces(tmp_path, save, monkeypatch):
         "neuzip.eval.measures.histograms._predicted_storage",
         lambda s, w: ({("w.safetensors", "w"): (1, "")}, (9, 1)),
     )
-    monkeypatch.setattr(TensorSource, "reader", reader)
-    with TensorSource(path) as source:
+    monkeypatch.setattr(FolderSource, "reader", reader)
+    with FolderSource(path) as source:
         found = inspect(source, select(source), on_bytes=told.append)
     assert sorted(ranges) == [(0, 4 * PIECE), (4 * PIECE, 4 * size)]
     assert (found.weights, sum(told)) == (size, 4 * size)
@@ -200,7 +200,7 @@ def test_globs_match_names_and_places(checkpoint):
 def test_a_name_twice_in_a_folder_is_told_with_its_file(tmp_path, save):
     for file in ("a", "b"):
         save(tmp_path / f"{file}.safetensors", {"w": ("BF16", (8,), weight_patterns("BF16", 8))})
-    with TensorSource(tmp_path) as source:
+    with FolderSource(tmp_path) as source:
         assert labels(source.tensors()) == ["a.safetensors/w", "b.safetensors/w"]
 
 

@@ -36,8 +36,8 @@ from neuzip.eval.layers.distances import Distances
 from neuzip.eval.layers.layer_report import spearman
 from neuzip.eval.layers.left_out import ModelWithout
 from neuzip.eval.measures.comparison import NotFinite
-from neuzip.eval.measures.conventions import TokenWindow
 from neuzip.eval.measures.texts import read_text
+from neuzip.eval.measures.windows import TokenWindow
 from neuzip.eval.report import layer_pictures
 from neuzip.runtime.hf.attention_config import LAYERS_ENTRY, record_layers
 from neuzip.runtime.hf.decoder import decoder_layers

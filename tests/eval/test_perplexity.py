@@ -21,7 +21,7 @@ from neuzip.compress.ranks import ALONE
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.convention_names import NAMES
-from neuzip.eval.measures.conventions import Reading, TokenWindow, cut, strided
+from neuzip.eval.measures.conventions import Reading
 from neuzip.eval.measures.estimates import Estimate, Values
 from neuzip.eval.measures.head import HeadedModel
 from neuzip.eval.measures.perplexity import (
@@ -34,6 +34,7 @@ from neuzip.eval.measures.perplexity import (
     token_losses,
 )
 from neuzip.eval.measures.texts import Document, Text, of_content, read_text
+from neuzip.eval.measures.windows import TokenWindow, cut, strided
 from neuzip.runtime.hf.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import rules_of_options
+from neuzip.compress.rules import rules_of_options
 from neuzip.errors import FormatError, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.demo import CHECKPOINT
 from neuzip.eval.measures.divergence import Comparison, KLDivergence

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.compress import CompressionReport, Rule, Scheme, compress, verify
-from neuzip.compress.scheme import LOSSLESS, RAW, choose, read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules import LOSSLESS, RAW, choose
+from neuzip.compress.rules_file import plan_bytes, read_plan_file
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import DiskFull, NeuzipError, UsageError, WouldOverwrite
 from neuzip.eval.demo import CHECKPOINT
@@ -35,7 +36,6 @@ from neuzip.eval.measures.texts import Document, Text, read_text
 from neuzip.eval.plans import (
     candidates,
     deliver,
-    plan_file,
     plan_search,
     plan_trials,
     reach,
@@ -297,7 +297,7 @@ def test_a_measured_divergence_is_that_of_the_checkpoint_with_this_tensor_rounde
     windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         found = sensitivity.measure(HeadedModel(model), source, some, windows)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     for one, divergences in zip(some, found.divergences, strict=True):
@@ -318,7 +318,7 @@ def plain_divergence(base: PreTrainedModel, other: PreTrainedModel, windows: Cal
 def test_fisher_predicts_what_is_measured(some: list[GroupCandidates], text_ids: torch.Tensor):
     windows = CalibrationWindows.of(text_ids, 256)
     model = load_model(CHECKPOINT, torch.float32)
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         predicted = sensitivity.fisher(model, source, some, windows)
         measured = sensitivity.measure(HeadedModel(model), source, some, windows)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -356,7 +356,7 @@ def test_what_is_no_parameter_is_estimated_by_its_weights(
     model = load_model(CHECKPOINT, torch.float32)
     with torch.no_grad():
         model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(2)  # not as in the checkpoint
-    with TensorSource(CHECKPOINT) as source:
+    with FolderSource(CHECKPOINT) as source:
         found = sensitivity.fisher(model, source, [some[0], strange], CalibrationWindows.of(text_ids, 256))
     assert found.estimated == 1
     shares = [c.relative_error for c in some[1].choices]
@@ -409,7 +409,7 @@ def test_a_plan_file_gives_the_rules_back(tmp_path: Path):
         Rule("*", LOSSLESS),
     ]
     path = tmp_path / "made.plan.toml"
-    path.write_bytes(plan_file.plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
+    path.write_bytes(plan_bytes(rules, ["neuzip compress\na b", "search 00"]))
     assert read_plan_file(path) == rules
     assert path.read_text().startswith("# neuzip compress a b\n# search 00\n")
 

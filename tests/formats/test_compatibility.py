@@ -21,10 +21,11 @@ from golden import make as golden
 from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError
 from neuzip.formats.checkpoint import read_stored_files
 from neuzip.formats.manifest import KNOWN_REQUIREMENTS, VERSION
+from neuzip.formats.records import AliasRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -94,9 +95,9 @@ def test_golden_folder_is_read_as_ever(folder: Path, tmp_path: Path) -> None:
 def test_golden_folder_has_every_kind_of_file() -> None:
     stored = read_stored_files(FOLDER)
     assert {file.kind for file in stored.values()} == {"container", "carried", "rewritten"}
-    with TensorSource(FOLDER) as source:
+    with FolderSource(FOLDER) as source:
         records = [t.record for t in source.tensors()]
-    assert any(record is not None and record.alias_file is not None for record in records)
+    assert any(isinstance(record, AliasRecord) and record.file is not None for record in records)
 
 
 # Versions and features

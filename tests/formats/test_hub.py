@@ -100,7 +100,7 @@ def test_an_empty_name_is_not_the_current_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small: Path, tmp_path: Path):
+def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, compressed: Path, tmp_path: Path):
     """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
     environment = hub_environment(hub.url, tmp_path / "hf")
 
@@ -114,9 +114,9 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
         assert TOKEN not in done.stdout
         return done.stdout
 
-    before = contents(small)
-    assert neuzip("push", small, "me/model", "--private").endswith(f": {hub.url}/me/model\n")
-    assert contents(small) == before
+    before = contents(compressed)
+    assert neuzip("push", compressed, "me/model", "--private").endswith(f": {hub.url}/me/model\n")
+    assert contents(compressed) == before
     assert hub.repositories["me/model"].private
     assert "intact: 4 tensors" in neuzip("verify", "me/model", "--original", original)
     neuzip("decompress", "me/model", "restored")
@@ -124,9 +124,9 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, small
 
 
 def test_a_pulled_checkpoint_is_pushed_again_and_restored(
-    here: Hub, original: Path, small: Path, tmp_path: Path
+    here: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
-    push(plan_push(small, "me/one"))
+    push(plan_push(compressed, "me/one"))
     pulled = resolve_source("me/one")
     push(plan_push(pulled, "me/two"))
     one, two = here.repositories["me/one"].tree(), here.repositories["me/two"].tree()
@@ -138,15 +138,15 @@ def test_a_pulled_checkpoint_is_pushed_again_and_restored(
     assert contents(tmp_path / "restored") == contents(original)
 
 
-def test_the_files_of_the_hub_make_room(here: Hub, original: Path, small: Path):
+def test_the_files_of_the_hub_make_room(here: Hub, original: Path, compressed: Path):
     """The Hub edits .gitattributes and obeys .gitignore: neither may reach a file that has a checksum."""
-    push(plan_push(small, "me/model"))
+    push(plan_push(compressed, "me/model"))
     tree = here.repositories["me/model"].tree()
     assert b"tokenizer.json" in tree[".gitattributes"]
     assert ".gitignore" not in tree
     for name in ("README.md", ".gitattributes", ".gitignore"):
         assert tree[f"neuzip/original/{name}"] == (original / name).read_bytes()
-    assert set(contents(small)) - {".gitignore"} <= set(tree)
+    assert set(contents(compressed)) - {".gitignore"} <= set(tree)
 
 
 def test_a_folder_without_a_card_gets_one(here: Hub, bare: Path, tmp_path: Path):
@@ -180,8 +180,8 @@ def test_a_plain_checkpoint_is_compressed_from_the_hub(here: Hub, tmp_path: Path
     assert contents(tmp_path / "restored") == files
 
 
-def test_a_revision_is_pushed_and_pulled(here: Hub, small: Path):
-    pushed = push(plan_push(small, "me/model", revision="v1/final"), message="First")
+def test_a_revision_is_pushed_and_pulled(here: Hub, compressed: Path):
+    pushed = push(plan_push(compressed, "me/model", revision="v1/final"), message="First")
     assert pushed.url == f"{here.url}/me/model/tree/v1%2Ffinal"
     repository = here.repositories["me/model"]
     assert set(repository.tree()) == {".gitattributes"}
@@ -192,42 +192,42 @@ def test_a_revision_is_pushed_and_pulled(here: Hub, small: Path):
         resolve_source("me/model")
 
 
-def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Path, small: Path):
-    push(plan_push(small, "me/model"))
+def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Path, compressed: Path):
+    push(plan_push(compressed, "me/model"))
     main = here.repositories["me/model"].branches["main"]
     pushed = push(plan_push(bare, "me/model", revision="tiny"))
     assert "vae/diffusion.safetensors" in pushed.deleted
     assert len(verify(resolve_source("me/model@tiny")).tensors) == 1
     assert here.repositories["me/model"].branches["main"] == main
     with pytest.raises(WouldOverwrite, match=r"me/model: holds a checkpoint already"):
-        push(plan_push(small, "me/model", revision="tiny"))
+        push(plan_push(compressed, "me/model", revision="tiny"))
 
 
-def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, small: Path, neuzip):
+def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, compressed: Path, neuzip):
     """As after a kill in its last moment."""
-    first = neuzip("push", small, "me/model", "--json").json
+    first = neuzip("push", compressed, "me/model", "--json").json
     here.requests.clear()
-    again = neuzip("push", small, "me/model")
+    again = neuzip("push", compressed, "me/model")
     assert again.stderr.endswith("\nall files are on the Hub already\n")
     assert not [r for r in here.requests if r.startswith("PUT") or "/commit/" in r]
-    second = neuzip("push", small, "me/model", "--json").json
+    second = neuzip("push", compressed, "me/model", "--json").json
     assert (first["was_there"], second["was_there"]) == (False, True)
     assert second["commit"] == first["commit"]
     repository = here.repositories["me/model"]
     repository.commit("main", repository.tree() | {"README.md": repository.tree()["README.md"] + b"."})
-    assert "holds a checkpoint already" in neuzip("push", small, "me/model").stderr
+    assert "holds a checkpoint already" in neuzip("push", compressed, "me/model").stderr
 
 
-def test_a_new_branch_is_made_when_the_weights_are_there(here: Hub, bare: Path, small: Path, neuzip):
+def test_a_new_branch_is_made_when_the_weights_are_there(here: Hub, bare: Path, compressed: Path, neuzip):
     """Until its commit a branch shows the checkpoint of main: that must not be for hours."""
     push(plan_push(bare, "me/model"))
     here.requests.clear()
     here.before = failing_once("POST .*/commit/v2")
-    assert "Not now" in neuzip("push", small, "me/model", "--revision", "v2").stderr
+    assert "Not now" in neuzip("push", compressed, "me/model", "--revision", "v2").stderr
     made = here.requests.index("POST /api/models/me/model/branch/v2")
     assert max(i for i, r in enumerate(here.requests) if r.startswith("PUT")) < made
     here.requests.clear()
-    assert neuzip("push", small, "me/model", "--revision", "v2").exit_code == 0
+    assert neuzip("push", compressed, "me/model", "--revision", "v2").exit_code == 0
     assert not [r for r in here.requests if r.startswith("PUT")], "the weights had arrived"
     assert len(verify(resolve_source("me/model@v2")).tensors) == 4
 
@@ -243,9 +243,9 @@ def failing_once(command: str) -> Callable[[Handler], None]:
 
 
 def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
-    here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch
+    here: Hub, compressed: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    push(plan_push(small, "me/model"))
+    push(plan_push(compressed, "me/model"))
     first = resolve_source("me/model")
     be_the_hub("http://127.0.0.1:9", monkeypatch)
     notes: list[str] = []
@@ -253,8 +253,8 @@ def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     assert notes == ["me/model: the Hub cannot be reached; taken from the cache"]
 
 
-def test_a_full_cache_is_named(here: Hub, small: Path, monkeypatch: pytest.MonkeyPatch):
-    push(plan_push(small, "me/model"))
+def test_a_full_cache_is_named(here: Hub, compressed: Path, monkeypatch: pytest.MonkeyPatch):
+    push(plan_push(compressed, "me/model"))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -266,14 +266,14 @@ def test_a_full_cache_is_named(here: Hub, small: Path, monkeypatch: pytest.Monke
     assert "HF_HUB_CACHE" in told.value.hint
 
 
-def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, small: Path, tmp_path: Path, neuzip):
+def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, compressed: Path, tmp_path: Path, neuzip):
     """They would come out of it for ever: huggingface_hub compares sizes only."""
 
     def before(handler: Handler) -> None:
         if handler.path.endswith("/model-1.safetensors"):
             handler.spoil = lambda data: data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
 
-    push(plan_push(small, "me/model"))
+    push(plan_push(compressed, "me/model"))
     here.before = before
     said = neuzip("decompress", "me/model", tmp_path / "restored")
     assert said.exit_code == 1
@@ -588,17 +588,17 @@ def test_no_tensor_is_pushed_that_does_not_decode(here: Hub, bare: Path, neuzip)
     assert not here.requests
 
 
-def test_only_a_compressed_folder_is_pushed(original: Path, small: Path):
+def test_only_a_compressed_folder_is_pushed(original: Path, compressed: Path):
     with pytest.raises(NeuzipError, match="is not a folder that neuzip compressed"):
         plan_push(original, "me/model")
     with pytest.raises(NeuzipError, match="is not a folder that neuzip compressed"):
-        plan_push(small / "model-1.safetensors", "me/model")
+        plan_push(compressed / "model-1.safetensors", "me/model")
 
 
 @pytest.mark.parametrize("repo_id", ["model", "a/b/c", "me/model@v1", "-a/b", ""])
-def test_a_repository_has_an_owner_and_a_name(repo_id: str, small: Path):
+def test_a_repository_has_an_owner_and_a_name(repo_id: str, compressed: Path):
     with pytest.raises(UsageError, match="has not the form owner/name"):
-        plan_push(small, repo_id)
+        plan_push(compressed, repo_id)
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(here: Hub, bare: Path):
@@ -647,13 +647,15 @@ def test_the_hub_takes_no_caches(bare: Path):
 # The command
 
 
-def test_a_dry_run_shows_everything_and_touches_nothing(here: Hub, small: Path, in_all_modes, monkeypatch):
+def test_a_dry_run_shows_everything_and_touches_nothing(
+    here: Hub, compressed: Path, in_all_modes, monkeypatch
+):
     monkeypatch.delenv("HF_TOKEN")
-    before = contents(small)
-    said = in_all_modes("push", small, "me/model", "--dry-run")
-    assert contents(small) == before
+    before = contents(compressed)
+    said = in_all_modes("push", compressed, "me/model", "--dry-run")
+    assert contents(compressed) == before
     assert not here.requests
-    plan = plan_push(small, "me/model")
+    plan = plan_push(compressed, "me/model")
     answer = said["json"].json
     assert answer["card"] == plan.card
     assert answer["files"] == [{"path": f.path, "bytes": f.nbytes} for f in plan.files]
@@ -762,8 +764,8 @@ def test_json_has_the_same_keys_when_it_is_done(here: Hub, bare: Path, neuzip):
 # The card
 
 
-def test_the_card_carries_on_the_original_and_its_licence(small: Path):
-    card = plan_push(small, "me/model").card
+def test_the_card_carries_on_the_original_and_its_licence(compressed: Path):
+    card = plan_push(compressed, "me/model").card
     metadata, text = split_card(card)
     assert metadata == {
         "license": "apache-2.0",
@@ -781,10 +783,10 @@ def test_the_card_carries_on_the_original_and_its_licence(small: Path):
     assert "neuzip verify me/model\n" in ours
 
 
-def test_the_figures_of_the_card_are_those_of_the_files(original: Path, small: Path):
-    card = plan_push(small, "me/model").card
+def test_the_figures_of_the_card_are_those_of_the_files(original: Path, compressed: Path):
+    card = plan_push(compressed, "me/model").card
     before = sum(p.stat().st_size for p in original.rglob("*.safetensors"))
-    after = sum(p.stat().st_size for p in small.rglob("*.safetensors"))
+    after = sum(p.stat().st_size for p in compressed.rglob("*.safetensors"))
     total = (
         f"| 3 weight files | {before / 1000:.2f} kB | {after / 1000:.2f} kB | {100 * after / before:.2f} % "
         f"| {8 * after / 60_509:.2f} |"
@@ -839,11 +841,11 @@ def evaluated(folder: Path) -> EvaluationReport:
 
 
 def test_the_card_tells_the_last_evaluation_with_its_conventions(
-    here: Hub, small: Path, tmp_path: Path, neuzip
+    here: Hub, compressed: Path, tmp_path: Path, neuzip
 ):
     report = tmp_path / "eval.json"
-    report.write_text(json.dumps(evaluated(small).to_json()))
-    card = neuzip("push", small, "me/model", "--evaluation", report, "--json").json["card"]
+    report.write_text(json.dumps(evaluated(compressed).to_json()))
+    card = neuzip("push", compressed, "me/model", "--evaluation", report, "--json").json["card"]
     assert here.repositories["me/model"].tree()["README.md"].decode() == card
     how = "windows of 256 predictions, no overlap; 4,000 tokens; ± over 18 windows"
     for line in (
@@ -857,30 +859,34 @@ def test_the_card_tells_the_last_evaluation_with_its_conventions(
         assert line in card.splitlines()
     assert "± is one standard error, for KL divergences over 18 windows of 3 documents." in card
     assert "median" not in card
-    assert "## Evaluation" not in plan_push(small, "me/model").card
+    assert "## Evaluation" not in plan_push(compressed, "me/model").card
 
 
-def test_an_evaluation_of_another_checkpoint_is_refused(small: Path, bare: Path, tmp_path: Path, neuzip):
+def test_an_evaluation_of_another_checkpoint_is_refused(compressed: Path, bare: Path, tmp_path: Path, neuzip):
     report = tmp_path / "eval.json"
     report.write_text(json.dumps(evaluated(bare).to_json()))
-    said = neuzip("push", small, "me/model", "--evaluation", report, "--dry-run")
+    said = neuzip("push", compressed, "me/model", "--evaluation", report, "--dry-run")
     assert (said.exit_code, said.stdout) == (1, "")
-    assert f"error: {report}: is of another checkpoint than {small}: its tensors are not st" in said.stderr
-    same_size = dict(evaluated(small).to_json())
+    assert (
+        f"error: {report}: is of another checkpoint than {compressed}: its tensors are not st" in said.stderr
+    )
+    same_size = dict(evaluated(compressed).to_json())
     same_size["tensors"] = [dict(t, stored_bytes=t["stored_bytes"] + 1) for t in same_size["tensors"]]
     report.write_text(json.dumps(same_size))
-    assert "is of another" in neuzip("push", small, "me/model", "--evaluation", report, "--dry-run").stderr
+    assert (
+        "is of another" in neuzip("push", compressed, "me/model", "--evaluation", report, "--dry-run").stderr
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"schema": 1, "perplexity": 3}', '{"schema": 2, "perplexity": []}', "\x00", None],
 )
-def test_what_is_no_report_is_refused(text: str | None, small: Path, tmp_path: Path, neuzip):
+def test_what_is_no_report_is_refused(text: str | None, compressed: Path, tmp_path: Path, neuzip):
     report = tmp_path / "eval.json"
     if text is not None:
         report.write_text(text)
-    said = neuzip("push", small, "me/model", "--evaluation", report, "--dry-run")
+    said = neuzip("push", compressed, "me/model", "--evaluation", report, "--dry-run")
     assert (said.exit_code, said.stdout) == (1, "")
     assert said.stderr.startswith(f"error: {report}: ")
 

@@ -21,7 +21,7 @@ import xxhash
 from golden import make as golden
 from safetensors import safe_open
 
-from neuzip.compress import Rule, Scheme, compress, decompress, lossless, verify
+from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.errors import NeuzipError
 from neuzip.formats import manifest
 from neuzip.formats import safetensors_file as tensor_file
@@ -30,10 +30,10 @@ from neuzip.formats.container import (
     MANIFEST_ENTRY,
     POOL_CHECKSUMS_ENTRY,
     POOL_ENTRY,
-    STREAM_DTYPES,
     Container,
     stream_name,
 )
+from neuzip.formats.records import RECORDS, is_block_size
 from neuzip.kernels.float_fields import FORMATS
 from neuzip.kernels.rans import model, numbers
 
@@ -129,7 +129,8 @@ def test_dtypes_are_those_of_section_4():
 
 def test_streams_are_those_of_section_5():
     written = [(names(stream)[0], dtype) for stream, dtype, _ in tables(5)[0]]
-    assert written == list(STREAM_DTYPES.items())
+    streams = {stream: dtype for record in RECORDS.values() for stream, dtype in record.STREAMS.items()}
+    assert written == list(streams.items())
     assert written == list(decoder.STREAMS.items())
 
 
@@ -177,10 +178,10 @@ def test_entries_and_metadata_are_those_of_section_2():
 
 def test_schemes_are_those_of_sections_3_and_4():
     schemes = next(value for key, value, _ in tables(3)[1] if names(key) == ["scheme"])
-    assert tuple(names(schemes)) == manifest.SCHEMES
-    assert set(re.findall(r"^\* \*\*(\w+)\*\*", section(4), re.MULTILINE)) == set(manifest.SCHEMES)
+    assert tuple(names(schemes)) == tuple(RECORDS)
+    assert set(re.findall(r"^\* \*\*(\w+)\*\*", section(4), re.MULTILINE)) == set(RECORDS)
     least, most = states(3, r"a power of two from (\d+) to ([\d,]+)")
-    assert [n for n in range(1, 40000) if manifest.is_block_size(n)] == [
+    assert [n for n in range(1, 40000) if is_block_size(n)] == [
         n for n in (1 << bit for bit in range(20)) if least <= n <= most
     ]
 
@@ -189,7 +190,7 @@ def test_records_have_the_keys_of_section_3():
     keys = defaultdict(set)
     required = defaultdict(set)
     for key, value, in_schemes in tables(3)[1]:
-        for scheme in manifest.SCHEMES:
+        for scheme in RECORDS:
             if in_schemes == "all" or scheme in in_schemes.split(", and ")[0]:
                 keys[scheme] |= set(names(key))
                 required[scheme] |= set(names(key)) if not value.startswith("optional") else set()
@@ -199,7 +200,7 @@ def test_records_have_the_keys_of_section_3():
         for record in read_manifest(path)["tensors"].values():
             seen.add(record["scheme"])
             assert required[record["scheme"]] <= set(record) <= keys[record["scheme"]]
-    assert seen == set(manifest.SCHEMES)
+    assert seen == set(RECORDS)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -288,8 +289,8 @@ SCHEMES = {
 def test_decoder_restores_what_neuzip_writes(
     dtype: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lossless, "OVERHEAD", -(10**9))  # code even what does not shrink
-    monkeypatch.setattr("neuzip.compress.plan.CODED_MINIMUM", 0)
+    monkeypatch.setattr("neuzip.compress.pieces.OVERHEAD", -(10**9))  # code even what does not shrink
+    monkeypatch.setattr("neuzip.compress.schemes.raw.CODED_MINIMUM", 0)
     cases = weights_of_every_kind(dtype)
     tensors = {name: golden.Tensor(dtype, [len(p)], p.tobytes()) for name, p in cases.items()}
     source, packed, back = (tmp_path / f"{step}.safetensors" for step in ("source", "packed", "back"))
@@ -313,8 +314,8 @@ def test_decoder_restores_what_neuzip_writes(
 
 def test_ternary_weights_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows that fill no words, and groups that fill no rows."""
-    monkeypatch.setattr(lossless, "OVERHEAD", -(10**9))
-    monkeypatch.setattr("neuzip.compress.plan.CODED_MINIMUM", 0)
+    monkeypatch.setattr("neuzip.compress.pieces.OVERHEAD", -(10**9))
+    monkeypatch.setattr("neuzip.compress.schemes.raw.CODED_MINIMUM", 0)
     shapes = [[5, 16], [7, 33], [3, 2, 45], [40, 1], [1, 100], [150], [2, 1, 31]]
     schemes = [
         Scheme("ternary", group=group, packing=packing, scale_dtype=scale_dtype)

@@ -29,17 +29,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from neuzip.compress import Rule, Scheme, decompress, delta, ternary, verify
+from neuzip.compress import Rule, Scheme, decompress, verify
 from neuzip.compress.delta_job import compress_delta
-from neuzip.compress.lossless import Decoder, parse_table
-from neuzip.compress.scheme import read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules_file import read_plan_file
+from neuzip.compress.schemes import delta_coding, ternary_coding
+from neuzip.compress.schemes.lossless import LosslessDecoder, parse_table
+from neuzip.compress.schemes.ternary_layout import TernaryLayout
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError
 from neuzip.formats import checkpoint
 from neuzip.formats import config_section as own_section
 from neuzip.formats.card import model_card
 from neuzip.formats.export import gguf, gguf_model
-from neuzip.formats.manifest import Manifest, is_safe_path, parse_manifest
+from neuzip.formats.manifest import Manifest, parse_manifest
+from neuzip.formats.records import AliasRecord, OfBaseRecord, is_safe_path
 from neuzip.formats.safetensors_file import parse_header, parse_json
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits
@@ -118,9 +121,10 @@ def run_manifest(data: bytes) -> None:
 
 def _require_paths_inside(manifest: Manifest) -> None:
     for record in manifest.tensors.values():
-        if record.alias_file is not None:
-            assert ".." not in Path(record.alias_file).parts
-            assert not Path(record.alias_file).is_absolute()
+        file = record.file if isinstance(record, (AliasRecord, OfBaseRecord)) else None
+        if file is not None:
+            assert ".." not in Path(file).parts
+            assert not Path(file).is_absolute()
 
 
 # Containers
@@ -221,7 +225,7 @@ def _ours(path: Path) -> dict[str, bytes | None] | None:
     """The tensors of a container, whatever their checksums say; None for what does not decode."""
     decoded: dict[str, bytes | None] = {}
     try:
-        with TensorSource(path, allow_delta=True) as source:
+        with FolderSource(path, allow_delta=True) as source:
             if not source.is_compressed:
                 return None
             for tensor in source.tensors():
@@ -312,7 +316,7 @@ def run_words(data: bytes) -> None:
     }
     ours = None
     with contextlib.suppress(NeuzipError):
-        decoder = Decoder(
+        decoder = LosslessDecoder(
             lambda name, start, stop: np.frombuffer(streams[name], np.uint8)[start:stop],
             lambda name: len(streams[name]), numel, fmt, kept,
         )  # fmt: skip
@@ -396,7 +400,7 @@ def run_ternary(data: bytes) -> None:
     dtype = ("BF16", "F16", "F32")[form % 3]
     packing, scale_dtype = ("trits", "2bit")[form >> 2 & 1], ("F32", "F16")[form >> 3 & 1]
     shape = (1 + rows % 16, 1 + columns)
-    layout = ternary.Layout(shape, group or None, packing, scale_dtype)
+    layout = TernaryLayout(shape, group or None, packing, scale_dtype)
     n, rest = layout.numel, data[TERNARY_HEAD.size :]
     lengths, streams, at = layout.stream_bytes, {}, 0
     for name, nbytes in lengths.items():
@@ -405,9 +409,9 @@ def run_ternary(data: bytes) -> None:
         at += nbytes
     ours = None
     with contextlib.suppress(NeuzipError):
-        decoder = ternary.Decoder(
+        decoder = ternary_coding.TernaryDecoder(
             lambda name, start, stop: torch.tensor(list(streams[name][start:stop]), dtype=torch.uint8),
-            lambda name: len(streams[name]), ternary.TORCH_DTYPES[dtype], layout,
+            lambda name: len(streams[name]), ternary_coding.TORCH_DTYPES[dtype], layout,
         )  # fmt: skip
         ours = decoder.read(0, n)
         start, stop = n // 3, n - n // 4
@@ -420,7 +424,7 @@ def run_ternary(data: bytes) -> None:
         assert bytes(ours) == bytes(theirs)
 
 
-def _ternary_by_specification(streams: dict[str, bytes], layout: ternary.Layout, dtype: str) -> np.ndarray:
+def _ternary_by_specification(streams: dict[str, bytes], layout: TernaryLayout, dtype: str) -> np.ndarray:
     n, c, group = layout.numel, layout.columns, layout.group
     independent.must(group is None or group <= c, "A group is longer than a row.")
     lengths = independent.ternary_bytes(n, c, group, layout.packing, layout.scale_dtype)
@@ -460,7 +464,7 @@ def run_delta(data: bytes) -> None:
     base = np.resize(some, numel * fmt.bits // 8)
     ours = theirs = None
     with contextlib.suppress(NeuzipError):
-        decoder = delta.Decoder(
+        decoder = delta_coding.DeltaDecoder(
             lambda name, start, stop: np.frombuffer(streams[name], np.uint8)[start:stop],
             lambda name: len(streams[name]), numel, fmt, Digits(fmt.bits, shift, low), digits,
         )  # fmt: skip
@@ -810,7 +814,7 @@ def delta_seeds() -> Iterator[bytes]:
         for step in (1, 3, 100):
             new = old.copy()
             new[::step] += np.arange(len(new[::step])).astype(fmt.dtype) % fmt.dtype.type(7)
-            coded = delta.encode(
+            coded = delta_coding.encode(
                 lambda start, stop, new=new: new[start:stop], lambda start, stop, old=old: old[start:stop],
                 600, fmt, map, lambda *_: None,
             )  # fmt: skip

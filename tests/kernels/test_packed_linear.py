@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensors import bf16_patterns, weight_patterns
 
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.kernels import packed_linear as pl
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
 from neuzip.kernels.float_fields.values import to_float64
@@ -492,7 +492,7 @@ def test_three_mantissa_bits_take_less_than_7_and_a_half_bits():
 
 def test_a_real_model_takes_less_than_11_and_a_half_bits(neuzip_data: Path):
     nbytes = numel = 0
-    with TensorSource(neuzip_data / "wikilm-26m") as source:
+    with FolderSource(neuzip_data / "wikilm-26m") as source:
         for t in source.tensors():
             if t.info.dtype == "BF16" and len(t.info.shape) == 2:
                 bits = np.frombuffer(source.read(t), "<u2").reshape(t.info.shape)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import weight_patterns
 
-from neuzip.compress import lossless
+from neuzip.compress.schemes import lossless
 from neuzip.kernels import rans
 from neuzip.kernels.device.launch import LAUNCHING
 from neuzip.kernels.float_fields import FORMATS, Bits, FloatFormat, census, split

@@ -40,7 +40,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.kernels import quantizers
 from neuzip.kernels.quantizers import Ternary
@@ -813,7 +813,7 @@ def test_dense_models_have_no_activations(folders):
 def test_damage_is_found(copied: Path):
     file = copied / "model.safetensors"
     data = bytearray(file.read_bytes())
-    with TensorSource(copied) as source:
+    with FolderSource(copied) as source:
         tensor = next(t for t in source.tensors() if t.name.endswith("1.mlp.up_proj.weight"))
         at = source.extents(tensor)[0].start
     data[at + 3] = 1  # no byte of five codes

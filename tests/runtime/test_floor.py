@@ -32,14 +32,14 @@ from pathlib import Path
 
 import torch
 
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.runtime.activations import Activations
 from neuzip.runtime.bitlinear import BitLinear
 from neuzip.runtime.read import read_tensors
 from neuzip.runtime.weights import PackedWeight
 
-with TensorSource(Path(sys.argv[1])) as source, Workers() as workers:
+with FolderSource(Path(sys.argv[1])) as source, Workers() as workers:
     by_name = {tensor.name: tensor for tensor in source.tensors()}
     dense, = read_tensors(source, [by_name["w"]], torch.device("cpu"), workers)
 x = torch.ones(2, dense.shape[1], dtype=dense.dtype)

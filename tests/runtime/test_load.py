@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from neuzip.compress import Rule, Scheme, compress, decompress
 from neuzip.compress.device import choose
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError, NeuzipError, UsageError, is_out_of_memory
 from neuzip.formats.safetensors_file import DTYPE_BITS
@@ -324,7 +324,7 @@ def test_groups_are_read_in_the_order_in_which_they_are_wanted(larger, monkeypat
     monkeypatch.setattr(stored_tensors, "read_tensors", noted)
     monkeypatch.setattr(stored_tensors, "GROUP", 600_000)
     monkeypatch.setattr(torch.Tensor, "to", _stays)
-    with TensorSource(larger["mixtral"] / "small") as source:
+    with FolderSource(larger["mixtral"] / "small") as source:
         tensors = list(source.tensors())
         with stored_tensors.stored_tensors(source, tensors, torch.device("cuda"), in_groups=True) as stored:
             for tensor in sorted(tensors, key=lambda t: t.name):

@@ -36,7 +36,8 @@ from transformers.quantizers.base import HfQuantizer
 import neuzip
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_job import compress_delta
-from neuzip.compress.plan import CODED_MINIMUM, POOL_LEAST
+from neuzip.compress.plan import POOL_LEAST
+from neuzip.compress.schemes.raw import CODED_MINIMUM
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.formats.checkpoint import NOT_A_FILE
 from neuzip.runtime.hf.patches import make_quantizer, register

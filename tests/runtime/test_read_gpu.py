@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from neuzip.compress import Rule, Scheme, compress
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.compress.workers import Workers
 from neuzip.errors import FormatError
 from neuzip.formats.container import Container
@@ -68,7 +69,7 @@ def ternary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def stored(source: TensorSource) -> list[SourceTensor]:
+def stored(source: FolderSource) -> list[SourceTensor]:
     return [t for t in source.tensors() if t.record is None or t.record.scheme != "alias"]
 
 
@@ -78,7 +79,7 @@ def data(tensor: torch.Tensor) -> bytes:
 
 def assert_loads(path: Path) -> None:
     expected = load_file(path)
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         wanted = stored(source)
         found = gpu.read_on(DEVICE, source, wanted)
     for tensor, value in zip(wanted, found, strict=True):
@@ -115,7 +116,7 @@ def test_a_folder_of_several_files(tmp_path: Path):
         shard.parent.mkdir(exist_ok=True)
         save_file({name: everything[name] for name in names[number::3]}, shard)
     compress(tmp_path / "model", tmp_path / "small")
-    with TensorSource(tmp_path / "small") as source:
+    with FolderSource(tmp_path / "small") as source:
         wanted = stored(source)
         assert len({t.file for t in wanted}) == 3
         assert len(wanted) == len(names) - 1  # one is the other's alias, across files
@@ -127,7 +128,7 @@ def test_nothing_to_load(tmp_path: Path):
     save_file({"e": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
     compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert_loads(tmp_path / "b.safetensors")
-    with TensorSource(tmp_path / "b.safetensors") as source:
+    with FolderSource(tmp_path / "b.safetensors") as source:
         assert gpu.read_on(DEVICE, source, []) == []
 
 
@@ -136,7 +137,7 @@ def test_nothing_to_load(tmp_path: Path):
 
 def damage(path: Path, tensor: str, stream: str | None, at: int) -> Path:
     """A copy with one bit of a tensor's stream changed."""
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         (found,) = (t for t in source.tensors() if t.name == tensor)
         (extent,) = (e for e in source.extents(found) if e.stream == stream)
     changed = bytearray(path.read_bytes())
@@ -154,7 +155,7 @@ def damage(path: Path, tensor: str, stream: str | None, at: int) -> Path:
 def test_a_wrong_checksum_names_file_and_tensor(chunk, tensor, stream, small: Path, monkeypatch):
     monkeypatch.setattr(gpu, "CHUNK", chunk)
     broken = damage(small, tensor, stream, 0)
-    with TensorSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+    with FolderSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
         gpu.read_on(DEVICE, source, stored(source))
     assert (caught.value.file, caught.value.tensor, caught.value.field) == (str(broken), tensor, stream)
     assert not [t for t in threading.enumerate() if t.name.startswith("neuzip-read")]
@@ -164,7 +165,7 @@ def test_without_verification_the_decoder_finds_corrupt_words(small: Path):
     broken = damage(
         small, "other", "words", 2
     )  # the state of a lane, which would not come back to where it began
-    with TensorSource(broken) as source, pytest.raises(FormatError, match="the words are corrupt") as caught:
+    with FolderSource(broken) as source, pytest.raises(FormatError, match="the words are corrupt") as caught:
         gpu.read_on(DEVICE, source, stored(source), verify=False)
     assert (caught.value.file, caught.value.tensor) == (str(broken), "other")
 
@@ -174,24 +175,24 @@ def test_without_verification_the_decoder_finds_corrupt_words(small: Path):
 )
 def test_without_verification_codes_that_there_are_not_are_found(tensor: str, problem: str, ternary: Path):
     """A byte of 1 stands for no trits; a bit more makes a code of 1 one of 3."""
-    with TensorSource(ternary) as source:
+    with FolderSource(ternary) as source:
         (found,) = (t for t in source.tensors() if t.name == tensor)
         start = next(e.start for e in source.extents(found) if e.stream == "codes")
     changed = bytearray(ternary.read_bytes())
     changed[start + 20] = 1 if tensor == "weight" else 0xFF
     broken = ternary.with_name(f"broken-{tensor}.safetensors")
     broken.write_bytes(changed)
-    with TensorSource(broken) as source, pytest.raises(FormatError, match=problem) as caught:
+    with FolderSource(broken) as source, pytest.raises(FormatError, match=problem) as caught:
         gpu.read_on(DEVICE, source, stored(source), verify=False)
     assert (caught.value.file, caught.value.tensor) == (str(broken), tensor)
-    with TensorSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
+    with FolderSource(broken) as source, pytest.raises(FormatError, match="the file is damaged") as caught:
         gpu.read_on(DEVICE, source, stored(source))
     assert caught.value.field == "codes"
 
 
 def test_without_verification_nothing_else_is_found(small: Path):
     broken = damage(small, "ids", None, 0)
-    with TensorSource(broken) as source:
+    with FolderSource(broken) as source:
         wanted = stored(source)
         found = gpu.read_on(DEVICE, source, wanted, verify=False)
     changed = {t.name for t, v in zip(wanted, found, strict=True) if t.name == "ids" and int(v[0]) == 1}
@@ -201,7 +202,7 @@ def test_without_verification_nothing_else_is_found(small: Path):
 def test_a_file_that_is_cut_short_while_it_is_read(small: Path, tmp_path: Path):
     copy = tmp_path / "short.safetensors"
     copy.write_bytes(small.read_bytes())
-    with TensorSource(copy) as source:
+    with FolderSource(copy) as source:
         os.truncate(copy, 2000)
         with pytest.raises(FormatError, match="cut short"):
             gpu.read_on(DEVICE, source, stored(source))
@@ -211,7 +212,7 @@ def test_headers_that_contradict_the_streams_are_refused_before_memory_is_taken(
     """With other lengths than follow from the shape, and right checksums."""
     with Container(small) as container:
         length = container.file.header.tensors["other:index"].nbytes
-    with TensorSource(small) as source:
+    with FolderSource(small) as source:
         wanted = stored(source)
         (other,) = (t for t in wanted if t.name == "other")
         object.__setattr__(other, "info", type(other.info)("other", "F16", (1 << 40,), 0, 2 << 40))
@@ -225,7 +226,7 @@ def test_headers_that_contradict_the_streams_are_refused_before_memory_is_taken(
 
 @pytest.mark.gpu
 def test_aliases_are_tensors_of_their_own(small: Path):
-    with TensorSource(small) as source, Workers() as workers:
+    with FolderSource(small) as source, Workers() as workers:
         wanted = list(source.tensors())
         found = read_tensors(source, wanted, torch.device("cuda"), workers)
     by_name = {t.name: value for t, value in zip(wanted, found, strict=True)}

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from neuzip.compress import compress
-from neuzip.compress.scheme import read_plan_file
+from neuzip.compress.rules_file import read_plan_file
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from lowest_versions import DEMO, copy_sources, run
 
 FILE_TOOL = (
-    'pip install huggingface-hub "numba>=0.62" numpy pyyaml rich safetensors typer xxhash'
+    'pip install huggingface-hub msgspec "numba>=0.62" numpy pyyaml rich safetensors typer xxhash'
     " && pip install --no-deps ."
 )
 """What README and docs tell to type, in a clone."""

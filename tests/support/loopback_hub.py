@@ -477,7 +477,7 @@ def hub(hub_server: Hub) -> Hub:
 
 
 @pytest.fixture(scope="module")
-def small(original: Path) -> Path:
+def compressed(original: Path) -> Path:
     """The test file's own checkpoint `original`, compressed."""
     compress(original, original.with_name("small"))
     return original.with_name("small")

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 from neuzip.compress import decompress, verify
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import NeuzipError
 from neuzip.formats.container import Container
 from neuzip.kernels import rans
@@ -99,7 +99,7 @@ def with_right_checksums(parts: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "w.safetensors"
         path.write_bytes(bad.put_together(parts))
-        with TensorSource(path) as source:
+        with FolderSource(path) as source:
             for tensor in source.tensors():
                 parts.record(tensor.name)["checksum"] = bad.checksum(source.read(tensor).tobytes())
     return parts
@@ -194,7 +194,7 @@ def decode_unchecked(container: bytes, folder: Path, rng: Rng) -> int:
     path = folder / "w.safetensors"
     path.write_bytes(container)
     done = 0
-    with contextlib.suppress(NeuzipError), TensorSource(path) as source:
+    with contextlib.suppress(NeuzipError), FolderSource(path) as source:
         for tensor in source.tensors():
             with contextlib.suppress(NeuzipError):
                 read, size = source.reader(tensor), tensor.info.nbytes
@@ -594,7 +594,7 @@ def test_words_are_read_exactly(name: str, tmp_path: Path) -> None:
     """A block at the very end of its buffer decodes, and so does one that another follows."""
     path = tmp_path / "w.safetensors"
     path.write_bytes(good(name))
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         (tensor,) = source.tensors()
         width = tensor.info.nbytes // tensor.info.numel
         whole, read = source.read(tensor), source.reader(tensor)

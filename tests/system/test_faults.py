@@ -63,8 +63,8 @@ def at(here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 @pytest.fixture
-def pushed(at: Hub, small: Path) -> Hub:
-    push(plan_push(small, "me/model"))
+def pushed(at: Hub, compressed: Path) -> Hub:
+    push(plan_push(compressed, "me/model"))
     at.requests.clear()
     at.received.clear()
     return at
@@ -77,17 +77,19 @@ def require_pulled(original: Path, root: Path) -> None:
     assert {p.name for p in root.iterdir()} <= {"copy", "restored", "hf"}
 
 
-def require_pushed(hub: Hub, small: Path) -> None:
+def require_pushed(hub: Hub, compressed: Path) -> None:
     tree = hub.repositories["me/model"].tree()
-    assert {name: tree[name] for name in SHARDS} == {name: (small / name).read_bytes() for name in SHARDS}
+    assert {name: tree[name] for name in SHARDS} == {
+        name: (compressed / name).read_bytes() for name in SHARDS
+    }
     assert "neuzip/manifest.json" in tree
 
 
-def store(hub: Hub, small: Path) -> dict[str, bytes]:
+def store(hub: Hub, compressed: Path) -> dict[str, bytes]:
     """Have a compressed folder on the Hub without a push; its files."""
     files = {
         file.path: file.content if isinstance(file.content, bytes) else file.content.read_bytes()
-        for file in plan_push(small, "me/model").files
+        for file in plan_push(compressed, "me/model").files
     }
     hub.add("me/model", files).large.update(SHARDS)
     return files
@@ -193,18 +195,18 @@ PASSING_PUSH = {
 
 @pytest.mark.parametrize(("hook", "pattern", "act", "wait"), PASSING_PUSH.values(), ids=PASSING_PUSH.keys())
 def test_a_push_gets_over_what_passes(
-    hook: str, pattern: str, act: Fault, wait: float | None, at: Hub, small: Path, neuzip, waits
+    hook: str, pattern: str, act: Fault, wait: float | None, at: Hub, compressed: Path, neuzip, waits
 ):
     setattr(at, hook, on(pattern, act, 1))
-    said = neuzip("push", small, "me/model")
+    said = neuzip("push", compressed, "me/model")
     assert said.exit_code == 0, said.stderr
     assert wait is None or wait in waits, "the Hub named the time to wait"
     require_no_token(said.stderr, said.stdout)
-    require_pushed(at, small)
+    require_pushed(at, compressed)
     assert len(at.repositories["me/model"].commits) == 2, "the repository's first, and ours"
 
 
-def test_a_commit_whose_answer_is_lost_is_found(at: Hub, small: Path, neuzip, waits):
+def test_a_commit_whose_answer_is_lost_is_found(at: Hub, compressed: Path, neuzip, waits):
     """The Hub has made it; the second try is refused, because the repository has changed."""
 
     def lose_the_answer(handler: Handler) -> None:
@@ -215,7 +217,7 @@ def test_a_commit_whose_answer_is_lost_is_found(at: Hub, small: Path, neuzip, wa
         lose_the_answer(handler)
 
     at.before = on("POST .*/commit/main", act, 1)
-    said = neuzip("push", small, "me/model", "--json")
+    said = neuzip("push", compressed, "me/model", "--json")
     assert said.exit_code == 0, said.stderr
     assert said.json["commit"] == at.repositories["me/model"].branches["main"]
     assert len(at.repositories["me/model"].commits) == 2
@@ -289,12 +291,12 @@ LASTING_PUSH = {
     ("hook", "pattern", "act", "message"), LASTING_PUSH.values(), ids=LASTING_PUSH.keys()
 )
 def test_a_push_that_fails_shows_nothing_and_goes_on(
-    hook: str, pattern: str, act: Fault, message: str, at: Hub, small: Path, tmp_path: Path, neuzip, waits,
-    monkeypatch,
+    hook: str, pattern: str, act: Fault, message: str, at: Hub, compressed: Path, tmp_path: Path, neuzip,
+    waits, monkeypatch,
 ):  # fmt: skip
     monkeypatch.setenv("NEUZIP_DEBUG", "1")
     setattr(at, hook, on(pattern, act))
-    said = neuzip("push", small, "me/model")
+    said = neuzip("push", compressed, "me/model")
     assert (said.exit_code, said.stdout) == (1, "")
     assert message in said.stderr
     assert set(at.repositories["me/model"].tree()) == {".gitattributes"}
@@ -304,9 +306,9 @@ def test_a_push_that_fails_shows_nothing_and_goes_on(
     at.heal()
     at.token = TOKEN
     at.received.clear()
-    assert neuzip("push", small, "me/model").exit_code == 0
+    assert neuzip("push", compressed, "me/model").exit_code == 0
     assert not stored & {path.rpartition("/")[2] for path in at.received}, "what had arrived is sent again"
-    require_pushed(at, small)
+    require_pushed(at, compressed)
 
 
 # Kills
@@ -349,37 +351,37 @@ def killed(hub: Hub, root: Path, sign: signal.Signals, after: int, *arguments: o
 @pytest.mark.slow
 @pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 150_000), (signal.SIGTERM, 200_000)])
 def test_a_killed_push_shows_nothing_and_sends_nothing_twice(
-    sign: signal.Signals, after: int, hub: Hub, small: Path, tmp_path: Path
+    sign: signal.Signals, after: int, hub: Hub, compressed: Path, tmp_path: Path
 ):
-    before = contents(small)
-    assert killed(hub, tmp_path, sign, after, "push", small, "me/model") == -sign
+    before = contents(compressed)
+    assert killed(hub, tmp_path, sign, after, "push", compressed, "me/model") == -sign
     tree = hub.repositories["me/model"].tree()
     assert set(tree) == {".gitattributes"}, "readers see what was there before"
     arrived = dict(hub.objects)
-    code, said = finish(start(hub, tmp_path, "push", small, "me/model"))
+    code, said = finish(start(hub, tmp_path, "push", compressed, "me/model"))
     assert code == 0, said
-    require_pushed(hub, small)
+    require_pushed(hub, compressed)
     for oid, data in arrived.items():
         assert hub.received[f"/lfs/{oid}"] == len(data), "a file that had arrived is sent again"
-    assert contents(small) == before
+    assert contents(compressed) == before
 
 
 @pytest.mark.slow
-def test_a_killed_push_leaves_an_older_checkpoint_whole(hub: Hub, small: Path, tmp_path: Path):
+def test_a_killed_push_leaves_an_older_checkpoint_whole(hub: Hub, compressed: Path, tmp_path: Path):
     older = hub.add("me/model", {**dict.fromkeys(SHARDS, b"older"), ".gitattributes": b""}).tree()
-    killed(hub, tmp_path, signal.SIGKILL, 100_000, "push", small, "me/model", "--overwrite")
+    killed(hub, tmp_path, signal.SIGKILL, 100_000, "push", compressed, "me/model", "--overwrite")
     assert hub.repositories["me/model"].tree() == older
-    code, said = finish(start(hub, tmp_path, "push", small, "me/model", "--overwrite"))
+    code, said = finish(start(hub, tmp_path, "push", compressed, "me/model", "--overwrite"))
     assert code == 0, said
-    require_pushed(hub, small)
+    require_pushed(hub, compressed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 150_000), (signal.SIGTERM, 60_000)])
 def test_a_killed_pull_has_no_name_and_goes_on(
-    sign: signal.Signals, after: int, hub: Hub, original: Path, small: Path, tmp_path: Path
+    sign: signal.Signals, after: int, hub: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
-    whole = store(hub, small)
+    whole = store(hub, compressed)
     assert killed(hub, tmp_path, sign, after, "pull", "me/model", "copy") == -sign
     assert not (tmp_path / "copy").exists()
     partial = contents(tmp_path / "copy.neuzip-partial")
@@ -406,7 +408,7 @@ def test_a_killed_pull_has_no_name_and_goes_on(
     ids=lambda command: command[0],
 )
 def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
-    command: list[str], hub: Hub, original: Path, small: Path, tmp_path: Path
+    command: list[str], hub: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
     """huggingface_hub's threads would finish their files first, which may take hours."""
     moving, go_on = threading.Event(), threading.Event()
@@ -416,10 +418,10 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
         go_on.wait(60)
 
     if command[0] != "push":
-        store(hub, small)
+        store(hub, compressed)
         hub.add("me/plain", contents(original))
     hub.on_bytes = on_bytes
-    process = start(hub, tmp_path, *[small if word == "small" else word for word in command])
+    process = start(hub, tmp_path, *[compressed if word == "small" else word for word in command])
     try:
         assert moving.wait(60)
         process.send_signal(signal.SIGINT)
@@ -440,14 +442,14 @@ def test_ctrl_c_does_not_wait_for_what_is_on_its_way(
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_nothing(hub: Hub, original: Path, small: Path, tmp_path: Path):
+def test_a_full_disk_loses_nothing(hub: Hub, original: Path, compressed: Path, tmp_path: Path):
     """A file system in memory that is a little too small, and then large enough."""
     mount, out = tmp_path / "disk", tmp_path / "out"
     mount.mkdir()
     may = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mount)]
     if shutil.which("unshare") is None or subprocess.run(may, check=False, capture_output=True).returncode:
         pytest.skip("no file system may be mounted here")
-    size = sum(map(len, store(hub, small).values()))
+    size = sum(map(len, store(hub, compressed).values()))
     script = (
         f"mount -t tmpfs -o size={(size // 4096 + 2) * 4096} none {mount} || exit 9\n"
         f"'{NEUZIP}' pull me/model {mount}/copy && exit 8\n"
@@ -469,8 +471,8 @@ def test_a_full_disk_loses_nothing(hub: Hub, original: Path, small: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_limit_on_files_is_said(hub: Hub, original: Path, small: Path, tmp_path: Path):
-    store(hub, small)
+def test_a_limit_on_files_is_said(hub: Hub, original: Path, compressed: Path, tmp_path: Path):
+    store(hub, compressed)
     limit = ("prlimit", "--fsize=60000")
     if shutil.which(limit[0]) is None:
         pytest.skip("there is no prlimit")

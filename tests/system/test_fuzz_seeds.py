@@ -16,7 +16,8 @@ import pytest
 from fuzz import mutate, targets
 
 from neuzip.compress import decompress, verify
-from neuzip.compress.source import SourceTensor, TensorSource
+from neuzip.compress.sources.folder import FolderSource
+from neuzip.compress.sources.source import SourceTensor
 from neuzip.errors import FormatError
 from neuzip.formats.container import Container
 
@@ -103,10 +104,10 @@ def test_a_tensor_without_bytes_and_reader_is_no_intact_one(
     path.write_bytes(targets.bad.put_together(parts.seal()))
     verify(path)
 
-    def no_reader(self: TensorSource, tensor: SourceTensor) -> None:
+    def no_reader(self: FolderSource, tensor: SourceTensor) -> None:
         raise FormatError(path, "no reader", tensor=tensor.name)
 
-    monkeypatch.setattr(TensorSource, "reader", no_reader)
+    monkeypatch.setattr(FolderSource, "reader", no_reader)
     with pytest.raises(FormatError, match="no reader"):
         verify(path)
 

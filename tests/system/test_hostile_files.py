@@ -23,8 +23,8 @@ import pytest
 from golden.bad import make as bad
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
-from neuzip.compress.scheme import read_plan_file
-from neuzip.compress.source import TensorSource
+from neuzip.compress.rules_file import read_plan_file
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, WouldOverwrite
 
 BAD = Path(__file__).resolve().parents[1] / "golden" / "bad"
@@ -146,7 +146,7 @@ def test_unknown_keys_and_nulls_are_ignored(tmp_path: Path) -> None:
 def test_a_file_cut_short_after_it_was_opened(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(bad.put_together(bad.lossless()))
-    with TensorSource(path) as source:
+    with FolderSource(path) as source:
         os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little") + 100)
         (tensor,) = source.tensors()
         with pytest.raises(FormatError, match="cut short"):
@@ -164,7 +164,8 @@ def test_checkpoints_whose_tensors_of_unknown_dtype_differ_in_size(tmp_path: Pat
 
 MEMORY_SCRIPT = """
 import json, resource, sys
-from neuzip.compress import compress, ternary, verify  # ternary loads torch, which takes memory
+import neuzip.compress.schemes.ternary_coding  # loads torch, which takes memory
+from neuzip.compress import compress, verify
 from neuzip.errors import NeuzipError
 good, out, *suspects = sys.argv[1:]
 verify(good, jobs=1)
@@ -369,7 +370,7 @@ def test_an_index_of_a_million_tensors_is_read_in_time(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     for i in range(300):
         shutil.copy(model / "model.safetensors", model / f"a{i}.safetensors")
-    with TensorSource(model) as source:
+    with FolderSource(model) as source:
         assert len(source.checkpoint.weights) == 301
 
 

@@ -22,7 +22,7 @@ from golden.bad import make as bad
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.compress.delta_job import compress_delta
 from neuzip.compress.export import Gguf, export
-from neuzip.compress.source import TensorSource
+from neuzip.compress.sources.folder import FolderSource
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.measures import histograms
 from neuzip.eval.report import histogram_pictures as pictures
@@ -401,7 +401,7 @@ def test_a_long_message_is_cut(tmp_path: Path, neuzip: Speak) -> None:
 
 
 def test_names_in_a_page_are_only_text(hostile: Path) -> None:
-    with TensorSource(hostile) as source:
+    with FolderSource(hostile) as source:
         page = pictures.page(histograms.inspect(source, histograms.select(source, [])), "<script>")
     text = page.decode()
     assert "&lt;script&gt;alert(1)" in text

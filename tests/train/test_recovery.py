@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BitNetForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from neuzip.compress.ternary import encode_exact, find_exact
+from neuzip.compress.schemes.ternary_coding import encode_exact, find_exact
 from neuzip.errors import FormatError, NeuzipError, UsageError
 from neuzip.eval.demo import split_topics
 from neuzip.kernels import quantizers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from neuzip.compress import ternary as forms
+from neuzip.compress.schemes import ternary_coding as forms
 from neuzip.errors import NeuzipError
 from neuzip.kernels.quantizers import Ternary
 from neuzip.kernels.ternary_linear import TernaryWeight

@@ -1,4 +1,4 @@
-"""The lossless encoder on a GPU, in Triton: the bytes of `compress.lossless.encode`.
+"""The lossless encoder on a GPU, in Triton: the bytes of `compress.schemes.lossless.encode`.
 
 READ THIS FIRST. Only the way is another:
 

@@ -8,46 +8,38 @@ A weight comes back as scale * code, rounded once to the dtype of its tensor. We
 come back bit for bit, whatever the quantiser: such a tensor is lossless. A tensor with an infinity or a NaN
 has no ternary form.
 
-Beside `gpu` the one module of this room that loads torch.
+This module loads torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from neuzip.errors import FormatError, NeuzipError
+from neuzip.compress.pieces import NotWorthwhile, expect_length, is_worthwhile, padded, pieces
+from neuzip.compress.scheme import Scheme
+from neuzip.errors import NeuzipError
 from neuzip.formats.container import Stream, padded_stream
+from neuzip.formats.records import Loss, TernaryRecord
+from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels import quantizers
 from neuzip.kernels.float_fields import Bits, FloatFormat
 from neuzip.kernels.quantizers import Ternary
 
-from . import lossless
-from .lossless import NotWorthwhile, expect_length, padded, pieces
-from .scheme import Scheme
-from .truncated import Error
+from .ternary_layout import CODES_A_WORD, TRITS_A_BYTE, NoTernaryForm, TernaryLayout
+from .truncated import ErrorSums
 
-if TYPE_CHECKING:
-    from neuzip.formats.manifest import Loss, TensorRecord
-
-    from .source import SourceTensor, TensorSource
-
-ReadStream = Callable[[str, int, int], Tensor]
-"""read_stream(name, start, stop): bytes start to stop of a stream, uint8 on any device."""
+ReadTensor = Callable[[str, int, int], Tensor]
+"""read(name, start, stop): bytes start to stop of a stream, uint8 on any device."""
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The dtypes of tensors that have a ternary form."""
-
-CODES_A_WORD = 16
-TRITS_A_BYTE = 5
 
 QUANTIZERS: dict[str, Callable[..., Ternary]] = {
     "absmean": quantizers.absmean,
@@ -59,77 +51,12 @@ GLANCE = 4096
 """Weights of a row that are looked at before all are."""
 
 
-class NoTernaryForm(Exception):
-    """The tensor has none, for the reason given."""
-
-
 @dataclass(frozen=True)
-class Layout:
-    """How the codes and scales of a tensor [..., columns] are stored.
-
-    `group` is the number of weights of a row that share a scale, the last of a row perhaps fewer; None is
-    one scale for the tensor. `packing` is "trits" or "2bit", `scale_dtype` "F32" or "F16".
-    """
-
-    shape: tuple[int, ...]
-    group: int | None = None
-    packing: str = "trits"
-    scale_dtype: str = "F32"
-
-    @classmethod
-    def of_record(cls, shape: tuple[int, ...], record: TensorRecord) -> Layout:
-        """That of a stored tensor."""
-        assert record.packing is not None
-        assert record.scale_dtype is not None
-        return cls(shape, record.group, record.packing, record.scale_dtype)
-
-    @classmethod
-    def of_scheme(cls, shape: tuple[int, ...], scheme: Scheme) -> Layout:
-        """That which a scheme asks for; a group is never longer than a row. Raises NoTernaryForm."""
-        if math.prod(shape) == 0 or not shape:
-            raise NoTernaryForm("has no rows of weights")
-        group = scheme.group
-        if group is not None:
-            group = max(1, min(group, shape[-1]) if isinstance(group, int) else shape[-1])
-        return cls(shape, group, scheme.packing, scheme.scale_dtype)
-
-    @property
-    def numel(self) -> int:
-        """Its weights."""
-        return math.prod(self.shape)
-
-    @property
-    def columns(self) -> int:
-        """Weights of a row."""
-        return self.shape[-1]
-
-    @property
-    def words_a_row(self) -> int:
-        """Words of a row of "2bit"."""
-        return -(-self.columns // CODES_A_WORD)
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """[] or [..., groups]."""
-        return () if self.group is None else (*self.shape[:-1], -(-self.columns // self.group))
-
-    @property
-    def stream_bytes(self) -> dict[str, int]:
-        """The lengths of the streams, without their padding."""
-        rows = math.prod(self.shape[:-1])
-        trits = -(-self.numel // TRITS_A_BYTE)
-        return {
-            "codes": trits if self.packing == "trits" else 4 * rows * self.words_a_row,
-            "scale": math.prod(self.scale_shape) * (2 if self.scale_dtype == "F16" else 4),
-        }
-
-
-@dataclass(frozen=True)
-class Encoded:
+class EncodedTernary:
     """A tensor's streams and their layout. `quantizer` made it: "exact" if its values stay what they were."""
 
     quantizer: str
-    layout: Layout
+    layout: TernaryLayout
     streams: dict[str, Stream]
 
     @property
@@ -137,10 +64,10 @@ class Encoded:
         """Whether all weights are 0."""
         return not any(part.any() for part in self.streams["scale"].parts)
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
+    def decoder(self, dtype: torch.dtype) -> TernaryDecoder:
         """What reads these streams back."""
         data = {name: np.concatenate(stream.parts) for name, stream in self.streams.items()}
-        return Decoder(
+        return TernaryDecoder(
             lambda name, start, stop: torch.from_numpy(data[name][start:stop]),
             lambda name: data[name].nbytes,
             dtype,
@@ -148,7 +75,7 @@ class Encoded:
         )
 
 
-def encode(weight: Tensor, scheme: Scheme, *, for_absmean: bool = False) -> Encoded:
+def encode(weight: Tensor, scheme: Scheme, *, for_absmean: bool = False) -> EncodedTernary:
     """Quantise a tensor [..., in] of bf16, fp16 or fp32 by `scheme`, and pack it.
 
     `for_absmean`: whoever reads the floats takes their absmean again, as transformers does of an online
@@ -157,7 +84,7 @@ def encode(weight: Tensor, scheme: Scheme, *, for_absmean: bool = False) -> Enco
     Weights that have a ternary form already keep it, exactly but for the sign of zeros. Raises NoTernaryForm,
     or NotWorthwhile when the streams would be no smaller than the tensor.
     """
-    layout = Layout.of_scheme(tuple(weight.shape), scheme)
+    layout = TernaryLayout.of_scheme(tuple(weight.shape), scheme)
     quantizer, ternary = "exact", find_exact(weight, layout.group)
     if ternary is None:
         if not bool(weight.isfinite().all()):
@@ -172,7 +99,7 @@ def encode(weight: Tensor, scheme: Scheme, *, for_absmean: bool = False) -> Enco
     return _encode(quantizer, ternary, layout, weight.nbytes)
 
 
-def encode_exact(weight: Tensor) -> Encoded:
+def encode_exact(weight: Tensor) -> EncodedTernary:
     """Pack a tensor [..., in] whose values are ternary already, with a scale for all or for each row.
 
     Raises NoTernaryForm for any other, or NotWorthwhile.
@@ -180,27 +107,27 @@ def encode_exact(weight: Tensor) -> Encoded:
     ternary = find_exact(weight)
     if ternary is None:
         raise NoTernaryForm("has other values than -s, 0 and s")
-    return _encode("exact", ternary, Layout(tuple(weight.shape)), weight.nbytes)
+    return _encode("exact", ternary, TernaryLayout(tuple(weight.shape)), weight.nbytes)
 
 
-def _encode(quantizer: str, ternary: Ternary, layout: Layout, nbytes: int) -> Encoded:
+def _encode(quantizer: str, ternary: Ternary, layout: TernaryLayout, nbytes: int) -> EncodedTernary:
     layout = replace(layout, group=ternary.group)
     scale = ternary.scale.half() if layout.scale_dtype == "F16" else ternary.scale
     if not bool(scale.isfinite().all()) or not torch.equal(scale > 0, ternary.scale > 0):
         raise NoTernaryForm("has scales that fp16 cannot hold")
-    if sum(map(padded, layout.stream_bytes.values())) + lossless.OVERHEAD >= nbytes:
+    if not is_worthwhile(layout.nbytes, nbytes):
         raise NotWorthwhile
-    return Encoded(quantizer, layout, {"codes": _pack(ternary.codes, layout), "scale": _bytes(scale)})
+    return EncodedTernary(quantizer, layout, {"codes": _pack(ternary.codes, layout), "scale": _bytes(scale)})
 
 
-def restored(coded: Encoded, bits: Bits, fmt: FloatFormat) -> tuple[str, Loss]:
+def restored(coded: EncodedTernary, bits: Bits, fmt: FloatFormat) -> tuple[str, Loss]:
     """The checksum of what the streams of a tensor decode to, and its loss against the original `bits`."""
     decoder = coded.decoder(TORCH_DTYPES[fmt.name])
-    running, error = xxhash.xxh3_64(), Error()
+    running, error = xxhash.xxh3_64(), ErrorSums()
     for start, stop in pieces(bits.size):
         part = decoder.read(start, stop)
         running.update(part.data)
-        error += Error.between(bits[start:stop], part, fmt)
+        error += ErrorSums.between(bits[start:stop], part, fmt)
     return running.hexdigest(), error.ternary_loss
 
 
@@ -222,7 +149,7 @@ def find_exact(weight: Tensor, group: int | None = None) -> Ternary | None:
     return None
 
 
-def _pack(codes: Tensor, layout: Layout) -> Stream:
+def _pack(codes: Tensor, layout: TernaryLayout) -> Stream:
     if layout.packing == "trits":  # in pieces of whole bytes: packing takes several times their memory
         flat, step = codes.reshape(-1), TRITS_A_BYTE << 20
         parts = [quantizers.pack_trits(flat[at : at + step]) for at in range(0, flat.numel(), step)]
@@ -234,7 +161,7 @@ def _bytes(tensor: Tensor) -> Stream:
     return padded_stream([tensor.contiguous().reshape(-1).view(torch.uint8).numpy()])
 
 
-class Decoder:
+class TernaryDecoder:
     """Decodes ranges of one ternary tensor: the inverse of `encode`.
 
     `length` gives the length of a stream in bytes. Everything happens on the device of the streams. Raises
@@ -242,7 +169,7 @@ class Decoder:
     """
 
     def __init__(
-        self, read_stream: ReadStream, length: Callable[[str], int], dtype: torch.dtype, layout: Layout
+        self, read_stream: ReadTensor, length: Callable[[str], int], dtype: torch.dtype, layout: TernaryLayout
     ) -> None:
         self._read_stream, self._dtype, self.layout = read_stream, dtype, layout
         if not layout.shape:
@@ -317,43 +244,14 @@ class Decoder:
         return self.scale[place // columns * -(-columns // group) + place % columns // group]
 
 
-def of_tensor(tensor: SourceTensor, read_stream: ReadStream, length: Callable[[str], int]) -> Decoder:
+def decoder_of(
+    info: TensorInfo, record: TernaryRecord, read_stream: ReadTensor, length: Callable[[str], int]
+) -> TernaryDecoder:
     """The decoder of a stored ternary tensor, whose streams may be anywhere. Raises NeuzipError."""
-    assert tensor.record is not None
-    dtype = TORCH_DTYPES.get(tensor.info.dtype)
+    dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
-        raise NeuzipError(f"{tensor.info.dtype} cannot be ternary")
-    return Decoder(read_stream, length, dtype, Layout.of_record(tensor.info.shape, tensor.record))
-
-
-def read_ternary(source: TensorSource, name: str | SourceTensor) -> Ternary:
-    """Codes (int8 [..., in]) and scales (fp32 [] or [..., groups]) of a stored ternary tensor, on the CPU.
-
-    No dense tensor is made; an alias gives the tensor it stands for. The streams' checksums are compared.
-    Raises FormatError for damaged streams, NeuzipError for a tensor that is not there or not ternary.
-    """
-    named = [t for t in source.tensors() if t.name == name] if isinstance(name, str) else [name]
-    if not named:
-        raise NeuzipError(f"{source.checkpoint.path}: has no tensor {name!r}", "neuzip inspect lists them")
-    tensor = source.resolve(named[0])
-    if not is_ternary(tensor):
-        raise NeuzipError(
-            f"{source.checkpoint.path}: {tensor.name!r} is not stored ternary",
-            "neuzip inspect shows how tensors are stored",
-        )
-    source.check_streams(tensor)
-    decoder = source.decoder(tensor)
-    assert isinstance(decoder, Decoder)
-    try:
-        return decoder.ternary()
-    except NeuzipError as error:
-        path = source.checkpoint.root / tensor.file
-        raise FormatError(path, error.message, tensor=tensor.name) from error
-
-
-def is_ternary(tensor: SourceTensor) -> bool:
-    """Whether a tensor, which is no alias, is stored ternary."""
-    return tensor.record is not None and tensor.record.scheme == "ternary"
+        raise NeuzipError(f"{info.dtype} cannot be ternary")
+    return TernaryDecoder(read_stream, length, dtype, TernaryLayout.of_record(info.shape, record))
 
 
 def as_tensor(bits: Bits, fmt: FloatFormat, shape: tuple[int, ...]) -> Tensor:

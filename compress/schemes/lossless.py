@@ -13,74 +13,66 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from neuzip.compress.pieces import (
+    PIECE,
+    Fill,
+    Map,
+    NotWorthwhile,
+    Observe,
+    Read,
+    ReadStream,
+    expect_length,
+    ignore,
+    is_worthwhile,
+    padded,
+    pieces,
+    plane_starts,
+)
+from neuzip.compress.scheme import Scheme
 from neuzip.errors import BUG_OR_MEMORY, NeuzipError
-from neuzip.formats.container import ALIGNMENT, Stream, padded_stream
+from neuzip.formats.container import Stream, padded_stream
+from neuzip.formats.records import LosslessRecord
+from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels import rans
 from neuzip.kernels.float_fields import (
+    FORMATS,
     Bits,
     Census,
     FloatFormat,
     census,
     empty_planes,
     plane_bytes,
-    plane_widths,
     split,
     unpack_fields,
 )
 
-if TYPE_CHECKING:
-    from .gpu import Coder, Fill, Gpu
+from .codec import (
+    Codec,
+    EncodedTensor,
+    FloatCoding,
+    StoredTensor,
+    TensorInput,
+    checksums,
+    register,
+)
+from .raw import RAW, without_coding
 
-PIECE = 128 * rans.BLOCK
-"""Weights of one job, 2 M: a millisecond of work, against which handing it to a thread weighs little."""
+if TYPE_CHECKING:
+    from neuzip.compress.gpu import Gpu, GpuCoder
 
 TABLE_HEAD = 3
 """The table stream begins with the group and the lengths of palette and frequencies."""
 
 LARGEST_TABLE = 2 * (TABLE_HEAD + 256 + 256)
 """Bytes of a table stream of a full palette and all frequencies."""
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Map(Protocol):
-    """The built-in `map`, or one that computes several results at once and yields them in order."""
-
-    def __call__(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
-
-
-Read = Callable[[int, int], Bits]
-"""read(start, stop): the bit patterns of weights start to stop."""
-
-Observe = Callable[[Bits], None]
-
-ReadStream = Callable[[str, int, int], npt.NDArray[np.uint8]]
-"""read_stream(name, start, stop): bytes start to stop of a stream."""
-
-
-class NotWorthwhile(Exception):
-    """The streams would not be smaller than the tensor: store it raw."""
-
-
-OVERHEAD = 768
-"""Bytes by which streams must be smaller than their tensor: about what their names and checksums take."""
-
-
-def ignore(_: Bits) -> None:
-    """Look away."""
-
-
-def pieces(numel: int) -> list[tuple[int, int]]:
-    """Ranges of PIECE weights that cover a tensor."""
-    return [(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE)]
 
 
 class Scratch(threading.local):
@@ -162,8 +154,8 @@ def encode(
     )  # fmt: skip
 
 
-def finish(coder: Coder, numel: int, fmt: FloatFormat) -> tuple[int, dict[str, Stream]]:
-    """What `encode` gives, of a tensor that has been sent to a GPU. Raises NotWorthwhile."""
+def finish(coder: GpuCoder, numel: int, fmt: FloatFormat) -> tuple[int, dict[str, Stream]]:
+    """Code a tensor that was sent to a GPU: mantissa bits and streams as of `encode`, or NotWorthwhile."""
     coded = coder.finish()
     return coded.kept, _streams(
         coded.table, coded.index, coded.words, list(coded.planes.values()), numel, fmt
@@ -185,7 +177,7 @@ def _streams(
         "words": padded_stream(words),
         "sign_mantissa": Stream([p for plane in planes for p in padded_stream(plane).parts]),
     }
-    if sum(s.nbytes for s in streams.values()) + OVERHEAD >= numel * fmt.bits // 8:
+    if not is_worthwhile(sum(s.nbytes for s in streams.values()), numel * fmt.bits // 8):
         raise NotWorthwhile
     return streams
 
@@ -206,10 +198,10 @@ def expected_bytes(counted: Census, numel: int, fmt: FloatFormat) -> int:
         + padded(2 * rans.expected_words(table, exponents, counted.pairs, numel))
         + plane_starts(1 + counted.kept_bits(fmt), numel)[1]
     )
-    return plain if streams + OVERHEAD >= plain else streams
+    return streams if is_worthwhile(streams, plain) else plain
 
 
-class Decoder:
+class LosslessDecoder:
     """Decodes ranges of one tensor from its streams: the inverse of `encode`.
 
     `length` gives the length of a stream in bytes. With `on_gpu` ranges are decoded there, and multiplied by
@@ -246,6 +238,11 @@ class Decoder:
         self._word_starts = np.concatenate([[0], np.cumsum(counts)])
         self._index = counts.astype(np.uint16)
         expect_length("words", length("words"), padded(2 * int(self._word_starts[-1])))
+
+    @property
+    def coding(self) -> FloatCoding:
+        """How a decoder that gets the streams elsewhere reads them."""
+        return FloatCoding(self._fmt, self._kept, self._block_size, self.table, self.plane_starts)
 
     def read(self, start: int, stop: int, out: Bits | None = None) -> Bits:
         """The bit patterns of weights `start` to `stop`, in `out` if that is given."""
@@ -322,26 +319,6 @@ class OnGpu:
     fill: Fill
 
 
-def expect_length(stream: str, nbytes: int, expected: int) -> None:
-    """Raise NeuzipError unless a stream is as long as its tensor says."""
-    if nbytes != expected:
-        raise NeuzipError(f"the stream {stream!r} has {nbytes} bytes instead of {expected}")
-
-
-def plane_starts(bits: int, numel: int) -> tuple[dict[int, int], int]:
-    """Where planes of fields of `bits` bits begin in their stream, by width, and where the last one ends."""
-    starts, end = {}, 0
-    for width in plane_widths(bits):
-        starts[width] = end
-        end += padded(plane_bytes(width, numel))
-    return starts, end
-
-
-def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of streams."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _table_stream(table: rans.Table) -> npt.NDArray[np.uint16]:
     head = [table.group, table.palette.size, table.frequencies.size]
     return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
@@ -363,3 +340,58 @@ def parse_table(words: npt.NDArray[np.uint16], fmt: FloatFormat) -> rans.Table:
     if group == 2 and fmt.exponent_bits > 8:
         raise NeuzipError(f"the stream 'table' has pairs, which {fmt.name} is too wide for")
     return table
+
+
+def on_gpu(stored: StoredTensor[Any]) -> OnGpu | None:
+    """The GPU that decodes a stored tensor, if there is one."""
+    return None if stored.gpu is None or stored.fill is None else OnGpu(stored.gpu, stored.fill)
+
+
+class LosslessCodec(Codec[LosslessRecord]):
+    """Every bit kept: exponents through rANS, sign and mantissa as they are."""
+
+    record = LosslessRecord
+    kind = "lossless"
+
+    def applies(self, info: TensorInfo, scheme: Scheme) -> tuple[Scheme, str]:
+        """The scheme, or RAW for tensors without floats and for small ones."""
+        note = without_coding(info)
+        return (RAW, note) if note else (scheme, "")
+
+    def describe(self, record: LosslessRecord, dtype: str) -> str:
+        """The scheme in a few words: with the mantissa bits, where not all of the dtype are stored."""
+        fmt = FORMATS.get(dtype)
+        if fmt is None or record.mantissa_bits >= fmt.mantissa_bits:
+            return record.text
+        return f"{record.text}, {record.mantissa_bits} of {fmt.mantissa_bits} mantissa bits"
+
+    def predict_exact(self, tensor: TensorInput) -> int:
+        """The stored bytes of a tensor, extrapolated from a sample."""
+        return expected_bytes(census(tensor.sample, tensor.fmt), tensor.numel, tensor.fmt)
+
+    def encode_exact(self, tensor: TensorInput) -> EncodedTensor:
+        """Record and streams. Raises NotWorthwhile."""
+        whole = xxhash.xxh3_64()
+        mantissa_bits, streams = encode(
+            tensor.read, tensor.numel, tensor.fmt, tensor.parallel,
+            lambda bits: whole.update(bits.data), tensor.gpu,
+        )  # fmt: skip
+        record = LosslessRecord(whole.hexdigest(), mantissa_bits=mantissa_bits, streams=checksums(streams))
+        return EncodedTensor(record, streams)
+
+    def decoder(self, stored: StoredTensor[LosslessRecord]) -> LosslessDecoder:
+        """What decodes ranges of a tensor."""
+        record = stored.record
+        return LosslessDecoder(
+            stored.read_stream, stored.length, stored.info.numel, stored.fmt, record.mantissa_bits,
+            on_gpu(stored),
+        )  # fmt: skip
+
+    def coding(self, stored: StoredTensor[LosslessRecord]) -> FloatCoding:
+        """How the decoder of floats on a GPU reads the streams."""
+        return self.decoder(stored).coding
+
+
+register(LosslessCodec())
+
+LOSSLESS = Scheme("lossless")

@@ -16,23 +16,49 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from neuzip.errors import NeuzipError
+from neuzip.compress.pieces import Map, Observe, Read, ReadStream, expect_length, ignore, padded, pieces
+from neuzip.compress.scheme import Scheme, require_own_keys
+from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.container import Stream, padded_stream
-from neuzip.formats.manifest import Loss
-from neuzip.kernels.float_fields import Bits, FloatFormat, non_finite, round_mantissa
+from neuzip.formats.records import CODED_FLOATS, Loss, TruncatedRecord, is_block_size
+from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels.float_fields import (
+    FORMATS,
+    Bits,
+    FloatFormat,
+    census,
+    non_finite,
+    round_mantissa,
+)
 from neuzip.kernels.float_fields.values import error_sums, scale, to_float64
 
 from . import lossless
-from .lossless import Map, Observe, OnGpu, Read, ReadStream, pieces
+from .codec import (
+    Codec,
+    Declined,
+    EncodedTensor,
+    FloatCoding,
+    StoredTensor,
+    TensorInput,
+    checksums,
+    register,
+)
+from .lossless import LOSSLESS, LosslessDecoder, OnGpu, on_gpu
+from .raw import RAW, without_coding
 
 if TYPE_CHECKING:
-    from .gpu import Gpu
+    from neuzip.compress.gpu import Gpu
+
+KEEP_ALL = "keep them all"
+"""How a note ends that says why a tensor is not rounded although a rule rounds it."""
+
+BLOCK_SIZES = "a power of two from 8 to 16384"
 
 
 class NonFinite(Exception):
@@ -46,7 +72,7 @@ def normalisable(fmt: FloatFormat) -> bool:
 
 def normaliser_bytes(numel: int, block_size: int | None) -> int:
     """What the normalisers of a tensor take: one byte a block, none without blocks."""
-    return 0 if block_size is None else lossless.padded(-(-numel // block_size))
+    return 0 if block_size is None else padded(-(-numel // block_size))
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ def encode(
     numel: int,
     rounding: Rounding,
     parallel: Map = map,
-    observe: Observe = lossless.ignore,
+    observe: Observe = ignore,
     gpu: Gpu | None = None,
 ) -> tuple[int, dict[str, Stream], Loss, str]:
     """Round and code a tensor: the mantissa bits stored, the streams, the loss, and the restored checksum.
@@ -107,7 +133,7 @@ def encode(
     fmt = rounding.fmt
     coder = gpu.coder(numel, fmt) if gpu is not None and numel else None
 
-    def check(piece: tuple[int, int]) -> tuple[Bits, Bits, npt.NDArray[np.uint8], Error]:
+    def check(piece: tuple[int, int]) -> tuple[Bits, Bits, npt.NDArray[np.uint8], ErrorSums]:
         bits = read(*piece)
         if non_finite(bits, fmt).any():
             raise NonFinite
@@ -115,9 +141,9 @@ def encode(
         if coder is not None:
             coder.put(piece[0], stored)
         restored = rounding.restore(stored, normaliser)
-        return bits, restored, normaliser, Error.between(bits, restored, fmt)
+        return bits, restored, normaliser, ErrorSums.between(bits, restored, fmt)
 
-    normalisers, error, running = [np.empty(0, np.uint8)], Error(), xxhash.xxh3_64()
+    normalisers, error, running = [np.empty(0, np.uint8)], ErrorSums(), xxhash.xxh3_64()
     for bits, restored, normaliser, part in parallel(check, pieces(numel)):
         observe(bits)
         normalisers.append(normaliser)
@@ -134,7 +160,7 @@ def encode(
     return kept, streams, error.loss, running.hexdigest()
 
 
-class Decoder:
+class TruncatedDecoder:
     """Decodes ranges of one rounded tensor: the inverse of `encode`."""
 
     def __init__(
@@ -145,7 +171,7 @@ class Decoder:
         rounding: Rounding,
         on_gpu: OnGpu | None = None,
     ) -> None:
-        self.inner = lossless.Decoder(
+        self.inner = LosslessDecoder(
             read_stream, length, numel, rounding.fmt, rounding.mantissa_bits, on_gpu, rounding.block_size
         )
         self._on_gpu = on_gpu
@@ -155,7 +181,7 @@ class Decoder:
             if not normalisable(rounding.fmt):
                 raise NeuzipError(f"{rounding.fmt.name} takes no normaliser, so no block_size")
             expected = normaliser_bytes(numel, rounding.block_size)
-            lossless.expect_length("normaliser", length("normaliser"), expected)
+            expect_length("normaliser", length("normaliser"), expected)
 
     def read(self, start: int, stop: int) -> Bits:
         """The restored patterns of weights `start` to `stop`."""
@@ -170,7 +196,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Error:
+class ErrorSums:
     """Sums from which a tensor's errors follow; those of its pieces add up, always in the same order."""
 
     max_relative: float = 0.0
@@ -180,12 +206,12 @@ class Error:
     original_squares: float = 0.0
 
     @classmethod
-    def between(cls, original: Bits, restored: Bits, fmt: FloatFormat) -> Error:
+    def between(cls, original: Bits, restored: Bits, fmt: FloatFormat) -> ErrorSums:
         """Errors of `restored` against `original`, both finite. In fp64, summed in a fixed order."""
         return cls(*error_sums(to_float64(original, fmt), to_float64(restored, fmt)))
 
-    def __add__(self, other: Error) -> Error:
-        return Error(
+    def __add__(self, other: ErrorSums) -> ErrorSums:
+        return ErrorSums(
             max(self.max_relative, other.max_relative),
             self.relative_squares + other.relative_squares,
             self.nonzero + other.nonzero,
@@ -201,7 +227,7 @@ class Error:
 
     @property
     def ternary_loss(self) -> Loss:
-        """The same with the error of the whole tensor: a weight that becomes 0 is off by 1, however small."""
+        """The figures with the error of the whole tensor: a weight that becomes 0 is off by 1."""
         l2 = self.relative_l2
         return replace(self.loss, relative_l2=_six_digits(l2) if math.isfinite(l2) else None)
 
@@ -217,3 +243,101 @@ class Error:
 
 def _six_digits(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+class TruncatedCodec(Codec[TruncatedRecord]):
+    """Rounded to fewer mantissa bits, and coded as lossless tensors are."""
+
+    record = TruncatedRecord
+    kind = "truncated"
+    keys = ("mantissa_bits", "block_size")
+    rounds = True
+
+    def check(self, scheme: Scheme) -> None:
+        """Raise UsageError for numbers of bits or block sizes that do not exist."""
+        require_own_keys(scheme)
+        if scheme.mantissa_bits is None:
+            raise UsageError(f"the scheme {scheme.kind!r} with mantissa bits {scheme.mantissa_bits}")
+        for name in self.keys:
+            if type(getattr(scheme, name)) not in (int, type(None)):
+                raise UsageError(f"`{name}={getattr(scheme, name)!r}` is no whole number")
+        if not 0 <= scheme.mantissa_bits <= 51:
+            raise UsageError(
+                f"{scheme.mantissa_bits} mantissa bits are not 0 to 51, which formats can be rounded to",
+                "give 0 to 6 for bf16; 7 is lossless",
+            )
+        if scheme.block_size is not None and not is_block_size(scheme.block_size):
+            raise UsageError(f"the block size {scheme.block_size} is not {BLOCK_SIZES}")
+
+    def words(self, scheme: Scheme) -> str:
+        """The scheme in a few words."""
+        return f"k={scheme.mantissa_bits}" + (f" block={scheme.block_size}" if scheme.block_size else "")
+
+    def applies(self, info: TensorInfo, scheme: Scheme) -> tuple[Scheme, str]:
+        """The scheme, LOSSLESS for dtypes with no more bits than it keeps, or no blocks for coarse dtypes."""
+        note = without_coding(info)
+        if note:
+            return RAW, note
+        fmt, bits = FORMATS[info.dtype], _bits(scheme)
+        if bits >= fmt.mantissa_bits:
+            return LOSSLESS, f"{fmt.name} has {fmt.mantissa_bits} mantissa bits, and {bits} {KEEP_ALL}"
+        if scheme.block_size is not None and not normalisable(fmt):
+            return replace(scheme, block_size=None), f"{fmt.name} takes no normaliser"
+        return scheme, ""
+
+    def streams(self, scheme: Scheme) -> tuple[str, ...]:
+        """The streams that a tensor of this scheme gets."""
+        return tuple(CODED_FLOATS if scheme.block_size is None else TruncatedRecord.STREAMS)
+
+    def predict(self, tensor: TensorInput, scheme: Scheme) -> int:
+        """The stored bytes of a tensor, extrapolated from a sample that is rounded."""
+        sample, fmt = tensor.sample, tensor.fmt
+        normalisers = 0
+        if not non_finite(sample, fmt).any():
+            sample, _ = Rounding(fmt, _bits(scheme), scheme.block_size).apply(sample)
+            normalisers = normaliser_bytes(tensor.numel, scheme.block_size)
+        return lossless.expected_bytes(census(sample, fmt), tensor.numel, fmt) + normalisers
+
+    def encode(self, tensor: TensorInput, scheme: Scheme) -> EncodedTensor:
+        """Record and streams. Raises Declined for weights that do not round or need not, or NotWorthwhile."""
+        whole = xxhash.xxh3_64()
+        try:
+            mantissa_bits, streams, loss, restored = encode(
+                tensor.read, tensor.numel, Rounding(tensor.fmt, _bits(scheme), scheme.block_size),
+                tensor.parallel, lambda bits: whole.update(bits.data), tensor.gpu,
+            )  # fmt: skip
+        except NonFinite as error:
+            raise Declined("holds infinities or NaNs: kept lossless") from error
+        original = whole.hexdigest()
+        if restored == original:
+            raise Declined
+        record = TruncatedRecord(
+            restored, mantissa_bits=mantissa_bits, streams=checksums(streams),
+            block_size=scheme.block_size, original=original, loss=loss,
+        )  # fmt: skip
+        return EncodedTensor(record, streams)
+
+    def bound(self, record: TruncatedRecord) -> Literal["fields", "codes"] | None:
+        """What entropy bounds the stored bytes: none where weights were divided by a normaliser."""
+        return "fields" if record.block_size is None else None
+
+    def decoder(self, stored: StoredTensor[TruncatedRecord]) -> TruncatedDecoder:
+        """What decodes ranges of a tensor."""
+        record = stored.record
+        rounding = Rounding(stored.fmt, record.mantissa_bits, record.block_size)
+        return TruncatedDecoder(
+            stored.read_stream, stored.length, stored.info.numel, rounding, on_gpu(stored)
+        )
+
+    def coding(self, stored: StoredTensor[TruncatedRecord]) -> FloatCoding:
+        """How the decoder of floats on a GPU reads the streams."""
+        return self.decoder(stored).inner.coding
+
+
+def _bits(scheme: Scheme) -> int:
+    """The mantissa bits of a scheme that rounds."""
+    assert scheme.mantissa_bits is not None
+    return scheme.mantissa_bits
+
+
+register(TruncatedCodec())

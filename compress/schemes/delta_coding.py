@@ -5,8 +5,8 @@ bits (one for BF16) are coded by rANS as exponents are, in blocks of 16,384, eac
 block in which few digits are not 0 is a list of those, and so an unchanged block takes three bytes. Where
 differences are large in all weights, as of F32, `low` bits stand below the digits raw.
 
-`encode` reads both tensors once and holds the differences, as much memory as the tensor has bytes. `Decoder`
-reads any range.
+`encode` reads both tensors once and holds the differences, as much memory as the tensor has bytes.
+`DeltaDecoder` reads any range.
 """
 
 from __future__ import annotations
@@ -20,17 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from neuzip.errors import BUG_OR_MEMORY, NeuzipError
-from neuzip.formats.container import Stream, padded_stream
-from neuzip.kernels import rans
-from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract, sums
-from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, unpack_fields
-from neuzip.kernels.rans.numbers import HEADER_WORDS
-
-from .lossless import (
-    LARGEST_TABLE,
+from neuzip.compress.pieces import (
     PIECE,
-    TABLE_HEAD,
     Map,
     Read,
     ReadStream,
@@ -39,28 +30,38 @@ from .lossless import (
     pieces,
     plane_starts,
 )
+from neuzip.errors import BUG_OR_MEMORY, NeuzipError
+from neuzip.formats.container import Stream, padded_stream
+from neuzip.kernels import rans
+from neuzip.kernels.delta import Digits, lengths, put_digit, restore, subtract
+from neuzip.kernels.float_fields import Bits, FloatFormat, plane_bytes, unpack_fields
+from neuzip.kernels.rans.numbers import HEADER_WORDS
+
+from .delta_tables import (
+    MOST_TABLES,
+    SYMBOL_BITS,
+    DeltaTables,
+    Ints,
+    Words,
+    blocks_of,
+    buckets_of,
+    choose_low,
+    choose_tables,
+    parse_tables,
+    table_words,
+)
+from .lossless import LARGEST_TABLE
 
 if TYPE_CHECKING:
     import torch
 
-    from .gpu import Gpu
+    from neuzip.compress.gpu import Gpu
 
-Words = npt.NDArray[np.uint16]
-Ints = npt.NDArray[np.int64]
 Choice = npt.NDArray[np.uint8]
 Observe = Callable[[Bits, Bits], None]
 
-MOST_LISTED = (HEADER_WORDS - 1) // 2
-"""Digits of a block that are listed: each takes two words, and a coded block takes HEADER_WORDS at least."""
-
-SYMBOL_BITS = 16
-"""Bits of a digit."""
-
-MOST_TABLES = 255
-"""Tables of a digit that a reader takes."""
-
 CHECKED = 1 << 14
-"""Blocks that `Decoder.check` looks at together; of these a PIECE at most are coded."""
+"""Blocks that `DeltaDecoder.check` looks at together; of these a PIECE at most are coded."""
 
 AS_FLOAT = FloatFormat("digit", SYMBOL_BITS, 63 - SYMBOL_BITS)
 """What a digit is to a GPU's decoder: the exponent of a float of 64 bits (those of narrower ones may have 8
@@ -68,7 +69,7 @@ bits at most) that is positive and has no mantissa."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDelta:
     """A coded difference. `union` is the bitwise or of all patterns of the new tensor."""
 
     cut: Digits
@@ -84,7 +85,7 @@ class Encoded:
 
 def encode(
     read: Read, read_base: Read, numel: int, fmt: FloatFormat, parallel: Map, observe: Observe
-) -> Encoded | None:
+) -> EncodedDelta | None:
     """Code a tensor of `numel` weights; None if it is its base.
 
     `observe` is shown all pieces of the tensor and of its base in order, once.
@@ -105,7 +106,7 @@ def encode(
     cut = Digits(fmt.bits, shift=(union & -union).bit_length() - 1)
     measured = parallel(lambda piece: lengths(differences[slice(*piece)], cut.shift), pieces(numel))
     counts = [int(n) for n in sum(measured, np.zeros(65, np.int64))]
-    cut = replace(cut, low=_choose_low(counts))
+    cut = replace(cut, low=choose_low(counts))
     longest = max(length for length, n in enumerate(counts) if n)
     digits = max(1, -(-(longest - cut.low) // SYMBOL_BITS))
 
@@ -113,11 +114,11 @@ def encode(
     words: list[Words] = []
     choices: list[Choice] = []
     for digit in range(digits):
-        tables = _tables(differences, cut, digit, parallel)
-        heads += [np.array([len(tables.tables)], np.uint16), *map(_table_words, tables.tables)]
+        tables = choose_tables(differences, cut, digit, parallel)
+        heads += [np.array([len(tables.tables)], np.uint16), *map(table_words, tables.tables)]
 
         def code(
-            piece: tuple[int, int], digit: int = digit, tables: _Tables = tables
+            piece: tuple[int, int], digit: int = digit, tables: DeltaTables = tables
         ) -> tuple[Choice, list[Words]]:
             return _code(cut.take(differences[slice(*piece)], digit), tables)
 
@@ -133,116 +134,12 @@ def encode(
     if cut.low:
         planes = cut.take_low(differences).values()
         streams["low"] = Stream([part for plane in planes for part in padded_stream([plane]).parts])
-    return Encoded(cut, digits, streams, new_union)
+    return EncodedDelta(cut, digits, streams, new_union)
 
 
-def _choose_low(counts: Sequence[int]) -> int:
-    """How many bits to leave raw. `counts[n]` are the differences of n bits.
-
-    The least estimate, in integers, as the bytes must not depend on a machine's logarithms: the entropy of
-    the lengths, and the bits below the leading one. What is longer than a palette can hold is an escape.
-    """
-    numel, longest = sum(counts), max(length for length, n in enumerate(counts) if n)
-
-    def estimate(low: int) -> int:
-        cost = numel * low << 8
-        shorter = [sum(counts[: low + 1]), *counts[low + 1 : longest + 1]]
-        for length, n in enumerate(shorter):
-            if n:
-                below = length - 1 if length <= 8 else 32 * -(-length // SYMBOL_BITS)
-                cost += n * (_log2(numel) - _log2(n) + (max(below, 0) << 8))
-        return cost
-
-    return min(range(longest), key=estimate)
-
-
-def _log2(n: int) -> int:
-    """The logarithm in 1/256, straight between powers of two."""
-    whole = n.bit_length() - 1
-    return (whole << 8) + (n << 8 >> whole) - 256
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """The tables of a digit, and by the bucket of a block which is its."""
-
-    tables: list[rans.Table]
-    by_bucket: dict[int, int]
-
-
-def _tables(differences: Bits, cut: Digits, digit: int, parallel: Map) -> _Tables:
-    """Tables for those blocks of a digit that are coded: one for blocks whose digits have as many bits.
-
-    Buckets that are next to each other share one where that takes less.
-    """
-
-    def count(piece: tuple[int, int]) -> dict[int, Ints]:
-        symbols = cut.take(differences[slice(*piece)], digit)
-        buckets, counted = _buckets(symbols), {}
-        for bucket in set(buckets) - {None}:
-            own = [part for part, its in zip(_parts(symbols), buckets, strict=True) if its == bucket]
-            counted[bucket] = np.bincount(np.concatenate(own))
-        return counted  # type: ignore[return-value]
-
-    counts: dict[int, Ints] = {}
-    for counted in parallel(count, pieces(differences.size)):
-        for bucket, own in counted.items():
-            counts[bucket] = _added(counts[bucket], own) if bucket in counts else own
-    groups = [([bucket], counts[bucket]) for bucket in sorted(counts)]
-    costs = [_cost(own) for _, own in groups]
-    while len(groups) > 1:
-        merged = [_added(a, b) for (_, a), (_, b) in pairwise(groups)]
-        after = [_cost(own) for own in merged]
-        saved = [a + b - both for (a, b), both in zip(pairwise(costs), after, strict=True)]
-        best = max(range(len(saved)), key=saved.__getitem__)
-        if saved[best] <= 0:
-            break
-        groups[best : best + 2] = [(groups[best][0] + groups[best + 1][0], merged[best])]
-        costs[best : best + 2] = [after[best]]
-    tables = [rans.build_table(_added(own, np.zeros(1 << SYMBOL_BITS, np.int64)), None) for _, own in groups]
-    return _Tables(tables, {b: number for number, (buckets, _) in enumerate(groups) for b in buckets})
-
-
-def _added(a: Ints, b: Ints) -> Ints:
-    """The sum of two histograms, of which one may be shorter."""
-    longer, shorter = (a, b) if a.size >= b.size else (b, a)
-    total = longer.astype(np.int64)
-    total[: shorter.size] += shorter
-    return total
-
-
-def _cost(counts: Ints) -> int:
-    """About how many 1/256 bits digits take that occur so often, their table included."""
-    counts = np.sort(counts[counts > 0])
-    total, escaped = int(counts.sum()), counts[:-256].sum() if counts.size > 256 else 0
-    kept = counts[-256:]
-    coded = int((kept * (_log2(total) - _log2s(kept))).sum()) + 40 * 256 * int(escaped)
-    return coded + 256 * 16 * (TABLE_HEAD + kept.size + min(256, 2 * kept.size))
-
-
-def _log2s(n: Ints) -> Ints:
-    """`_log2` of many."""
-    whole = np.frexp(n.astype(np.float64))[1].astype(np.int64) - 1
-    return np.asarray((whole << 8) + (n << 8 >> whole) - 256)
-
-
-def _parts(symbols: Words) -> list[Words]:
-    return [symbols[at : at + rans.BLOCK] for at in range(0, symbols.size, rans.BLOCK)]
-
-
-def _buckets(symbols: Words) -> list[int | None]:
-    """For every block how many bits its digits have, in half octaves; None for one that is listed."""
-    buckets: list[int | None] = []
-    for part, (changed, bits) in zip(_parts(symbols), sums(symbols, rans.BLOCK).tolist(), strict=True):
-        of_full = bits * rans.BLOCK // part.size
-        whole = of_full.bit_length() - 1
-        buckets.append(2 * whole + (of_full >> whole - 1 & 1) if changed > MOST_LISTED else None)
-    return buckets
-
-
-def _code(symbols: Words, tables: _Tables) -> tuple[Choice, list[Words]]:
+def _code(symbols: Words, tables: DeltaTables) -> tuple[Choice, list[Words]]:
     """Code the blocks of a piece: which table each has, and its words."""
-    parts, buckets = _parts(symbols), _buckets(symbols)
+    parts, buckets = blocks_of(symbols), buckets_of(symbols)
     chosen = [None if bucket is None else tables.by_bucket[bucket] for bucket in buckets]
     words = [_listed(part) if number is None else part for part, number in zip(parts, chosen, strict=True)]
     for number in set(chosen) - {None}:
@@ -258,49 +155,6 @@ def _listed(symbols: Words) -> Words:
     """The digits of a block that are not 0, each after its position."""
     positions = np.flatnonzero(symbols)
     return np.stack([positions.astype(np.uint16), symbols[positions]], axis=1).reshape(-1)
-
-
-def _table_words(table: rans.Table) -> Words:
-    head = [table.group, table.palette.size, table.frequencies.size]
-    return np.concatenate([np.array(head, np.uint16), table.palette, table.frequencies])
-
-
-def _parse_tables(words: Words, cut: Digits, digits: int) -> list[list[rans.Table]]:
-    """The tables of all digits; raises NeuzipError when one breaks a rule."""
-    tables: list[list[rans.Table]] = []
-    at = 0
-    for digit in range(digits):
-        if at >= words.size or words[at] > MOST_TABLES:
-            raise NeuzipError(
-                f"the stream 'table' does not say how many tables digit {digit} has, or too many"
-            )
-        tables.append([])
-        count, at = int(words[at]), at + 1
-        for _ in range(count):
-            table, at = _parse_table(words, at, cut.width(digit))
-            tables[-1].append(table)
-    if words.size * 2 != padded(2 * at):
-        raise NeuzipError("the stream 'table' does not have the length that it states")
-    return tables
-
-
-def _parse_table(words: Words, at: int, width: int) -> tuple[rans.Table, int]:
-    """The table at a word, for digits of `width` bits, and where it ends."""
-    head = [int(w) for w in words[at : at + TABLE_HEAD]]
-    palette_at = at + TABLE_HEAD
-    end = palette_at + sum(head[1:])
-    if len(head) < TABLE_HEAD or end > words.size:
-        raise NeuzipError("the stream 'table' ends before its last table")
-    palette, frequencies = words[palette_at : palette_at + head[1]], words[palette_at + head[1] : end]
-    if head[0] != 1:
-        raise NeuzipError(f"the stream 'table' has the group {head[0]}; a delta's is 1")
-    try:
-        table = rans.Table(head[0], palette, frequencies)
-    except ValueError as error:
-        raise NeuzipError(f"the stream 'table' is not valid: {error}") from error
-    if int(palette[-1]) >> width:
-        raise NeuzipError(f"the stream 'table' has digits of more than {width} bits")
-    return table, end
 
 
 @dataclass(frozen=True)
@@ -325,7 +179,7 @@ class _Blocks:
     values: Words
 
 
-class Decoder:
+class DeltaDecoder:
     """Decodes ranges of one tensor from its streams and its base: the inverse of `encode`.
 
     `length` gives the length of a stream in bytes. Raises NeuzipError when the streams contradict each other.
@@ -359,7 +213,7 @@ class Decoder:
         expect_length("index", length("index"), padded(2 * self._blocks * digits))
         if length("table") > padded((2 + LARGEST_TABLE * MOST_TABLES) * digits):
             raise NeuzipError(f"the stream 'table' has {length('table')} bytes, which are too many")
-        self._tables = _parse_tables(read_stream("table", 0, length("table")).view("<u2"), cut, digits)
+        self._tables = parse_tables(read_stream("table", 0, length("table")).view("<u2"), cut, digits)
         self._index = read_stream("index", 0, 2 * self._blocks * digits).view("<u2")
         expect_length("choice", length("choice"), padded(self._blocks * digits))
         self._choice = read_stream("choice", 0, self._blocks * digits)

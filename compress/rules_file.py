@@ -1,0 +1,105 @@
+"""Plan files: rules as TOML, read and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from neuzip.errors import NeuzipError, UsageError, unknown_key
+
+from .rules import Rule
+from .scheme import KINDS, scheme_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NUMBERS = ("mantissa_bits", "block_size", "min_dimensions")
+"""Keys of rules that have whole numbers."""
+
+DROPPED_LAYERS = "dropped_layers"
+"""What a plan file and config.json call the layers that a model was made without."""
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> list[Rule]:
+    """Rules from a TOML file: [[rule]] tables in order, with the keys of Rule and Scheme.
+
+    Raises NeuzipError (UsageError for an unknown key), also for a plan of a model without some of its layers.
+    """
+    rules, dropped = read_plan(path)
+    if dropped:
+        numbers = ", ".join(map(str, dropped))
+        raise NeuzipError(
+            f"{path}: is a plan of the model without its layers {numbers}: what is left has other numbers",
+            "repeat the command in its first line with another `destination`",
+        )
+    return rules
+
+
+def read_plan(path: str | os.PathLike[str]) -> tuple[list[Rule], tuple[int, ...]]:
+    """Rules as `read_plan_file`, and `dropped_layers`: those that the model is to lose before they apply."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NeuzipError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long, nested too deeply
+        raise NeuzipError(f"{path}: not a TOML file: {error}") from error
+    for key in document:
+        if key not in ("rule", DROPPED_LAYERS):
+            raise unknown_key(path, key, ("rule", DROPPED_LAYERS))
+    entries, dropped = document.get("rule"), document.pop(DROPPED_LAYERS, [])
+    if not isinstance(dropped, list) or not all(type(n) is int and n >= 0 for n in dropped):
+        raise NeuzipError(f"{path}: {DROPPED_LAYERS} is no list of numbers of layers")
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise NeuzipError(f"{path}: a plan is a list of [[rule]] tables", "see `neuzip compress --help`")
+    rules = [_rule_of(entry, f"{path}: rule {number}") for number, entry in enumerate(entries, 1)]
+    return rules, tuple(dropped)
+
+
+def _rule_of(entry: dict[str, Any], place: str) -> Rule:
+    """The rule of a [[rule]] table. Raises NeuzipError that names the `place` of it."""
+    known = rule_keys()
+    for key in entry:
+        if key not in known:
+            raise unknown_key(place, key, known)
+    if not isinstance(entry.get("match"), str):
+        raise NeuzipError(f"{place}: match is missing")
+    if any(type(entry.get(key, 0)) is not int for key in NUMBERS):
+        raise NeuzipError(f"{place}: {', '.join(NUMBERS)} are whole numbers")
+    default = "truncated" if "mantissa_bits" in entry else "lossless"
+    values = {key: value for key, value in entry.items() if key not in ("match", "scheme", "min_dimensions")}
+    try:
+        scheme = scheme_of(entry.get("scheme", default), values)
+    except UsageError as error:
+        raise NeuzipError(f"{place}: {error.message}", error.hint) from error
+    return Rule(entry["match"], scheme, entry.get("min_dimensions", 0))
+
+
+def rule_keys() -> tuple[str, ...]:
+    """All keys that rules may have: those of every kind of scheme, and those of Rule."""
+    keys = dict.fromkeys(key for kind in KINDS.values() for key in kind.keys if key not in NUMBERS)
+    return ("match", "scheme", *NUMBERS, *keys)
+
+
+def plan_bytes(rules: Iterable[Rule], comments: Sequence[str], dropped: Sequence[int] = ()) -> bytes:
+    """Rules as a file that `read_plan` reads; without layers that are `dropped` it says which."""
+    lines = [f"# {_one_line(comment)}" for comment in comments]
+    if dropped:
+        lines += ["", f"{DROPPED_LAYERS} = {list(dropped)}"]
+    for rule in rules:
+        lines += ["", "[[rule]]", *(f"{key} = {_toml(value)}" for key, value in rule.to_json().items())]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _toml(value: str | int) -> str:
+    """A string or a number as TOML writes it: JSON's escapes are TOML's, but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
