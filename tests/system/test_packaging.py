@@ -138,7 +138,7 @@ def test_the_hook_names_a_folder_that_hides_neuzip(tmp_path: Path, monkeypatch, 
 def test_wheel_holds_the_data(inside: set[str]):
     wanted = [ROOT / "neuzip" / "py.typed", *(ROOT / "eval").rglob("*.j2")]
     wanted += [path for path in (ROOT / "eval" / "demo" / "checkpoint").glob("*") if path.is_file()]
-    wanted += [ROOT / "formats" / "SPEC.md"]
+    wanted += [ROOT / "formats" / "SPEC.md", *(ROOT / "kernels" / "tuning").rglob("*.toml")]
     missing = {packaged_path(path) for path in wanted} - inside
     assert not missing
     assert any(name.endswith("/LICENSE") for name in inside)
