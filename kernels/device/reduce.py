@@ -53,38 +53,37 @@ def each_of(count, warps):
 
 
 @triton.jit
-def first_of(COUNT: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr):
-    """Which is the first of them: [32 W BESIDE]."""
+def first_of(COUNT: tl.constexpr, W: tl.constexpr):
+    """Number of the first sum that each thread has of `share_sums`: [32 W]."""
     EACH: tl.constexpr = each_of(COUNT, W)
-    return tl.minimum(tl.arange(0, 32 * W * BESIDE) // (32 * BESIDE) * EACH, COUNT - EACH)
+    return tl.minimum(tl.arange(0, 32 * W) // 32 * EACH, COUNT - EACH)
 
 
 @triton.jit
-def share_sums(values, first, W: tl.constexpr, BESIDE: tl.constexpr, COMPILED: tl.constexpr):
-    """Sums of each of some values [32 W BESIDE] over W warps, int32, shared out among these.
+def share_sums(values, first, W: tl.constexpr, COMPILED: tl.constexpr):
+    """Sums of each of some values [32 W] over W warps, int32, shared out among these.
 
-    A thread has those that follow its `first`; with fewer values than warps, some have the same. BESIDE
-    groups of W warps have sums of their own: warp w is of group w % BESIDE.
+    A thread has the sums from `first` on; with fewer values than warps, some warps have the same.
     """
     COUNT: tl.constexpr = len(values)
     EACH: tl.constexpr = each_of(COUNT, W)
     if W == 1:
         sums = values
     elif COMPILED:
-        t = tl.arange(0, 32 * W * BESIDE)
+        t = tl.arange(0, 32 * W)
         warp, lane = t // 32, t % 32
         # warp, value, lane
         to = (warp * COUNT * 32 + lane) * 4
-        at = ((warp % BESIDE * COUNT + first) * 32 + lane) * 4
-        OF_GROUPS: tl.constexpr = 128 * COUNT * BESIDE
-        sums = _exchanged(values, to, at, EACH, 128, W, OF_GROUPS, OF_GROUPS * W)
+        at = (first * 32 + lane) * 4
+        OF_WARP: tl.constexpr = 128 * COUNT
+        sums = _exchanged(values, to, at, EACH, 128, W, OF_WARP, OF_WARP * W)
     else:
         sums = ()
         for i in tl.static_range(EACH):
             mine = tl.zeros_like(values[0])
             for v in tl.static_range(COUNT):
-                of_all = tl.sum(tl.reshape(values[v], [W, 32 * BESIDE]), 0, keep_dims=True)
-                of_all = tl.reshape(tl.broadcast_to(of_all, [W, 32 * BESIDE]), [32 * W * BESIDE])
+                of_all = tl.sum(tl.reshape(values[v], [W, 32]), 0, keep_dims=True)
+                of_all = tl.reshape(tl.broadcast_to(of_all, [W, 32]), [32 * W])
                 mine = tl.where(first + i == v, of_all, mine)
             sums += (mine,)
     return sums

@@ -23,16 +23,14 @@ def _sum_rows_kernel(out, values, COUNT: tl.constexpr, W: tl.constexpr, ASM: tl.
 
 
 @triton.jit
-def _share_sums_kernel(
-    out, firsts, values, COUNT: tl.constexpr, W: tl.constexpr, BESIDE: tl.constexpr, ASM: tl.constexpr
-):
-    ALL: tl.constexpr = 32 * W * BESIDE
+def _share_sums_kernel(out, firsts, values, COUNT: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    ALL: tl.constexpr = 32 * W
     t = tl.arange(0, ALL)
     loaded = ()
     for i in tl.static_range(COUNT):
         loaded += (tl.load(values + i * ALL + t),)
-    first = first_of(COUNT, W, BESIDE) + tl.zeros([ALL], tl.int32)
-    sums = share_sums(loaded, first, W, BESIDE, ASM)
+    first = first_of(COUNT, W) + tl.zeros([ALL], tl.int32)
+    sums = share_sums(loaded, first, W, ASM)
     for i in tl.static_range(each_of(COUNT, W)):
         tl.store(out + i * ALL + t, sums[i])
     tl.store(firsts + t, first)
@@ -97,20 +95,17 @@ def test_rows_that_are_not_finite_spoil_no_other(device: torch.device) -> None:
     assert (found[:, [0, 3, 4, 5, 6, 7]] == 0).all()
 
 
-@pytest.mark.parametrize("beside", [1, 2])
 @pytest.mark.parametrize(("warps", "count"), [(1, 4), (2, 8), (4, 4), (8, 4), (8, 8), (4, 16)])
-def test_shares(warps: int, count: int, beside: int, device: torch.device) -> None:
-    values = torch.randint(-(2**31), 2**31, (count, 32 * warps * beside), dtype=torch.int32)
+def test_shares(warps: int, count: int, device: torch.device) -> None:
+    values = torch.randint(-(2**31), 2**31, (count, 32 * warps), dtype=torch.int32)
     each = each_of(count, warps)
-    out = torch.full((each, 32 * warps * beside), -1, dtype=torch.int32, device=device)
-    firsts = torch.full((32 * warps * beside,), -1, dtype=torch.int32, device=device)
+    out = torch.full((each, 32 * warps), -1, dtype=torch.int32, device=device)
+    firsts = torch.full((32 * warps,), -1, dtype=torch.int32, device=device)
     compiled = isinstance(_share_sums_kernel, triton.JITFunction)
-    _share_sums_kernel[(3,)](
-        out, firsts, values.to(device), count, W=warps, BESIDE=beside, ASM=compiled, num_warps=warps * beside
-    )
-    sums = values.view(count, warps, beside * 32).sum(1, dtype=torch.int64)
-    sums = ((sums + 2**31) % 2**32 - 2**31).repeat(1, warps)  # for each thread, of its group and lane
+    _share_sums_kernel[(3,)](out, firsts, values.to(device), count, W=warps, ASM=compiled, num_warps=warps)
+    sums = values.view(count, warps, 32).sum(1, dtype=torch.int64)
+    sums = ((sums + 2**31) % 2**32 - 2**31).repeat(1, warps)  # for each thread, by its lane
     where = firsts.cpu().long() + torch.arange(each)[:, None]
     assert torch.equal(out.cpu().long(), sums.gather(0, where))
     # Together they have all of them.
-    assert set(where.view(-1, beside * 32)[:, 0].tolist()) == set(range(count))
+    assert set(where.view(-1, 32)[:, 0].tolist()) == set(range(count))

@@ -141,7 +141,7 @@ def few_tokens_kernel(
     # The results that this thread stores: values of a token are consecutive, rows r and r + 8 of each tile.
     OF_TOKEN: tl.constexpr = 2 * TILES_PER_WARP
     EACH: tl.constexpr = each_of(4 * TOKEN_BLOCKS * TILES_PER_WARP, NUM_WARPS)
-    value = first_of(4 * TOKEN_BLOCKS * TILES_PER_WARP, NUM_WARPS, 1)
+    value = first_of(4 * TOKEN_BLOCKS * TILES_PER_WARP, NUM_WARPS)
     of_rows = ()
     for i in tl.static_range(EACH if EACH < OF_TOKEN else OF_TOKEN):
         n = (tile + (value + i) % OF_TOKEN // 2) * 16 + (value + i) % 2 * 8 + r
@@ -180,7 +180,7 @@ def few_tokens_kernel(
                     upper += of_set[column] >> (2 * s)
                     lower += of_set[2 + column] >> (2 * s)
                 values += (upper, lower)
-    added = share_sums(values, value, NUM_WARPS, 1, config.COMPILED)
+    added = share_sums(values, value, NUM_WARPS, config.COMPILED)
     for i in tl.static_range(EACH):
         scale, code_sum = of_tokens[i // OF_TOKEN]
         product = added[i] >> 4 if config.INT4X2 else added[i]
