@@ -163,6 +163,7 @@ PushToOption = Annotated[
 BaseOption = Annotated[
     str | None,
     typer.Option(
+        "--base",
         metavar="BASE",
         help="Store only the difference from BASE (folder, file or Hub id); `neuzip apply` restores SRC",
         show_default=False,

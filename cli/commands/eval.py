@@ -53,7 +53,8 @@ TextOption = Annotated[
     ),
 ]
 OriginalOption = Annotated[
-    str | None, typer.Option(metavar="ORIGINAL", help="Also evaluate this checkpoint, and compare")
+    str | None,
+    typer.Option("--original", metavar="ORIGINAL", help="Also evaluate this checkpoint, and compare"),
 ]
 ConventionsOption = Annotated[
     str | None,

@@ -27,7 +27,11 @@ def command(
     src: options.SourceArgument,
     original: Annotated[
         str | None,
-        typer.Option(metavar="ORIGINAL", help="Also compare every tensor with this checkpoint, bit for bit"),
+        typer.Option(
+            "--original",
+            metavar="ORIGINAL",
+            help="Also compare every tensor with this checkpoint, bit for bit",
+        ),
     ] = None,
     base: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.models import OptionInfo
 
 from neuzip.cli import commands, deprecated
 from neuzip.cli.needs import Needs
@@ -47,6 +48,16 @@ NEEDED_WITH_OLD = {
     ("layers", "--output"): ["--drop", "1"],
 }  # fmt: skip
 """What an option needs that is tried by its old name."""
+
+
+@pytest.mark.parametrize("verb", commands.VERBS)
+def test_an_option_whose_metavar_is_its_name_is_named(verb: str):
+    """Typer 0.27 takes the metavar for the name of such an option, and `--base` was `--BASE`."""
+    module = import_module(f"neuzip.cli.commands.{verb.replace('-', '_')}")
+    for name, parameter in signature(module.command, eval_str=True).parameters.items():
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if getattr(option, "metavar", None) == name.upper() and isinstance(option, OptionInfo):
+                assert str(option.default).startswith("--"), f"{verb}: {name}"
 
 
 @pytest.mark.parametrize("glued", [False, True], ids=["apart", "with ="])
