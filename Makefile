@@ -20,7 +20,7 @@ LINKS := $(FRONT) \
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help demo test quick coverage mutate fuzz lowest file-tool release lint format install links clean
+.PHONY: help demo test quick coverage api mutate fuzz lowest file-tool release lint format install links clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ coverage: $(VENV)/.developed ## Run the whole test suite and print which lines i
 	@mkdir -p .coverage
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" --cov --cov-config=tests/support/coverage.ini --cov-report= $(ARGS)
 	@$(BIN)/python tests/support/coverage_rooms.py
+
+api: $(VENV)/.developed ## Render the docstrings of all modules to api/
+	@$(BIN)/python -P -m pdoc -o api neuzip $(ROOMS:%=neuzip.%) '!neuzip.eval.harness' 2>api.log || { cat api.log; exit 1; }
+	@rm -f api.log && echo "api: open api/index.html"
 
 mutate: $(VENV)/.developed ## Change stored inputs at random for a minute, and look for bugs
 	@$(BIN)/python tests/fuzz/mutate.py 60
@@ -72,7 +76,7 @@ install: $(VENV)/.developed ## Make .venv with the pinned development tools
 
 clean: ## Remove .venv and everything that was made
 	@echo "clean: .venv, caches and build products"
-	@rm -rf $(VENV) .typing .fuzz neuzip-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	@rm -rf $(VENV) .typing .fuzz neuzip-demo api build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 links: $(LINKS)
