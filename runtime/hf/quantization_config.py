@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch  # noqa: F401  where both packages are missing, the error names torch
 import transformers
 from transformers.utils.quantization_config import QuantizationConfigMixin
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from neuzip.choices import Residency
 from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
 from neuzip.kernels.dtypes import torch_dtypes_for
@@ -38,7 +39,7 @@ from neuzip.runtime.weights import AnsWeight, PackedWeight
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-RESIDENCIES = ("dense", "packed", "ans")
+RESIDENCIES: tuple[str, ...] = get_args(Residency)
 """How the weights of a live model may be kept in memory."""
 
 DTYPES = torch_dtypes_for("packed")

@@ -42,7 +42,7 @@ from neuzip.formats import config_section as own_section
 from neuzip.formats.card import model_card
 from neuzip.formats.export import gguf, gguf_model
 from neuzip.formats.manifest import Manifest, parse_manifest
-from neuzip.formats.records import AliasRecord, OfBaseRecord, is_safe_path
+from neuzip.formats.records import AliasRecord, OfBaseRecord, TruncatedRecord, is_safe_path
 from neuzip.formats.safetensors_file import parse_header, parse_json
 from neuzip.kernels import rans
 from neuzip.kernels.delta import Digits
@@ -243,7 +243,7 @@ def _ours(path: Path) -> dict[str, bytes | None] | None:
 
 def _without_the_undefined(data: np.ndarray, dtype: str, record: Any) -> bytes:
     """Weights that a normaliser made infinite, or found so, may be anything: SPEC.md, section 8."""
-    if record is None or record.block_size is None:
+    if not isinstance(record, TruncatedRecord) or record.block_size is None:
         return bytes(data)
     fmt = FORMATS[dtype]
     bits = data.view(fmt.dtype).copy()
