@@ -20,7 +20,7 @@ from msgspec import Meta
 from safetensors.torch import load_file, save_file
 
 from neuzip.compress import schemes
-from neuzip.compress.pieces import expect_length, is_worthwhile, padded
+from neuzip.compress.pieces import NotWorthwhile, expect_length, is_worthwhile, padded
 from neuzip.compress.scheme import KINDS, Scheme
 from neuzip.compress.schemes.codec import Declined, StoredTensor, TensorInput, checksums
 from neuzip.compress.schemes.raw import RAW, without_coding
@@ -36,7 +36,7 @@ from neuzip.kernels.float_fields import Bits
 class Int8Record(records.Record, frozen=True, kw_only=True):
     """Whole numbers of `levels` steps each way, and a scale."""
 
-    scheme = "int8"
+    scheme = "toy"
     STREAMS: ClassVar[Mapping[str, str]] = {"numbers": "U8", "step": "U8"}
 
     levels: Annotated[int, Meta(ge=1, le=127)]
@@ -47,7 +47,7 @@ class Int8Record(records.Record, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The scheme in a few words."""
-        return f"int8 with {self.levels} levels"
+        return f"toy with {self.levels} levels"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Int8Codec(schemes.Codec[Int8Record]):
     """F32 tensors as whole numbers times a scale."""
 
     record = Int8Record
-    kind = "int8"
+    kind = "toy"
     keys = ("levels",)
     scheme_type = Int8Scheme
     rounds = True
@@ -73,7 +73,7 @@ class Int8Codec(schemes.Codec[Int8Record]):
 
     def words(self, scheme: Scheme) -> str:
         """The scheme in a few words."""
-        return f"int8 with {_levels(scheme)} levels"
+        return f"toy with {_levels(scheme)} levels"
 
     def applies(self, info: TensorInfo, scheme: Scheme) -> tuple[Scheme, str]:
         """The scheme, for matrices of F32 that are large enough."""
@@ -90,7 +90,8 @@ class Int8Codec(schemes.Codec[Int8Record]):
         weights = bits.view("<f4")
         if not np.isfinite(weights).all():
             raise Declined("holds infinities or NaNs: kept lossless")
-        assert is_worthwhile(tensor.numel, tensor.info.nbytes)
+        if not is_worthwhile(padded(tensor.numel) + padded(4), tensor.info.nbytes):
+            raise NotWorthwhile
         step = np.float32(np.abs(weights).max() / _levels(scheme))
         numbers = np.rint(weights / step if step else weights).astype(np.int8)
         restored = _restored(numbers, step)
@@ -144,7 +145,7 @@ CODEC = Int8Codec()
 PLAN = """
 [[rule]]
 match = "*proj.weight"
-scheme = "int8"
+scheme = "toy"
 levels = 100
 """
 
@@ -153,7 +154,7 @@ levels = 100
 def registered() -> Iterator[None]:
     schemes.register(CODEC)
     yield
-    del schemes.CODECS[Int8Record], KINDS["int8"], records.RECORDS["int8"]
+    del schemes.CODECS[Int8Record], KINDS["toy"], records.RECORDS["toy"]
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_it_goes_through_all_commands(checkpoint: Path, tmp_path: Path, neuzip: 
     report = run(neuzip, "compress", checkpoint, small, "--plan", plan)
     kinds = {t["name"]: t["scheme"] for t in report["tensors"]}
     assert kinds == {
-        "q_proj.weight": "int8 with 100 levels",
+        "q_proj.weight": "toy with 100 levels",
         "tied_proj.weight": "same as q_proj.weight",
         "infinite_proj.weight": "lossless, 0 of 23 mantissa bits",
         "half_proj.weight": "raw",
@@ -200,7 +201,7 @@ def test_it_goes_through_all_commands(checkpoint: Path, tmp_path: Path, neuzip: 
     run(neuzip, "verify", small)
     run(neuzip, "verify", small, "--original", checkpoint)
     inspected = run(neuzip, "inspect", small)
-    assert "int8 with 100 levels" in str(inspected)
+    assert "toy with 100 levels" in str(inspected)
     run(neuzip, "decompress", small, back)
     restored = load_file(back / "model.safetensors")
     assert torch.equal(restored["q_proj.weight"], expected(checkpoint))
@@ -228,7 +229,7 @@ def test_a_model_with_it_is_loaded_and_described(tmp_path: Path, neuzip: Speak) 
     (tmp_path / "plan.toml").write_text(PLAN)
     report = run(neuzip, "compress", tmp_path / "model", tmp_path / "small", "--plan", tmp_path / "plan.toml")
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert {t["name"]: t["scheme"] for t in report["tensors"]}[name] == "int8 with 100 levels"
+    assert {t["name"]: t["scheme"] for t in report["tensors"]}[name] == "toy with 100 levels"
     loaded = load_model(tmp_path / "small", residency="dense")
     weight = model.get_parameter(name)
     step = weight.abs().max() / 100
@@ -236,7 +237,7 @@ def test_a_model_with_it_is_loaded_and_described(tmp_path: Path, neuzip: Speak) 
     from neuzip.formats.card.model_card import model_card
     from neuzip.formats.checkpoint import find_checkpoint
 
-    assert "int8 with 100 levels" in model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "small")
+    assert "toy with 100 levels" in model_card(find_checkpoint(tmp_path / "small"), "", "me/small", "small")
 
 
 def test_a_gpu_reads_it_too(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
@@ -263,8 +264,8 @@ def test_its_sizes_are_predicted_and_its_header_has_room(
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        ('scheme = "int8"\nlevels = 200', "200 levels are not 1 to 127"),
-        ('scheme = "int8"\nlevel = 3', "there is no key 'level'"),
+        ('scheme = "toy"\nlevels = 200', "200 levels are not 1 to 127"),
+        ('scheme = "toy"\nlevel = 3', "there is no key 'level'"),
         ('scheme = "lossless"\nlevels = 3', "the scheme 'lossless' has no levels"),
         ('scheme = "int9"', "unknown scheme 'int9'"),
     ],
@@ -278,7 +279,7 @@ def test_rules_are_checked(rule: str, problem: str, checkpoint: Path, tmp_path: 
 
 def test_records_are_checked(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
     good = {
-        "scheme": "int8", "checksum": "0" * 16, "levels": 3, "streams": {"numbers": "0" * 16},
+        "scheme": "toy", "checksum": "0" * 16, "levels": 3, "streams": {"numbers": "0" * 16},
         "original": "1" * 16, "loss": {"max_relative": 0.5, "rms_relative": 0.25},
     }  # fmt: skip
     record = records.parse_record("w", good, "file")
@@ -309,14 +310,14 @@ def test_what_is_damaged_is_found(checkpoint: Path, tmp_path: Path, neuzip: Spea
 
 
 def test_a_scheme_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="'int8' is known already"):
+    with pytest.raises(ValueError, match="'toy' is known already"):
         schemes.register(CODEC)
 
 
 def test_without_it_the_container_is_refused(checkpoint: Path, tmp_path: Path, neuzip: Speak) -> None:
     run(neuzip, "compress", checkpoint, tmp_path / "small", "--plan", tmp_path / "plan.toml")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(records.RECORDS, "int8")
+        patch.delitem(records.RECORDS, "toy")
         said = neuzip("verify", tmp_path / "small")
     assert said.exit_code != 0
-    assert "unknown scheme 'int8'" in said.stderr
+    assert "unknown scheme 'toy'" in said.stderr

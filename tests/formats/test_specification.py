@@ -186,17 +186,24 @@ def test_schemes_are_those_of_sections_3_and_4():
     ]
 
 
-def test_records_have_the_keys_of_section_3():
+UNRELEASED: dict[str, Callable[[], golden.Input]] = {}
+"""What makes a file of each scheme that no release has written yet, so that no golden file has it."""
+
+
+def test_records_have_the_keys_of_section_3(tmp_path: Path):
     keys = defaultdict(set)
     required = defaultdict(set)
     for key, value, in_schemes in tables(3)[1]:
         for scheme in RECORDS:
-            if in_schemes == "all" or scheme in in_schemes.split(", and ")[0]:
+            if in_schemes == "all" or scheme in re.findall(r"\w+", in_schemes.split(", and ")[0]):
                 keys[scheme] |= set(names(key))
                 required[scheme] |= set(names(key)) if not value.startswith("optional") else set()
     keys["alias"].add("original")
     seen = set()
-    for path in GOLDEN_FILES:
+    written = [tmp_path / f"{scheme}.safetensors" for scheme in UNRELEASED]
+    for path, recipe in zip(written, UNRELEASED.values(), strict=True):
+        path.write_bytes(golden.make(recipe, tmp_path).container)
+    for path in (*GOLDEN_FILES, *written):
         for record in read_manifest(path)["tensors"].values():
             seen.add(record["scheme"])
             assert required[record["scheme"]] <= set(record) <= keys[record["scheme"]]
