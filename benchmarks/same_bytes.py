@@ -163,15 +163,16 @@ def main() -> None:
                 print(f"{checkpoint.name}: {way}: equal, {stored:,} bytes", file=sys.stderr)
                 rows.append({"checkpoint": checkpoint.name, "way": way, "bytes": stored})
                 shutil.rmtree(work / f"{checkpoint.name}-{number}")
-    measured = {
-        "device": options.device,
-        "other": options.other_commit,
-        "equal": rows,
-        **describe("numpy", "torch"),
-    }
+    environment = describe("numpy", "torch")
     if options.device != "cpu":
-        measured["gpu"] = describe_gpu()
-    save(f"same_bytes_{options.device}", {"what": "two versions write the same bytes", **measured})
+        environment["gpu"] = describe_gpu()
+    save(
+        f"same_bytes_{options.device}",
+        {
+            "what": "two versions write the same bytes", "other": options.other_commit,
+            "environment": environment, "results": rows,
+        },
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

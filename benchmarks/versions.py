@@ -257,7 +257,13 @@ def main() -> None:
     what = "kernels of two versions on one GPU, the same bits, times in turns"
     save(
         "versions",
-        {"what": what, "other": options.other_commit, "limit": LIMIT, **environment, "results": rows},
+        {
+            "what": what,
+            "other": options.other_commit,
+            "limit": LIMIT,
+            "environment": environment,
+            "results": rows,
+        },  # fmt: skip
     )
 
 
