@@ -263,7 +263,7 @@ def main() -> None:
             "limit": LIMIT,
             "environment": environment,
             "results": rows,
-        },  # fmt: skip
+        },
     )
 
 
