@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+# Of all that imports and the collection of tests make, hardly anything is garbage, and the collector would look
+# through it again and again: see pytest_collection_finish.
+gc.disable()
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,6 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 tests[test] = item
         config.hook.pytest_deselected(items=[i for i in items if tests[i.nodeid.partition("[")[0]] is not i])
         items[:] = tests.values()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, among what is made from here on."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def is_left_out(item: pytest.Item) -> bool:
