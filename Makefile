@@ -29,6 +29,9 @@ demo: $(VENV)/.installed ## Compress, verify and evaluate the built-in checkpoin
 	@$(BIN)/neuzip demo --overwrite
 	@printf '\nTo go on, in this shell:\n  . $(BIN)/activate\n  neuzip compress eval/demo/checkpoint my-model.nz\n'
 
+# What Python and pytest compile is kept, whatever the shell says: all workers and commands would compile it again.
+test quick: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+# Of what imports and the collection of tests make, hardly anything is garbage, and the collector would look
+# through it again and again: see pytest_collection_finish.
+gc.disable()
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,6 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 tests[test] = item
         config.hook.pytest_deselected(items=[i for i in items if tests[i.nodeid.partition("[")[0]] is not i])
         items[:] = tests.values()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, among what is made from here on."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def is_left_out(item: pytest.Item) -> bool:
@@ -128,9 +140,21 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _commands_as_they_are() -> Iterator[None]:
-    """Have the commands made again for each test: some tests exchange them."""
+    """Have the commands made again after a test that has exchanged them."""
     yield
-    if (main := sys.modules.get("neuzip.cli.main")) is not None:
+    make_exchanged_commands_again()
+
+
+def make_exchanged_commands_again() -> None:
+    """Making all commands takes 30 milliseconds: those made are kept while they are those of the modules."""
+    main = sys.modules.get("neuzip.cli.main")
+    if main is None or not main.program.cache_info().currsize:
+        return
+    made = {verb: command.callback.__wrapped__ for verb, command in main.program().commands.items()}
+    modules = {
+        verb: sys.modules.get(f"neuzip.cli.commands.{verb.replace('-', '_')}") for verb in main.commands.VERBS
+    }
+    if made != {verb: getattr(module, "command", None) for verb, module in modules.items()}:
         main.program.cache_clear()
 
 
@@ -200,6 +224,7 @@ def neuzip(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     def speak(*arguments: object) -> Said:
         capsys.readouterr()
+        make_exchanged_commands_again()
         exit_code = run([str(argument) for argument in arguments])
         return Said(exit_code, *capsys.readouterr())
 

@@ -1,7 +1,8 @@
 """Triton's interpreter without its needless work: the time of a kernel on the CPU is that of its bookkeeping.
 
 `quicken()` changes nothing that kernels compute. It keeps what the interpreter finds out again for each
-operation: the built-in names of triton.language, numpy's name of a dtype, the shape of a type of blocks.
+operation: the built-in names of triton.language, numpy's name of a dtype, the shape of a type of blocks, that
+two operands are of one type, a block of one integer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -23,6 +25,7 @@ def quicken() -> None:
     replace_names_once()
     leave_out_checks_of_overflow()
     remember_types()
+    pass_over_like_operands()
 
 
 def look_up_names_once() -> None:
@@ -128,3 +131,31 @@ def remember_types() -> None:
     block_type.__init__, tensor.__init__ = init_block, init_tensor
     dtype.__eq__ = equal
     interpreter._get_np_dtype = np_dtype
+
+
+def pass_over_like_operands() -> None:
+    """Two tensors of one type stay as they are, and an integer beside a type becomes one block each time."""
+    make_alike = TritonSemantic.binary_op_type_checking_impl
+    tensor = tl.core.tensor
+    settled = {f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)} | {"fp32", "fp64"}
+    blocks: dict[Any, Any] = {}
+
+    def alike(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if type(lhs) is not tensor:
+            return make_alike(self, lhs, rhs, *flags, **named)
+        if type(rhs) is tensor:
+            if lhs.type.name == rhs.type.name and lhs.dtype.name in settled:
+                return lhs, rhs
+            return make_alike(self, lhs, rhs, *flags, **named)
+        if type(rhs) is not int:
+            return make_alike(self, lhs, rhs, *flags, **named)
+        key = lhs.type.name, rhs, flags, *named.items()
+        if (block := blocks.get(key)) is not None:
+            return lhs, block
+        left, right = make_alike(self, lhs, rhs, *flags, **named)
+        if left is lhs:
+            right.handle.data.flags.writeable = False  # nothing writes into what others share
+            blocks[key] = right
+        return left, right
+
+    TritonSemantic.binary_op_type_checking_impl = alike
