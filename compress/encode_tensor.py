@@ -10,8 +10,7 @@ Nothing is written here, and nothing of one tensor is remembered for the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .delta_base import DeltaBase
@@ -85,11 +84,11 @@ class TensorEncoder:
             return codec.encode(tensor, planned.scheme).with_note(note)
         except Declined as reason:
             # What a rule rounds and cannot be rounded has one exact form, as in all earlier versions.
-            forms = list(exact_forms(tensor, CODECS.values() if codec.rounds is False else [LOSSLESS_CODEC]))
+            codecs = CODECS.values() if codec.rounds is False else [LOSSLESS_CODEC]
+            forms, notes = exact_forms(tensor, codecs)
             smallest = min(forms, key=lambda form: form.nbytes, default=None) or RAW_CODEC.encode(tensor)
-            for form in forms:
-                if form is not smallest and form.note:
-                    smallest = smallest.with_note(form.note)
+            for text in (*notes, *(form.note for form in forms if form is not smallest)):
+                smallest = smallest.with_note(text)
             return smallest.with_note(str(reason)).with_note(note)
         except NotWorthwhile:
             return RAW_CODEC.encode(tensor).with_note(note)
@@ -112,10 +111,17 @@ class TensorEncoder:
         return None, f"too large for the memory of {self._device.name}: coded on the CPU"
 
 
-def exact_forms(tensor: TensorInput, codecs: Iterable[Codec[Any]]) -> Iterator[EncodedTensor]:
-    """The forms of some codecs that keep every bit of a tensor in fewer bytes than the tensor has."""
+def exact_forms(tensor: TensorInput, codecs: Iterable[Codec[Any]]) -> tuple[list[EncodedTensor], list[str]]:
+    """The forms of some codecs that keep every bit of a tensor in fewer bytes, and notes of the others."""
+    forms, notes = [], []
     for codec in codecs:
-        with suppress(NotWorthwhile):
+        try:
             form = codec.encode_exact(tensor)
-            if form is not None:
-                yield form
+        except NotWorthwhile:
+            continue
+        except Declined as reason:
+            notes.append(str(reason))
+            continue
+        if form is not None:
+            forms.append(form)
+    return forms, notes

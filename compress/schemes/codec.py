@@ -215,7 +215,7 @@ class Codec(Generic[RecordT]):
         raise Declined
 
     def encode_exact(self, tensor: TensorInput) -> EncodedTensor | None:
-        """Record and streams that keep every bit; None, or NotWorthwhile, where there is no such form."""
+        """Record and streams that keep every bit; None, Declined or NotWorthwhile where there are none."""
         return None
 
     def takes(self, dtype: str) -> bool:

@@ -176,7 +176,9 @@ class TernaryCodec(Codec[TernaryRecord]):
             encoded = _encoded(coding.encode_exact(weight), tensor, bits)
         except NoTernaryForm:
             return None
-        return encoded if encoded.record.lossless else None  # zeros have signs
+        if not encoded.record.lossless:  # zeros have signs
+            raise Declined(encoded.note)
+        return encoded
 
     def bound(self, record: TernaryRecord) -> Literal["fields", "codes"] | None:
         """What entropy bounds the stored bytes: that of the codes."""

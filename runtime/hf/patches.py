@@ -1,9 +1,9 @@
 """Names of transformers that are replaced so that it loads and saves compressed folders.
 
 transformers lets a quantizer change parameters, but not how files are read and written. `register` therefore
-replaces what opens a safetensors file, where transformers asks for a dtype; the step that fills a model, and
-the one that saves it; and how the config of a caller is joined with the checkpoint's. What writes a
-safetensors file is replaced while a model of ours is saved.
+replaces what opens a safetensors file, where transformers asks for a dtype, and what writes one; the step
+that fills a model, and the one that saves it; and how the config of a caller is joined with the checkpoint's.
+All are replaced once and for good: threads may save at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from transformers.quantizers.auto import (
 from neuzip.errors import NeuzipError
 from neuzip.runtime.hf.filling import filled_by_us
 from neuzip.runtime.hf.quantization_config import FILL, METHOD, NeuzipConfig
-from neuzip.runtime.hf.registry import replaced
 
 if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
@@ -41,6 +40,7 @@ def register() -> None:
             return
         AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = NeuzipConfig
         modeling_utils.safe_open = _safe_open  # type: ignore[assignment, attr-defined]
+        _replace(modeling_utils, "safe_save_file", _with_values)
         _replace(modeling_utils.PreTrainedModel, FILL, filled_by_us)
         _replace(modeling_utils.PreTrainedModel, "save_pretrained", _as_container)
         _replace(AutoHfQuantizer, "merge_quantization_configs", _with_our_config)
@@ -120,8 +120,7 @@ def _as_container(save: Any) -> Any:
 
         def save_plain(folder: Path) -> None:
             settings["save_directory"] = folder
-            with replaced(modeling_utils, "safe_save_file", _with_values):
-                save(*call.args, **call.kwargs)
+            save(*call.args, **call.kwargs)
 
         return save_container(save_plain, settings["save_directory"])
 

@@ -1,4 +1,4 @@
-"""Names of transformers, replaced for a while: functions of its registries, and attributes of its modules."""
+"""Functions of transformers' registries, replaced for a while."""
 
 from __future__ import annotations
 
@@ -22,14 +22,3 @@ def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterat
             del registry[name]
         else:
             registry[name] = before
-
-
-@contextmanager
-def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Have `owner.name` be what `change` makes of it."""
-    before = getattr(owner, name)
-    setattr(owner, name, change(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -389,6 +389,14 @@ def test_tensors_of_zeros_are_mentioned(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_zeros_are_mentioned_where_one_has_a_sign(tmp_path: Path) -> None:
+    zeros = torch.zeros(128, 256, dtype=torch.bfloat16)
+    zeros[3, 5] = -0.0
+    save_file({"w": zeros}, tmp_path / "in.safetensors")
+    (report,) = compress(tmp_path / "in.safetensors", tmp_path / "out.safetensors").tensors
+    assert (report.scheme, report.note) == ("lossless, 0 of 7 mantissa bits", "all its weights are 0")
+
+
 def test_a_dry_run_sees_what_is_ternary(neuzip: Speak, tmp_path: Path) -> None:
     save_file(
         {"w": ternary_values(300, 500), "b": ternary_values(100, 300, group=300)}, tmp_path / "s.safetensors"
