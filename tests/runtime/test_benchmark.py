@@ -330,7 +330,7 @@ def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
     )  # fmt: skip
     assert "logits of the same bits" in done.stdout
     compiled = [line for line in done.stdout.splitlines() if line.startswith("decode, batch 1, compiled")]
-    assert [line.split()[4] for line in compiled] == ["bf16", "packed"]
+    assert [line.split()[4] for line in compiled] == ["bf16", "dense", "packed"]
     assert "not saved: this was a small run" in done.stdout
     same = next(line for line in done.stdout.splitlines() if line.startswith("logits of the same bits"))
     assert same.endswith("met")
