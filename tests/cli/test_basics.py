@@ -621,6 +621,7 @@ BAR = """
 """Work on a file that turns out to be damaged is taken back."""
 
 
+@pytest.mark.slow
 def test_a_person_sees_a_bar_with_bytes_per_second_and_time_left():
     seen = stderr_on_a_terminal(BAR)
     assert "compress" in seen
@@ -640,6 +641,7 @@ LONG = """
 """
 
 
+@pytest.mark.slow
 def test_only_the_bar_gives_way_in_a_narrow_window():
     seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr_on_a_terminal(LONG, COLUMNS="80"))
     shown = [line for line in re.split(r"[\r\n]+", seen) if line.strip()]
@@ -656,6 +658,7 @@ WAIT = """
 """
 
 
+@pytest.mark.slow
 def test_work_without_a_total_has_no_question_mark():
     seen = stderr_on_a_terminal(WAIT)
     assert "load" in seen and "?" not in seen.replace("\x1b[?", "") and "bytes" not in seen
@@ -682,12 +685,14 @@ def test_every_command_that_loads_torch_says_so_before(root):
             assert re.search(r"let_threads_sleep\(\)\n +(out|Output\(.*\))\.loading\(\)", text), path
 
 
+@pytest.mark.slow
 def test_no_color_is_respected():
     assert "\x1b[38;" in stderr_on_a_terminal(BAR)
     assert "\x1b[38;" not in stderr_on_a_terminal(BAR, NO_COLOR="1")
 
 
 @pytest.mark.parametrize("setting", ["NEUZIP_NO_PROGRESS=1", "TERM=dumb"])
+@pytest.mark.slow
 def test_no_bar_where_it_is_not_wanted(setting: str):
     name, value = setting.split("=")
     assert stderr_on_a_terminal(BAR, **{name: value}).replace("\r", "") == "warning: odd\n"

@@ -87,6 +87,7 @@ for arguments in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_told_before_torch_is_imported(model: Path) -> None:
     """In a process that is new, one after the other: none of them may bring it in."""
     Path("t.txt").write_text("A text of some words. " * 99)
@@ -142,6 +143,7 @@ def test_where_some_tensors_keep_all_bits_all_of_them_are_counted(
     assert "warning" not in said.stderr
 
 
+@pytest.mark.slow
 def test_too_few_windows_for_an_error_are_told(model: Path, neuzip: Speak) -> None:
     ask = ("eval", model, "--original", model, "--text", "demo", "--max-tokens")
     said = neuzip(*ask, 500, "--conventions", "token").stdout
@@ -154,6 +156,7 @@ def test_too_few_windows_for_an_error_are_told(model: Path, neuzip: Speak) -> No
     assert f"errors  no ± standard error: {why}" in said
 
 
+@pytest.mark.slow
 def test_recover_tells_its_losses(model: Path, root: Path, neuzip: Speak) -> None:
     ask = ("--steps", 3, "--window", 16, "--batch", 1, "--device", "cpu")
     said = neuzip("recover", model, "--text", root / "LICENSE", "-o", "tern", *ask)

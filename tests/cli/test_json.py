@@ -208,6 +208,7 @@ def test_an_answer_is_not_followed_by_a_second_object(neuzip, monkeypatch: pytes
     assert json.loads(said.stdout)["identical"] is True
 
 
+@pytest.mark.slow
 def test_an_error_that_finds_no_room_on_stdout_is_told_on_stderr() -> None:
     program = "from neuzip.cli import run; raise SystemExit(run(['verify', 'no-such-thing', '--json']))"
     with open("/dev/full", "w") as full:
@@ -216,6 +217,7 @@ def test_an_error_that_finds_no_room_on_stdout_is_told_on_stderr() -> None:
     assert done.stderr.startswith("error: no-such-thing: ") and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_push_takes_what_eval_prints(packed: Path, tmp_path: Path, neuzip) -> None:
     options = ("--original", CHECKPOINT, "--text", "demo", "--conventions", "token", "--max-tokens", 600)
     page = tmp_path / "page.json"

@@ -44,6 +44,7 @@ def test_what_is_refused(options, said: str, neuzip, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ternarize_then_compress(neuzip, tmp_path: Path):
     """It leaves a plain checkpoint, which is stored without loss, and is far better than blind rounding."""
     said = neuzip(
@@ -121,6 +122,7 @@ def test_what_exists_stays(neuzip, tmp_path: Path):
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_activations_are_recorded_and_can_be_others(neuzip, tmp_path: Path):
     """a4.8 as config.json says it, b1.58 as the option does, none as dense weights have it: three figures."""
     neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
@@ -174,6 +176,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.slow
 def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded: Path, neuzip):
     """What config.json records is done, and said; or it is not, and that is said."""
     dense = neuzip(verb, recorded / "t.nz", *COMMANDS[verb])
@@ -204,6 +207,7 @@ def test_activations_that_a_residency_does_not_have_are_told(verb: str, recorded
         assert "warning: --activations a4.8, but no weights are stored as ternary" in asked.stderr
 
 
+@pytest.mark.slow
 def test_each_model_of_an_evaluation_has_its_activations(recorded: Path, neuzip, tmp_path: Path):
     asked = ("eval", recorded / "t.nz", "--original", recorded / "t", *COMMANDS["eval"])
     assert ", activations none before, b1.58 after; python" in neuzip(*asked, "--residency", "packed").stdout
@@ -214,6 +218,7 @@ def test_each_model_of_an_evaluation_has_its_activations(recorded: Path, neuzip,
     assert found["after"]["activations"] == {"mode": "b1.58", "sites": {}}
 
 
+@pytest.mark.slow
 def test_what_options_contradict_is_refused_before_torch_is_loaded():
     code = """
         import sys
@@ -232,6 +237,7 @@ def test_what_options_contradict_is_refused_before_torch_is_loaded():
     assert done.stderr.count("error: --residency ans: is decoded on a GPU, not with --device cpu\n") == 3
 
 
+@pytest.mark.slow
 def test_sparsity_is_counted(neuzip, tmp_path: Path):
     neuzip("ternarize", DEMO, tmp_path / "t", "--allow-destructive", "--ternary-quantizer", "least-squares")
     neuzip("compress", tmp_path / "t", tmp_path / "t.nz", "--ternary", "--activations", "a4.8")

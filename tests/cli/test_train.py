@@ -40,6 +40,7 @@ def write(tmp_path: Path, root: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.slow
 def test_a_run_leaves_model_log_and_picture(
     in_all_modes: Callable[..., dict[str, Any]], write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_run_leaves_model_log_and_picture(
     assert not list((out / "model").glob("neuzip-training*"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_model(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_stopped_run_goes_on_to_the_same_model(
     assert neuzip("train", write(lr=1e-4), "--resume").exit_code == 2  # another run
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_the_tokens_that_it_began_with(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def test_what_is_there_is_not_overwritten(neuzip: Speak, write: Callable[..., Pa
     assert said.exit_code == 1 and "has no run to resume\nhint: choose another output\n" in said.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_begins_anew(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def test_a_run_without_a_checkpoint_begins_anew(
 
 
 @pytest.mark.parametrize("where", ["log.jsonl", "neuzip-training", "model.safetensors"])
+@pytest.mark.slow
 def test_a_full_disk_is_told_with_what_goes_on(
     where: str, neuzip: Speak, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +261,7 @@ def test_a_full_disk_is_told_with_what_goes_on(
     assert neuzip("train", write(), "--resume").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_before_a_run_begins_is_told_with_the_same_command(
     neuzip: Speak, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +370,7 @@ def test_values_get_their_types(tmp_path: Path) -> None:
         configuration.read(tmp_path / "none.toml", print)
 
 
+@pytest.mark.slow
 def test_without_a_length_windows_are_what_the_model_can(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -387,6 +394,7 @@ def test_without_a_length_windows_are_what_the_model_can(
     assert [given.window_for(n) for n in (None, 100, 512, 4096)] == [512, 100, 512, 512]
 
 
+@pytest.mark.slow
 def test_steps_are_counted_alike_in_log_and_output(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -397,6 +405,7 @@ def test_steps_are_counted_alike_in_log_and_output(
     assert [one["step"] for one in logged] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_says_so(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -412,6 +421,7 @@ def test_a_finished_run_that_is_resumed_says_so(
     assert said.exit_code == 1 and "log.jsonl: has no steps" in said.stderr
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_beside_it(
     neuzip: Speak, write: Callable[..., Path], tmp_path: Path
 ) -> None:

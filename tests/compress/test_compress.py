@@ -454,6 +454,7 @@ def test_any_range_decodes_alone(scheme: Scheme, tmp_path: Path, save: Save) -> 
     st.sampled_from(["random", "normal", "few", "sorted"]),
 )
 @settings(max_examples=60)
+@pytest.mark.slow
 def test_any_tensor_round_trips(
     tmp_path_factory: pytest.TempPathFactory, save: Save, dtype: str, size: int, seed: int, kind: str
 ) -> None:

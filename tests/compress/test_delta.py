@@ -305,6 +305,7 @@ def card() -> Gpu:
         ("F32", "noise", 900), ("F64", "a list", 2 * BLOCK + 300),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_gpu_restores_the_same(dtype: str, kind: str, numel: int, card: Gpu) -> None:
     fmt = FORMATS[dtype]
     base = floats(fmt, numel)
@@ -731,6 +732,7 @@ def test_a_delta_is_always_exact(option: list[str], tmp_path: Path, neuzip: Spea
     assert hint in said.stderr
 
 
+@pytest.mark.slow
 def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Nor does anything else that works on the CPU: it takes seconds to load."""
     packed, base, _ = made
@@ -747,6 +749,7 @@ def test_apply_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["family/base", "family/base@v2", "my base"])
+@pytest.mark.slow
 def test_a_delta_goes_over_the_hub(
     name: str, family: tuple[Path, Path], tmp_path: Path, here: Hub, neuzip: Speak
 ) -> None:

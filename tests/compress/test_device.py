@@ -255,6 +255,7 @@ if ON_CARD:
 
 
 @pytest.mark.parametrize(("name", "globs"), PLANS)
+@pytest.mark.slow
 def test_the_same_checkpoint_and_the_same_verdicts(name, globs, device, model, tmp_path):
     rules = [Rule(glob, SCHEMES[name], min_dimensions=2) for glob in globs]
     rules.append(Rule("*", Scheme() if globs == ["*"] else Scheme("raw")))

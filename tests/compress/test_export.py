@@ -174,6 +174,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 # transformers
 
 
+@pytest.mark.slow
 def test_rows_are_packed_as_transformers_packs_them() -> None:
     from transformers.integrations.bitnet import pack_weights
 

@@ -142,6 +142,7 @@ def fail_at(hub: Hub, pattern: str, status: int = 403) -> None:
 
 
 @pytest.mark.parametrize("rules", [LOSSLESS, K3], ids=["lossless", "truncated"])
+@pytest.mark.slow
 def test_the_result_is_that_of_the_downloaded_folder(
     here: Hub, files: Files, tmp_path: Path, rules: list[Rule]
 ):
@@ -164,6 +165,7 @@ def test_the_result_is_that_of_the_downloaded_folder(
         assert contents(tmp_path / "restored") == files
 
 
+@pytest.mark.slow
 def test_what_only_looks_equal_is_compared_byte_by_byte(
     here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -185,6 +187,7 @@ def test_what_only_looks_equal_is_compared_byte_by_byte(
     assert schemes["layers.1.weight"].startswith("lossless")
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_ternary_are_refused_when_they_come(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     rules = [Rule("layers.*.weight", Scheme("ternary", quantizer="absmean")), *LOSSLESS]
@@ -231,6 +234,7 @@ class Watch:
         self.containers = max(self.containers, containers)
 
 
+@pytest.mark.slow
 def test_two_shards_at_most_are_on_the_disk(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     watch = Watch(here, tmp_path / "nz")
@@ -243,6 +247,7 @@ def test_two_shards_at_most_are_on_the_disk(here: Hub, files: Files, tmp_path: P
     assert watch.containers <= report.compression.stored_weight_bytes + len(sizes) * Watch.BLOCK
 
 
+@pytest.mark.slow
 def test_one_container_at_most_is_on_the_disk_when_they_are_pushed(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     watch = Watch(here, tmp_path / "nz")
@@ -277,6 +282,7 @@ def test_a_husk_has_all_but_the_streams(original: Path, tmp_path: Path):
 # To the Hub
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_what_push_would_push(here: Hub, files: Files, tmp_path: Path):
     """And no reader of the branch sees any of it before all of it."""
     here.add("some/model", files)
@@ -299,6 +305,7 @@ def test_what_is_pushed_is_what_push_would_push(here: Hub, files: Files, tmp_pat
     assert contents(tmp_path / "restored") == files
 
 
+@pytest.mark.slow
 def test_a_branch_is_pushed_to(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     here.add("me/nz", {"model.safetensors": b"old", ".gitattributes": b""})
@@ -311,6 +318,7 @@ def test_a_branch_is_pushed_to(here: Hub, files: Files, tmp_path: Path):
     assert verify(resolve_source("me/nz@v2")).files == len(files)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_the_hub_is_replaced_only_when_asked_for(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     older = {"old.safetensors": b"1", "picture.png": b"2", ".gitattributes": b""}
@@ -326,6 +334,7 @@ def test_a_checkpoint_on_the_hub_is_replaced_only_when_asked_for(here: Hub, file
     verify(resolve_source("me/nz"))
 
 
+@pytest.mark.slow
 def test_a_folder_is_pushed_while_it_is_compressed(here: Hub, original: Path, files: Files, tmp_path: Path):
     fail_at(here, "PUT /lfs/")
     with pytest.raises(NeuzipError, match="the Hub forbids this: not now"):
@@ -362,6 +371,7 @@ def refuse_after(hub: Hub, start: str, left: int) -> None:
 # Interrupted
 
 
+@pytest.mark.slow
 def test_a_repeated_command_goes_on_where_it_stopped(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     fail_at(here, shard(4))
@@ -379,6 +389,7 @@ def test_a_repeated_command_goes_on_where_it_stopped(here: Hub, files: Files, tm
     assert contents(tmp_path / "nz") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_repeated_push_sends_nothing_again(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     fail_at(here, shard(4))
@@ -396,6 +407,7 @@ def test_a_repeated_push_sends_nothing_again(here: Hub, files: Files, tmp_path: 
     assert verify(resolve_source("me/nz")).files == len(files)
 
 
+@pytest.mark.slow
 def test_a_container_that_the_draft_has_lost_is_made_again(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     fail_at(here, shard(4))
@@ -409,6 +421,7 @@ def test_a_container_that_the_draft_has_lost_is_made_again(here: Hub, files: Fil
     verify(resolve_source("me/nz"))
 
 
+@pytest.mark.slow
 def test_a_damaged_container_is_made_again(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     fail_at(here, shard(4))
@@ -425,6 +438,7 @@ def test_a_damaged_container_is_made_again(here: Hub, files: Files, tmp_path: Pa
 
 
 @pytest.mark.parametrize("push_to", [None, "me/nz"])
+@pytest.mark.slow
 def test_a_run_killed_in_its_last_moment_is_finished(
     here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push_to: str | None
 ):
@@ -448,6 +462,7 @@ def test_a_run_killed_in_its_last_moment_is_finished(
     assert not work_of(tmp_path / "nz").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_result_of_a_killed_run_is_not_believed(
     here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -466,6 +481,7 @@ def test_a_damaged_result_of_a_killed_run_is_not_believed(
     assert stream(tmp_path / "nz", rules=K3).compression.resumed_files == SHARDS + 1
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_known_again(here: Hub, files: Files, tmp_path: Path):
     """By the digests of what it restores to, which costs no download; what was rounded has no such proof."""
     repository = here.add("some/model", files)
@@ -493,6 +509,7 @@ def killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_another_commit_is_another_source(here: Hub, files: Files, tmp_path: Path):
     repository = here.add("some/model", files)
     fail_at(here, shard(4))
@@ -516,6 +533,7 @@ def test_another_commit_is_another_source(here: Hub, files: Files, tmp_path: Pat
     assert (tmp_path / "nz" / "neuzip" / "original" / "config.json").read_bytes() == b"{}"
 
 
+@pytest.mark.slow
 def test_overwrite_begins_anew(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
     fail_at(here, shard(4))
@@ -528,6 +546,7 @@ def test_overwrite_begins_anew(here: Hub, files: Files, tmp_path: Path):
 
 
 @pytest.mark.parametrize("push_to", [None, "me/nz"])
+@pytest.mark.slow
 def test_sigkill_at_any_moment(hub: Hub, files: Files, tmp_path: Path, push_to: str | None):
     """The real command, killed while bytes are on their way, down or up; the last run ends well."""
     hub.add("some/model", files)
@@ -583,6 +602,7 @@ class Killer:
 # Faults
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_noticed_before_anything_is_made_of_them(here: Hub, files: Files, tmp_path: Path):
     here.add("some/model", files)
 
@@ -600,6 +620,7 @@ def test_wrong_bytes_are_noticed_before_anything_is_made_of_them(here: Hub, file
     assert stream(tmp_path / "nz").compression.resumed_files == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk(here: Hub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 
@@ -619,6 +640,7 @@ def test_a_full_disk(here: Hub, files: Files, tmp_path: Path, monkeypatch: pytes
     assert stream(tmp_path / "nz").compression.resumed_files == 2
 
 
+@pytest.mark.slow
 def test_what_is_sent_and_does_not_arrive_is_kept_here(here: Hub, files: Files, tmp_path: Path):
     """A repository's own .gitignore makes the Hub drop files without a word."""
     here.add("some/model", files)
@@ -682,6 +704,7 @@ def few(here: Hub, files: Files) -> Files:
     return few
 
 
+@pytest.mark.slow
 def test_the_command_in_all_modes(here: Hub, few: Files, tmp_path: Path, in_all_modes: Any):
     said = in_all_modes("compress", "some/model", tmp_path / "nz", "--stream", "--overwrite")
     assert "lossless: all 5 tensors, bit for bit" in said["human"].stdout
@@ -693,6 +716,7 @@ def test_the_command_in_all_modes(here: Hub, few: Files, tmp_path: Path, in_all_
     assert said["quiet"].stdout == f"{tmp_path / 'nz'}\n"
 
 
+@pytest.mark.slow
 def test_the_command_pushes_in_all_modes(here: Hub, few: Files, tmp_path: Path, in_all_modes: Any):
     arguments = ["compress", "some/model", tmp_path / "nz", "--stream", "--push-to", "me/nz", "--private"]
     said = in_all_modes(*arguments, "--overwrite")
@@ -702,6 +726,7 @@ def test_the_command_pushes_in_all_modes(here: Hub, few: Files, tmp_path: Path, 
     assert here.repositories["me/nz"].private
 
 
+@pytest.mark.slow
 def test_the_command_pushes_a_folder(here: Hub, original: Path, tmp_path: Path, neuzip: Any):
     said = neuzip("compress", original, tmp_path / "nz", "--push-to", "me/nz@v1")
     assert said.exit_code == 0

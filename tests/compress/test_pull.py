@@ -189,6 +189,7 @@ def test_a_pull_goes_on_when_the_repository_has_changed(pushed: Hub, original: P
     assert contents(tmp_path / "copy") == contents(original) | {"new.txt": b"new"}
 
 
+@pytest.mark.slow
 def test_the_workspace_of_something_else_is_left_alone(pushed: Hub, tmp_path: Path, neuzip):
     (tmp_path / PARTIAL).mkdir()
     (tmp_path / PARTIAL / "mine").write_text("x")

@@ -515,6 +515,7 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
     assert target.read_bytes() == once
 
 
+@pytest.mark.slow
 def test_who_has_nothing_ternary_does_not_wait_for_torch(tmp_path: Path) -> None:
     source, target = tmp_path / "s.safetensors", tmp_path / "p.safetensors"
     save_file({"w": randn(64, 128), "zero": torch.zeros(3000)}, source)

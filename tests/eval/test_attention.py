@@ -169,6 +169,7 @@ def test_fewer_bits_are_less_close(four_bits):
     assert four_bits.rank(four_bits.layers[1], 4) == LAYERS
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_as_it_is_whatever_it_records(model, four_bits, tmp_path: Path):
     attention.copy_patched(model, tmp_path / "patched", [4, 4, 4])
     again = calibrated(tmp_path / "patched", "4bit", four_bits.limit)
@@ -419,6 +420,7 @@ def test_a_dry_run_writes_nothing_but_the_picture(neuzip, model, tmp_path: Path)
 
 
 @pytest.mark.parametrize("count", [39, 78])
+@pytest.mark.slow
 def test_a_picture_of_many_layers_and_of_refused_ones(count: int, four_bits):
     many = [replace(four_bits.layers[0], number=n, bits=(8, 4, None)[n % 3]) for n in range(count)]
     found = replace(four_bits, layers=(*many, AttentionLayer(count, refused="so it is")))

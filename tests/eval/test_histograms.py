@@ -329,6 +329,7 @@ def test_a_picture_on_a_full_disk_is_told_and_leaves_nothing(checkpoint: Path, t
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "html"])
+@pytest.mark.slow
 def test_pictures_are_the_same_bytes_every_time(kind, checkpoint, tmp_path, neuzip, monkeypatch):
     from matplotlib import rcParams
 
@@ -346,6 +347,7 @@ def test_pictures_are_the_same_bytes_every_time(kind, checkpoint, tmp_path, neuz
     assert list(tmp_path.glob("*partial*")) == []
 
 
+@pytest.mark.slow
 def test_png_has_a_row_for_each_format(checkpoint):
     from PIL import Image
 
@@ -406,6 +408,7 @@ def test_a_hostile_title_is_only_text(checkpoint):
         assert b"<script>$" not in data
 
 
+@pytest.mark.slow
 def test_pictures_of_extremes(tmp_path, save):
     tensors = {
         "zeros": ("BF16", (100,), np.zeros(100, np.uint16)),

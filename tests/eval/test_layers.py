@@ -298,6 +298,7 @@ def test_greedy_measures_again_after_each_drop(llama: Path, found: LayerAnalysis
     assert removal.parameters == 2 * found.layers[0].parameters
 
 
+@pytest.mark.slow
 def test_blocks_are_neighbours(llama: Path, found: LayerAnalysis):
     block = analysed(llama, drop=2, choice="block", gradient_windows=0).removal
     angular = analysed(llama, drop=2, choice="angular", gradient_windows=0).removal
@@ -469,6 +470,7 @@ def test_mergekit():
 ASKED = ("--text", "demo", "--window", WINDOW, "--max-tokens", TOKENS, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_the_command_in_all_modes(in_all_modes, llama: Path, found: LayerAnalysis):
     said = in_all_modes("layers", llama, *ASKED)
     assert said["human"].stdout.count(" ± ") >= 5 * LAYERS
@@ -483,6 +485,7 @@ def test_the_command_in_all_modes(in_all_modes, llama: Path, found: LayerAnalysi
     assert [float(line) for line in said["quiet"].stdout.split()] == [one.kld for one in found.layers]
 
 
+@pytest.mark.slow
 def test_drop_then_eval(neuzip, llama: Path, found: LayerAnalysis, tmp_path: Path):
     """What is written is as far from the original as was promised, to the last bit."""
     dst = tmp_path / "pruned"
@@ -540,6 +543,7 @@ def test_what_is_no_decoder_is_refused(llama: Path):
 # The picture
 
 
+@pytest.mark.slow
 def test_the_picture(llama: Path, found: LayerAnalysis, tmp_path: Path):
     figure = layer_pictures.draw(found, "tiny")
     texts = [text.get_text() for text in figure.axes[0].texts]

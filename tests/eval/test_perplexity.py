@@ -455,6 +455,7 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_command_compares_before_and_after(checkpoint, rounded, text_file, in_all_modes):
     said = in_all_modes("eval", rounded, "--original", checkpoint, "--text", text_file, "--device", "cpu")
     size = len(DOCUMENT.encode())
@@ -556,6 +557,7 @@ def test_a_device_map(checkpoint, text_file, neuzip):
     )
 
 
+@pytest.mark.slow
 def test_weights_may_stay_compressed(neuzip, text_file):
     """Packed weights are the same weights: only sums are rounded in another order."""
     options = {"max_tokens": 200, "dtype": "bfloat16"}

@@ -289,6 +289,7 @@ def read(html: bytes) -> _Words:
     return found
 
 
+@pytest.mark.slow
 def test_all_forms_have_the_same_figures(page: EvaluationReport) -> None:
     html = read(pages.render(page, ".html")).text
     markdown = pages.render(page, ".md").decode()
@@ -402,6 +403,7 @@ def test_pictures_of_exact_models_and_of_single_points(page: EvaluationReport) -
     assert pictures(one)["distribution"] and pictures(one)["pareto"]
 
 
+@pytest.mark.slow
 def test_a_real_evaluation_of_a_lossless_container_says_so(tmp_path: Path, one_thread: None) -> None:
     from neuzip.eval.measures.perplexity import evaluate, prepare
     from neuzip.eval.measures.texts import read_text
@@ -534,6 +536,7 @@ def test_a_sweep_of_something_else_is_told(page: EvaluationReport, tmp_path: Pat
     assert with_ring != pictures(report)["pareto"]
 
 
+@pytest.mark.slow
 def test_a_report_knows_whether_the_sweep_is_of_its_text(tmp_path: Path, neuzip: Speak) -> None:
     from neuzip.eval.measures import fingerprint
     from neuzip.eval.measures.texts import read_text
@@ -646,6 +649,7 @@ document.body.textContent = "SAID" + JSON.stringify(said) + "SAID";
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_page_fits_a_telephone_loads_nothing_and_its_table_sorts(
     page: EvaluationReport, tmp_path: Path
 ) -> None:
@@ -706,6 +710,7 @@ def test_the_page_has_no_more_digits_than_the_terminal() -> None:
         assert texts.figure_text(estimate) == precise_text(estimate)
 
 
+@pytest.mark.slow
 def test_tables_and_figures_scroll_on_a_narrow_screen_and_show_it(page: EvaluationReport) -> None:
     from neuzip.eval.report import histogram_pictures as pictures
 

@@ -361,6 +361,7 @@ def test_a_scheme_that_breaks_the_model_is_noted(
     assert not mended.failed and names_in(tmp_path) >= {"k1.json"} and not (tmp_path / "k1.failed").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     broken_at(monkeypatch, "k0")
     with pytest.raises(NeuzipError, match=r"every scheme breaks the model: k0: .*is nan"):
@@ -368,6 +369,7 @@ def test_a_sweep_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatc
     assert names_in(tmp_path) == {"k0.failed"}
 
 
+@pytest.mark.slow
 def test_an_original_that_is_broken_is_no_fault_of_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     broken_at(monkeypatch, "", "k0")
     with pytest.raises(NeuzipError, match="checkpoint: the loss of"):
@@ -430,6 +432,7 @@ def test_command_shows_all_of_it(neuzip: Speak, made):
     assert [line.split()[0] for line in lines] == ["lossless", "k3", "k0b64"]
 
 
+@pytest.mark.slow
 def test_without_a_folder_nothing_is_kept(neuzip: Speak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     said = neuzip(

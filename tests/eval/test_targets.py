@@ -641,6 +641,7 @@ def test_command_measures_on_a_gpu_if_there_is_one(neuzip: Speak, tmp_path: Path
 # The command
 
 
+@pytest.mark.slow
 def test_command_says_what_was_asked_for_and_what_was_delivered(neuzip: Speak, tmp_path: Path):
     said = neuzip(
         "compress", CHECKPOINT, tmp_path / "a", "--target-size", "38%", "--sensitivity", "weights", "--json"

@@ -100,6 +100,7 @@ def test_an_empty_name_is_not_the_current_folder(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, compressed: Path, tmp_path: Path):
     """The whole way through the command line, with a Hub of its own in HF_ENDPOINT."""
     environment = hub_environment(hub.url, tmp_path / "hf")
@@ -123,6 +124,7 @@ def test_what_is_pushed_restores_to_the_original(hub: Hub, original: Path, compr
     assert contents(tmp_path / "restored") == contents(original)
 
 
+@pytest.mark.slow
 def test_a_pulled_checkpoint_is_pushed_again_and_restored(
     here: Hub, original: Path, compressed: Path, tmp_path: Path
 ):
@@ -180,6 +182,7 @@ def test_a_plain_checkpoint_is_compressed_from_the_hub(here: Hub, tmp_path: Path
     assert contents(tmp_path / "restored") == files
 
 
+@pytest.mark.slow
 def test_a_revision_is_pushed_and_pulled(here: Hub, compressed: Path):
     pushed = push(plan_push(compressed, "me/model", revision="v1/final"), message="First")
     assert pushed.url == f"{here.url}/me/model/tree/v1%2Ffinal"
@@ -192,6 +195,7 @@ def test_a_revision_is_pushed_and_pulled(here: Hub, compressed: Path):
         resolve_source("me/model")
 
 
+@pytest.mark.slow
 def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Path, compressed: Path):
     push(plan_push(compressed, "me/model"))
     main = here.repositories["me/model"].branches["main"]
@@ -203,6 +207,7 @@ def test_a_new_branch_takes_a_checkpoint_beside_that_of_main(here: Hub, bare: Pa
         push(plan_push(compressed, "me/model", revision="tiny"))
 
 
+@pytest.mark.slow
 def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, compressed: Path, neuzip):
     """As after a kill in its last moment."""
     first = neuzip("push", compressed, "me/model", "--json").json
@@ -218,6 +223,7 @@ def test_a_push_that_is_repeated_has_nothing_to_do(here: Hub, compressed: Path, 
     assert "holds a checkpoint already" in neuzip("push", compressed, "me/model").stderr
 
 
+@pytest.mark.slow
 def test_a_new_branch_is_made_when_the_weights_are_there(here: Hub, bare: Path, compressed: Path, neuzip):
     """Until its commit a branch shows the checkpoint of main: that must not be for hours."""
     push(plan_push(bare, "me/model"))
@@ -242,6 +248,7 @@ def failing_once(command: str) -> Callable[[Handler], None]:
     return before
 
 
+@pytest.mark.slow
 def test_a_copy_in_the_cache_stands_in_for_a_lost_connection(
     here: Hub, compressed: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -266,6 +273,7 @@ def test_a_full_cache_is_named(here: Hub, compressed: Path, monkeypatch: pytest.
     assert "HF_HUB_CACHE" in told.value.hint
 
 
+@pytest.mark.slow
 def test_wrong_bytes_do_not_stay_in_the_cache(here: Hub, compressed: Path, tmp_path: Path, neuzip):
     """They would come out of it for ever: huggingface_hub compares sizes only."""
 
@@ -608,6 +616,7 @@ def test_a_public_repository_is_not_taken_for_a_private_one(here: Hub, bare: Pat
     assert here.repositories["me/bare"].tree() == {}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_replaced_only_when_asked_for(here: Hub, bare: Path, neuzip):
     older = {
         "model-1.safetensors": b"1", "model.safetensors": b"2", "model.safetensors.index.json": b"{}",
@@ -705,6 +714,7 @@ def test_the_page_on_the_hub_has_the_table_of_private_files(root: Path):
     assert all(f"`{glob}`" in page for glob in PUBLIC)
 
 
+@pytest.mark.slow
 def test_private_files_are_pushed_only_when_allowed(
     here: Hub, original: Path, tmp_path: Path, save: Callable[..., Path], neuzip
 ):

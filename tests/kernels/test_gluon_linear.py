@@ -233,6 +233,7 @@ def test_whatever_the_shift_on_a_cpu(deviation: float, monkeypatch: pytest.Monke
 
 
 @dtypes
+@pytest.mark.slow
 def test_escapes_on_a_cpu(dtype: torch.dtype):
     weights = weights_of(144, 512, dtype, device="cpu")
     weights[0, :16] = 0  # four of each of four threads
@@ -286,6 +287,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changes", "error"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found_on_a_cpu(
     changes: dict[str, str],
     error: type[Exception] | None,

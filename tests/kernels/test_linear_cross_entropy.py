@@ -374,6 +374,7 @@ def test_on_any_device(target_dtype: torch.dtype, device: torch.device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.slow
 def test_packed_weights(dtype: torch.dtype, device: torch.device, monkeypatch):
     """The same bits as with the weights that were packed, in whatever chunks they are decoded."""
     reads = {name: getattr(packed_linear, name) for name in ("decode", "rows")}

@@ -263,6 +263,7 @@ def test_sorting_leaves_fewer_tiles(kernels: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.slow
 def test_any_workspace_and_any_run_give_the_same_bits(
     kernels: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,7 @@ def test_slots_without_a_weight():
 
 
 @given(tensors(shapes=st.sampled_from([(3, 41), (1, 128), (2, 131), (1, 300)])))
+@pytest.mark.slow
 def test_a_weight_is_where_it_is_said_to_be(tensor):
     fmt, bits, window = tensor
     packed = pl.pack(bits, window, fmt)
@@ -525,6 +526,7 @@ def finite(fmt: FloatFormat) -> st.SearchStrategy[int]:
 
 
 @given(tensors(shapes=(3, 41), patterns=finite))
+@pytest.mark.slow
 def test_products_with_the_identity_are_the_weights(tensor):
     fmt, bits, window = tensor
     assert (pl.matmul(np.eye(41), pl.pack(bits, window, fmt)) == numbers(bits, fmt).T).all()

@@ -130,6 +130,7 @@ def test_kernels_hold_as_few_bits(dtype: torch.dtype, drop: int, poison: None) -
 
 
 @dtypes
+@pytest.mark.slow
 def test_kernels_hold_the_lowest_bit_of_any_weight(dtype: torch.dtype) -> None:
     """Of mantissas that end in 101, 100 and 1000000 the least has not the lowest bit."""
     weights = torch.full((3, 5000), 0x2340, dtype=torch.int16)
@@ -200,6 +201,7 @@ def test_pack_says_what_it_packed() -> None:
 
 
 @pytest.mark.parametrize(("escapes", "poison"), [(65_535, 0x00), (65_536, 0xFF)], indirect=["poison"])
+@pytest.mark.slow
 def test_row_starts_of_16_and_of_32_bits(escapes: int, poison: None) -> None:
     weights = torch.full((10, 13_200), 0x3F80, dtype=torch.int16)
     bits = weights.flatten()  # the window holds those that are more
@@ -304,6 +306,7 @@ def test_some_rows_are_decoded_to_anywhere(dtype: torch.dtype, offset: int, colu
 
 @dtypes
 @pytest.mark.parametrize("columns", [4096, 5000])
+@pytest.mark.slow
 def test_escapes_are_found_wherever_they_are(dtype: torch.dtype, columns: int) -> None:
     """Programs look for the part of a list that is theirs: here lists have every length and every place."""
     weights = torch.full((80, columns), 0x2345, dtype=torch.int16)
@@ -531,6 +534,7 @@ def test_operands_that_do_not_go_together_are_refused() -> None:
 
 
 @dtypes
+@pytest.mark.slow
 def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
     packed = by_reference(gaussian((40, 70), dtype))
     x = gaussian((3, 70), dtype, 1.0).to(DEVICE).requires_grad_()
@@ -578,6 +582,7 @@ def test_what_is_made_without_gradients_can_be_written_to_with_them() -> None:
     assert trained.grad is not None and trained.grad.tolist() == [303] * 40
 
 
+@pytest.mark.slow
 def test_operators_are_compiled_in_one_graph() -> None:
     """Weights of several windows, and several numbers of rows, with one graph for each kind."""
     packed = [by_reference(gaussian((40, 70), torch.bfloat16, 0.02 * 4**i)) for i in range(4)]

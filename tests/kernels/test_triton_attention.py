@@ -334,6 +334,7 @@ def test_windows_wider_than_all_keys_hide_none(window: int, device: torch.device
     assert_close(run(q, k, v, asked), expected(q, k, v, asked))
 
 
+@pytest.mark.slow
 def test_statistics_of_a_pack_take_as_much_memory_as_its_tokens(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ):

@@ -205,6 +205,7 @@ def test_property_words_are_there_when_they_are_needed(taken: list[int], p: int)
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.slow
 def test_many_tensors_in_one_call(warps: int) -> None:
     """Of several kinds and sizes, mixed: whatever the launch configuration, the same bytes."""
     tensors, originals = [], []
@@ -429,6 +430,7 @@ def check_chunks(tensor: ResidentTensor, original: bytes, poison: int, warps: in
         assert (out[room:] == poison).all()
 
 
+@pytest.mark.slow
 def test_chunks_are_decoded_by_themselves() -> None:
     """One ends and the next starts within a full block, another within the ragged one."""
     tensor, original = resident(2 * BLOCK + 700, BLOCK + 7, 2 * BLOCK + 9)
@@ -458,6 +460,7 @@ def test_chunks_of_any_bounds(between: tuple[int, ...], warps: int, poison: int)
 
 
 @pytest.mark.parametrize("warps", [1, 4, 8])
+@pytest.mark.slow
 def test_chunks_are_decoded_together(warps: int) -> None:
     """Of several tensors and kinds, more than a launch takes, and each says by itself that it is corrupt."""
     tensors = [resident(700 * (number + 1), 300)[0] for number in range(5)]

@@ -151,6 +151,7 @@ def test_one_exponent_in_nearly_all_weights(device: torch.device) -> None:
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=40)
+@pytest.mark.slow
 def test_any_weights(fmt: FloatFormat, numel: int, alphabet: int, kept: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     letters = rng.integers(0, 1 << fmt.exponent_bits, alphabet)
@@ -305,6 +306,7 @@ def test_other_weights_are_coded_by_the_same_table(
 @pytest.mark.parametrize(
     "pairs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pairs", "singles"]
 )
+@pytest.mark.slow
 def test_several_spans_share_the_room(pairs: bool, device: torch.device) -> None:
     """Of whole blocks, and of what is left. Where the last word just has room, nothing is written behind."""
     numel = 2 * BLOCK + 300
@@ -319,6 +321,7 @@ def test_several_spans_share_the_room(pairs: bool, device: torch.device) -> None
     assert (memory[:64] == 0x5A5A).all() and (memory[-64:] == 0x5A5A).all()
 
 
+@pytest.mark.slow
 def test_words_without_room_are_not_written(device: torch.device) -> None:
     """Whether it ends within an escape, between escapes, among words, or before the second block begins."""
     numel = BLOCK + 200

@@ -92,6 +92,7 @@ def test_rules_are_schemes_by_name(folder: Path) -> None:
     assert "lossless" in {t.scheme for t in result.tensors}
 
 
+@pytest.mark.slow
 def test_a_source_may_be_a_hub_id(here: Any, lossless: Path, tmp_path: Path) -> None:
     files = {p.relative_to(CHECKPOINT).as_posix(): p.read_bytes() for p in CHECKPOINT.iterdir()}
     here.add("org/model", files)
@@ -218,6 +219,7 @@ def test_a_ternary_model_is_exported(ternary: Path, folder: Path) -> None:
     assert packed.ternary == done.ternary
 
 
+@pytest.mark.slow
 def test_a_folder_goes_to_the_hub_and_back(here: Any, lossless: Path, tmp_path: Path) -> None:
     pushed = neuzip.push(lossless, "me/nz", private=True, message="there")
     assert pushed.url.endswith("/me/nz") and here.repositories["me/nz"].private
@@ -413,6 +415,7 @@ def in_a_new_process(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_files_need_no_torch(tmp_path: Path) -> None:
     program = f"""
 import sys

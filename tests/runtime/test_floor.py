@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FLOOR = Path(__file__).resolve().parents[2] / "runtime"
 ABOVE = {"hf", "decode"}
 """Packages that stand on the floor and import transformers."""
@@ -61,10 +63,12 @@ def test_there_is_a_floor() -> None:
     assert {"neuzip.runtime.read", "neuzip.runtime.weights", "neuzip.runtime.weights.packed"} <= {*MODULES}
 
 
+@pytest.mark.slow
 def test_the_floor_imports_no_transformers() -> None:
     run(IMPORT_ALL, *MODULES)
 
 
+@pytest.mark.slow
 def test_an_engine_reads_multiplies_and_quantises_by_the_floor(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

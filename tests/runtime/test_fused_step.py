@@ -493,6 +493,7 @@ def test_a_rotation_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 
 @EVERY_MODEL
+@pytest.mark.slow
 def test_a_step_has_the_same_bits(name: str) -> None:
     """And modules and functions are what they were, afterwards and after an error."""
     model, ids = model_of(name), torch.randint(0, 300, (2, 1), device=DEVICE)

@@ -242,6 +242,7 @@ def test_compiled_steps_in_a_graph(form: str, small: Path, device: torch.device)
 
 
 @pytest.mark.skipif(transformers_version < "5", reason="experts are computed in one way only")
+@pytest.mark.slow
 def test_a_step_that_torch_cannot_compile(device: torch.device):
     with pytest.raises(
         NeuzipError, match=r"^MixtralForCausalLM: torch\.compile does not compile its steps: "

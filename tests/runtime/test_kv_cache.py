@@ -652,6 +652,7 @@ def test_a_model_attends_by_the_kernel(model: PreTrainedModel, ids: Tensor, stat
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.slow
 def test_padded_texts_attend_by_the_kernel(llama: PreTrainedModel, ids: Tensor, monkeypatch):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0

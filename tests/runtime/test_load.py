@@ -474,6 +474,7 @@ def test_memory_that_ran_out_is_not_the_fault_of_transformers(broken: Path, monk
     assert is_out_of_memory(caught.value)
 
 
+@pytest.mark.slow
 def test_the_hint_for_a_model_without_text_is_no_other_version(broken: Path):
     edit_config(broken, model_type="vit", architectures=["ViTModel"])
     with pytest.raises(NeuzipError) as caught:

@@ -279,6 +279,7 @@ def test_embeddings_that_are_given_are_normed_too():
         pytest.param("import transformers.models.auto.modeling_auto", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_program_that_imports_neuzip_alone(first: str, tmp_path: Path):
     """Whatever of transformers it imports next: each imports the others in another order."""
     model("mix").save_pretrained(tmp_path / "model")

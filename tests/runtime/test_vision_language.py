@@ -104,6 +104,7 @@ def test_logits_of_text_are_those_of_transformers(folder: Path):
             assert len(decoder_layers(model)) == 3
 
 
+@pytest.mark.slow
 def test_commands_measure_and_go_on_with_text(folder: Path, tmp_path: Path, neuzip):
     text = folder / "text.txt"
     said = neuzip(

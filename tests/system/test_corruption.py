@@ -517,6 +517,7 @@ def claimed_length(container: bytes, folder: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of overflows, where weights became infinite
 @pytest.mark.parametrize("batch", ATTACKS)
+@pytest.mark.slow
 def test_attacks_are_survived(batch: int, tmp_path: Path) -> None:
     decoded = 0
     for number in range(BATCH):

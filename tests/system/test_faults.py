@@ -254,6 +254,7 @@ LASTING_PULL = {
 
 
 @pytest.mark.parametrize(("act", "message"), LASTING_PULL.values(), ids=LASTING_PULL.keys())
+@pytest.mark.slow
 def test_a_pull_that_fails_leaves_nothing_under_the_name_and_goes_on(
     act: Fault, message: str, pushed: Hub, original: Path, tmp_path: Path, neuzip, waits, monkeypatch
 ):
@@ -290,6 +291,7 @@ LASTING_PUSH = {
 @pytest.mark.parametrize(
     ("hook", "pattern", "act", "message"), LASTING_PUSH.values(), ids=LASTING_PUSH.keys()
 )
+@pytest.mark.slow
 def test_a_push_that_fails_shows_nothing_and_goes_on(
     hook: str, pattern: str, act: Fault, message: str, at: Hub, compressed: Path, tmp_path: Path, neuzip,
     waits, monkeypatch,

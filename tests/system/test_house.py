@@ -126,6 +126,7 @@ TESTED_BY = {
 """Modules that are further from what tests import, with the tests that run them."""
 
 
+@pytest.mark.slow
 def test_every_module_has_its_tests() -> None:
     """A test file has its name or its folder's, or imports it, or has to do so with one that uses it.
 

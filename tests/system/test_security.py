@@ -402,6 +402,7 @@ def test_a_long_message_is_cut(tmp_path: Path, neuzip: Speak) -> None:
     assert all(len(line) < 1100 for line in said.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_names_in_a_page_are_only_text(hostile: Path) -> None:
     with FolderSource(hostile) as source:
         page = pictures.page(histograms.inspect(source, histograms.select(source, [])), "<script>")

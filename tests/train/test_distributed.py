@@ -70,6 +70,7 @@ def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_half_a_micro_batch(
     write: Write, neuzip: Callable[..., Any], tmp_path: Path
 ) -> None:

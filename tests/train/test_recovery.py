@@ -256,6 +256,7 @@ def test_a_course_recovers(settings, original: Path, tmp_path: Path):
     assert len(read_log(tmp_path / "r" / "recovery.jsonl")) == 100
 
 
+@pytest.mark.slow
 def test_what_runs_is_what_was_trained(original: Path, tmp_path: Path):
     """The stored checkpoint, its layers in integers, gives the logits of a student with its weights."""
     course = begin(original)
@@ -501,6 +502,7 @@ def test_a_budget_of_time_decides_how_many_steps_there_are(
     assert 0.05 * course.steps <= 1.0
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_states_are_refused(original: Path, tmp_path: Path):
     course = begin(original)
     with pytest.raises(FormatError, match="no state"):
@@ -604,6 +606,7 @@ def test_a_state_that_is_not_there_is_told_at_once(neuzip, tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
+@pytest.mark.slow
 def test_a_state_of_another_model_leaves_no_workspace(original: Path, tmp_path: Path):
     begin(original, scales="absmean").save_state(tmp_path / "state", 3)
     with pytest.raises(FormatError, match="another model, or of other scales"):

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
     ids=lambda options: f"{options['optimizer']}, {options.get('states', 'plain')}",
 )
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(options: dict[str, Any], tmp_path: Path) -> None:
     given = batches(6)
     whole = train_compressed(llama(True, attention_dropout=0.1), seed=3, **options)

@@ -108,6 +108,7 @@ def test_states_in_coded_pieces_are_those_of_the_optimizer(
 
 
 @pytest.mark.usefixtures("recodes")
+@pytest.mark.slow
 def test_weights_coded_by_triton_are_the_same(device: torch.device) -> None:
     def small() -> Any:
         return llama(True, num_hidden_layers=1, hidden_size=16, intermediate_size=16).to(device)
@@ -370,6 +371,7 @@ def test_errors_of_decoding_outlive_the_plan(device: torch.device) -> None:
     assert held.errors is not None and bool(held.errors.any())
 
 
+@pytest.mark.slow
 def test_clipping_in_two_passes_is_exact() -> None:
     ours = trained(llama(), 6, optimizer="sgd", max_grad_norm=0.4)
     assert plain(llama(), SGD(), 6, clip=0.4) == ours
@@ -404,6 +406,7 @@ def test_running_clipping_takes_the_norm_of_the_step_before() -> None:
     assert all(torch.allclose(a[name].float(), b[name].float(), rtol=0.02, atol=1e-5) for name in a)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_batch() -> None:
     ours = trained(llama(), 5, rows=4, optimizer="sgd", micro_batch_size=1)
     assert plain(llama(), SGD(), 5, rows=4, micro=1)[1] == ours[1]
