@@ -36,7 +36,7 @@ test: $(VENV)/.developed ## Run the whole test suite (ARGS="-k rans" narrows it)
 	@echo "test: the whole suite but what needs the internet"
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not network" $(ARGS)
 
-quick: $(VENV)/.developed ## Run one case of each test that takes less than a second
+quick: $(VENV)/.developed ## Run one case of each test that takes less than half a second
 	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal --one-case $(ARGS)
 
 coverage: $(VENV)/.developed ## Run the whole test suite and print which lines it runs, package by package

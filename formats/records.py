@@ -380,13 +380,33 @@ def parse_record(name: str, entry: object, file: str | os.PathLike[str]) -> Reco
             hint="update neuzip to read it",
         )  # fmt: skip
     try:
-        record = msgspec.convert(kind.readable(entry), kind)
+        record = _converted(kind.readable(entry), kind)
         field = record.invalid_field()
     except msgspec.ValidationError as error:
         field = _field_of(str(error))
     if field is not None:
         raise FormatError(file, f"{entry.get(field)!r} is not valid here", tensor=name, field=field)
     return record
+
+
+def _converted(fields: Mapping[str, Any], kind: type[Record]) -> Record:
+    """The record with these fields. Raises ValidationError, also for a lone surrogate where a number belongs.
+
+    msgspec encodes text to see whether it stands for a number, and cannot encode such text.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except UnicodeEncodeError:
+        return msgspec.convert(_encodable(fields), kind)
+
+
+def _encodable(value: Any) -> Any:
+    """A JSON value with question marks in place of lone surrogates."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {key: _encodable(inner) for key, inner in value.items()}
+    return [_encodable(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _field_of(message: str) -> str:
