@@ -392,7 +392,7 @@ def parse_record(name: str, entry: object, file: str | os.PathLike[str]) -> Reco
 def _converted(fields: Mapping[str, Any], kind: type[Record]) -> Record:
     """The record with these fields. Raises ValidationError, also for a lone surrogate where a number belongs.
 
-    msgspec encodes text to see whether it stands for a number, and cannot encode such text.
+    msgspec encodes keys to look them up, and text to see whether it stands for a number: both fail then.
     """
     try:
         return msgspec.convert(fields, kind)
@@ -405,7 +405,7 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
-        return {key: _encodable(inner) for key, inner in value.items()}
+        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
     return [_encodable(inner) for inner in value] if isinstance(value, list) else value
 
 

@@ -56,3 +56,13 @@ def test_numbers_in_a_loss_are_checked_too() -> None:
     }
     with pytest.raises(FormatError, match="field 'loss'"):
         parse_record("w", entry, "file")
+
+
+def test_unknown_keys_are_ignored_whatever_they_are() -> None:
+    loss = {**GOOD["truncated"]["loss"], "\ud800": 1}
+    entry = {"scheme": "truncated", **GOOD["truncated"], "loss": loss, "\udfff": 2}
+    assert parse_record("w", entry, "file") == parse_record(
+        "w", {"scheme": "truncated", **GOOD["truncated"]}, "file"
+    )
+    with pytest.raises(FormatError, match="field 'loss'"):
+        parse_record("w", {**entry, "loss": {"\ud800": 1, "rms_relative": 0.5}}, "file")
