@@ -66,12 +66,6 @@ def pieces(numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE)]
 
 
-def row_pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Ranges of weights that cover a matrix: whole rows, together about PIECE weights."""
-    step = max(PIECE // max(columns, 1), 1)
-    return [(at * columns, min(at + step, rows) * columns) for at in range(0, rows, step)]
-
-
 def padded(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of streams."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

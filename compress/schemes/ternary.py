@@ -20,6 +20,7 @@ from neuzip.compress.sources.source import SourceTensor, TensorSource
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.formats.records import PACKINGS, SCALE_DTYPES, TernaryRecord
 from neuzip.formats.safetensors_file import TensorInfo
+from neuzip.kernels.dtypes import names_for
 from neuzip.kernels.float_fields import Bits
 
 from .codec import Codec, Declined, EncodedTensor, StoredTensor, TensorInput, checksums, register
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from .ternary_coding import EncodedTernary, TernaryDecoder
 
-TERNARY_DTYPES = ("BF16", "F16", "F32")
+TERNARY_DTYPES = names_for("ternary")
 """Dtypes of tensors that have a ternary form."""
 
 QUANTIZERS = ("absmean", "absmean-clamped", "least-squares")

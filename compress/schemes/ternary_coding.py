@@ -29,6 +29,7 @@ from neuzip.formats.container import Stream, padded_stream
 from neuzip.formats.records import Loss, TernaryRecord
 from neuzip.formats.safetensors_file import TensorInfo
 from neuzip.kernels import quantizers
+from neuzip.kernels.dtypes import names_for, torch_dtype
 from neuzip.kernels.float_fields import Bits, FloatFormat
 from neuzip.kernels.quantizers import Ternary
 
@@ -38,7 +39,7 @@ from .truncated import ErrorSums
 ReadTensor = Callable[[str, int, int], Tensor]
 """read(name, start, stop): bytes start to stop of a stream, uint8 on any device."""
 
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TORCH_DTYPES = {name: torch_dtype(name) for name in names_for("ternary")}
 """The dtypes of tensors that have a ternary form."""
 
 QUANTIZERS: dict[str, Callable[..., Ternary]] = {

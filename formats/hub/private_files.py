@@ -7,7 +7,7 @@ back every file, and lists them; `push` refuses them until it is told that they 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -119,8 +119,3 @@ def refuse_private(files: Mapping[str, str], target: str, allowed: bool) -> None
             f" uploaded: {'; '.join(listed(files))}",
             "remove them from the folder, or give `allow_private_files=True` if they may be seen",
         )
-
-
-def named_private(paths: Iterable[str]) -> dict[str, str]:
-    """Those of some paths that are private by their names, and the kind of each."""
-    return {path: kind for path in paths if (kind := private_kind(path)) is not None}
