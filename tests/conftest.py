@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -59,6 +60,21 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="write golden pages, do not compare")
     parser.addoption("--one-case", action="store_true", help="run one case of each test, not the whole grid")
+
+
+KERNELS = "kernels"
+"""Folder of compiled kernels in pytest's cache."""
+
+KERNELS_BYTES = 1 << 29
+"""Size of that folder from which it is made anew: Triton never removes what changed sources have replaced."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # a worker of xdist, while others use the folder
+        return
+    folder = session.config.cache.mkdir(KERNELS)
+    if sum(path.stat().st_size for path in folder.rglob("*")) > KERNELS_BYTES:
+        shutil.rmtree(folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -162,6 +178,12 @@ def make_exchanged_commands_again() -> None:
 def root() -> Path:
     """The root of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest) -> Path:
+    """Where Triton keeps the kernels that tests compile for a GPU, from one run of pytest to the next."""
+    return request.config.cache.mkdir(KERNELS)
 
 
 @pytest.fixture(scope="session")
