@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path[len(sys.path) :] = [str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 pytest.register_assert_rewrite("loopback_hub")
 
+import forked  # noqa: E402
 from json_schema import problems  # noqa: E402
 
 from neuzip.cli.document import SCHEMA  # noqa: E402
@@ -114,8 +115,8 @@ SHOWN = 10.0
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the processes that it has waited for."""
-    return sum(os.times()[:4])
+    """CPU seconds of this process, of processes that it has waited for, and of what `forks` forked."""
+    return sum(os.times()[:4]) + sum(server.cpu_seconds for server in forked.SERVERS)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -184,6 +185,16 @@ def root() -> Path:
 def kernel_cache(request: pytest.FixtureRequest) -> Path:
     """Where Triton keeps the kernels that tests compile for a GPU, from one run of pytest to the next."""
     return request.config.cache.mkdir(KERNELS)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[forked.Server]:
+    """Commands in processes of their own, without the seconds of imports: see tests/support/forked.py."""
+    server = forked.Server()
+    forked.SERVERS.append(server)
+    yield server
+    forked.SERVERS.remove(server)
+    server.close()
 
 
 @pytest.fixture(scope="session")
