@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import NO_COLLECTOR
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -54,10 +55,12 @@ def said_by(script: str, folder: Path, cache: Path) -> str:
     environment["TRITON_CACHE_DIR"] = str(cache)
     paths = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    # Most of what a compiler makes lives on, and the garbage collector would take a seventh of the time.
-    program = f"import gc\ngc.disable()\n{script}"
     said = subprocess.run(
-        [sys.executable, "-P", "-c", program], env=environment, cwd=folder, capture_output=True, text=True
+        [sys.executable, "-P", "-c", NO_COLLECTOR + script],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert said.returncode == 0, said.stderr[-2000:]
     return said.stdout

@@ -16,6 +16,7 @@ import pytest
 import torch
 import training
 import transformers
+from forked import NO_COLLECTOR
 from torch import Tensor, nn
 from training import FOR_A_GPU, SIZES, VOCABULARY, batches, bits, llama, plain, trained
 
@@ -647,7 +648,9 @@ def test_two_processes_are_one_with_two_micro_batches(tmp_path: Path) -> None:
     script = _RANK.format(tests=support, file=f"file://{tmp_path / 'meet'}", out=out)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
-        subprocess.Popen([sys.executable, "-P", "-c", script, str(rank)], env=environment, cwd=tmp_path)
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", NO_COLLECTOR + script, str(rank)], env=environment, cwd=tmp_path
+        )
         for rank in range(2)
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
