@@ -323,14 +323,14 @@ def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
         [
             sys.executable, root / "benchmarks" / "generate.py", "--layers", "2", "--hidden", "256",
             "--words", "1024", "--new-tokens", "6", "--prefill", "16", "--batches", "2",
-            "--sections", "llama", "--forms", "bf16", "packed", "--folder", tmp_path,
+            "--sections", "llama", "--forms", "bf16", "dense", "packed", "--folder", tmp_path,
         ],
         check=True, capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert "logits of the same bits" in done.stdout
     compiled = [line for line in done.stdout.splitlines() if line.startswith("decode, batch 1, compiled")]
-    assert [line.split()[4] for line in compiled] == ["bf16", "packed"]
+    assert [line.split()[4] for line in compiled] == ["bf16", "dense", "packed"]
     assert "not saved: this was a small run" in done.stdout
     same = next(line for line in done.stdout.splitlines() if line.startswith("logits of the same bits"))
     assert same.endswith("met")
