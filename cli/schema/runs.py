@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from neuzip.cli.schema.table import Keys, keys_of
+from neuzip.runtime.residencies import RESIDENCIES, in_words
 
 OBJECTS: Mapping[str, Keys] = {
-    "SpeedRow": keys_of("""
-        residency                 : string - in-memory weight format: dense, packed or ans
+    "SpeedRow": keys_of(f"""
+        residency                 : string - in-memory weight format: {in_words(RESIDENCIES)}
         batch                     : integer [sequences] - batch size
         graphed                   : boolean - whether steps ran as a CUDA graph
         load_seconds              : number [s] - time to load

@@ -690,7 +690,7 @@ def test_memory_of_ternary_layers(folders):
     held, layers = memory(model), bit_linears(model).values()
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     assert held.ternary == MemoryUse(weights, 2 * weights, weights // 4 + 4 * len(layers))
-    assert held.packed.weights == 2 * 512 * 256, "embeddings and head"
+    assert held.of("packed").weights == 2 * 512 * 256, "embeddings and head"
     plain = load_model(folders["llama"] / "small")
     assert held.total.weights == memory(plain).total.weights
     assert held.total.dense_bytes == memory(plain).total.dense_bytes
@@ -705,7 +705,7 @@ def test_without_activations_weights_are_kept_as_others(folders):
     model = load_model(folders["llama"] / "small", residency="packed", activations="none")
     assert not bit_linears(model)
     assert memory(model).ternary == MemoryUse()
-    assert memory(model).packed.weights == 2 * 512 * 256
+    assert memory(model).of("packed").weights == 2 * 512 * 256
     expected = load_model(folders["llama"] / "small")
     assert (model(IDS).logits - expected(IDS).logits).norm() <= 0.01 * expected(IDS).logits.norm()
 

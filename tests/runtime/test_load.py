@@ -370,7 +370,7 @@ def test_fp32_checkpoints_are_packed_after_the_cast(larger, tmp_path: Path):
     model.save_pretrained(tmp_path / "single")
     compress(tmp_path / "single", tmp_path / "small")
     model = load_model(tmp_path / "small", torch.bfloat16, residency="packed")
-    assert residency.memory(model).packed.weights > 0
+    assert residency.memory(model).of("packed").weights > 0
     dense_copy(model, larger["llama"] / "plain")
 
 
@@ -416,7 +416,7 @@ def test_a_trained_model_says_the_same_packed(neuzip_data: Path):
     folder = neuzip_data / "wikilm-26m"
     model = load_model(folder, residency="packed")
     held = residency.memory(model)
-    assert 8 * held.packed.stored_bytes / held.packed.weights < 11.5
+    assert 8 * held.of("packed").stored_bytes / held.of("packed").weights < 11.5
     assert torch.equal(greedy(model, 24), greedy(load_model(folder), 24))
 
 
@@ -678,7 +678,7 @@ def test_residencies_on_a_gpu(kind: str, form: str, kept: str, larger, monkeypat
     model = load_model(larger[kind] / form, device="cuda", residency=kept)
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
     held = residency.memory(model)
-    assert (held.ans.weights > 0) == (kept == "ans")
+    assert (held.of("ans").weights > 0) == (kept == "ans")
     if kept == "dense" and kind == "mixtral":
         model.set_experts_implementation("eager")
     assert_same_logits(model, dense_copy(model, larger[kind] / "plain", "cuda"), exact=kept != "packed")
