@@ -7,11 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint
@@ -20,6 +19,9 @@ from neuzip.formats.safetensors_file import parse_json
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import skeleton_of
 from neuzip.runtime.hf.messages import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NOTE = "dropped_layers"
 """Key of the dropped layers in our section of config.json."""
