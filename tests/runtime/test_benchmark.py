@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import needs_version_5
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError, UsageError
@@ -90,6 +91,7 @@ def test_plan_refuses_more_than_the_model_can(options: dict[str, int], message: 
         make_plan(small, [], device=CPU, **options)
 
 
+@needs_version_5
 def test_experts_are_refused_before_anything_is_measured(small: Path, model: PreTrainedModel):
     """Compressed, they are computed one by one, which no graph holds."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
