@@ -2,8 +2,8 @@
 
 The library speaks of parameters, in backquotes, because its callers may be programs. What the command line
 tells of an error, a warning or a hint goes through `in_options`, except for messages that quote a file or
-another library. A name in backquotes is a parameter if it is a whole word of the sentence and the user did not
-type it: the name of a file may have backquotes.
+another library. A name in backquotes is a parameter if it is a whole word of the sentence and was not typed
+by the user: the name of a file may have backquotes.
 """
 
 from __future__ import annotations

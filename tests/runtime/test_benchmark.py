@@ -185,6 +185,7 @@ def test_a_model_leaves_no_memory_behind(small: Path, device: torch.device):
 SHORT = ("--prompt-tokens", 8, "--new-tokens", 4, "--rounds", 1, "--device", "cpu")
 
 
+@needs_version_5
 @pytest.mark.slow
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("bench", small, "--residency", "packed", "--batch", "1,2", *SHORT)
@@ -317,6 +318,7 @@ def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatc
 # The benchmark
 
 
+@needs_version_5
 @pytest.mark.slow
 def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
     results = root / "benchmarks" / "results" / "generate.json"

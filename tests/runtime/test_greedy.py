@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MODELS, assert_tied_at_most, opt, single_experts
+from models import MODELS, assert_tied_at_most, needs_version_5, opt, single_experts
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -186,7 +186,7 @@ def test_a_step_goes_on_with_the_token_that_is_taken(model: PreTrainedModel, ids
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residency", ["dense", "packed"])
+@pytest.mark.parametrize("residency", ["dense", pytest.param("packed", marks=needs_version_5)])
 def test_compiled_steps(residency: str, small: Path, device: torch.device):
     """The original's tokens but for ties; and what was compiled goes with the decoder."""
     original = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="auto").to(device)

@@ -205,6 +205,8 @@ def test_fp32_is_left_as_it_is():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_packed_model_is_the_same_and_smaller(kind: str):
+    if kind == "qwen_moe" and not models.HAS_VERSION_5:
+        pytest.skip("transformers 4 has a matrix for each expert, too small to compress")
     model, expected = made(kind), made(kind)
     before = memory(model).total
     report = compress_parameters(model, "packed")
