@@ -39,7 +39,7 @@ def rans() -> str:
 def ans() -> str:
     """A model whose weights stay coded in memory: its speed and memory."""
     section = load("generate")["sections"]["llama"]
-    ratios = {r["what"]: r["ratio"] for r in section["rows"] if r["by"] == "ans"}
+    ratios = {r["what"]: r["ratio"] for r in section["results"] if r["by"] == "ans"}
     return render("kernels.ans", section, ratios)
 
 
@@ -131,7 +131,7 @@ def peers_lossless() -> str:
 def residencies() -> str:
     """A model of Llama-3-8B's shapes in every residency, in short."""
     section = load("generate")["sections"]["llama"]
-    results = {(r["what"], r["by"]): r for r in section["rows"]}
+    results = {(r["what"], r["by"]): r for r in section["results"]}
     whats = ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill")
     rows = [(what, [results[what, form]["ratio"] for form in ("packed", "ans")]) for what in whats]
     return render("kernels.residencies", section, rows)

@@ -36,7 +36,7 @@ def delta_sizes() -> str:
 def in_memory() -> str:
     """Memory and speed of the lossless in-memory formats, as ratios to bf16."""
     section = load("generate")["sections"]["llama"]
-    ratio = {(r["what"], r["by"]): r.get("ratio", 1) for r in section["rows"]}
+    ratio = {(r["what"], r["by"]): r.get("ratio", 1) for r in section["results"]}
     columns = ("weights in memory", "decode, batch 1", "decode, batch 32", "prefill")
     rows = {form: [ratio[what, form] for what in columns] for form in ("packed", "ans")}
     return render("quoted.in_memory", section, rows)
@@ -45,7 +45,7 @@ def in_memory() -> str:
 def gpu_memory() -> str:
     """What the weights of a model of 8 billion take on a GPU, and one of 70 billion would."""
     section = load("generate")["sections"]["llama"]
-    sizes = {r["by"]: r["value"] for r in section["rows"] if r["what"] == "weights in memory"}
+    sizes = {r["by"]: r["value"] for r in section["results"] if r["what"] == "weights in memory"}
     return render("quoted.gpu_memory", [sizes[by] for by in ("bf16", "packed", "ans", "rounded")])
 
 
@@ -60,7 +60,7 @@ def ternary_loss() -> str:
 def ternary_speed() -> str:
     """Decoding of a ternary model."""
     document = load("bitnet")
-    ratio = {r["by"]: r["ratio"] for r in document["rows"] if r["what"] == "decode, batch 1"}
+    ratio = {r["by"]: r["ratio"] for r in document["results"] if r["what"] == "decode, batch 1"}
     return render("quoted.ternary_speed", document, ratio)
 
 
@@ -83,7 +83,7 @@ def kv_loss() -> str:
 def training_costs() -> str:
     """Memory and speed of training on compressed weights."""
     section = load("train_memory")["sections"]["llama-3-8b"]
-    rows = {(r["method"], r["tokens"]): r for r in section["rows"]}
+    rows = {(r["method"], r["tokens"]): r for r in section["results"]}
     ratios = [
         rows["ours", tokens]["tokens_per_second"] / rows["lomo", tokens]["tokens_per_second"]
         for tokens in (1024, 8192)

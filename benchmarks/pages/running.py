@@ -44,7 +44,7 @@ def generate(document: Document) -> str:
 def rows_of(document: Document) -> list[Row]:
     """Those of all sections, or of a document without any."""
     sections = document.get("sections", {"": document}).values()
-    return [row for section in sections for row in section["rows"]]
+    return [row for section in sections for row in section["results"]]
 
 
 def has_compiled(document: Document) -> bool:

@@ -80,18 +80,19 @@ def coded(document: Document) -> Document:
 
 def scheme(document: Document, name: str) -> Document:
     """One scheme of a sweep."""
-    return {r["scheme"]: r for r in document["results"]}[name]
+    (result,) = (r for r in document["results"] if r["scheme"] == name)
+    return dict(result)
 
 
 def memory_modes(document: Document) -> str:
     """Weights that stay compressed in GPU memory."""
-    rows = document["sections"]["llama"]["rows"]
+    rows = document["sections"]["llama"]["results"]
     return render("summary.in_memory", {(r["what"], r["by"]): r.get("ratio") for r in rows})
 
 
 def ternary_mode(document: Document, conversion: Document) -> str:
     """Weights of -1, 0 and 1 in files and in GPU memory."""
-    ratio = {r["what"]: r.get("ratio") for r in document["rows"] if r["by"] == "b1.58"}
+    ratio = {r["what"]: r.get("ratio") for r in document["results"] if r["by"] == "b1.58"}
     bits = conversion["results"][0]["bits"]
     return render("summary.ternary", bits, ratio["weights outside embeddings"], ratio["decode, batch 1"])
 
@@ -162,13 +163,13 @@ def codec_speeds(document: Document) -> str:
 
 def running_speeds(document: Document) -> str:
     """A model of 8B shapes in both compressed formats: one text, many, their memory, and reading a prompt."""
-    rows = document["sections"]["llama"]["rows"]
+    rows = document["sections"]["llama"]["results"]
     return render("summary.running", {(r["what"], r["by"]): r for r in rows})
 
 
 def bitnet_speed(document: Document) -> str:
     """Ternary weights."""
-    by = {r["by"]: r for r in document["rows"] if r["what"] == "decode, batch 1"}
+    by = {r["by"]: r for r in document["results"] if r["what"] == "decode, batch 1"}
     return render("summary.bitnet", by["a4.8"], by["a4.8, 3-bit KV"], by["bf16"])
 
 
@@ -188,6 +189,6 @@ def cross_entropy_speed(document: Document) -> str:
 
 def training_speed(document: Document) -> str:
     """Training on compressed weights: its memory, and what that costs where steps are small."""
-    rows = {(r["method"], r["tokens"]): r for r in document["sections"]["llama-3-8b"]["rows"]}
+    rows = {(r["method"], r["tokens"]): r for r in document["sections"]["llama-3-8b"]["results"]}
     methods = [rows[method, 1024] for method in ("ours", "lomo", "vanilla")]
     return render("summary.training", *methods, MEMORY_AIMS["llama-3-8b"][0], SPEED_AIMS[1024][0])

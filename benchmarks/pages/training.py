@@ -65,9 +65,9 @@ def train_memory(document: Document) -> str:
     rows = [
         training_line(name, r, sections[name])
         for name in (*MODELS, "adamw") if name in sections
-        for r in sections[name]["rows"]
+        for r in sections[name]["results"]
     ]  # fmt: skip
-    repeated = [sections.get(name, {"rows": []})["rows"] for name in ("bits", "resume", "two-gpus")]
+    repeated = [sections.get(name, {"results": []})["results"] for name in ("bits", "resume", "two-gpus")]
     return render("training.train_memory", document, rows, *repeated)
 
 
@@ -80,7 +80,7 @@ def training_line(name: str, r: Row, section: Document) -> str:
         has_aim = method in ("ours", "ours, adamw8bit") and tokens == 1024
         aim = with_aim(r["peak_gib"], MEMORY_AIMS[name], most=True) if has_aim else ""
         peak, speed = f"{r['peak_gib']:.2f}{aim}", f"{r['tokens_per_second']:,.0f}"
-        against_lomo = speed_against_lomo(name, r, section["rows"])
+        against_lomo = speed_against_lomo(name, r, section["results"])
     same = r.get("steps_as_the_peer")
     return row(
         MODELS.get(r["model"], r["model"]), f"{tokens:,}", METHODS.get(method, method), peak,

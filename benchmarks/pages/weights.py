@@ -53,7 +53,8 @@ def plans(document: Document) -> str:
 
 def is_better(plan: dict[str, Any]) -> bool:
     """Whether a plan diverges no more than the same bits everywhere, to the digits shown, and is smaller."""
-    return round(plan["kld"], 5) <= round(plan["uniform_kld"], 5) and plan["bytes"] <= plan["uniform_bytes"]
+    smaller: bool = plan["bytes"] <= plan["uniform_bytes"]
+    return smaller and round(plan["kld"], 5) <= round(plan["uniform_kld"], 5)
 
 
 def group_formats() -> str:
