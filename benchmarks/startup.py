@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import describe, save
+from record import Environment, Measurement, save
 
 NEUZIP = Path(sys.executable).parent / "neuzip"
 
@@ -41,20 +41,18 @@ def main() -> None:
         "help": figures([timed([NEUZIP, "--help"], {}) for _ in range(asked.rounds)]),
         "demo_from_nothing": figures([demo_from_nothing() for _ in range(asked.demos)]),
     }
-    imports: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    samples: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(asked.rounds):
         for name, program in IMPORTS.items():  # in turns, so that both meet the same load
-            imports[name].append(cpu_seconds([sys.executable, "-P", "-c", program]))
-    result = {
-        "what": "seconds from the start of a command to its end",
-        "command": f"python benchmarks/startup.py --rounds {asked.rounds} --demos {asked.demos}",
-        "environment": describe("numba", "numpy", "torch", "transformers", "typer"),
-        "seconds": measured,
-        "cpu_seconds": {name: figures(seconds) for name, seconds in imports.items()},
-    }
-    for name, row in {**measured, **result["cpu_seconds"]}.items():
+            samples[name].append(cpu_seconds([sys.executable, "-P", "-c", program]))
+    imports = {name: figures(seconds) for name, seconds in samples.items()}
+    environment = Environment.here("numba", "numpy", "torch", "transformers", "typer")
+    for name, row in {**measured, **imports}.items():
         print(name, *(f"{key} {value}" for key, value in row.items()))
-    print(save("startup", result))
+    what = "seconds from the start of a command to its end"
+    print(
+        save("startup", what, Measurement(environment, facts={"seconds": measured, "cpu_seconds": imports}))
+    )
 
 
 def demo_from_nothing() -> float:
