@@ -11,6 +11,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
 from neuzip.cli.source import resolved_model
@@ -117,6 +118,7 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
+    import_large()
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
     from neuzip.runtime.decode.generate import generate
     from neuzip.runtime.decode.prompt import prepare
