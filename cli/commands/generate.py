@@ -11,6 +11,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
+from neuzip.cli.kernels import prefetch_kernels
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
 from neuzip.cli.source import resolved_model
@@ -116,16 +117,18 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
+    from neuzip.runtime.devices import choose_device
+
+    place = choose_device(device)
+    prefetch_kernels(out, path, place, residency, text)  # before transformers, which takes as long to import
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
     from neuzip.runtime.decode.generate import generate
     from neuzip.runtime.decode.prompt import prepare
-    from neuzip.runtime.devices import choose_device
     from neuzip.runtime.hf.attention import uses
     from neuzip.runtime.hf.attention_choice import choose
     from neuzip.runtime.hf.load import load_model
     from neuzip.runtime.hf.ternary_layers import activations_in_use
 
-    place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     warn_of_plain_inputs(out, path, (residency,), activations)
     if residency == "packed" and place.type == "cpu":

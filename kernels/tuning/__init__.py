@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 
+from neuzip.kernels.device.properties import card_of
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -72,6 +74,7 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
     `shape` lacks.
     """
     operator, _, kernel = name.partition(".")
+    device = card_of(device)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     entries = read(source(operator, device).path)[kernel]
     for entry in entries:
