@@ -15,8 +15,13 @@ BYTES_A_TOKEN = 4
 """Bytes of English text that make a token, about."""
 
 
-def prefetch_kernels(out: Output, path: Path, device: torch.device, residency: str, prompt: str) -> None:
-    """Compile in other threads what a model and a prompt need on `device`; nothing for a CPU.
+def likely_tokens(prompt: str) -> int:
+    """About how many tokens a text has, before there is a tokenizer."""
+    return max(2, len(prompt.encode()) // BYTES_A_TOKEN)
+
+
+def prefetch_kernels(out: Output, path: Path, device: torch.device, residency: str, tokens: int) -> None:
+    """Compile in other threads what a model needs on `device` for a prompt of some tokens; nothing for a CPU.
 
     A line on stderr says so if the cache lacks a kernel. What is wrong with the checkpoint is left to its
     reader.
@@ -24,16 +29,13 @@ def prefetch_kernels(out: Output, path: Path, device: torch.device, residency: s
     if device.type != "cuda":
         return
     from neuzip.compress.sources.folder import FolderSource
-    from neuzip.kernels.packed_linear.ops import FEW_ROWS
     from neuzip.runtime import kernel_prefetch
     from neuzip.runtime.hf.model_files import model_tensors
 
-    tokens = max(2, len(prompt.encode()) // BYTES_A_TOKEN)
-    rows = (1, tokens) if tokens <= FEW_ROWS else (1,)
     try:
         with FolderSource(path) as source:
             kernel_prefetch.prefetch_kernels(
-                source, model_tensors(source), device, residency, rows=rows, note=out.status
+                source, model_tensors(source), device, residency, rows=(1, tokens), note=out.status
             )
     except NeuzipError:
         return

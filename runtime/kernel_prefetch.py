@@ -8,8 +8,9 @@ vain, or not at all, costs time only: see `kernels.device.compile_ahead`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,7 @@ def prefetch_kernels(
     from neuzip.kernels.device.compile_ahead import compile_ahead
 
     shapes, rows = model_shapes(source, tensors), tuple(rows)
-    return compile_ahead(lambda: launch_on_meta(shapes, residency, rows), device, note)
+    return compile_ahead(launches_on_meta(shapes, residency, rows), device, note)
 
 
 def model_shapes(source: FolderSource, tensors: Sequence[SourceTensor]) -> ModelShapes:
@@ -145,35 +146,40 @@ def _step_shape(source: FolderSource, matrices: Iterable[MatrixShape]) -> StepSh
     return StepShape(hidden, inner, heads, kv_heads, width, words, dtypes.pop(), norms, silu)
 
 
-def launch_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -> None:
-    """Launch on the meta device what loading a model and decoding launch, in the order of its needs."""
+def launches_on_meta(shapes: ModelShapes, residency: str, rows: Sequence[int]) -> list[Callable[[], object]]:
+    """What loading a model and decoding launch, on the meta device, in the order of its needs."""
     from neuzip.kernels.rans.triton.decode import compile_decoder
 
-    for kind, (blocks, ragged) in shapes.decoders.items():
-        compile_decoder(kind, blocks, ragged)
+    launches: list[Callable[[], object]] = [
+        partial(compile_decoder, kind, blocks, ragged) for kind, (blocks, ragged) in shapes.decoders.items()
+    ]
     if residency != "dense":
-        _launch_packed(shapes.matrices, residency, rows)
+        launches += _packed_launches(shapes.matrices, residency, rows)
     if residency == "ans":
-        _launch_parts(shapes.decoders)
+        launches.append(partial(_launch_parts, shapes.decoders))
     if shapes.step is not None:
-        _launch_step(shapes.step)
+        launches.append(partial(_launch_step, shapes.step))
+    return launches
 
 
-def _launch_packed(matrices: Iterable[MatrixShape], residency: str, rows: Sequence[int]) -> None:
+def _packed_launches(
+    matrices: Iterable[MatrixShape], residency: str, rows: Sequence[int]
+) -> Iterator[Callable[[], object]]:
     """Packing, look-ups and products; of `ans` only what is looked up is packed, and it is decoded first."""
+    from neuzip.kernels.packed_linear.ops import compile_products
     from neuzip.kernels.packed_linear.tensor import PackedTensor
-    from neuzip.kernels.packed_linear.triton import linear, pack
+    from neuzip.kernels.packed_linear.triton import pack
 
     matrices = [m for m in matrices if residency == "packed" or m.looked_up]
     for m in matrices:
-        pack.compile_packing(m.out, m.columns, m.dtype, m.low_bits)
+        yield partial(pack.compile_packing, m.out, m.columns, m.dtype, m.low_bits)
     for m in sorted(matrices, key=lambda m: not m.looked_up):
         packed = PackedTensor.without_values(m.out, m.columns, m.dtype, m.low_bits)
         if m.looked_up:
-            pack.compile_rows(packed)
+            yield partial(pack.compile_rows, packed)
         for count in rows if residency == "packed" and m.multiplied else ():
             if count == 1 or not m.looked_up:  # of a prompt, only the last token goes through the head
-                linear.compile_products(packed, count, m.bias)
+                yield partial(compile_products, packed, count, m.bias)
 
 
 def _launch_parts(decoders: dict[Kind, tuple[int, bool]]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
-from neuzip.cli.kernels import prefetch_kernels
+from neuzip.cli.kernels import likely_tokens, prefetch_kernels
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
 from neuzip.cli.source import resolved_model
@@ -121,7 +121,8 @@ def command(
     from neuzip.runtime.devices import choose_device
 
     place = choose_device(device)
-    prefetch_kernels(out, path, place, residency, text)  # before transformers, which takes as long to import
+    likely = likely_tokens(text)
+    prefetch_kernels(out, path, place, residency, likely)  # before transformers, which takes long to import
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
     from neuzip.runtime.decode.generate import generate
     from neuzip.runtime.decode.prompt import prepare
@@ -131,6 +132,8 @@ def command(
     from neuzip.runtime.hf.ternary_layers import activations_in_use
 
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
+    if task.ids.numel().bit_length() != likely.bit_length():  # products are compiled for powers of 2
+        prefetch_kernels(out, path, place, residency, task.ids.numel())
     warn_of_plain_inputs(out, path, (residency,), activations)
     if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
         out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")

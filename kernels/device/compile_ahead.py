@@ -2,7 +2,7 @@
 
     prefetch = compile_ahead(launches, device)
 
-`launches` calls the functions that launch kernels, with tensors on the meta device, which stands for
+`launches` call the functions that launch kernels, with tensors on the meta device, which stands for
 `device`: so what is compiled and what is launched cannot disagree. Triton's compiler holds Python's lock for
 about a fifth of its time only. A launch that comes before its kernel has been compiled waits for that; a
 kernel that is in Triton's cache is read from there.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -45,19 +45,28 @@ class KernelPrefetch:
 
         self._ended = threading.Event()
 
+    def _try(self, launch: Callable[[], object]) -> None:
+        try:
+            launch()
+        except (
+            Exception
+        ) as error:  # of Triton's compiler, of a driver, of a disk: the launch itself reports it
+            self.error = self.error or error
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all is compiled; whether it is."""
         return self._ended.wait(seconds)
 
 
 def compile_ahead(
-    launches: Callable[[], object],
+    launches: Sequence[Callable[[], object]],
     device: torch.device,
     note: Callable[[str], None] = lambda remark: None,
 ) -> KernelPrefetch:
-    """Compile what `launches` launches on the meta device, for the GPU `device`, and return at once.
+    """Compile what `launches` launch on the meta device, for the GPU `device`, and return at once.
 
-    `note` is given one line if the cache lacks a kernel, from another thread.
+    If one of them fails, the others are compiled all the same. `note` is given one line if the cache lacks a
+    kernel, from another thread.
     """
     prefetch = KernelPrefetch()
     thread = threading.Thread(
@@ -69,7 +78,7 @@ def compile_ahead(
 
 def _run(
     prefetch: KernelPrefetch,
-    launches: Callable[[], object],
+    launches: Sequence[Callable[[], object]],
     device: torch.device,
     note: Callable[[str], None],
 ) -> None:
@@ -80,14 +89,13 @@ def _run(
             ThreadPoolExecutor(workers, thread_name_prefix="neuzip-compile") as pool,
             _Counted(_Compilers(pool), prefetch),
         ):
-            try:
-                with _SUBMITTING:
-                    launches()
-            finally:
-                if prefetch.compiled:
-                    note(_remark(prefetch.compiled, workers))
-    except Exception as error:  # of Triton's compiler, of a driver, of a disk: the launch itself reports it
-        prefetch.error = error
+            with _SUBMITTING:
+                for launch in launches:
+                    prefetch._try(launch)
+            if prefetch.compiled:
+                note(_remark(prefetch.compiled, workers))
+    except Exception as error:
+        prefetch.error = prefetch.error or error
     finally:
         prefetch._ended.set()
 

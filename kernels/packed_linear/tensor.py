@@ -10,7 +10,14 @@ import torch
 
 from neuzip.kernels.dtypes import dtype_of, torch_dtypes_for
 from neuzip.kernels.float_fields import FORMATS, FloatFormat
-from neuzip.kernels.packed_linear.form import FEW_ESCAPES, PackedLayout, index_shape, words_shape
+from neuzip.kernels.packed_linear.form import (
+    FEW_ESCAPES,
+    TILE_ROWS,
+    TURN,
+    PackedLayout,
+    index_shape,
+    words_shape,
+)
 
 ARRAYS = ("words", "far_index", "far_words", "row_start", "escapes", "turn_index", "turn_escapes")
 """The tensors of a PackedTensor."""
@@ -69,6 +76,7 @@ class PackedTensor:
         fmt = format_of(dtype)
         layout = PackedLayout(fmt, low_bits)
         few = out * columns // TYPICAL <= FEW_ESCAPES
+        tiles, turns, whole = -(-out // TILE_ROWS), columns // TURN, columns % TURN == 0
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -77,7 +85,7 @@ class PackedTensor:
             (out, columns), dtype, low_bits, BASE, 0,
             numbers(*words_shape(out, columns, layout)), numbers(*index_shape(out, columns)), numbers(1),
             numbers(out + 1, dtype=torch.int16 if few else torch.int32), numbers(1),
-            numbers(0, 0, 2), numbers(0),
+            *((numbers(tiles, turns, 2), numbers(1)) if whole else (numbers(0, 0, 2), numbers(0))),
         )  # fmt: skip
 
     def once(self, name: str, make: Callable[[PackedTensor], T]) -> T:

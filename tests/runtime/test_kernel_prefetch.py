@@ -41,9 +41,7 @@ def test_shapes_of_a_checkpoint(checkpoint: Path):
         shapes = model_shapes(source, model_tensors(source))
     assert {kind[:3] for kind in shapes.decoders} == {(FORMATS["BF16"], 7, 2)}
     (embedding,) = (m for m in shapes.matrices if m.looked_up)
-    assert embedding == MatrixShape(
-        512, 256, torch.bfloat16, 8, False, True, True
-    )
+    assert embedding == MatrixShape(512, 256, torch.bfloat16, 8, False, True, True)
     others = {(m.out, m.columns, m.bias) for m in shapes.matrices if not m.looked_up}
     assert others == {(256, 256, True), (640, 256, False), (256, 640, False)}  # k and v are too small
     assert shapes.step == StepShape(256, 640, 4, 2, 64, 512, torch.bfloat16, True, True)

@@ -74,15 +74,6 @@ def linear(
     return y.to(x.dtype)
 
 
-def compile_products(packed: PackedTensor, rows: int, bias: bool = False) -> None:
-    """Compile what `linear` launches for some rows of x and weights like `packed`, on the current GPU.
-
-    `packed` has no values: it is on the meta device.
-    """
-    x = torch.empty(rows, packed.shape[1], dtype=packed.dtype, device="meta")
-    linear(x, packed, torch.empty(packed.shape[0], dtype=packed.dtype, device="meta") if bias else None)
-
-
 def _multiply_one_row(
     y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None,
     one_row: OneRowLaunch | None,
