@@ -76,7 +76,7 @@ def launch(
     pdl: bool | None = None,
     **options: Any,
 ) -> None:
-    """Launch a kernel on a grid of programs, on the current stream of `device`.
+    """Launch a kernel on a grid of programs, on the current stream of `device`; on "meta" only compile it.
 
     options  the kernel's constants, num_warps, num_stages, maxnreg, enable_fp_fusion
     pdl      True for programmatic dependent launch where the card has it, False for none; with either the
@@ -84,5 +84,9 @@ def launch(
     """
     if pdl is not None:
         options["USE_PDL"] = options["launch_pdl"] = pdl and uses_pdl(kernel, device)
+    if device.type == "meta":
+        if is_compiled(kernel):
+            kernel.run(*arguments, grid=grid, warmup=True, **options)
+        return
     with LAUNCHING, _guard(device):  # `launching`, without what that costs the host
         kernel.run(*arguments, grid=grid, warmup=False, **options)

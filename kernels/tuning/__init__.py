@@ -33,6 +33,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from neuzip.kernels.device.properties import card_of
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -75,6 +77,7 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
     import torch
 
     operator, _, kernel = name.partition(".")
+    device = card_of(device)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     entries = read(source(operator, device).path)[kernel]
     for entry in entries:
