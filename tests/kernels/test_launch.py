@@ -1,0 +1,233 @@
+"""Launches that go past Triton: a compiled kernel is used only for arguments that it was compiled for."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import compile_only
+import pytest
+import recording_driver
+import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from neuzip.kernels.device.start import BoxedTensor, TensorBox, argument_kinds, triton_arguments
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+WAYS = [*product((False, True), repeat=3)]
+"""How a parameter may be declared: const, specialised, specialised on alignment."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.int32, torch.int64, torch.uint8)
+INTS = [
+    *range(-33, 70),
+    *(sign * (1 << bits) + near for bits in (31, 32, 62) for sign in (-1, 1) for near in range(-17, 18)),
+    *((1 << 63) + near for near in range(-17, 18)),
+    (1 << 64) - 1, (1 << 64) - 16,
+]  # fmt: skip
+LAYOUTS = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 16, 2)
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    for dtype in DTYPES:
+        memory = torch.zeros(256, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 16 :]
+        for offset in (0, 8, 16, 24, 32, 56, 64):
+            yield memory[offset : offset + 64].view(dtype)
+        yield torch.empty(0, dtype=dtype)
+    yield torch.nn.Parameter(torch.zeros(64))
+
+
+def descriptors() -> Iterator[Any]:
+    for dtype in (torch.bfloat16, torch.float16):
+        matrix = torch.zeros(64, 128, dtype=dtype)
+        for rows, layout in product((16, 32), LAYOUTS):
+            yield BoxedTensor(matrix, (64, 128), (128, 1), TensorBox((rows, 64), layout))
+            yield BoxedTensor(matrix[8:], (56, 128), (128, 1), TensorBox((rows, 64), layout))
+            yield GluonDescriptor.from_tensor(matrix, [rows, 64], layout)
+        yield TensorDescriptor.from_tensor(matrix, [16, 64])
+
+
+def arguments() -> list[Any]:
+    return [*tensors(), *descriptors(), *INTS, None, True, False, 0.0, 1.0, -0.0, 16.0, float("nan")]
+
+
+def kinds_of(*some: Any) -> tuple[Any, ...]:
+    kinds: list[Any] = []
+    assert argument_kinds(some, kinds, [])
+    return tuple(kinds)
+
+
+def specialised(argument: Any) -> list[Any]:
+    """What Triton specialises on, in each way that a parameter may be declared."""
+    (argument,) = triton_arguments([argument])
+    return [native_specialize_impl(BACKEND, argument, *way) for way in WAYS]
+
+
+def test_arguments_of_one_kind_are_specialised_alike():
+    by_kind: dict[Any, Any] = {}
+    for one in arguments():
+        kinds, own = kinds_of(one), specialised(one)
+        # A constexpr None compares with nothing else; a bool is no int.
+        assert by_kind.setdefault(kinds, own) == own, (one, kinds)
+    assert len(by_kind) > 2 * len(DTYPES) + 10
+
+
+def test_lists_of_one_kind_are_specialised_alike():
+    """Kinds of several arguments are told apart, too, wherever one argument's kinds end."""
+    draw, every = random.Random(36), arguments()
+    chosen = [one for one in every if not isinstance(one, int) or abs(one) < 40]
+    by_kinds = defaultdict(list)
+    for _ in range(20_000):
+        some = draw.choices(chosen, k=draw.randint(1, 3))
+        by_kinds[kinds_of(*some)].append(some)
+    several = [lists for lists in by_kinds.values() if len(lists) > 1]
+    assert len(several) > 1000
+    for first, *others in several:
+        expected = [*map(specialised, first)]
+        for other in others[:3]:
+            assert [*map(specialised, other)] == expected, (first, other)
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor that may do as it likes with what Triton asks it for."""
+
+
+@pytest.mark.parametrize("one", [(1, 2), "text", object(), torch.zeros(2).as_subclass(OwnTensor)])
+def test_other_arguments_are_left_to_triton(one: object):
+    assert not argument_kinds([one], [], [])
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit(do_not_specialize=["count"])
+def kernel(y, x, bias, number, wide, scale, flag, count, BLOCK: tl.constexpr, BIAS: tl.constexpr = False):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < count) * scale + number + wide
+    if BIAS:
+        value += tl.load(bias + at, mask=at < count)
+    if flag:
+        value += 1
+    tl.store(y + at, value, mask=at < count)
+"""
+
+LAUNCHES = """
+import sys, torch, triton
+from pathlib import Path
+import recording_driver
+recording_driver.activate(Path("."))
+from neuzip.kernels.device import launch as device_launch
+from neuzip.kernels.device.launch import FREE, PreparedLaunch, launch
+from triton.runtime.jit import JITFunction
+sys.path.insert(0, ".")
+from own_kernel import kernel
+
+runs = []
+own_run = JITFunction.run
+
+def run(self, *args, **options):
+    runs.append(self)
+    return own_run(self, *args, **options)
+
+JITFunction.run = run
+DEVICE = torch.device("cpu")
+
+def recorded(function, *args, options=None):
+    # Launch, and what was launched, after Triton has said what parameters the compiled kernel has.
+    compiled = own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
+    signature = list(compiled.src.signature.values())
+    recording_driver.expect(signature)
+    own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
+    by_triton, before = recording_driver.last(signature), recording_driver.count()
+    function(*args)
+    assert recording_driver.count() == before + 1
+    assert recording_driver.last(signature) == by_triton, (recording_driver.last(signature), by_triton)
+    return by_triton
+
+def memory(offset, dtype=torch.float32):
+    room = torch.zeros(1024, dtype=torch.uint8)
+    return room[-room.data_ptr() % 16 :][offset : offset + 512].view(dtype)
+"""
+
+
+def run_script(script: str, folder: Path) -> str:
+    (folder / "own_kernel.py").write_text(KERNEL)
+    return compile_only.said_by(LAUNCHES + script, folder)
+
+
+@recording_driver.needs_compiler
+@pytest.mark.slow
+def test_launches_past_triton_are_those_of_triton(tmp_path: Path):
+    script = """
+def direct(*args):
+    launch(kernel, (3, 2), *args, device=DEVICE, BLOCK=64)
+
+def named(y, x, bias, number, wide, *others):
+    scale, flag, count = others
+    rest = dict(count=count, flag=flag, scale=scale, BLOCK=64)
+    launch(kernel, (3, 2), y, x, bias, number, wide, device=DEVICE, **rest)
+
+prepared = {}
+
+def ready(y, x, bias, number, wide, scale, flag, count):
+    key = bias is None, wide, scale, flag  # those are fixed
+    if key not in prepared:
+        prepared[key] = PreparedLaunch(
+            kernel, FREE, FREE, bias, FREE, wide, scale, flag, FREE, device=DEVICE, BLOCK=64
+        )
+    prepared[key]((3, 2), y, x, number, count)
+
+functions = set()
+for function in (direct, named, ready):
+    for turn in range(2):
+        runs.clear()
+        for offset in (0, 4):
+            for number in (1, 2, 16, 1 << 40):
+                for others in ((5, 0.5, True, 100), (32, 1.0, False, 1), (1, 2.5, True, 64)):
+                    args = memory(0), memory(offset), None, number, *others
+                    functions.add(recorded(function, *args).function)
+        # The first of each kind goes by way of Triton; those with names are of kinds that there were before.
+        assert bool(runs) == (turn == 0 and function is not named), (function, turn, len(runs))
+print(len(functions))
+"""
+    assert int(run_script(script, tmp_path)) == 2 * 4 * 3  # bool and float are no constants, nor is count
+
+
+@recording_driver.needs_compiler
+@pytest.mark.slow
+def test_hooks_see_every_launch(tmp_path: Path):
+    script = """
+seen = []
+args = memory(0), memory(0), None, 3, 5, 0.5, True, 100
+prepared = PreparedLaunch(kernel, FREE, *args[1:], device=DEVICE, BLOCK=64)
+
+def both():
+    launch(kernel, (3, 2), *args, device=DEVICE, BLOCK=64)
+    prepared((3, 2), args[0])
+
+both()
+both()
+triton.knobs.runtime.launch_enter_hook.add(lambda metadata: seen.append(("enter", metadata.get()["name"])))
+triton.knobs.runtime.launch_exit_hook.add(lambda metadata: seen.append(("exit", metadata.get()["name"])))
+both()
+assert seen == [("enter", "kernel"), ("exit", "kernel")] * 2, seen
+triton.knobs.runtime.launch_enter_hook.calls.clear()
+triton.knobs.runtime.launch_exit_hook.calls.clear()
+runs.clear()
+both()
+assert len(seen) == 4 and not runs
+kernel.add_pre_run_hook(lambda *args, **options: seen.append("before"))
+both()
+print(*seen[4:])
+"""
+    assert run_script(script, tmp_path).split() == ["before"] * 2
