@@ -121,6 +121,28 @@ def kernel(y, x, bias, number, wide, scale, flag, count, BLOCK: tl.constexpr, BI
     tl.store(y + at, value, mask=at < count)
 """
 
+GLUON_KERNEL = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from neuzip.kernels.device.start import TensorBox
+
+BOX = TensorBox((16, 64), gl.NVMMASharedLayout(128, 16, 2))
+
+@gluon.jit(do_not_specialize=["rows"])
+def copy(x, y, rows, plain):
+    memory = gl.allocate_shared_memory(x.dtype, [16, 64], x.layout)
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(there, count=1)
+    fence_async_shared()
+    mbarrier.expect(there, x.block_type.nbytes)
+    tma.async_copy_global_to_shared(x, [gl.minimum(gl.program_id(0) * 16, rows), 0], there, memory)
+    mbarrier.wait(there, 0)
+    tma.async_copy_shared_to_global(y, [gl.program_id(0) * 16, 0], memory)
+    tma.store_wait(0)
+"""
+
 LAUNCHES = """
 import sys, torch, triton
 from pathlib import Path
@@ -231,3 +253,44 @@ both()
 print(*seen[4:])
 """
     assert run_script(script, tmp_path).split() == ["before"] * 2
+
+
+@recording_driver.needs_compiler
+@pytest.mark.slow
+def test_descriptors_are_those_of_triton(tmp_path: Path):
+    """Also those of a tensor at the address of an earlier one, and of one that has no descriptor yet."""
+    script = """
+from own_gluon import BOX, copy
+from neuzip.kernels.device.start import BoxedTensor
+
+def descriptor(tensor):
+    return BoxedTensor(tensor, tuple(tensor.shape), tensor.stride(), BOX)
+
+signature = None
+memory = [torch.zeros(64 * 64, dtype=torch.bfloat16) for _ in range(3)]
+fixed = descriptor(torch.zeros(128, 64, dtype=torch.bfloat16))
+prepared = PreparedLaunch(copy, FREE, fixed, FREE, FREE, device=DEVICE, num_warps=4)
+for turn, room in enumerate(memory + memory):
+    for shape in ((64, 64), (16, 256), (20, 64)):
+        x = room[: shape[0] * shape[1]].view(shape)
+        boxed, own = descriptor(x), descriptor(x).descriptor()
+        plain = own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
+        signature = list(plain.src.signature.values())
+        recording_driver.expect(signature)
+        own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
+        by_triton = recording_driver.last(signature)
+        runs.clear()
+        for way in (
+            lambda: launch(copy, (4,), boxed, fixed, shape[0], x, device=DEVICE, num_warps=4),
+            lambda: launch(copy, (4,), own, fixed.descriptor(), shape[0], x, device=DEVICE, num_warps=4),
+            lambda: prepared((4,), boxed, shape[0], x),
+        ):
+            before = recording_driver.count()
+            way()
+            assert recording_driver.count() == before + 1
+            assert recording_driver.last(signature) == by_triton
+        assert not turn or not runs
+print(*signature, sep="\\\\n")
+"""
+    (tmp_path / "own_gluon.py").write_text(GLUON_KERNEL)
+    assert run_script(script, tmp_path).count("tensordesc") == 2
