@@ -106,20 +106,21 @@ def _multiply_some_rows(
     blocks, turns = triton.cdiv(tiles, TILES), triton.cdiv(lanes, 4)
     resident = launch_for("packed_linear.some_rows", device, rows=wide)["programs"]
     programs, each = _programs(blocks * turns, resident, device)
-    spread = {"TURNS": turns, "EACH": each, "BLOCKS": 1 + triton.cdiv(each - 1, turns)}
-    parts = torch.empty(programs, spread["BLOCKS"], wide, 16 * TILES, dtype=torch.float32, device=device)
+    own_blocks = 1 + triton.cdiv(each - 1, turns)
+    spread = {"turns": turns, "each": each, "own_blocks": own_blocks}
+    parts = torch.empty(programs, own_blocks, wide, 16 * TILES, dtype=torch.float32, device=device)
     # It waits for its predecessor to end, so its own successor, which has PDL, may start early.
     launch(
         _some_rows, (programs,),
         parts, x.view(torch.int32), packed.words, packed.far_index, packed.far_words, packed.base, scale,
-        blocks * turns, out, rows, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes, LOW=packed.low_bits,
-        HALF=half, COMPILED=is_compiled(_some_rows), USE_PDL=uses_pdl(_some_rows, device), **spread,
-        num_warps=TILES, device=device,
+        blocks * turns, out, rows, **spread, BM=wide, W=TILES, EVEN=lanes % 4 == 0, C=lanes,
+        LOW=packed.low_bits, HALF=half, COMPILED=is_compiled(_some_rows),
+        USE_PDL=uses_pdl(_some_rows, device), num_warps=TILES, device=device,
     )  # fmt: skip
     launch(
         _add_parts, (blocks, wide // 8),
         y, parts, x, packed.row_start, packed.escapes, bias, packed.base, packed.shift, scale, out, rows,
-        C=lanes, HALF=half, BIAS=bias is not None, BM=wide, W=TILES, **spread,
+        lanes, wide, **spread, HALF=half, BIAS=bias is not None, W=TILES,
         num_warps=TILES, pdl=True, device=device,
     )  # fmt: skip
 
@@ -160,6 +161,9 @@ def _programs(units: int, resident: int, device: torch.device) -> tuple[int, int
     each = triton.cdiv(units, wanted)
     return triton.cdiv(units, each), each
 
+
+_PARTS_AT_ONCE = tl.constexpr(8)
+"""Parts that are loaded together, before their sum goes on."""
 
 _F16 = PackedLayout(format_of(torch.float16), 8)
 _BF16 = PackedLayout(format_of(torch.bfloat16), 8)
@@ -229,7 +233,7 @@ def _escapes_of_row(row_start, row, own):
 
 
 @triton.jit
-def _gather(x, column, there, M, C: tl.constexpr, BM: tl.constexpr):
+def _gather(x, column, there, M, C, BM: tl.constexpr):
     """x of the escape of each thread: [T, BM]."""
     m = tl.arange(0, BM)[None, :]
     return tl.load(x + (m * (32 * C) + column[:, None]), mask=there[:, None] & (m < M), other=0.0)
@@ -274,7 +278,10 @@ def _behind(queue, COUNT: tl.constexpr):
     return left
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["base", "shift", "scale", "N"],
+    do_not_specialize_on_alignment=["y", "x", "far", "row_start", "escapes", "bias"],
+)
 def _one_row(
     y, pairs_of_x, x, words, index, far, row_start, escapes, bias, base, shift, scale, N,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, COMPILED: tl.constexpr,
@@ -358,18 +365,20 @@ def _one_row(
     tl.store(y + n, result.to(y.dtype.element_ty), mask=(n < N) & (warp == 0) & (q < 2))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["base", "scale", "units", "N", "M", "turns", "each", "own_blocks"],
+    do_not_specialize_on_alignment=["far"],
+)
 def _some_rows(
-    parts, pairs_of_x, words, index, far, base, scale, units, N, M,
+    parts, pairs_of_x, words, index, far, base, scale, units, N, M, turns, each, own_blocks,
     C: tl.constexpr, LOW: tl.constexpr, HALF: tl.constexpr, COMPILED: tl.constexpr, BM: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A share of the products of blocks of W tiles with up to BM rows of x: EACH of all `units`.
+    """A share of the products of blocks of W tiles with up to BM rows of x: `each` of all `units`.
 
-    A unit is a block and 128 columns. What they add to a block goes to parts [programs, BLOCKS, BM, 16 W].
-    Words and x of the next unit are under way meanwhile. The loop is not left to the compiler to overlap: it
-    would cut the instruction in eight that wait for each other.
+    A unit is a block and 128 columns, a turn. What they add to a block goes to parts [programs, own_blocks,
+    BM, 16 W]. Words and x of the next unit are under way meanwhile. The loop is not left to the compiler to
+    overlap: it would cut the instruction in eight that wait for each other.
     """
     if USE_PDL:
         cuda.gdc_launch_dependents()
@@ -378,43 +387,57 @@ def _some_rows(
     r, q = lane // 4, lane % 4
     base4 = base * 0x01010101
     program = tl.program_id(0)
-    unit = program * EACH
-    stop = tl.minimum(unit + EACH, units)
-    first, last, tiles = unit // TURNS, units - 1, (N + 15) // 16
-    parts += program.to(tl.int64) * (BLOCKS * BM * 16 * W)
-    tile, c = _tile_and_word(unit, warp, q, tiles, W, TURNS)
+    unit = program * each
+    stop = tl.minimum(unit + each, units)
+    tiles = (N + 15) // 16
+    parts += program.to(tl.int64) * own_blocks * (BM * 16 * W)
+    n, m = tl.arange(0, 16 * W)[:, None], tl.arange(0, BM)[None, :]
+    part = m * (16 * W) + n
+    # Block and turn are counted: to divide by a number that is no constant takes 20 instructions.
+    block = unit // turns
+    turn = unit - block * turns
+    tile, c = _tile_and_word(block, turn, warp, q, tiles, W)
     record = _record(index + tile * ((C + 1) // 2 * 2), c, c < C, EVEN)
     a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
-    next_tile, behind = _tile_and_word(tl.minimum(unit + 1, last), warp, q, tiles, W, TURNS)
+    block, next_turn = _next_unit(block, turn, turns)
+    next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
     next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
     far_a, far_b = _load_far(far, record, c, r, COMPILED)
-    at_hand = _columns(pairs_of_x, unit % TURNS, M, C, BM, EVEN)
+    at_hand = _columns(pairs_of_x, turn, M, C, BM, EVEN)
     sums = tl.zeros([16 * W, BM], tl.float32)
     for following in tl.range(unit + 1, stop + 1, num_stages=1):
         weights = _unpacked(a, b, far_a, far_b, base4, LOW, HALF, W, COMPILED)
-        now = _in_order(at_hand, (following - 1) % TURNS, C, HALF, BM)
-        ahead = tl.minimum(following, last)
+        now = _in_order(at_hand, turn, C, HALF, BM)
+        ends = (following == stop) | (next_turn == 0)
+        turn = next_turn
         tile, c = next_tile, behind
-        next_tile, behind = _tile_and_word(tl.minimum(following + 1, last), warp, q, tiles, W, TURNS)
+        block, next_turn = _next_unit(block, turn, turns)
+        next_tile, behind = _tile_and_word(block, next_turn, warp, q, tiles, W)
         a, b = _tile_words(words, tile, c, r, LOW, HALF, C, EVEN)
         far_a, far_b = _load_far(far, next_record, c, r, COMPILED)
         next_record = _record(index + next_tile * ((C + 1) // 2 * 2), behind, behind < C, EVEN)
-        at_hand = _columns(pairs_of_x, ahead % TURNS, M, C, BM, EVEN)
+        at_hand = _columns(pairs_of_x, turn, M, C, BM, EVEN)
         if COMPILED:
             sums = tl.dot(weights, now, sums)
         else:
             sums = tl.dot(weights.to(tl.float32), now.to(tl.float32), sums, input_precision="ieee")
-        if (following == stop) | (following % TURNS == 0):
-            block = (following - 1) // TURNS - first
-            n, m = tl.arange(0, 16 * W)[:, None], tl.arange(0, BM)[None, :]
-            tl.store(parts + ((block * BM + m) * (16 * W) + n), sums * scale)
+        if ends:
+            tl.store(parts + part, sums * scale)
+            parts += BM * 16 * W
             sums = tl.zeros([16 * W, BM], tl.float32)
 
 
 @triton.jit
-def _tile_and_word(unit, warp, q, tiles, W: tl.constexpr, TURNS: tl.constexpr):
+def _next_unit(block, turn, turns):
+    """Block and turn of the unit behind one: the first turn of the next block after the last turn."""
+    turn += 1
+    return tl.where(turn == turns, block + 1, block), tl.where(turn == turns, 0, turn)
+
+
+@triton.jit
+def _tile_and_word(block, turn, warp, q, tiles, W: tl.constexpr):
     """What a thread has of a unit; beyond the last tile that one again."""
-    return tl.minimum(unit // TURNS * W + warp, tiles - 1).to(tl.int64), unit % TURNS * 4 + q
+    return tl.minimum(block * W + warp, tiles - 1).to(tl.int64), turn * 4 + q
 
 
 @triton.jit
@@ -426,37 +449,48 @@ def _tile_words(
     return _load_words(words, tile * (P * C * 16) + c * 16 + r * 2, c < C, P, C, EVEN)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "base", "shift", "scale", "N", "M", "lanes", "rows_of_part", "turns", "each", "own_blocks",
+    ],
+    do_not_specialize_on_alignment=["y", "parts", "x", "row_start", "escapes", "bias"],
+)  # fmt: skip
 def _add_parts(
-    y, parts, x, row_start, escapes, bias, base, shift, scale, N, M,
-    C: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, W: tl.constexpr,
-    TURNS: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    y, parts, x, row_start, escapes, bias, base, shift, scale, N, M, lanes, rows_of_part, turns, each,
+    own_blocks, HALF: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """16 W columns of 8 rows of y: meanwhile the escapes' share, then the parts in the order of programs."""
     EL: tl.constexpr = 2  # escapes of a row at a time
-    MOST: tl.constexpr = (TURNS + EACH - 2) // EACH + 1  # programs of a block
     t = tl.arange(0, 32 * W)
     block, octet = tl.program_id(0), tl.program_id(1) * 8
     begin = block * (16 * W)
     first, stop = _escapes_of_row(row_start, tl.minimum(begin + t // EL, N - 1), t % EL)
-    x += octet * (32 * C)
+    x += octet * (32 * lanes)
     fix = tl.zeros([32 * W, 8], tl.float32)
     for step in range(tl.cdiv(tl.max(stop - first, 0), EL)):
         off, column, there = _escape(escapes, first + step * EL, stop, base, shift, scale, HALF)
-        fix += off[:, None] * _gather(x, column, there, M - octet, C, 8).to(tl.float32)
+        fix += off[:, None] * _gather(x, column, there, M - octet, lanes, 8).to(tl.float32)
     result = tl.trans(tl.sum(tl.reshape(fix, [16 * W, EL, 8]), 1))
     n, m = tl.arange(0, 16 * W)[None, :], octet + tl.arange(0, 8)[:, None]
     inside = (begin + n < N) & (m < M)
     if BIAS:
         result += tl.load(bias + begin + n, mask=begin + n < N, other=0.0).to(tl.float32)
-    program = block * TURNS // EACH
-    beyond = ((block + 1) * TURNS - 1) // EACH + 1
+    program = block * turns // each
+    beyond = ((block + 1) * turns - 1) // each + 1
+    part_size = rows_of_part * (16 * W)
+    of_program = (own_blocks * part_size).to(tl.int64)
+    # The first program may have begun with blocks before this one; the others begin with this one.
+    parts += program * of_program + (block - program * each // turns) * part_size
+    before = (block - program * each // turns) * part_size
+    at = m * (16 * W) + n
     if USE_PDL:
         cuda.gdc_wait()
-    for _ in tl.static_range(MOST):
-        own = (program.to(tl.int64) * BLOCKS + block - program * EACH // TURNS) * (BM * 16 * W)
-        result += tl.load(parts + own + m * (16 * W) + n, mask=inside & (program < beyond), other=0.0)
-        program += 1
+    for _ in tl.range(tl.cdiv(beyond - program, _PARTS_AT_ONCE), num_stages=1):
+        for _ in tl.static_range(_PARTS_AT_ONCE):  # in flight together
+            result += tl.load(parts + at, mask=inside & (program < beyond), other=0.0)
+            parts += of_program - before
+            program += 1
+            before = 0
     tl.store(y + m.to(tl.int64) * N + begin + n, result.to(y.dtype.element_ty), mask=inside)
 
 
