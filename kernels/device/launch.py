@@ -89,7 +89,7 @@ def launch(
     pdl: bool | None = None,
     **options: Any,
 ) -> None:
-    """Launch a kernel on a grid of programs, on the current stream of `device`.
+    """Launch a kernel on a grid of programs, on the current stream of `device`; on "meta" only compile it.
 
     arguments  tensors, numbers, None, and TMA descriptors: `BoxedTensor`, or Triton's own
     options    other arguments, the kernel's constants, num_warps, num_stages, maxnreg, enable_fp_fusion
@@ -183,6 +183,10 @@ def _run(
     options: dict[str, Any],
 ) -> Start | None:
     """Let Triton or its interpreter launch a kernel: how that starts again, if it can without Triton."""
+    if device.type == "meta":
+        if is_compiled(kernel):
+            kernel.run(*triton_arguments(arguments), grid=grid, warmup=True, **options)
+        return None
     with LAUNCHING, _guard(device):  # `launching`, without what that costs the host
         compiled = kernel.run(*triton_arguments(arguments), grid=grid, warmup=False, **options)
         return start_of(kernel, compiled, len(arguments), options)

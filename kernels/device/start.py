@@ -17,6 +17,7 @@ import torch
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime._async_compile import FutureKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -202,6 +203,8 @@ def start_of(kernel: Any, compiled: Any, arguments: int, options: dict[str, Any]
     None where Triton has to launch it each time: it needs memory of its own, an option is no constant of the
     kernel, an argument is one, or the launcher is of another kind than those of Triton 3.6 and 3.7.
     """
+    if isinstance(compiled, FutureKernel):  # compiled by another thread
+        compiled = compiled.result()
     if not isinstance(compiled, CompiledKernel) or compiled.module is None:
         return None  # interpreted, or compiled and not launched
     launcher = compiled.run

@@ -294,3 +294,50 @@ print(*signature, sep="\\\\n")
 """
     (tmp_path / "own_gluon.py").write_text(GLUON_KERNEL)
     assert run_script(script, tmp_path).count("tensordesc") == 2
+
+
+PRODUCTS = """
+import torch.nn.functional as F
+from neuzip.kernels.packed_linear import ops
+from neuzip.kernels.packed_linear.gluon import linear as many_rows
+from neuzip.kernels.packed_linear.triton import linear as few_rows
+from neuzip.runtime.weights.packed import PackedWeight
+from neuzip.runtime.weights import operations
+
+weight = PackedWeight.of(torch.randn(1024, 256).bfloat16())  # by the reference, on the CPU
+for module in (many_rows, few_rows):
+    module.multiprocessors = lambda device: 132
+ops._on_gpu = ops.is_hopper = lambda device: True
+many_rows.pays = lambda x, packed: True
+
+def calls_of(product):
+    called = []
+    def see(frame, event, argument):
+        if event == "call":
+            called.append(frame.f_code.co_name)
+    sys.setprofile(see)
+    product()
+    sys.setprofile(None)
+    return called
+
+for rows in (1, 16, 300):
+    with torch.no_grad():
+        x = torch.zeros(1, rows, 256, dtype=torch.bfloat16)
+        F.linear(x, weight)
+        F.linear(x, weight)
+        before = recording_driver.count()
+        called = calls_of(lambda: F.linear(x, weight))
+        print(rows, len(called), recording_driver.count() - before, *called)
+"""
+
+MOST_CALLS = {1: 30, 16: 90, 300: 62}
+"""Functions in Python that a product calls, at most, by the rows of x: instead of its time on the host."""
+
+
+@recording_driver.needs_compiler
+@pytest.mark.slow
+def test_a_product_calls_few_functions(tmp_path: Path):
+    for line in run_script(PRODUCTS, tmp_path).splitlines():
+        rows, calls, launches, *called = line.split()
+        assert int(calls) <= MOST_CALLS[int(rows)], called
+        assert int(launches) == (2 if rows == "16" else 1)
