@@ -124,7 +124,10 @@ def argument_kinds(arguments: Sequence[Any], kinds: list[Any], values: list[Any]
             # Memory of the host may have another address on the GPU, for which Triton asks the driver.
             values.append(address if one.is_cuda else one)
         elif kind is int:
-            kinds.append(_int_kind(one))
+            if -_INT32 <= one < _INT32:
+                kinds.append("1" if one == 1 else "int32" if one & 15 else "int32 aligned")
+            else:
+                kinds.append(_large_int_kind(one))
             values.append(one)
         elif one is None or kind is float or kind is bool:
             kinds.append(kind)
@@ -141,13 +144,8 @@ def argument_kinds(arguments: Sequence[Any], kinds: list[Any], values: list[Any]
     return True
 
 
-def _int_kind(number: int) -> str:
-    if number == 1:
-        return "1"
-    aligned = "" if number & 15 else " aligned"
-    if -_INT32 <= number < _INT32:
-        return "int32" + aligned
-    return ("int64" if number < _INT64 else "uint64") + aligned
+def _large_int_kind(number: int) -> str:
+    return ("int64" if -_INT64 <= number < _INT64 else "uint64") + ("" if number & 15 else " aligned")
 
 
 class Start:
