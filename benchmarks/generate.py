@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save_sections
+from record import Environment, Measurement, save_sections
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -167,11 +167,8 @@ def main() -> None:
     arguments = parser.parse_args()
     names = ("forms", "layers", "hidden", "words", "batches", "new_tokens", "prefill")
     whole = DEVICE.type == "cuda" and all(getattr(arguments, n) == parser.get_default(n) for n in names)
-    environment = describe("neuzip-toolkit", "torch", "triton", "transformers")
-    if DEVICE.type == "cuda":
-        environment |= {"gpu": describe_gpu(), "gpus": torch.cuda.device_count()}
-    if whole and environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton", "transformers")
+    environment = Environment.here(*packages, gpu=DEVICE.type == "cuda", needs_commit=whole)
     of_sections: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, quiet_transformers():
         for name in arguments.sections:
@@ -184,7 +181,7 @@ def main() -> None:
     print(f"\n{sum(not row['met'] for row in aimed)} of {len(aimed)} targets missed")
     if whole:
         what = "a Llama-3-8B-shaped model of made-up weights, and wikilm-26m, in every residency"
-        measured = {name: {"environment": environment, "rows": r} for name, r in of_sections.items()}
+        measured = {name: Measurement(environment, rows) for name, rows in of_sections.items()}
         print(f"saved {save_sections('generate', what, measured)}")
     else:
         print("not saved: this was a small run")

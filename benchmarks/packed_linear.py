@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save_sections, saved_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
+from record import Environment, Measurement, read, save_sections
 
 from neuzip.compress.sources.folder import FolderSource
 from neuzip.compress.workers import Workers
@@ -57,23 +57,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--rows", nargs="+", type=int, choices=AIMS, default=list(AIMS))
     arguments = parser.parse_args()
-    environment = describe("neuzip-toolkit", "torch", "triton")
-    if torch.cuda.is_available():
-        environment["gpu"] = describe_gpu()
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton")
+    environment = Environment.here(*packages, gpu=torch.cuda.is_available(), needs_commit=True)
     torch.manual_seed(0)
     for name in arguments.sections:
-        measured = {name: {"environment": environment, **sections[name](arguments)}}
+        facts = sections[name](arguments)
+        results = facts.pop("results")
         if name == "products":
-            measured[name]["results"] = completed(measured[name]["results"], environment["commit"])
+            results = completed(results, environment.commit)
+        measured = {name: Measurement(environment, results, facts)}
         print(f"saved {save_sections('packed_linear', __doc__.splitlines()[0], measured)}")
 
 
-def completed(results: list[Row], commit: object) -> list[Row]:
+def completed(results: list[Row], commit: str) -> list[Row]:
     """With those of the file for what was not measured now, in the order of SHAPES and of AIMS."""
-    before = saved_sections("packed_linear").get("products", {"results": []})
-    found = {case_of(row): row for row in before["results"]}
+    before = read("packed_linear")["products"]
+    found = {case_of(row): row for row in before.results}
     found.update({case_of(row): {**row, "commit": commit} for row in results})
     cases = [(shape, *case) for shape in SHAPES for case in (*((rows, 7) for rows in AIMS), (1, 3))]
     return [found[case] for case in cases if case in found]
