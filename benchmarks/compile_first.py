@@ -17,18 +17,23 @@ CORES_A_PROCESS = 2
 """Cores that a process which compiles keeps busy: itself and ptxas."""
 
 
+def processes() -> int:
+    """How many processes can compile at once."""
+    return max(1, len(os.sched_getaffinity(0)) // CORES_A_PROCESS)
+
+
 def run_side_by_side(script: str, parts: Sequence[Sequence[str]]) -> float:
     """Run a script once for the arguments of each part, as many at once as cores allow; seconds it took.
 
     A part that fails prints its error and is left: what it did not compile is compiled when it is measured.
     """
     began = time.perf_counter()
-    processes = max(1, min(len(parts), len(os.sched_getaffinity(0)) // CORES_A_PROCESS))
-    with ThreadPoolExecutor(processes) as pool:
+    at_once = min(len(parts), processes())
+    with ThreadPoolExecutor(at_once) as pool:
         failed = sum(pool.map(lambda part: _run(script, part), parts))
     seconds = time.perf_counter() - began
     print(
-        f"compiled in {seconds:.0f} s by {len(parts)} processes, {processes} at a time; {failed} failed",
+        f"compiled in {seconds:.0f} s by {len(parts)} processes, {at_once} at a time; {failed} failed",
         file=sys.stderr, flush=True,
     )  # fmt: skip
     return seconds

@@ -47,6 +47,7 @@ from neuzip.runtime.read import read_tensor
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
+Multiply = Callable[[Tensor, PackedTensor], Tensor]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WHAT = __doc__.splitlines()[0]
@@ -163,11 +164,13 @@ def of_shape(shape: Shape, law: str, rows: Sequence[int], seconds: float) -> lis
     return results
 
 
-def rotated(shape: Shape, law: str) -> tuple[list[Tensor], list[PackedTensor]]:
+def rotated(
+    shape: Shape, law: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Tensor], list[PackedTensor]]:
     """Different weights of one shape, dense and packed, so many that nothing of the first stays in the L2."""
     count = max(2, -(-4 * L2 // (shape[0] * shape[1])))
     generator = generator_on(DEVICE)
-    weights = [LAWS[law](*shape, generator, torch.bfloat16) for _ in range(count)]
+    weights = [LAWS[law](*shape, generator, dtype) for _ in range(count)]
     return weights, [pack(weight) for weight in weights]
 
 
@@ -246,10 +249,12 @@ def product(weights: Sequence[Tensor], packed: Sequence[PackedTensor], rows: int
     }  # fmt: skip
 
 
-def require_exact(x: Tensor, weight: Tensor, packed: PackedTensor) -> tuple[float, float]:
+def require_exact(
+    x: Tensor, weight: Tensor, packed: PackedTensor, multiply: Multiply = torch_ops.linear
+) -> tuple[float, float]:
     """The errors of our product and of cuBLAS's against fp64; exits if ours is too large."""
     out, columns = weight.shape
-    ours, theirs = torch_ops.linear(x, packed), F.linear(x, weight)
+    ours, theirs = multiply(x, packed), F.linear(x, weight)
     count = min(out, max(SAMPLE_COLUMNS, SAMPLE_RESULTS // len(x)))
     sample = torch.randperm(out, generator=generator_on(DEVICE), device=DEVICE)[:count]
     exact = x.double() @ weight[sample].double().T

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +52,11 @@ BOUNDS = ("min", "max", "above", "below")
 
 Value = bool | int | float | str
 
-_replaced: dict[str, Mapping[str, Any]] = {}
-"""Launches that `replaced` has in force, by kernel."""
+Entry = Mapping[str, Any]
+"""An entry of a table: `use`, and perhaps `when`, `cards` and `measured`."""
+
+_replaced: dict[str, Sequence[Entry]] = {}
+"""Entries that `replaced` has in force, by "operator.kernel"."""
 
 _warned: set[torch.device] = set()
 """Cards for which UntunedGpuWarning was given."""
@@ -85,15 +88,13 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
     UntunedGpuWarning. Raises KeyError for a kernel that has no table, and for a variable of a condition that
     `shape` lacks.
     """
-    if name in _replaced:
-        return MappingProxyType(dict(_replaced[name]))
     operator, _, kernel = name.partition(".")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     file = source(operator, device)
     if not file.is_own and device not in _warned:
         _warned.add(device)
         warnings.warn(_untuned(operator, card, file), UntunedGpuWarning, stacklevel=2)
-    entries = read(file.path)[kernel]
+    entries = _replaced[name] if name in _replaced else read(file.path)[kernel]
     for entry in entries:
         if holds(entry, shape, card):
             return MappingProxyType(entry["use"])
@@ -101,14 +102,14 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
 
 
 @contextmanager
-def replaced(launches: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Context in which kernels, by "operator.kernel", have these launches whatever the tables say.
+def replaced(tables: Mapping[str, Sequence[Entry]]) -> Iterator[None]:
+    """Context in which kernels, by "operator.kernel", have these entries and not those of the files.
 
     It is for measuring candidates. Functions that cache what `launch_for` gives have to be cleared by the
     caller, within the context and after it.
     """
     before = dict(_replaced)
-    _replaced.update(launches)
+    _replaced.update(tables)
     launch_for.cache_clear()
     try:
         yield

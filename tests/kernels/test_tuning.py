@@ -212,9 +212,10 @@ def test_a_card_with_a_table_is_not_mentioned(folder: Path, card: Callable[[int]
 
 def test_launches_are_replaced_for_a_while() -> None:
     before = launch_for("packed_linear.some_rows", CPU, rows=16)
-    with tuning.replaced({"packed_linear.some_rows": {"programs": 77}}):
+    few = [{"when": {"rows": {"max": 16}}, "use": {"programs": 77}}, {"use": {"programs": 78}}]
+    with tuning.replaced({"packed_linear.some_rows": few}):
         assert launch_for("packed_linear.some_rows", CPU, rows=16) == {"programs": 77}
-        with tuning.replaced({"packed_linear.some_rows": {"programs": 5}}):
+        with tuning.replaced({"packed_linear.some_rows": [{"use": {"programs": 5}}]}):
             assert launch_for("packed_linear.some_rows", CPU, rows=16) == {"programs": 5}
-        assert launch_for("packed_linear.some_rows", CPU, rows=16) == {"programs": 77}
+        assert launch_for("packed_linear.some_rows", CPU, rows=32) == {"programs": 78}
     assert launch_for("packed_linear.some_rows", CPU, rows=16) == before
