@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save_sections
+from record import Environment, Measurement, save_sections
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaModel
 
@@ -60,17 +60,16 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
-    environment = describe("neuzip-toolkit", "torch", "triton", "transformers", "sageattention")
-    environment["gpu"] = describe_gpu()
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    environment = Environment.here(
+        "neuzip-toolkit", "torch", "triton", "transformers", "sageattention", gpu=True, needs_commit=True
+    )
     for name in arguments.sections:
         torch.manual_seed(0)
         rows = sections[name](arguments.rounds)
         for row in rows:
             print("  ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
         what = "forward attention with quantised products"
-        path = save_sections("attention", what, {name: {"environment": environment, "results": rows}})
+        path = save_sections("attention", what, {name: Measurement(environment, rows)})
         print(f"saved {name} to {path}", flush=True)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import describe, describe_gpu, save
+from record import Environment, Measurement, save
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,13 +130,12 @@ def main() -> None:
         parser.error("name a checkpoint and a text, or: synthetic")
     else:
         found = of_checkpoint(arguments.checkpoint, arguments.text, arguments)
-    environment = describe("neuzip-toolkit", "torch", "triton", "transformers")
-    if torch.device(found["device"]).type == "cuda":
-        environment["gpu"] = describe_gpu()
+    on_gpu = torch.device(found["device"]).type == "cuda"
+    environment = Environment.here("neuzip-toolkit", "torch", "triton", "transformers", gpu=on_gpu)
     seconds = time.monotonic() - began
     what = "how close quantised attention is to exact attention"
-    document = {"what": what, **found, "seconds": seconds, "environment": environment}
-    print(f"{seconds:.0f} s; saved {save(f'attention_accuracy-{arguments.name}', document)}")
+    measurement = Measurement(environment, facts={**found, "seconds": seconds})
+    print(f"{seconds:.0f} s; saved {save(f'attention_accuracy-{arguments.name}', what, measurement)}")
 
 
 # Queries, keys and values of a model

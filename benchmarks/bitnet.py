@@ -22,7 +22,7 @@ import statistics
 from typing import Any
 
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save
+from record import Environment, Measurement, save
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from neuzip.kernels.quantizers import Ternary
@@ -61,9 +61,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--no-compile", action="store_true", help="leave out the rows of compiled steps")
     arguments = parser.parse_args()
-    environment = describe("neuzip-toolkit", "torch", "triton", "transformers")
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton", "transformers")
+    environment = Environment.here(*packages, gpu=DEVICE == "cuda", needs_commit=True)
     with torch.inference_mode():
         models = {form: made(form, arguments.layers) for form in FORMS}
         rows: list[Row] = []
@@ -74,9 +73,7 @@ def main() -> None:
     for form in FORMS:
         rows.append(row("weights outside embeddings", form, layer_bytes(models[form]) / 1e9, "GB", rows))
     if DEVICE == "cuda" and arguments.layers == LAYERS:
-        environment["gpu"] = describe_gpu()
-        what = __doc__.splitlines()[0]
-        print(f"saved {save('bitnet', {'what': what, 'environment': environment, 'rows': rows})}")
+        print(f"saved {save('bitnet', __doc__.splitlines()[0], Measurement(environment, rows))}")
 
 
 def step_seconds(models: dict[str, PreTrainedModel], new_tokens: int, compiled: bool) -> dict[str, float]:

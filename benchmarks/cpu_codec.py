@@ -15,7 +15,6 @@ import ctypes
 import functools
 import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from environment import describe, save
+from record import Environment, Measurement, save, spread
 from zipnn import ZipNN
 
 from neuzip.compress.encode_tensor import SMALL
@@ -68,13 +67,12 @@ def main() -> None:
             results += measure(case, tensors, codecs, arguments.rounds)
     path = save(
         "cpu_codec",
-        {
-            "what": "lossless bf16 on a CPU, in memory; GB/s of bf16, medians",
-            "threads": arguments.threads,
-            "rounds": arguments.rounds,
-            "environment": describe("neuzip-toolkit", "numba", "numpy", "zipnn", "zstandard"),
-            "results": results,
-        },
+        "lossless bf16 on a CPU, in memory; GB/s of bf16, medians",
+        Measurement(
+            Environment.here("neuzip-toolkit", "numba", "numpy", "zipnn", "zstandard"),
+            results,
+            {"threads": arguments.threads, "rounds": arguments.rounds},
+        ),
     )
     print(f"saved {path}")
 
@@ -215,9 +213,9 @@ def measure(case: str, tensors: list[Bits], codecs: list[Codec], rounds: int) ->
             "codec": codec.name,
             "bytes": total,
             "ratio": sizes[codec.name] / total,
-            "encode_gb_s": statistics.median(fast),
+            **spread(fast, "encode_gb_s"),
             "encode_range": [min(fast), max(fast)],
-            "decode_gb_s": statistics.median(back),
+            **spread(back, "decode_gb_s"),
             "decode_range": [min(back), max(back)],
         }
         rows.append(row)

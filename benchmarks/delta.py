@@ -17,7 +17,6 @@ import copy
 import filecmp
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from environment import describe, save
+from record import Environment, Measurement, save, spread
 from zipnn import ZipNN
 
 from neuzip.compress import compress, decompress
@@ -81,15 +80,12 @@ def main() -> None:
                 print(f"{new.name}: {row['delta_bytes']:,} of {row['weight_bytes']:,} bytes", flush=True)
     path = save(
         "delta",
-        {
-            "what": "deltas of wikilm-26m, bf16, against the checkpoint before the steps; bytes, seconds",
-            "batch": BATCH,
-            "tokens": TOKENS,
-            "rounds": arguments.rounds,
-            "threads": arguments.threads,
-            "environment": describe("neuzip-toolkit", "numpy", "torch", "transformers", "zipnn", "zstandard"),
-            "results": results,
-        },
+        "deltas of wikilm-26m, bf16, against the checkpoint before the steps; bytes, seconds",
+        Measurement(
+            Environment.here("neuzip-toolkit", "numpy", "torch", "transformers", "zipnn", "zstandard"),
+            results,
+            {"batch": BATCH, "tokens": TOKENS, "rounds": arguments.rounds, "threads": arguments.threads},
+        ),
     )
     print(f"saved {path}")
 
@@ -151,8 +147,8 @@ def measure(new: Path, base: Path, scratch: Path, rounds: int, threads: int) -> 
         "tensors": len(schemes),
         "delta_bytes": report.stored_weight_bytes,
         "container_bytes": container.stored_weight_bytes,
-        "encode_seconds": statistics.median(encode[1:]),
-        "apply_seconds": statistics.median(apply[1:]),
+        **spread(encode[1:], "encode_seconds"),
+        **spread(apply[1:], "apply_seconds"),
         "peers": {
             "xor, zstd -3": with_zstd(xor, 3, threads),
             "xor, zstd -19": with_zstd(xor, 19, threads),

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from environment import ROOT, describe, save
+from record import ROOT, Environment, Measurement, save
 
 sys.path.append(str(ROOT / "tests" / "support"))
 
@@ -62,15 +62,14 @@ def main() -> int:
             runs = arguments.kills if name.startswith("SIG") else arguments.runs
             rows.append(bench.row(command, name, inject, runs, arguments.seed))
             print(json.dumps(rows[-1]), flush=True)
-    document = {
-        "what": "faults of networks, Hubs, disks and kills during neuzip push and pull, on loopback",
+    facts = {
         "seed": arguments.seed,
         "checkpoint": f"the demo checkpoint in {SHARDS} shards, {bench.original_bytes:,} bytes",
         "seconds": round(time.monotonic() - began),
-        "environment": describe("neuzip-toolkit", "huggingface-hub"),
-        "results": rows,
     }
-    print(f"saved {save('faults', document)}")
+    what = "faults of networks, Hubs, disks and kills during neuzip push and pull, on loopback"
+    measurement = Measurement(Environment.here("neuzip-toolkit", "huggingface-hub"), rows, facts)
+    print(f"saved {save('faults', what, measurement)}")
     return int(any(row["broken"] for row in rows))
 
 

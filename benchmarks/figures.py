@@ -43,7 +43,7 @@ def main() -> int:
 def all_blocks() -> dict[str, Callable[[], str]]:
     """What each name of a mark stands for."""
     summary = {name: lambda text=text: text for name, text in short().items()}
-    return {**summary, "measurements": measurements, **quoted.BLOCKS, **kernels.BLOCKS}  # type: ignore[dict-item]
+    return {**summary, "measurements": measurements, **quoted.BLOCKS, **kernels.BLOCKS}
 
 
 def rendered(page: Path, text: str, blocks: dict[str, Callable[[], str]]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from environment import ROOT, describe, save
+from record import ROOT, Environment, Measurement, save
 
 CHUNK = 180
 """Seconds of one process: atheris takes more and more memory."""
@@ -56,26 +56,21 @@ def main() -> None:
             log.write_text(json.dumps(done, indent=1) + "\n")
             print(json.dumps({name: done[name]}), flush=True)
     kept = {name: keep(name, asked.folder) for name in targets} if asked.keep else None
-    path = save(
-        "fuzz",
-        {
-            "what": "coverage-guided fuzzing of every reader of files, by atheris (libFuzzer)",
-            "command": f"nice -n 19 python benchmarks/fuzz.py FOLDER --seconds {asked.seconds}",
-            "options": f"-timeout=20, RLIMIT_AS 1 GiB above what is imported, {CHUNK} s a process, numba's "
-            "bounds checks on",
-            "environment": describe("atheris", "numba", "numpy", "torch", "xxhash"),
-            "totals": {
-                key: round(sum(part[key] for part in done.values()), 1)
-                for key in ("seconds", "cpu_seconds", "executions", "crashes")
-            },
-            "targets": done,
-            "kept": kept,
-            "found_and_fixed": json.loads(
-                (ROOT / "tests/fuzz/corpus/found.json").read_text(encoding="utf-8")
-            ),
+    facts = {
+        "command": f"nice -n 19 python benchmarks/fuzz.py FOLDER --seconds {asked.seconds}",
+        "options": f"-timeout=20, RLIMIT_AS 1 GiB above what is imported, {CHUNK} s a process, numba's "
+        "bounds checks on",
+        "totals": {
+            key: round(sum(part[key] for part in done.values()), 1)
+            for key in ("seconds", "cpu_seconds", "executions", "crashes")
         },
-    )
-    print(path)
+        "targets": done,
+        "kept": kept,
+        "found_and_fixed": json.loads((ROOT / "tests/fuzz/corpus/found.json").read_text(encoding="utf-8")),
+    }
+    what = "coverage-guided fuzzing of every reader of files, by atheris (libFuzzer)"
+    environment = Environment.here("atheris", "numba", "numpy", "torch", "xxhash")
+    print(save("fuzz", what, Measurement(environment, facts=facts)))
 
 
 def check(targets: dict[str, Any], folder: Path, seconds: int) -> int:

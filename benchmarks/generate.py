@@ -45,7 +45,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save_sections
 from llama_model import DEVICE, FORMS, RESIDENCIES, from_pretrained, load, made, nbytes_of, timed
 from model_results import (
     APART,
@@ -64,6 +63,7 @@ from model_results import (
     Results,
     Row,
 )
+from record import Environment, Measurement, save_sections
 from serving import BATCH_TOKENS, PROMPT, serving, steps_in_turns
 from transformers import AutoTokenizer, PreTrainedModel
 from weight_laws import LAWS
@@ -101,12 +101,9 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave out the rows of compiled steps")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has 36 GB free")
     arguments = parser.parse_args()
-    environment = describe("neuzip-toolkit", "torch", "triton", "transformers")
-    if DEVICE.type == "cuda":
-        environment |= {"gpu": describe_gpu(), "gpus": torch.cuda.device_count()}
     whole = {name: DEVICE.type == "cuda" and is_whole(name, arguments, parser) for name in arguments.sections}
-    if any(whole.values()) and environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton", "transformers")
+    environment = Environment.here(*packages, gpu=DEVICE.type == "cuda", needs_commit=any(whole.values()))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, quiet_transformers():
         for name in arguments.sections:
@@ -129,10 +126,10 @@ def is_whole(section: str, arguments: argparse.Namespace, parser: argparse.Argum
     return all(getattr(arguments, name) == parser.get_default(name) for name in names)
 
 
-def save_section(name: str, environment: Row, rows: list[Row]) -> None:
+def save_section(name: str, environment: Environment, rows: list[Row]) -> None:
     """Put the rows of a section, if there are any, into the place of those that were saved before."""
     if rows:
-        path = save_sections("generate", WHAT, {name: {"environment": environment, "rows": rows}})
+        path = save_sections("generate", WHAT, {name: Measurement(environment, rows)})
         print(f"saved {name} in {path}")
 
 

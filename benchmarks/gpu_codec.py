@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save
+from record import Environment, Measurement, save, spread
 
 import neuzip
 from neuzip.compress import compress
@@ -114,12 +114,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has 27 GB free")
     arguments = parser.parse_args()
     whole = set(arguments.sections) == set(sections) and arguments.layers == 32
-    environment = {
-        **describe("neuzip-toolkit", "torch", "triton", "safetensors", *PEERS.values(), "cupy-cuda13x"),
-        "gpu": describe_gpu(),
-    }
-    if whole and environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton", "safetensors", *PEERS.values(), "cupy-cuda13x")
+    environment = Environment.here(*packages, gpu=True, needs_commit=whole)
     torch.manual_seed(0)
     rows: list[Row] = []
     with torch.cuda.stream(stream()):
@@ -135,13 +131,8 @@ def main() -> None:
         return
     path = save(
         "gpu_codec",
-        {
-            "what": "the lossless codec on one GPU; GB/s of the plain form, medians",
-            "rounds": arguments.rounds,
-            **speeds,
-            "environment": environment,
-            "results": rows,
-        },
+        "the lossless codec on one GPU; GB/s of the plain form, medians",
+        Measurement(environment, rows, {"rounds": arguments.rounds, **speeds}),
     )
     print(f"saved {path}")
 
@@ -742,8 +733,8 @@ def as_row(case: Case, times: Sequence[float]) -> Row:
         "by": case.by,
         "how": case.how,
         "bytes": case.nbytes,
-        "ms": statistics.median(times),
-        "gb_s": statistics.median(speeds),
+        **spread(times, "ms"),
+        **spread(speeds, "gb_s"),
         "range_gb_s": [min(speeds), max(speeds)],
         **case.facts,
     }

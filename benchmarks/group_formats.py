@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from environment import describe, describe_gpu, save
+from record import Environment, Measurement, save
 from torch import Tensor, nn
 
 from neuzip.eval.measures.divergence import compare
@@ -92,22 +92,15 @@ def main() -> None:
         print(
             f"{format.name:40}{rows[-1]['bits_per_weight']:8.3f} bits  KLD {rows[-1]['kld']:.3e}", flush=True
         )
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if model.device.type == "cuda":
-        environment["gpu"] = describe_gpu()
+    on_gpu = model.device.type == "cuda"
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     reading = task.readings[0]
-    path = save(
-        f"group_formats-{arguments.name}",
-        {
-            "what": "size and quality of plain round-to-nearest formats",
-            "text": Path(task.text.name).name,
-            "convention": reading.convention.rule,
-            "tokens": reading.convention.tokens,
-            "device": task.place,
-            "environment": environment,
-            "results": rows,
-        },
-    )
+    facts = {
+        "text": Path(task.text.name).name, "convention": reading.convention.rule,
+        "tokens": reading.convention.tokens, "device": task.place,
+    }  # fmt: skip
+    what = "size and quality of plain round-to-nearest formats"
+    path = save(f"group_formats-{arguments.name}", what, Measurement(environment, rows, facts))
     print(f"saved {path}")
 
 

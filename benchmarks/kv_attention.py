@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save
 from gpu_codec import L2, copy_speed, stream
 from packed_linear import times
+from record import Environment, Measurement, save
 
 from neuzip.kernels import kv_cache
 from neuzip.kernels.kv_cache import Heads, reference
@@ -43,10 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
-    environment = describe("neuzip-toolkit", "torch", "triton")
-    environment["gpu"] = describe_gpu()
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    environment = Environment.here("neuzip-toolkit", "torch", "triton", gpu=True, needs_commit=True)
     torch.manual_seed(0)
     results: list[Row] = []
     with torch.cuda.stream(stream()):
@@ -55,14 +52,11 @@ def main() -> None:
                 results.append(row)
                 print("  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
         copy = copy_speed()
-    path = save(
-        "kv_attention",
-        {
-            "what": __doc__.splitlines()[0], "queries": QUERIES, "heads": HEADS, "width": WIDTH,
-            "rounds": arguments.rounds, "device_copy_gb_s": copy, "environment": environment,
-            "results": results,
-        },
-    )  # fmt: skip
+    facts = {
+        "queries": QUERIES, "heads": HEADS, "width": WIDTH, "rounds": arguments.rounds,
+        "device_copy_gb_s": copy,
+    }  # fmt: skip
+    path = save("kv_attention", __doc__.splitlines()[0], Measurement(environment, results, facts))
     print(f"saved {path}")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from environment import describe, describe_gpu, save
+from record import Environment, Measurement, save
 
 from neuzip.eval.measures.divergence import compare
 from neuzip.eval.measures.estimates import exponential
@@ -53,23 +53,16 @@ def main() -> None:
     for bits, span in [(None, "absmax"), *((b, s) for b in BITS for s in get_args(Range))]:
         rows.append(_measure(task, base, HeadedModel(model, kv_bits=bits, kv_span=span)))
         print("  ".join(f"{name} {_short(value)}" for name, value in rows[-1].items()), flush=True)
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if base.device.type == "cuda":
-        environment["gpu"] = describe_gpu()
+    on_gpu = base.device.type == "cuda"
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     reading = task.compared
-    path = save(
-        f"kv_cache-{arguments.name}",
-        {
-            "what": "quality of a model whose keys and values are kept in few bits",
-            "text": Path(task.text.name).name,
-            "convention": reading.convention.rule,
-            "tokens": reading.convention.tokens,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": task.place,
-            "environment": environment,
-            "results": rows,
-        },
-    )
+    facts = {
+        "text": Path(task.text.name).name, "convention": reading.convention.rule,
+        "tokens": reading.convention.tokens, "dtype": str(model.dtype).removeprefix("torch."),
+        "device": task.place,
+    }  # fmt: skip
+    what = "quality of a model whose keys and values are kept in few bits"
+    path = save(f"kv_cache-{arguments.name}", what, Measurement(environment, rows, facts))
     print(f"saved {path}")
 
 

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from environment import ROOT, describe, describe_gpu, save
+from record import ROOT, Environment, Measurement, save
 from sweep import stage
 
 from neuzip.cli.document import plain
@@ -38,17 +38,12 @@ def main() -> None:
     found = replace(found, text=Path(found.text).name)  # the picture has it in its title
     picture = ROOT / "benchmarks" / "results" / f"layers-{arguments.name}.svg"
     layer_pictures.write(found, arguments.name, picture)
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if found.device != "cpu":
-        environment["gpu"] = describe_gpu()
+    on_gpu = found.device != "cpu"
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     path = save(
         f"layers-{arguments.name}",
-        {
-            "what": "divergence without each layer, and what others prune by",
-            "src": arguments.name,
-            **plain(vars(found)),
-            "environment": environment,
-        },
+        "divergence without each layer, and what others prune by",
+        Measurement(environment, facts={"src": arguments.name, **plain(vars(found))}),
     )
     print(f"saved {path} and {picture}")
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save_sections
+from record import Environment, Measurement, save_sections, spread
 from triton.testing import do_bench
 
 from neuzip import load_file
@@ -107,20 +107,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
-    environment = describe("neuzip-toolkit", "torch", "triton", "cut-cross-entropy", "liger-kernel")
-    environment["gpu"] = describe_gpu()
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton", "cut-cross-entropy", "liger-kernel")
+    environment = Environment.here(*packages, gpu=True, needs_commit=True)
     for name in arguments.sections:
         keep(name, environment, made_up(SHAPES[name], arguments.rounds))
     for name, _, file in (given.partition("=") for given in arguments.trained):
         keep(name, environment, trained(file, arguments.rounds))
 
 
-def keep(name: str, environment: Row, section: Row) -> None:
+def keep(name: str, environment: Environment, section: Row) -> None:
     """Save a section."""
-    measured: dict[str, object] = {name: {"environment": environment, **section}}
-    print(f"saved {save_sections('linear_cross_entropy', __doc__.splitlines()[0], measured)}")
+    measurement = Measurement(environment, section.pop("results"), section)
+    print(f"saved {save_sections('linear_cross_entropy', __doc__.splitlines()[0], {name: measurement})}")
 
 
 def made_up(shape: Shape, rounds: int) -> Row:
@@ -397,8 +395,9 @@ def measure(cases: list[Case], rounds: int, shape: Shape) -> list[Row]:
         ms = statistics.median(mine)
         passes = 2 if "divergence" in case.row else 3 if "backward" in case.row else 1
         rows.append({
-            "row": case.row, "by": case.by, "ms": ms, "range_ms": [min(mine), max(mine)], "mb": extra / 1e6,
-            "tflops": passes * shape.flop / ms / 1e9, "share": passes * shape.flop / ms * 1e3 / MATMUL,
+            "row": case.row, "by": case.by, **spread(mine, "ms"), "range_ms": [min(mine), max(mine)],
+            "mb": extra / 1e6, "tflops": passes * shape.flop / ms / 1e9,
+            "share": passes * shape.flop / ms * 1e3 / MATMUL,
         })  # fmt: skip
         rate = rows[-1]["tflops"]
         print(f"{case.row:36} {case.by:26} {ms:8.2f} ms {extra / 1e6:10.1f} MB {rate:6.0f} TFLOP/s")

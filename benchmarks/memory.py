@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from environment import describe, save
+from record import Environment, Measurement, save
 
 EMBEDDING = (128_256, 4096)  # Llama-3-8B's: 1.05 GB of bf16, the largest tensor
 MATRIX = (14_336, 4096)
@@ -50,13 +50,12 @@ def main() -> None:
         )
     path = save(
         "memory",
-        {
-            "what": "peak resident memory of whole commands, verification included",
-            "checkpoint_gb": total / 1e9,
-            "largest_tensor_gb": largest / 1e9,
-            "environment": describe("neuzip-toolkit", "numba", "numpy"),
-            "results": rows,
-        },
+        "peak resident memory of whole commands, verification included",
+        Measurement(
+            Environment.here("neuzip-toolkit", "numba", "numpy"),
+            rows,
+            {"checkpoint_gb": total / 1e9, "largest_tensor_gb": largest / 1e9},
+        ),
     )
     print(f"saved {path}")
 

@@ -42,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import ROOT, describe, describe_gpu
 from mix_ln_recipes import (
     LENGTH,
     RECIPES,
@@ -52,6 +51,7 @@ from mix_ln_recipes import (
     new_model,
     stepper,
 )
+from record import ROOT, Environment, Measurement
 from torch import Tensor, nn
 
 from neuzip.compress.workspace import write_file
@@ -232,9 +232,8 @@ def one_run(
     losses = [figures["loss"] for figures in read_log(log)]
     norms = [figures["gradient_norm"] for figures in read_log(log)]
     every = max(1, settings.steps // 100)
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if device.startswith("cuda"):
-        environment["gpu"] = describe_gpu()
+    on_gpu = device.startswith("cuda")
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
     return {
         **made,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -245,7 +244,7 @@ def one_run(
         "steps_clipped": sum(norm > 1 for norm in norms),
         "gradient_norms": {"first": first, "last": gradient_norms(model, probes, bf16=settings.bf16)},
         "seconds": seconds,
-        "environment": environment,
+        "environment": environment.plain(),
     }  # fmt: skip
 
 
@@ -271,19 +270,18 @@ def report(folder: Path, kept: Path | None) -> None:
     for row in rows:
         print(line(row))
     if kept is not None:
-        found = {
-            "what": "norm placements at equal tokens: perplexity at the end, and against Pre-LN by seed",
+        facts = {
             "settings": runs[0]["settings"],
             "parameters": runs[0]["parameters"],
-            "environment": runs[0]["environment"],
-            "results": rows,
             "failed": [{key: one[key] for key in ("placement", "seed", "failed")} for one in failed],
             "runs": [
                 {key: one[key] for key in one if key not in ("settings", "environment")} for one in runs
             ],
         }
+        what = "norm placements at equal tokens: perplexity at the end, and against Pre-LN by seed"
+        measurement = Measurement(Environment.read(runs[0]["environment"]), rows, facts)
         target = kept.with_suffix(".json")
-        write_file(target, (json.dumps(found, indent=1) + "\n").encode())
+        write_file(target, (json.dumps({"what": what, **measurement.plain()}, indent=1) + "\n").encode())
         print(f"saved {target} and {picture(runs, kept.with_suffix('.svg'))}")
 
 

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from compile_first import run_side_by_side
-from environment import UNKNOWN, describe, describe_gpu, save_sections, saved_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
 from packed_groups import LAW_NAMES, ROWS, SHAPES, Shape, group_figures, group_of
+from record import Environment, Measurement, read, save_sections
 from weight_laws import LAWS, gaussian, generator_on
 
 from neuzip.compress.sources.folder import FolderSource
@@ -85,13 +85,10 @@ def main() -> None:
     if arguments.compile_only:
         compile_kernels(shapes, arguments.rows)
         return
-    environment = describe("neuzip-toolkit", "torch", "triton")
-    if torch.cuda.is_available():
-        environment["gpu"] = describe_gpu()
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    packages = ("neuzip-toolkit", "torch", "triton")
+    environment = Environment.here(*packages, gpu=torch.cuda.is_available(), needs_commit=True)
     if "bits" in arguments.sections:
-        save_sections("packed_linear", WHAT, {"bits": {"environment": environment, **bits(arguments.laws)}})
+        save_sections("packed_linear", WHAT, {"bits": Measurement(environment, bits(arguments.laws))})
     if "products" in arguments.sections:
         rows = list(map(str, arguments.rows))
         run_side_by_side(
@@ -105,7 +102,7 @@ def name_of(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def products(shapes: Sequence[Shape], arguments: argparse.Namespace, environment: Row) -> None:
+def products(shapes: Sequence[Shape], arguments: argparse.Namespace, environment: Environment) -> None:
     """The selected cases, saved after every shape and law; then the figures of groups of rows."""
     results: list[Row] = []
     with torch.cuda.stream(stream()):
@@ -115,23 +112,20 @@ def products(shapes: Sequence[Shape], arguments: argparse.Namespace, environment
         for shape in shapes:
             for law in arguments.laws:
                 for row in of_shape(shape, law, arguments.rows, arguments.seconds):
-                    results.append({**row, "commit": environment["commit"]})
+                    results.append({**row, "commit": environment.commit})
                     show(row)
                 torch.cuda.empty_cache()
-                section = {
-                    "environment": environment, "seconds_a_case": arguments.seconds,
-                    "device_copy_gb_s": copy, "results": completed(results, environment["gpu"]["name"]),
-                }  # fmt: skip
-                path = save_sections("packed_linear", WHAT, {"products": section})
-    show_groups(section["results"])
+                facts = {"seconds_a_case": arguments.seconds, "device_copy_gb_s": copy}
+                measurement = Measurement(environment, completed(results, environment), facts)
+                path = save_sections("packed_linear", WHAT, {"products": measurement})
+    show_groups(measurement.results)
     print(f"saved {path}")
 
 
-def completed(results: Sequence[Row], card: str) -> list[Row]:
+def completed(results: Sequence[Row], environment: Environment) -> list[Row]:
     """These results and those of the file for other cases, if a card of this name made them, in order."""
-    before = saved_sections("packed_linear").get("products")
-    same_card = before is not None and before["environment"]["gpu"]["name"] == card
-    rows = [*(before["results"] if same_card and before is not None else []), *results]
+    before = read("packed_linear")["products"]
+    rows = [*(before.results if card_of(before.environment) == card_of(environment) else []), *results]
     by_case = {case_of(row): row for row in rows}
     cases = [
         (shape, law, *case)
@@ -140,9 +134,14 @@ def completed(results: Sequence[Row], card: str) -> list[Row]:
     return [by_case[case] for case in cases if case in by_case]
 
 
+def card_of(environment: Environment) -> str:
+    """The name of the GPU."""
+    return "" if environment.gpu is None else environment.gpu.name
+
+
 def case_of(row: Row) -> tuple[object, ...]:
     """What was multiplied: the shape, the law of the weights, rows of x, mantissa bits."""
-    return (row["out"], row["in"]), row.get("law"), row["rows"], row["kept"]
+    return (row["out"], row["in"]), row["law"], row["rows"], row["kept"]
 
 
 def of_shape(shape: Shape, law: str, rows: Sequence[int], seconds: float) -> list[Row]:
@@ -296,7 +295,7 @@ def in_turns(
     return [statistics.median(mine) for mine in measured]
 
 
-def bits(laws: Sequence[str]) -> Row:
+def bits(laws: Sequence[str]) -> list[Row]:
     """Bits a weight in memory, everything included: the same on a CPU."""
     rows: list[Row] = [
         {"weights": f"{LAW_NAMES[law]}, {out} x {columns}", "law": law,
@@ -311,7 +310,7 @@ def bits(laws: Sequence[str]) -> Row:
     for row in rows:
         row["must"], row["stretch"] = BITS_AIMS[row["law"]]
         print(f"{row['weights']:30}{row['bits']:8.4f} bits a weight  {verdict(row['bits'] <= row['must'])}")
-    return {"results": rows}
+    return rows
 
 
 def matrices(folder: Path) -> list[Tensor]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import ROOT, describe, describe_gpu, save_sections
+from record import ROOT, Environment, Measurement, save_sections
 
 from neuzip.eval.measures.comparison import BaselineComparison
 from neuzip.eval.measures.head import HeadedModel
@@ -224,7 +224,7 @@ def stage(asked: argparse.Namespace, section: str) -> None:
     after = figures_of(judge.compare(HeadedModel(runnable(work / section, None, asked.device, judge.dtype))))
     seconds, tokens = (sum(one[name] for one in log) for name in ("seconds", "tokens"))
     result = {
-        "environment": environment(), "checkpoint": asked.checkpoint.name,
+        "checkpoint": asked.checkpoint.name,
         "train": [path.name for path in asked.train], "test": Path(asked.test).name,
         "tokens_compared": judge.tokens, "text_tokens": windows.tokens, "settings": asdict(settings),
         "minutes": minutes, "steps": len(log), "planned_steps": found.steps, "tokens": int(tokens),
@@ -239,7 +239,9 @@ def stage(asked: argparse.Namespace, section: str) -> None:
     print(f"{section}: {after['ratio']:.4f} times the original's {after['original']:.2f}")
     results = ROOT / "benchmarks" / "results"
     picture_of_losses(thinned(log, DRAWN), results / f"recovery-{section}.svg")
-    print(f"saved {save_sections('recovery', WHAT, {section: result})}")
+    packages = ("neuzip-toolkit", "torch", "transformers", "triton")
+    environment = Environment.here(*packages, gpu=torch.cuda.is_available())
+    print(f"saved {save_sections('recovery', WHAT, {section: Measurement(environment, facts=result)})}")
 
 
 def speed(asked: argparse.Namespace) -> None:
@@ -263,14 +265,6 @@ def figures_of(comparison: Any) -> dict[str, Any]:
         "ratio": comparison.perplexity_ratio.value, "ratio_error": comparison.perplexity_ratio.standard_error,
         "kld": comparison.kld.mean.value, "top_1": comparison.top_1.value,
     }  # fmt: skip
-
-
-def environment() -> dict[str, object]:
-    """What the figures were taken with."""
-    found = describe("neuzip-toolkit", "torch", "transformers", "triton")
-    if torch.cuda.is_available():
-        found["gpu"] = describe_gpu()
-    return found
 
 
 def _mean_of_last(figures: list[dict[str, float]], name: str) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from environment import ROOT, describe, describe_gpu, save
+from record import ROOT, Environment, Measurement, save
 
 from neuzip.formats.safetensors_file import DTYPE_BITS
 
@@ -163,16 +163,9 @@ def main() -> None:
                 print(f"{checkpoint.name}: {way}: equal, {stored:,} bytes", file=sys.stderr)
                 rows.append({"checkpoint": checkpoint.name, "way": way, "bytes": stored})
                 shutil.rmtree(work / f"{checkpoint.name}-{number}")
-    environment = describe("numpy", "torch")
-    if options.device != "cpu":
-        environment["gpu"] = describe_gpu()
-    save(
-        f"same_bytes_{options.device}",
-        {
-            "what": "two versions write the same bytes", "other": options.other_commit,
-            "environment": environment, "results": rows,
-        },
-    )  # fmt: skip
+    environment = Environment.here("numpy", "torch", gpu=options.device != "cpu")
+    measurement = Measurement(environment, rows, {"other": options.other_commit})
+    save(f"same_bytes_{options.device}", "two versions write the same bytes", measurement)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from environment import ROOT, describe, save
+from record import ROOT, Environment, Measurement, save
 
 from neuzip.compress import Rule, Scheme, compress, decompress, verify
 from neuzip.formats.safetensors_file import TensorFile
@@ -490,13 +490,10 @@ def main() -> None:
             print(json.dumps(dataclasses.asdict(cycles[-1])), flush=True)
     figures = summary(cycles) | {"mib_after_repetitions_of_the_same_cycles": soak.repeat()}
     print(json.dumps(figures, indent=1))
-    document = {
-        "what": "compress, verify and restore random checkpoints, some of them killed at random moments",
-        "command": f"nice -n 19 python benchmarks/soak.py FOLDER --cycles {asked.cycles} --seed {asked.seed}",
-        "environment": describe("numba", "numpy", "torch", "xxhash"),
-        **figures,
-    }
-    print(save("soak", document))
+    command = f"nice -n 19 python benchmarks/soak.py FOLDER --cycles {asked.cycles} --seed {asked.seed}"
+    what = "compress, verify and restore random checkpoints, some of them killed at random moments"
+    environment = Environment.here("numba", "numpy", "torch", "xxhash")
+    print(save("soak", what, Measurement(environment, facts={"command": command, **figures})))
     sys.exit(bool(figures["mismatches"]))
 
 

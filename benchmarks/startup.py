@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from environment import describe, save
+from record import Environment, Measurement, save
 
 NEUZIP = Path(sys.executable).parent / "neuzip"
 
@@ -33,15 +33,11 @@ def main() -> None:
         "help": figures([timed([NEUZIP, "--help"], {}) for _ in range(asked.rounds)]),
         "demo_from_nothing": figures([demo_from_nothing() for _ in range(asked.demos)]),
     }
-    result = {
-        "what": "seconds from the start of a command to its end",
-        "command": f"python benchmarks/startup.py --rounds {asked.rounds} --demos {asked.demos}",
-        "environment": describe("numba", "numpy", "torch", "transformers", "typer"),
-        "seconds": measured,
-    }
+    environment = Environment.here("numba", "numpy", "torch", "transformers", "typer")
     for name, row in measured.items():
         print(name, *(f"{key} {value}" for key, value in row.items()))
-    print(save("startup", result))
+    what = "seconds from the start of a command to its end"
+    print(save("startup", what, Measurement(environment, facts={"seconds": measured})))
 
 
 def demo_from_nothing() -> float:

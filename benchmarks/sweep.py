@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from environment import ROOT, describe, describe_gpu, save
+from record import ROOT, Environment, Measurement, save
 
 from neuzip.compress import compress
 from neuzip.eval.demo import split_topics
@@ -71,21 +71,16 @@ def main() -> None:
         plans = _plans(arguments, rows, text, Path(folder))
     picture = ROOT / "benchmarks" / "results" / f"sweep-{arguments.name}.svg"
     picture.write_bytes(svg(draw(found, arguments.name)))
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if found.device != "cpu":
-        environment["gpu"] = describe_gpu()
+    on_gpu = found.device != "cpu"
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
+    facts = {
+        "text": found.text, "convention": found.rule, "device": found.device, "front": list(found.front),
+        "plans": plans,
+    }  # fmt: skip
     path = save(
         f"sweep-{arguments.name}",
-        {
-            "what": "size, quality, memory and speed by scheme, and plans by target",
-            "text": found.text,
-            "convention": found.rule,
-            "device": found.device,
-            "environment": environment,
-            "front": list(found.front),
-            "results": [_without_versions(row) for row in found.rows],
-            "plans": plans,
-        },
+        "size, quality, memory and speed by scheme, and plans by target",
+        Measurement(environment, list(map(_without_versions, found.rows)), facts),
     )
     print(f"saved {path} and {picture}")
 

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from environment import describe, save
+from record import Environment, Measurement, save
 
 NEUZIP = Path(sys.executable).parent / "neuzip"
 COMMANDS = {
@@ -39,15 +39,10 @@ def main() -> None:
     rows = [measured(path, options.rounds) for path in (options.small, options.large)]
     grown = (rows[1]["bytes"] - rows[0]["bytes"]) / 1e9
     per_gb = {name: round((rows[1][name] - rows[0][name]) / grown, 1) for name in COMMANDS}
-    result = {
-        "what": "CPU seconds of commands in one thread, with their start; per_gb is the slope between both",
-        "command": f"python benchmarks/target_cost.py SMALL LARGE --rounds {options.rounds}",
-        "environment": describe("neuzip-toolkit", "numba", "numpy"),
-        "results": rows,
-        "per_gb": per_gb,
-    }
     print(*rows, per_gb, sep="\n")
-    print(save("target_cost", result))
+    what = "CPU seconds of commands in one thread, with their start; per_gb is the slope between both"
+    environment = Environment.here("neuzip-toolkit", "numba", "numpy")
+    print(save("target_cost", what, Measurement(environment, rows, {"per_gb": per_gb})))
 
 
 def measured(checkpoint: Path, rounds: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import describe, describe_gpu, save
+from record import Environment, Measurement, save
 from sweep import calibration
 
 from neuzip.eval.measures.comparison import BaselineComparison, read_tokens
@@ -78,21 +78,21 @@ def main() -> None:
             f"same first choice {row['top_1']:.1%}  {row['bits']:.2f} bits  {row['seconds']:.0f} s",
             flush=True,
         )
-    environment = describe("neuzip-toolkit", "torch", "transformers")
-    if judge.device.type == "cuda":
-        environment["gpu"] = describe_gpu()
-    found = {
-        "what": "ternary weights without training, step by step",
+    on_gpu = judge.device.type == "cuda"
+    environment = Environment.here("neuzip-toolkit", "torch", "transformers", gpu=on_gpu)
+    facts = {
         "text": Path(arguments.text).name,
         "tokens": judge.tokens,
         "calibration": Path(arguments.calibration).name,
         "calibration_tokens": windows.numel(),
         "device": judge.device.type,
-        "environment": environment,
         "original": {"perplexity": results[0]["original"]},
-        "results": results,
     }
-    print(f"saved {save(f'ternary-conversion-{arguments.name}', found)}")
+    what, measurement = (
+        "ternary weights without training, step by step",
+        Measurement(environment, results, facts),
+    )
+    print(f"saved {save(f'ternary-conversion-{arguments.name}', what, measurement)}")
 
 
 def step(

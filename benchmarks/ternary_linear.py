@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from environment import UNKNOWN, describe, describe_gpu, save_sections
 from gpu_codec import L2, captured, copy_speed, milliseconds, stream
+from record import Environment, Measurement, save_sections
 
 from neuzip.kernels.quantizers import Ternary, squared_relu
 from neuzip.kernels.ternary_linear import Activation, TernaryWeight, reference, relu2_glu, ternary_linear
@@ -110,16 +110,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these products are compared with cuBLAS")
-    environment = {**describe("neuzip-toolkit", "torch", "triton"), "gpu": describe_gpu()}
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    environment = Environment.here("neuzip-toolkit", "torch", "triton", gpu=True, needs_commit=True)
     torch.manual_seed(0)
     for name in arguments.sections:
         with torch.cuda.stream(stream()):
             if name == "launches":
                 launches(arguments.rounds)
                 continue
-            measured = {name: {"environment": environment, **sections[name](arguments.rounds)}}
+            facts = sections[name](arguments.rounds)
+        measured = {name: Measurement(environment, facts.pop("results"), facts)}
         print(f"saved {save_sections('ternary_linear', __doc__.splitlines()[0], measured)}")
 
 

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from environment import describe, save_sections
+from record import Environment, Measurement, save_sections
 
 from neuzip.compress import Rule, compress
 from neuzip.compress.rules import LOSSLESS, rules_of_options
@@ -86,16 +86,12 @@ def main() -> None:
     share = sum(n for name, n in numels.items() if name.endswith("embed_tokens.weight")) / sum(
         numels.values()
     )
-    section = {
-        "tied": tied,
-        "embedding_share": share,
-        "text": text.name,
-        "tokens": baseline.tokens,
+    facts = {
+        "tied": tied, "embedding_share": share, "text": text.name, "tokens": baseline.tokens,
         "window": arguments.window,
-        "environment": describe("neuzip-toolkit", "torch", "transformers"),
-        "results": rows,
-    }
-    print(f"saved {save_sections('tied_embedding', WHAT, {arguments.name: section})}")
+    }  # fmt: skip
+    measurement = Measurement(Environment.here("neuzip-toolkit", "torch", "transformers"), rows, facts)
+    print(f"saved {save_sections('tied_embedding', WHAT, {arguments.name: measurement})}")
 
 
 if __name__ == "__main__":

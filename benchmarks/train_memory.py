@@ -29,7 +29,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for all, or cuBLAS would not be deterministic
 
 import torch
-from environment import describe, describe_gpu, save_sections
+from record import Environment, Measurement, save_sections
 from transformers import AutoModelForCausalLM, GPTNeoConfig, LlamaConfig, PretrainedConfig
 
 from neuzip.train.deterministic import deterministic_algorithms
@@ -107,8 +107,8 @@ def main() -> None:
         rows = sections[name]()
         if arguments.tiny or int(os.environ.get("RANK", "0")):
             continue
-        environment = {**describe("neuzip-toolkit", "torch", "triton", "transformers"), "gpu": describe_gpu()}
-        measured = {name: {"rows": rows, "paper_gib": PAPER.get(name), "environment": environment}}
+        environment = Environment.here("neuzip-toolkit", "torch", "triton", "transformers", gpu=True)
+        measured = {name: Measurement(environment, rows, {"paper_gib": PAPER.get(name)})}
         print(f"saved {save_sections('train_memory', __doc__.splitlines()[0], measured)}", flush=True)
 
 

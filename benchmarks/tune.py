@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from compile_first import processes, run_side_by_side
-from environment import UNKNOWN, describe
 from gpu_codec import captured, stream
 from launch_choice import Entry, KernelTable, Launch, Measured, Timing, choose, table_text
 from packed_groups import SHAPES, Shape
 from packed_linear import DEVICE, in_turns, name_of, require_exact, rotated, rounded
+from record import Environment
 from weight_laws import LAWS, generator_on
 
 from neuzip.kernels import tuning
@@ -217,7 +217,8 @@ def main() -> None:
         for kernel in kernels:
             if kernel not in usable:
                 print(f"{kernel.name}: left out, as this GPU has no such kernel", file=sys.stderr)
-        measured = Measured(torch.cuda.get_device_name(device), commit_of(parser), datetime.date.today())
+        commit = Environment.here(needs_commit=True).commit
+        measured = Measured(torch.cuda.get_device_name(device), commit, datetime.date.today())
         options = ["--kernels", *(kernel.name for kernel in usable), "--shapes", *map(name_of, shapes)]
         parts = processes()
         run_side_by_side(
@@ -241,14 +242,6 @@ def tune(
     tuning.read.cache_clear()
     tuning.read(out)  # raises ValueError for what is no table
     print(f"wrote {out}; run .venv/bin/pytest -m gpu tests/kernels, and benchmarks/packed_linear.py")
-
-
-def commit_of(parser: argparse.ArgumentParser) -> str:
-    """The commit that is measured; exits if it is not known."""
-    commit = str(describe()["commit"])
-    if commit == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
-    return commit
 
 
 def own_file(device: torch.device) -> Path:

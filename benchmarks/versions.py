@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import UNKNOWN, describe, describe_gpu, save
+from record import Environment, Measurement, save
 
 LIMIT = 0.02
 """Share by which a case may be slower than in the other version."""
@@ -240,9 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
-    environment = {**describe("neuzip-toolkit", "torch", "triton"), "gpu": describe_gpu()}
-    if environment["commit"] == UNKNOWN:
-        parser.error("git does not say the commit: name it in NEUZIP_COMMIT")
+    environment = Environment.here("neuzip-toolkit", "torch", "triton", gpu=True, needs_commit=True)
     rows = []
     for row in compare(Version(None, options.only), Version(options.other, options.only), options.rounds):
         rows.append(row)
@@ -255,16 +253,7 @@ def main() -> None:
     late = [row["case"] for row in rows if row["ratio"] > 1 + LIMIT]
     print(f"{len(rows)} cases with the same bits, {len(late)} slower by more than {LIMIT:.0%}")
     what = "kernels of two versions on one GPU, the same bits, times in turns"
-    save(
-        "versions",
-        {
-            "what": what,
-            "other": options.other_commit,
-            "limit": LIMIT,
-            "environment": environment,
-            "results": rows,
-        },
-    )
+    save("versions", what, Measurement(environment, rows, {"other": options.other_commit, "limit": LIMIT}))
 
 
 if __name__ == "__main__":

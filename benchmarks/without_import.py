@@ -301,7 +301,7 @@ def main() -> int:
         print(json.dumps(try_all(given.root, given.only)))
         return 0
 
-    from environment import describe, save
+    from record import Environment, Measurement, save
 
     columns = []
     with tempfile.TemporaryDirectory() as folder:
@@ -316,11 +316,8 @@ def main() -> int:
             found.update({"error": found["error"].replace(folder, "...")} if "error" in found else {})
     print(table(columns))
     if given.save:
-        environment = describe("torch", "safetensors")
-        save(
-            "without_import",
-            {"what": __doc__.splitlines()[0], "environment": environment, "columns": columns},
-        )
+        measurement = Measurement(Environment.here("torch", "safetensors"), columns)
+        save("without_import", __doc__.splitlines()[0], measurement)
     return int(any(
         found["outcome"] == "RANDOM" and name not in UNSTOPPED
         for column in columns for name, found in column["outcomes"].items()

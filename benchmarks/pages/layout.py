@@ -1,46 +1,28 @@
-"""What every page of results is made of: sections, tables, links, machines, and results by name."""
+"""What all pages of results share: results by name, templates, links, machines, and labels of results.
+
+The text of a page is in `templates/<topic>.md.j2`, a macro for each block. `templates/layout.md.j2` has what
+several topics use. The module of the same name derives the numbers and calls `render`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import jinja2
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
+Document = dict[str, Any]
+"""A result as its file has it; most have a list `results` of dictionaries."""
 
-def title_of(part: str) -> str:
-    """What a table is of: the heading that it begins with."""
-    found = re.match(r"### (.+)", part)
-    assert found is not None, part[:80]
-    return found[1]
-
-
-def anchor(title: str) -> str:
-    """The name that a heading has on the web."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
-def measured(*tables: tuple[Sequence[str], Callable[..., str]]) -> list[str]:
-    """The tables of which all results are there."""
-    return [render(*map(load, names)) for names, render in tables if all(map(is_measured, names))]
-
-
-def section(title: str, told: str, shown: Iterable[str], command: str, machines: Iterable[str]) -> str:
-    """A heading, what was measured, the tables, and how to measure it again."""
-    by_machine: dict[str, dict[str, None]] = {}
-    for text in machines:
-        name, _, commit = text.partition(", commit ")
-        by_machine.setdefault(name, {})[commit] = None
-    where = "; ".join(
-        f"{name}, commit{'s' if len(found) > 1 else ''} {', '.join(found)}"
-        for name, found in by_machine.items()
-    )
-    return "\n\n".join([f"### {title}", told, *shown, f"Measured with {command} on {where}."])
+MODELS_READ = {"demo": "The demo checkpoint", "wikilm-26m": "wikilm-26m", "smollm2-135m": "SmolLM2-135M"}
+"""Names of models; docs/measurements.md says what they are."""
 
 
 def is_measured(name: str) -> bool:
@@ -48,26 +30,98 @@ def is_measured(name: str) -> bool:
     return (RESULTS / f"{name}.json").is_file()
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str) -> Document:
     """One result."""
-    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    document: Document = json.loads((RESULTS / f"{name}.json").read_text())
     return document
 
 
-def slower(speedup: float) -> str:
-    """The label of a result of ours that is slower than its baseline, in the two digits that are shown."""
-    return ", **slower**" if round(speedup, 2) < 1 else ""
+def measured(*tables: tuple[Sequence[str], Callable[..., str]]) -> list[str]:
+    """The tables of which all results are there."""
+    return [render(*map(load, names)) for names, render in tables if all(map(is_measured, names))]
 
 
-def machine(document: dict[str, Any]) -> str:
-    """What it ran on, in a few words."""
-    e = document["environment"]
+def render(block: str, *values: object, **named: object) -> str:
+    """The Markdown of `topic.macro`, a macro of templates/topic.md.j2 that gets these values."""
+    topic, _, macro = block.partition(".")
+    module = TEMPLATES.get_template(f"{topic}.md.j2").module
+    return unwrapped(str(getattr(module, macro)(*values, **named)))
+
+
+def unwrapped(text: str) -> str:
+    """Markdown with one line per paragraph, item or table row, and one blank line between blocks.
+
+    Templates wrap long paragraphs: a line is joined to the line before, unless it begins with `|`, `*`, `#`
+    or `![`.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        begins = re.match(r" *\* |\||#|!\[", line) or not lines or not lines[-1]
+        if not line.strip() or begins:
+            lines.append(line.rstrip())
+        else:
+            lines[-1] += f" {line.strip()}"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def anchor(title: str) -> str:
+    """The name that a heading has on the web."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def linked(what: str, title: str) -> str:
+    """A cell that leads to a table of docs/measurements.md."""
+    return f"[{what}](docs/measurements.md#{anchor(title)})"
+
+
+def row(*cells: object) -> str:
+    """A line of a Markdown table; a list stands for several cells."""
+    texts = [str(one) for cell in cells for one in (cell if isinstance(cell, list) else [cell])]
+    return f"| {' | '.join(texts)} |"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join(row(*cells) for cells in [heads, ["---"] * len(heads), *rows])
+
+
+def machines(*documents: Document) -> str:
+    """What results or their sections were measured on, each machine once with all of its commits."""
+    return machine_list(text for document in documents for text in machines_of(document))
+
+
+def machine_list(texts: Iterable[str]) -> str:
+    """Descriptions of machines as a sentence has them, each machine once with all of its commits."""
+    commits: dict[str, dict[str, None]] = {}
+    for text in texts:
+        name, _, commit = text.partition(", commit ")
+        commits.setdefault(name, {})[commit] = None
+    return "; ".join(
+        f"{name}, commit{'s' if len(each) > 1 else ''} {', '.join(each)}" for name, each in commits.items()
+    )
+
+
+def machines_of(document: Document) -> Iterator[str]:
+    """A description of the machine of each section, or of a document without any."""
+    for part in document.get("sections", {"": document}).values():
+        yield machine(part["environment"])
+
+
+GPU_PACKAGES = ("torch", "triton", "safetensors", "transformers")
+"""Packages whose versions stand beside the results of a GPU."""
+
+
+def machine(environment: Document) -> str:
+    """The GPU and its driver, or the processor; versions; and the commit, in a few words."""
+    gpu = environment.get("gpu")
     packages = ", ".join(
-        f"{name} {version}" for name, version in e["packages"].items() if "neuzip" not in name
-    )
-    return (
-        f"{e['cores']} cores of an {e['processor']}, Python {e['python']}, {packages}, commit {e['commit']}"
-    )
+        f"{name} {version}" for name, version in environment["packages"].items()
+        if (name in GPU_PACKAGES if gpu else "neuzip" not in name)
+    )  # fmt: skip
+    where = f"{environment['cores']} cores of an {environment['processor']}" if gpu is None else (
+        f"{gpu['name']}, driver {gpu['driver']}"
+    )  # fmt: skip
+    return f"{where}, Python {environment['python']}, {packages}, commit {environment['commit']}"
 
 
 def text_of(name: str) -> str:
@@ -75,36 +129,31 @@ def text_of(name: str) -> str:
     return {"demo": "the held-out text", "train": "its training text"}.get(name.partition(" (")[0], name)
 
 
-CACHE_TITLE = "Quality with a quantised KV cache"
-
-MODELS_READ = {"demo": "The demo checkpoint", "wikilm-26m": "wikilm-26m", "smollm2-135m": "SmolLM2-135M"}
-"""Names of models; docs/measurements.md says what they are."""
-
-
-def machines_of(document: dict[str, Any]) -> list[str]:
-    """The GPUs of all sections, or of a document without any."""
-    sections = document.get("sections", {"": document}).values()
-    return [gpu_machine(part["environment"]) for part in sections if "environment" in part]
+def renamed(text: str, names: dict[str, str]) -> str:
+    """A text of a result in a reader's words: `names` has regular expressions and what replaces them."""
+    for pattern, name in names.items():
+        text = re.sub(pattern, name, text)
+    return text
 
 
-def missed(row: dict[str, Any], key: str) -> str:
-    """That a target was missed, where it was."""
-    return ", **missed**" if row[key] > row.get(f"must_{key}", row[key]) else ""
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def gpu_machine(environment: dict[str, Any]) -> str:
-    """The card and what drove it, in a few words."""
-    gpu = environment["gpu"]
-    packages = ", ".join(
-        f"{name} {v}"
-        for name, v in environment["packages"].items()
-        if name in ("torch", "triton", "safetensors", "transformers")
-    )
-    note = f" ({environment['note']})" if "note" in environment else ""
-    return (
-        f"{gpu['name']}, driver {gpu['driver']}, Python {environment['python']}, {packages}, "
-        f"commit {environment['commit']}{note}"
-    )
+def slower(speedup: float) -> str:
+    """The label of a result of ours that is slower than its baseline, in the two digits that are shown."""
+    return ", **slower**" if round(speedup, 2) < 1 else ""
+
+
+def times(ratio: float) -> str:
+    """How many times as fast as the baseline, and that it is slower if it is."""
+    return f"{ratio:.2f}x{slower(ratio)}"
+
+
+def judged(value: float, must: float, *, most: bool = False) -> str:
+    """The label of a result that misses its target."""
+    return ", **missed**" if (value > must if most else value < must) else ""
 
 
 def with_aim(value: float, aims: tuple[float | None, float | None], *, most: bool) -> str:
@@ -112,12 +161,10 @@ def with_aim(value: float, aims: tuple[float | None, float | None], *, most: boo
     must, stretch = aims
     if must is None:
         return ""
-    sign = 1 if most else -1
-    told = f"{must:g}" + ("" if stretch is None else f" / {stretch:g}")
-    if sign * value > sign * must:
-        return f" (target {told}, **missed**)"
-    reached = stretch is not None and sign * value <= sign * stretch
-    return f" (target {told}{', stretch reached' if reached else ''})"
+    label = judged(value, must, most=most)
+    if not label and stretch is not None and not judged(value, stretch, most=most):
+        label = ", stretch reached"
+    return f" (target {must:g}{'' if stretch is None else f' / {stretch:g}'}{label})"
 
 
 WITHIN_95 = 1.96
@@ -131,27 +178,37 @@ def within(estimate: dict[str, float | None], digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {WITHIN_95 * error:.{digits}f}")
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names as a sentence has them."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+def spread(values: Sequence[float], spec: str) -> str:
+    """The least and the greatest value, each formatted by `spec`."""
+    return f"{format(min(values), spec)} to {format(max(values), spec)}"
 
 
-def linked(what: str, part: str) -> str:
-    """A cell that leads to a table of docs/measurements.md."""
-    return f"[{what}](docs/measurements.md#{anchor(title_of(part))})"
+def speeds(ratios: Sequence[float]) -> str:
+    """The least and the greatest ratio of speeds, and that some are slower."""
+    return f"{spread(ratios, ',.2f')}{slower(min(ratios))}"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
-    return "\n".join(lines)
+def plus_minus(value: float, error: float | None, *formats: str) -> str:
+    """A figure and its error, if it has one; the second format is the error's, if it differs."""
+    return format(value, formats[0]) + ("" if not error else f" ± {format(error, formats[-1])}")
 
 
-def aimed(value: float, must: float, text: str, *, most: bool = False) -> str:
-    """A target, and that it was missed if it was."""
-    return text + (", **missed**" if (value > must if most else value < must) else "")
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    shared = (
+        judged, linked, machine_list, machines, plus_minus, row, slower, speeds, spread,
+        table, text_of, times, with_aim, within,
+    )  # fmt: skip
+    environment.globals |= {function.__name__: function for function in shared}
+    environment.globals |= {"MODELS_READ": MODELS_READ, "exp": math.exp, "max": max}
+    environment.filters["fmt"] = format
+    return environment
 
 
-def times(ratio: float) -> str:
-    """How many times as fast as the baseline, and that it is slower if it is."""
-    return f"{ratio:.2f}x{slower(ratio)}"
+TEMPLATES = _environment()
+"""The templates of all pages; `value | fmt(".2f")` formats a number as Python does."""

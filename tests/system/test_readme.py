@@ -147,7 +147,7 @@ def test_figures_of_a_bitnet_model_appear_with_their_file(readme: Pages, tmp_pat
         {**size, "by": "bf16", "value": 8.0, "ratio": 1.0},
         {**size, "by": "a4.8", "value": 1.2, "ratio": 0.15, **met},
     ]
-    (tmp_path / "bitnet.json").write_text(json.dumps({"rows": rows, "environment": CARD}))
+    (tmp_path / "bitnet.json").write_text(json.dumps({"results": rows, "environment": CARD}))
     figures = readme.figures()
     assert "| what | bf16 | b1.58 | a4.8 |" in figures
     assert (
@@ -228,19 +228,19 @@ def test_memory_and_speed_stand_beside_their_aims(readme: Pages) -> None:
     ]  # fmt: skip
     document = {
         "sections": {
-            "llama-3-8b": {"rows": llama, "paper_gib": {"ours": 15.25}, "environment": CARD},
+            "llama-3-8b": {"results": llama, "paper_gib": {"ours": 15.25}, "environment": CARD},
             "adamw": {
-                "rows": [step("llama-3-8b", "ours, adamw8bit", 1024, 31.0, 500.0)], "paper_gib": None,
+                "results": [step("llama-3-8b", "ours, adamw8bit", 1024, 31.0, 500.0)], "paper_gib": None,
                 "environment": CARD,
             },
             "bits": {
-                "rows": [
+                "results": [
                     {"optimizer": "sgd", "steps": 50, "losses_equal": True, "weights_equal": True},
                     {"optimizer": "adamw8bit", "steps": 50, "losses_equal": True, "weights_equal": False},
                 ], "paper_gib": None, "environment": CARD,
             },
             "two-gpus": {
-                "rows": [
+                "results": [
                     {"processes": 2, "tokens": 16384, "tokens_per_second": 9e3, "equal_on_all": True}
                 ], "paper_gib": None, "environment": CARD,
             },
@@ -372,12 +372,12 @@ def ratios(document: dict[str, Any], name: str) -> list[float]:
     if name == "packed_linear":
         return [r["speedup"] for r in sections["products"]["results"]]
     if name == "generate":
-        rows = [r for s in sections.values() for r in s["rows"]]
+        rows = [r for s in sections.values() for r in s["results"]]
         return [r["ratio"] for r in rows if r["unit"] == "tokens/s" and r["by"] != "bf16" and "ratio" in r]
     if name == "train_memory":
         speeds = {
             (r["model"], r["tokens"], r["method"]): r["tokens_per_second"]
-            for s in sections.values() for r in s["rows"] if r.get("peak_gib") is not None
+            for s in sections.values() for r in s["results"] if r.get("peak_gib") is not None
         }  # fmt: skip
         return [
             speed / speeds[model, tokens, f"lomo{', deterministic' * ('determ' in method)}"]
@@ -553,13 +553,13 @@ def row_with(readme: Pages, what: str) -> str:
     [
         (
             "bitnet",
-            lambda d: d["rows"],
+            lambda d: d["results"],
             "[generate with ternary synthetic weights, 3B shapes, a4.8, ",
             "2.5x",
         ),
         (
             "generate",
-            lambda d: d["sections"]["llama"]["rows"],
+            lambda d: d["sections"]["llama"]["results"],
             "[generate with packed synthetic weights",
             "1.15x at batch 1",
         ),
@@ -606,7 +606,7 @@ def test_memory_and_time_are_judged_as_at_most(
             r |= {"ms": 20.25 if missed else 9.75, "must_ms": 10.5, "mb": 44.4}
     (tmp_path / "linear_cross_entropy.json").write_text(json.dumps(loss))
     training = json.loads((root / "benchmarks" / "results" / "train_memory.json").read_text())
-    for r in training["sections"]["llama-3-8b"]["rows"]:
+    for r in training["sections"]["llama-3-8b"]["results"]:
         if r["method"] in ("ours", "lomo") and r["tokens"] == 1024:
             own = {"peak_gib": 16.0 if missed else 14.0, "tokens_per_second": 600 if missed else 700}
             r |= own if r["method"] == "ours" else {"tokens_per_second": 1000}
@@ -627,8 +627,13 @@ def test_the_page_of_measurements_has_every_table(root: Path, readme: Pages, tmp
     assert len(parts) >= 20
     for part in parts:
         assert part.replace("](benchmarks/", "](../benchmarks/") in page
-        assert f"\n### {readme.title_of(part)}\n" in page
-    assert len({readme.title_of(part) for part in parts}) == len(parts)
+        assert part.startswith("### ") and f"\n{title_of(part)}\n" in page
+    assert len(set(map(title_of, parts))) == len(parts)
+
+
+def title_of(part: str) -> str:
+    """The heading that a table begins with."""
+    return part.partition("\n")[0]
 
 
 def test_every_table_names_its_command_machine_and_commit(root: Path, readme: Pages, tmp_path: Path) -> None:
@@ -636,7 +641,7 @@ def test_every_table_names_its_command_machine_and_commit(root: Path, readme: Pa
         shutil.copy(path, tmp_path)
     for part in readme.parts():
         measured = re.findall(r"^Measured with `python (benchmarks/\w+\.py)[^`]*`.* on (.*)\.$", part, re.M)
-        assert measured, readme.title_of(part)
+        assert measured, title_of(part)
         for script, where in measured:
             assert (root / script).is_file(), script
             assert re.match(r"\d+ cores of an |NVIDIA ", where) and re.search(

@@ -1,27 +1,28 @@
-"""Every result in benchmarks/results says where it comes from: a commit, the hardware, the versions."""
+"""Every result in benchmarks/results is a record of a measurement: commit, hardware, versions and rows."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-MEASURED = sorted(set(RESULTS.glob("*.json")) - {RESULTS / "reading.json"})
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import record
+from record import Environment, GpuCard, Measurement
+
+MEASURED = sorted({path.stem for path in record.RESULTS.glob("*.json")} - {"reading"})
 """All but what people read: no machine and no versions belong to that, and it has commits of its own."""
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
-
-def environments(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each part of a result was measured on: of a document with sections every section has its own."""
-    parts = document.get("sections", {"": document})
-    for name, part in parts.items():
-        yield name, part.get("environment", {})
+HERE = Environment("chip", 2, 8.0, "Linux 6", "3.11.7", {"torch": "2.13.0"}, "54e7d27")
 
 
 def commits(value: Any) -> Iterator[str]:
@@ -41,19 +42,30 @@ def test_there_are_results():
     assert len(MEASURED) > 25
 
 
-@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
-def test_a_result_names_commit_hardware_and_versions(path: Path):
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_result_names_commit_hardware_and_versions(name: str):
     """A commit is a whole id: what was measured with uncommitted changes nobody can measure again."""
-    document = json.loads(path.read_text())
-    parts = list(environments(document))
-    assert parts
-    for name, environment in parts:
-        assert COMMIT.fullmatch(environment.get("commit", "")), (name, environment.get("commit"))
-        assert environment["processor"] and environment["cores"] > 0 and environment["memory_gib"] > 0
-        assert environment["python"] and set(environment["packages"].values()) - {"not installed"}
-        if "gpu" in environment:
-            assert environment["gpu"]["name"] and environment["gpu"]["driver"]
+    measurements = record.read(name)
+    assert measurements
+    for section, measurement in measurements.items():
+        environment = measurement.environment
+        assert COMMIT.fullmatch(environment.commit), (section, environment.commit)
+        assert environment.processor and environment.cores > 0 and environment.memory_gib > 0
+        assert environment.python and set(environment.packages.values()) - {"not installed"}
+        if environment.gpu is not None:
+            assert environment.gpu.name and environment.gpu.driver
+    document = json.loads((record.RESULTS / f"{name}.json").read_text())
     assert all(COMMIT.fullmatch(commit) for commit in commits(document))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_result_is_read_and_written_as_it_is(name: str):
+    """All files have the layout that the one writer writes."""
+    document = json.loads((record.RESULTS / f"{name}.json").read_text())
+    assert document.pop("what")
+    sections = document.get("sections", {"": document})
+    assert {key: one.plain() for key, one in record.read(name).items()} == sections
+    assert document.keys() == {"sections"} or "sections" not in document
 
 
 @pytest.mark.parametrize(
@@ -61,3 +73,54 @@ def test_a_result_names_commit_hardware_and_versions(path: Path):
 )
 def test_what_is_no_commit(commit: str):
     assert not COMMIT.fullmatch(commit)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The record with a folder of its own."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return record
+
+
+def test_what_is_saved_is_read(results: ModuleType):
+    gpu = Environment(**{**vars(HERE), "gpu": GpuCard("a card", 80.0, "580.1", "13.0"), "gpus": 2})
+    measurement = Measurement(gpu, [{"case": "a", "us": 1.5}], {"rounds": 3})
+    results.save("one", "times", measurement)
+    assert results.read("one") == {"": measurement}
+    results.save("facts", "no rows", Measurement(HERE, facts={"seconds": {"median": 1.0}}))
+    assert results.read("facts")[""].facts == {"seconds": {"median": 1.0}}
+
+
+def test_a_section_takes_its_place_and_leaves_the_others(results: ModuleType):
+    old, new = Measurement(HERE, [{"us": 1}]), Measurement(HERE, [{"us": 2}])
+    results.save_sections("two", "times", {"a": old, "b": old})
+    results.save_sections("two", "times", {"b": new})
+    assert results.read("two") == {"a": old, "b": new}
+
+
+@pytest.mark.parametrize("change", [{"comit": "54e7d27"}, {"gpu": {"name": "a card"}}])
+def test_an_environment_with_a_wrong_key_is_not_read(change: dict[str, Any]):
+    with pytest.raises(TypeError):
+        Environment.read(HERE.plain() | change)
+
+
+def test_the_environment_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["/a/benchmarks/speed.py", "/data/a model", "--rounds", "3"])
+    monkeypatch.setenv("NEUZIP_COMMIT", "54e7d27")
+    here = Environment.here("pytest", "no-such-package", needs_commit=True)
+    assert here.command == "python benchmarks/speed.py 'a model' --rounds 3"
+    assert here.packages == {"pytest": pytest.__version__, "no-such-package": "not installed"}
+    assert here.commit == "54e7d27" and here.cores > 0 and here.gpu is None
+
+
+def test_a_benchmark_that_needs_a_commit_stops_at_its_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("NEUZIP_COMMIT", raising=False)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert Environment.here().commit == record.UNKNOWN
+    with pytest.raises(SystemExit, match="NEUZIP_COMMIT"):
+        Environment.here(needs_commit=True)
+
+
+def test_a_spread_is_the_median_and_two_percentiles():
+    assert record.spread([5.0, 1.0, 2.0, 4.0, 3.0, 6.0], "us") == {"us": 3.5, "p20_us": 2.0, "p80_us": 5.0}
+    assert record.spread([7.0], "ms") == {"ms": 7.0, "p20_ms": 7.0, "p80_ms": 7.0}
