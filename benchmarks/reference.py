@@ -341,12 +341,12 @@ def written(parameter: inspect.Parameter) -> str:
 def annotation(value: Any) -> str:
     """An annotation as it was written, with the values of a choice in place of its name."""
     from neuzip import choices
+    from neuzip.runtime import residencies
 
     text = value if isinstance(value, str) else inspect.formatannotation(value)
-    names = [name for name, choice in vars(choices).items() if get_origin(choice) is Literal]
-    return re.sub(
-        rf"\b({'|'.join(names)})\b", lambda m: repr(getattr(choices, m[0])).removeprefix("typing."), text
-    )
+    known = {**vars(choices), "Residency": residencies.Residency}
+    names = [name for name, choice in known.items() if get_origin(choice) is Literal]
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda m: repr(known[m[0]]).removeprefix("typing."), text)
 
 
 def prose(thing: Any) -> str:
@@ -565,23 +565,17 @@ def versions() -> str:
 
 def memory_formats() -> str:
     """The in-memory weight formats, each with what it needs."""
-    from neuzip.runtime.hf.residency import RESIDENCIES
+    from neuzip.runtime.residencies import RESIDENCIES
 
-    require_same("MEMORY", MEMORY, RESIDENCIES)
+    needs = {False: ("4.57 and 5", "any dtype that torch runs"), True: ("5", "bf16 and fp16")}
     heads = "`--residency` | NVIDIA GPU | CPU | transformers | weights"
-    return table(heads, ((f"`{name}`", *MEMORY[name]) for name in RESIDENCIES))
-
-
-MEMORY = {
-    "dense": ("yes", "yes", "4.57 and 5", "any dtype that torch runs"),
-    "packed": (
-        "compute capability 8.0 and later; prompts are fastest on Hopper",
-        "yes, through a slow reference",
-        "5",
-        "bf16 and fp16",
-    ),
-    "ans": ("compute capability 8.0 and later", "no", "5", "bf16 and fp16"),
-}
+    return table(
+        heads,
+        (
+            (f"`{name}`", entry.gpu, entry.cpu or "no", *needs[bool(entry.weight)])
+            for name, entry in RESIDENCIES.items()
+        ),
+    )
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

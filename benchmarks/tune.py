@@ -163,10 +163,11 @@ KERNELS = (
         forms=(BF16, FP16), hopper=True, by_shape=False, needs=("many_rows_tile",),
     ),
     Kernel(
-        "many_rows_tile", grid(tile=(16, 32, 64, 128, 256)), "rows",
+        "many_rows_tile", grid(tile=(16, 32, 64, 128, 256), groups=(2,)), "rows",
         (2, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096),
         lambda case, packed: ({}, case.rows), by_gluon,
-        "Many rows, on Hopper: rows of x that a program multiplies at a time.",
+        "Many rows, on Hopper: rows of x that a program multiplies at a time, and\n"
+        "warp groups, each with 64 rows of the weights.",
         hopper=True, by_shape=False,
     ),
     Kernel(

@@ -17,6 +17,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from neuzip.cli import commands, tracebacks
@@ -25,6 +26,7 @@ from neuzip.errors import (
     FULL,
     REPORT_IT,
     DiskFull,
+    FormatError,
     NeuzipError,
     UsageError,
     is_out_of_memory,
@@ -56,7 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from neuzip.cli.output import error, make_streams_forgiving, open_closed_streams
 
     argv = sys.argv[1:] if argv is None else argv
-    begin(_verb(argv) or None, json=_asks_for_json(argv), translate=_in_options)
+    begin(_verb(argv) or None, json=_asks_for_json(argv), translate=partial(_in_options, typed=argv))
     if not open_closed_streams():
         error("stdout is closed, and the result goes there", "redirect it to a file, or to /dev/null")
         return 1
@@ -73,7 +75,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         tracebacks.show()
         goes_on = isinstance(failure, DiskFull) and _verb(argv) in commands.RESUMABLE
         hint = f"free some space; {GO_ON}" if goes_on else failure.hint
-        error(failure.message, hint, kind=type(failure).__name__, exit_code=failure.exit_code)
+        quotes = isinstance(failure, FormatError)  # what a file holds, and no parameter
+        error(
+            failure.message, hint,
+            kind=type(failure).__name__, exit_code=failure.exit_code, verbatim=quotes,
+        )  # fmt: skip
         return failure.exit_code
     except KeyboardInterrupt:
         _end_line()
@@ -90,7 +96,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         if system is not None and system.errno in _NOT_OUR_FAULT:
             tracebacks.show()
             place = f"{system.filename}: " if system.filename else ""
-            error(f"{place}{os.strerror(system.errno)}", _WHAT_TO_DO.get(system.errno, ""), kind="OSError")
+            hint = _WHAT_TO_DO.get(system.errno, "")
+            error(f"{place}{os.strerror(system.errno)}", hint, kind="OSError", verbatim=True)
             return 1
         shown = tracebacks.show()
         if (missing := missing_package(failure, f"neuzip {_verb(argv)}")) is not None:
@@ -109,17 +116,18 @@ def run(argv: Sequence[str] | None = None) -> int:
             + (" and the traceback above" if shown else "; -v shows the traceback"),
             kind=type(failure).__name__,
             exit_code=3,
+            verbatim=True,
         )
         return 3
 
 
-def _in_options(text: str) -> str:
+def _in_options(text: str, typed: Sequence[str]) -> str:
     """A text of the library in the words of the command line; the commands are imported if it needs them."""
     if "`" not in text:
         return text
     from neuzip.cli.flags import in_options
 
-    return in_options(text)
+    return in_options(text, typed)
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName, Residency
+from neuzip.choices import Activations, Attention, DeviceMap, DeviceName, DtypeName
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.output import Output
@@ -20,6 +20,7 @@ from neuzip.cli.text import count_text
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError, shell
 from neuzip.runtime.requirements import require_device, require_quantisable
+from neuzip.runtime.residencies import Residency
 
 if TYPE_CHECKING:
     from torch import Tensor

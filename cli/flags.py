@@ -1,15 +1,18 @@
 """Parameters of the library as options of the command line: `mantissa_bits=3` is --mantissa-bits 3.
 
-The library speaks of parameters, in backquotes, because its callers may be programs. Everything that the
-command line tells of an error, a warning or a hint goes through `in_options`.
+The library speaks of parameters, in backquotes, because its callers may be programs. What the command line
+tells of an error, a warning or a hint goes through `in_options`, except for messages that quote a file or
+another library. A name in backquotes is a parameter if it is a whole word of the sentence and was not typed
+by the user: the name of a file may have backquotes.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import PurePath
 
 from neuzip.cli.main import program
 from neuzip.errors import shell
@@ -17,21 +20,35 @@ from neuzip.errors import shell
 ARGUMENTS = {"source": "SRC", "destination": "DST", "repo_id": "REPO_ID"}
 """Parameters that are arguments on the command line, by the words of the help pages."""
 
-PARAMETER = re.compile(r"""`([a-z][a-z0-9_]*)(?:=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^`]*))?`""")
-"""A name, and a value as `repr` writes it: a string may hold backquotes itself."""
+VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^`]*"""
+"""A value as `repr` writes it: a string may hold backquotes itself."""
+
+PARAMETER = rf"(?<![^\s(])`([a-z][a-z0-9_]*)(?:=({VALUE}))?`(?![^\s,;:.)])"
+"""A name, with or without a value, between spaces or punctuation."""
 
 
-def in_options(text: str) -> str:
+def in_options(text: str, typed: Iterable[str] = ()) -> str:
     """A text of the library in the words of the command line. What is no option there stays as it is.
 
     >>> in_options("`mantissa_bits=9`: too many; leave out `plan`, or give `overwrite=True`")
     '--mantissa-bits 9: too many; leave out --plan, or give --overwrite'
     >>> in_options("`verify=False` and `device='cuda'`; choose another `destination`, as in `config`")
     '--no-verify and --device cuda; choose another DST, as in `config`'
+    >>> in_options("`jobs`/`plan`: there is no such folder; give fewer `jobs`", typed=["./`jobs`/`plan`"])
+    '`jobs`/`plan`: there is no such folder; give fewer --jobs'
     """
     if "`" not in text:
         return text
-    return PARAMETER.sub(lambda match: _option(match[0], match[1], match[2]), text)
+    own = sorted({form for word in typed for form in _forms(word)}, key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, own), PARAMETER])
+    return re.sub(pattern, lambda m: m[0] if m[1] is None else _option(m[0], m[1], m[2]), text)
+
+
+def _forms(word: str) -> Iterator[str]:
+    """A word of the command line with backquotes, in the forms in which a message may quote it."""
+    for form in (word, word.partition("=")[2]):
+        path = PurePath(form)
+        yield from (text for text in (form, str(path), path.name) if "`" in text)
 
 
 def _option(whole: str, name: str, value: str | None) -> str:

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from neuzip.choices import Activations, Attention, DeviceName, Residency
+from neuzip.choices import Activations, Attention, DeviceName
 from neuzip.cli import tracebacks
+from neuzip.runtime.residencies import RESIDENCIES, Residency, in_words
 
 SourceArgument = Annotated[
     str,
@@ -56,7 +57,7 @@ RunDeviceOption = Annotated[
 ]
 ResidencyOption = Annotated[
     Residency,
-    typer.Option(help="In-memory weight format: uncompressed, packed (fixed width) or rANS-coded (GPU only)"),
+    typer.Option(help=f"In-memory weight format: {in_words(e.summary for e in RESIDENCIES.values())}"),
 ]
 ActivationsOption = Annotated[
     Activations | None,

@@ -189,12 +189,21 @@ class Output:
             print(folded(printable(message), sys.stderr), file=sys.stderr)
 
 
-def error(message: str, hint: str = "", *, kind: str = "NeuzipError", exit_code: int = 1) -> None:
+def error(
+    message: str,
+    hint: str = "",
+    *,
+    kind: str = "NeuzipError",
+    exit_code: int = 1,
+    verbatim: bool = False,
+) -> None:
     """Say why it failed and what to do about it: on stderr, and under --json on stdout too.
+
+    A `verbatim` message quotes a file or another library, so that names in backquotes are no parameters.
 
     `kind` is the class of the error. What a command answered before it failed stays the one object on stdout.
     """
-    message, hint = _bounded(message), _bounded(hint)
+    message, hint = _bounded(message if verbatim else RUN.translate(message)), _bounded(RUN.translate(hint))
     print(folded(f"error: {message}", sys.stderr), file=sys.stderr)
     if hint:
         print(folded(f"hint: {hint}", sys.stderr), file=sys.stderr)
@@ -211,7 +220,7 @@ def _bounded(text: str) -> str:
     """One line of bearable length: a message may quote what a hostile file holds."""
     from neuzip.formats.hub.secrets import scrubbed
 
-    line = printable(scrubbed(RUN.translate(text)), one_line=True)
+    line = printable(scrubbed(text), one_line=True)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,41 @@ class Driver:
     version: str | None = None
     cuda: str | None = None
     gpus: tuple[InstalledGpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """The file of launch parameters that serves an operation on GPUs of one compute capability.
+
+    `is_own` is false if the capability has no file, and another's serves it. `card`, `commit` and `date` say
+    what the file was measured on.
+    """
+
+    operation: str
+    compute_capability: str
+    architecture: str
+    is_own: bool
+    card: str | None
+    commit: str | None
+    date: str | None
+
+
+def launch_tables(gpus: Iterable[InstalledGpu]) -> list[LaunchTable]:
+    """The launch tables of all operations, for each compute capability among the GPUs."""
+    from neuzip.kernels import tuning
+
+    tables = []
+    for capability in sorted({gpu.compute_capability for gpu in gpus}):
+        for operation in tuning.operators():
+            source = tuning.source_for(operation, int(capability.replace(".", "")))
+            measured = {key: str(value) for key, value in tuning.measured_on(source.path).items()}
+            tables.append(
+                LaunchTable(
+                    operation, capability, f"sm{source.architecture}", source.is_own,
+                    measured.get("card"), measured.get("commit"), measured.get("date"),
+                )
+            )  # fmt: skip
+    return tables
 
 
 def processor() -> str:

@@ -16,9 +16,6 @@ DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 """Dtypes that a model computes in; "auto" is that of the checkpoint, or float32 on a CPU."""
 
-Residency = Literal["dense", "packed", "ans"]
-"""In-memory formats of weights: uncompressed, of a fixed width, or coded by rANS."""
-
 Activations = Literal["b1.58", "a4.8", "a4.8-fp4", "none"]
 """Modes of quantising the activations of ternary weights."""
 

@@ -15,7 +15,7 @@ from neuzip.arguments import (
     require_paths,
     require_texts,
 )
-from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits, Residency
+from neuzip.choices import Activations, Attention, DeviceMap, DtypeName, KvBits
 from neuzip.compress.device import AnyDevice, named
 from neuzip.errors import UsageError
 from neuzip.eval.measures.convention_names import BOS, NAMES
@@ -30,6 +30,7 @@ from neuzip.runtime.devices import choose_device
 from neuzip.runtime.hf.attention_choice import choose
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.requirements import require_quantisable, require_seed, require_stop
+from neuzip.runtime.residencies import RESIDENCIES, Residency
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,7 +159,7 @@ def evaluate(
 
 def _require_ways(residency: object, activations: object, attention: object) -> None:
     """Raise UsageError for a way to run a model that there is not."""
-    require_one_of(get_args(Residency), residency=residency)
+    require_one_of(tuple(RESIDENCIES), residency=residency)
     require_one_of((*get_args(Activations), None), activations=activations)
     require_one_of(get_args(Attention), attention=attention)
 

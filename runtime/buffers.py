@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from neuzip.kernels.rans.coded import TOGETHER
-from neuzip.runtime.cuda_capture import capture_id
+from neuzip.kernels.device.capture import capture_id
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuzip.errors import UsageError
+from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
 
 SEEDS = range(-(1 << 63), 1 << 64)
 """What torch takes as a seed."""
@@ -45,16 +46,17 @@ def require_device(device: str, residency: str = "dense") -> None:
 
     Whether torch finds the GPU too shows when it is chosen.
     """
-    if device != "cuda" and residency != "ans":
+    on_gpu = not RESIDENCIES[residency].cpu
+    if device != "cuda" and not on_gpu:
         return
     from neuzip.compress.device import driver_devices
 
     missing = not driver_devices()
-    if residency == "ans" and (missing or device == "cpu"):
+    if on_gpu and (missing or device == "cpu"):
         why = "not with `device='cpu'`" if device == "cpu" else "and NVIDIA's driver finds no device"
         raise UsageError(
-            f"`residency='ans'`: is decoded on a GPU, {why}",
-            "give `residency='packed'`, which runs on a CPU too",
+            f"`residency={residency!r}`: is decoded on a GPU, {why}",
+            f"give `residency={compressed_on_cpu()!r}`, which runs on a CPU too",
         )
     if device == "cuda" and missing:
         raise UsageError("`device='cuda'`: NVIDIA's driver finds no device", "use `device='cpu'`")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neuzip.choices import Attention, Residency
+from neuzip.choices import Attention
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.output import Output
@@ -15,6 +15,7 @@ from neuzip.cli.source import resolved_model
 from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.requirements import require_device
+from neuzip.runtime.residencies import RESIDENCIES, compressed_names
 
 if TYPE_CHECKING:
     pass
@@ -34,7 +35,8 @@ ResidencyOption = Annotated[
     str | None,
     typer.Option(
         metavar="R,...",
-        help="Weight formats to compare with dense: packed, ans (default: packed on a GPU, none on a CPU)",
+        help=f"Weight formats to compare with dense: {', '.join(compressed_names())} "
+        "(default: packed on a GPU, none on a CPU)",
     ),
 ]
 BatchOption = Annotated[str, typer.Option(metavar="N,...", help="Batch sizes")]
@@ -130,10 +132,12 @@ def command(
 
 def _names(text: str) -> list[str]:
     """The residencies of `packed,ans`."""
-    names, known = [part.strip() for part in text.split(",")], get_args(Residency)
+    names = [part.strip() for part in text.split(",")]
     for name in names:
-        if name not in known:
-            raise UsageError(f"--residency {text}: there is no {name!r}", f"choose from {', '.join(known)}")
+        if name not in RESIDENCIES:
+            raise UsageError(
+                f"--residency {text}: there is no {name!r}", f"choose from {', '.join(RESIDENCIES)}"
+            )
     return names
 
 

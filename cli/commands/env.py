@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from neuzip.cli.text import bytes_text
 from neuzip.distribution import NAME
 
 if TYPE_CHECKING:
-    from neuzip.compress.machine import Driver
+    from neuzip.compress.machine import Driver, LaunchTable
 
 EXAMPLES = [
     "neuzip env",
@@ -56,6 +56,7 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
     there = {name.upper() for name in os.environ}  # proxies are named in small letters too
     packages = {name: _version(name) for name in LIBRARIES}
     driver = machine.nvidia_driver()
+    tables = machine.launch_tables(driver.gpus)
     environment: dict[str, object] = {
         "installed": how,
         "commit": commit,
@@ -71,9 +72,10 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
         "driver": driver.version,
         "driver_cuda": driver.cuda,
         "gpus": driver.gpus,
+        "launch_tables": tables,
         "variables": {name: name in there for name in VARIABLES},
     }
-    lines = _lines(environment, packages, driver)
+    lines = _lines(environment, packages, driver, tables)
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         out.text(f"{name:<{width}}  {value}")
@@ -81,7 +83,10 @@ def command(json: options.JsonOption = False, quiet: options.QuietOption = False
 
 
 def _lines(
-    environment: Mapping[str, object], packages: Mapping[str, str | None], driver: Driver
+    environment: Mapping[str, object],
+    packages: Mapping[str, str | None],
+    driver: Driver,
+    tables: Sequence[LaunchTable],
 ) -> list[tuple[str, str]]:
     """What a person reads: a name and a value a line."""
     commit = f", commit {environment['commit']}" if environment["commit"] else ""
@@ -108,6 +113,7 @@ def _lines(
             )
             for gpu in driver.gpus
         ] or [("GPU", "the driver finds none")]
+    lines += _launch_lines(tables)
     for name, there in packages.items():
         cuda = (
             f", built for CUDA {environment['torch_cuda']}"
@@ -118,6 +124,20 @@ def _lines(
     variables = environment["variables"]
     assert isinstance(variables, dict)
     lines.append(("variables set", ", ".join(name for name, is_set in variables.items() if is_set) or "none"))
+    return lines
+
+
+def _launch_lines(tables: Sequence[LaunchTable]) -> list[tuple[str, str]]:
+    """Which launch tables serve the GPUs, and what these were measured on."""
+    if not tables:
+        return [("launch table", "none in use, as there is no GPU")]
+    lines = []
+    for table in tables:
+        place = table.architecture
+        if not table.is_own:
+            place += f" for capability {table.compute_capability}, which has none"
+        origin = f"measured on {table.card}, {table.date}, commit {table.commit}"
+        lines.append(("launch table", f"{table.operation}: {place}, {origin}"))
     return lines
 
 

@@ -18,6 +18,7 @@ from neuzip.cli.threads import let_threads_sleep
 from neuzip.errors import UsageError
 from neuzip.runtime.decode.sampling import Sampling
 from neuzip.runtime.requirements import require_device, require_quantisable, require_seed, require_stop
+from neuzip.runtime.residencies import RESIDENCIES
 
 PACKAGES = ("torch", "transformers")
 
@@ -128,8 +129,8 @@ def command(
     place = choose_device(device)
     task = prepare(path, text, max_new_tokens=max_new_tokens, chat=chat, system=system)
     warn_of_plain_inputs(out, path, (residency,), activations)
-    if residency == "packed" and place.type == "cpu":
-        out.hint("on a CPU packed weights run by slow reference code; --residency dense is faster")
+    if place.type == "cpu" and RESIDENCIES[residency].is_slow_on_cpu:
+        out.hint(f"on a CPU {residency} weights run by slow reference code; --residency dense is faster")
     reset_peak(place)
     began = time.monotonic()
     with out.progress("load", None):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from neuzip.cli.schema.table import Keys, keys_of
+from neuzip.runtime.residencies import RESIDENCIES, in_words
 
 OBJECTS: Mapping[str, Keys] = {
-    "SpeedRow": keys_of("""
-        residency                 : string - in-memory weight format: dense, packed or ans
+    "SpeedRow": keys_of(f"""
+        residency                 : string - in-memory weight format: {in_words(RESIDENCIES)}
         batch                     : integer [sequences] - batch size
         graphed                   : boolean - whether steps ran as a CUDA graph
         load_seconds              : number [s] - time to load
@@ -112,6 +113,15 @@ OBJECTS: Mapping[str, Keys] = {
         compute_capability : string - such as 9.0
         memory_bytes       : integer [bytes] - its memory
     """),
+    "LaunchTable": keys_of("""
+        operation          : string - the operation, such as packed_linear
+        compute_capability : string - that of the GPUs, such as 9.0
+        architecture       : string - folder of the table, such as sm90
+        is_own             : boolean - false if the table of another compute capability serves the GPUs
+        card               : string or null - GPU on which the table was measured
+        commit             : string or null - commit with which it was measured
+        date               : string or null - when
+    """),
 }
 
 COMMANDS: Mapping[str, Keys] = {
@@ -131,6 +141,7 @@ COMMANDS: Mapping[str, Keys] = {
         driver       : string or null - version of NVIDIA's driver
         driver_cuda  : string or null - the newest CUDA version that the driver runs
         gpus         : list of Gpu - each GPU
+        launch_tables : list of LaunchTable - the tables of launch parameters in use; empty without a GPU
         variables    : map of boolean - environment variables that matter, and whether each is set
     """),
     "generate": keys_of("""

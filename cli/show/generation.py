@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuzip.choices import Residency
 from neuzip.cli.output import Output
 from neuzip.cli.show.evaluation import attention_text
 from neuzip.cli.text import bytes_text, count_text, seconds_text
+from neuzip.runtime.residencies import Residency
 
 if TYPE_CHECKING:
     from torch import device as Device

@@ -98,7 +98,7 @@ def _show_layers(out: Output, search: PreparedSearch, result: TargetResult) -> N
     if solution is None or solution.drops is None:
         out.text(f"dropped layers: {dropped}, as in the earlier run")
         return
-    by_size = target.kind == "target-size"
+    by_size = target.limits_size
     tried = {solution.dropped: solution.trials[-1]}
     if solution.passed_over is not None:
         tried[() if solution.dropped else solution.drops.chosen.layers] = solution.passed_over

@@ -7,11 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from neuzip.errors import FormatError, NeuzipError, is_out_of_memory
 from neuzip.formats.checkpoint import ORIGINAL_FOLDER, Checkpoint
@@ -20,6 +19,9 @@ from neuzip.formats.safetensors_file import parse_json
 from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import skeleton_of
 from neuzip.runtime.hf.messages import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NOTE = "dropped_layers"
 """Key of the dropped layers in our section of config.json."""
@@ -131,7 +133,7 @@ def require_the_same(
     """Raise NeuzipError unless the model of the new config is the old one without some layers."""
     try:
         with quiet_transformers():
-            new_config = type(config).from_dict(document)
+            new_config = type(config).from_dict(copy.deepcopy(document))  # 4.57 adds entries to what it gets
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _not_without(path, f"transformers refuses its new config: {reason}") from error
@@ -140,7 +142,10 @@ def require_the_same(
     if len(after) != len(remaining):
         raise _not_without(path, f"it would have {len(after)} layers in place of {len(remaining)}")
     for number, (at, layer) in enumerate(zip(remaining, after, strict=True)):
-        if difference := _difference(before[at], layer, at, number):
+        difference = _difference(before[at], layer, at, number)
+        if at != number and getattr(config, "scale_attn_by_inverse_layer_idx", False):
+            difference = difference or "attn.scaling"  # 4.57 computes it in the forward pass
+        if difference:
             raise _not_without(path, f"layer {at} would become another: {difference}")
     if _rest(old) != _rest(new):
         raise _not_without(path, "what is not in its layers would become another")

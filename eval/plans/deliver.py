@@ -104,7 +104,7 @@ def compress_to_target(
     elif baseline is not None:
         with stage("compare", baseline.tokens, "tokens") as advance:
             run = baseline.run(request.dst, advance)
-    if request.target.kind == "target-size":
+    if request.target.limits_size:
         value: float = report.stored_weight_bytes
     else:
         assert run is not None

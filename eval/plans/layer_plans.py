@@ -28,7 +28,7 @@ class LayerPredictions:
 
         comparison  the model without the dropped layers beside the whole one, None if none is dropped
         """
-        if self._target.kind != "target-size":
+        if not self._target.limits_size:
             cost = 0.0 if comparison is None else upper(value_of(self._target.kind, comparison))
             return self._bytes(dropped, self._target.limit, cost)
         kld = 0.0 if comparison is None else comparison.kld.mean.value
@@ -41,7 +41,7 @@ class LayerPredictions:
     def pays_from(self, drops: Drops) -> float | None:
         """The limit from which the first layer that was not dropped is predicted to pay."""
         least = drops.rejected
-        if self._target.kind == "target-size" or least is None or least.comparison is None:
+        if self._target.limits_size or least is None or least.comparison is None:
             return None
         cost = max(0.0, upper(value_of(self._target.kind, least.comparison)))
         coarsest = math.fsum(max(values) for values in self._sensitivity.divergences)

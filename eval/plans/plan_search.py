@@ -76,7 +76,7 @@ def find_plan(
     if request.drop_layers:
         assert baseline is not None and trials, "layers are dropped by measurement"
         return _find_without_layers(request, baseline, stages)
-    if request.target.kind == "target-size":
+    if request.target.limits_size:
         within = predict_reach(request.src, request.rules, request.block_size, request.jobs)
         within.require(request.target)
         if within.is_lossless(request.target):
@@ -168,7 +168,7 @@ def _rank(target: CompressionTarget, plan: SearchResult) -> float:
     trial = plan.trials[-1]
     if trial.comparison is None:
         return math.inf
-    if target.kind == "target-size":
+    if target.limits_size:
         return trial.comparison.kld.mean.value
     holds = upper(value_of(target.kind, trial.comparison)) <= target.limit
     return trial.bytes if holds else math.inf
@@ -177,7 +177,7 @@ def _rank(target: CompressionTarget, plan: SearchResult) -> float:
 def _refuse_drop(request: TargetRequest, drop: Drop) -> None:
     """Raise NeuzipError for layers without which no plan is within the target."""
     numbers = ", ".join(map(str, drop.layers))
-    if request.target.kind == "target-size":
+    if request.target.limits_size:
         raise NeuzipError(
             f"{request.target}: without layers {numbers} the weight files are larger still, as it looks",
             "give a larger size, or drop more layers",

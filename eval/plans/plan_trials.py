@@ -122,12 +122,12 @@ class Planner:
 
     def best(self, *, compare: bool = False) -> SearchResult:
         """The best plan by trials. With `compare` the last trial has a comparison, whatever the target."""
-        return self.by_size(compare) if self.request.target.kind == "target-size" else self.by_quality()
+        return self.by_size(compare) if self.request.target.limits_size else self.by_quality()
 
     def untried(self) -> SearchResult:
         """The plan that the sum of single tensors predicts to reach the target, without a trial."""
         limit = self.request.target.limit
-        if self.request.target.kind == "target-size":
+        if self.request.target.limits_size:
             return self._result(self._within(limit))
         return self._result(allocate(self.sensitivity.options("divergence"), limit))
 

@@ -68,7 +68,7 @@ def text_for(
 
     None for a size that is reached by the weights alone, unless a text is `needed` for something else.
     """
-    by_weights = goal is not None and goal.kind == "target-size" and sensitivity == "weights"
+    by_weights = goal is not None and goal.limits_size and sensitivity == "weights"
     if text is None and by_weights and not needed:
         return None
     return "demo" if text is None else text
@@ -107,7 +107,7 @@ def prepare_search(
             refuse_other_files(dst, overwrite)
         target = goal.target(sum(p.stat().st_size for p in source.checkpoint.weight_paths()))
     lossless = None
-    if goal.kind == "target-size" and drop_layers == 0:
+    if goal.limits_size and drop_layers == 0:
         within = predict_reach(src, rules, block_size, jobs)
         within.require(target)
         if within.is_lossless(target):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from neuzip.eval.measures.estimates import Estimate
 
 Kind = Literal["max-kld", "max-ppl-increase", "target-size"]
+SIZE: Kind = "target-size"
+"""The kind whose limit is in bytes; the others limit the loss of quality, in nats a token."""
 
 UNITS = {"B": 1, **{p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)},
          **{p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}}  # fmt: skip
@@ -26,6 +28,11 @@ class CompressionTarget:
     kind: Kind
     text: str
     limit: float
+
+    @property
+    def limits_size(self) -> bool:
+        """Whether the limit is one of bytes, and quality is what is sought; else the other way round."""
+        return self.kind == SIZE
 
     def __str__(self) -> str:
         value = self.text if self.kind == "max-kld" else repr(self.text)
@@ -45,13 +52,18 @@ class RequestedTarget:
     text: str
 
     @property
+    def limits_size(self) -> bool:
+        """Whether the limit is one of bytes."""
+        return self.kind == SIZE
+
+    @property
     def parameter(self) -> str:
         """The name of its parameter."""
         return parameter_of(self.kind)
 
     def target(self, original: int) -> CompressionTarget:
         """The target for a checkpoint with weight files of `original` bytes. Raises UsageError."""
-        if self.kind == "target-size":
+        if self.limits_size:
             return target_size(self.text, original)
         return max_kld(self.text) if self.kind == "max-kld" else max_ppl_increase(self.text)
 

@@ -6,6 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""Waits for all threads of a partition of warps. Triton 3.7 calls it `barrier`."""
+
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):

@@ -34,14 +34,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    import torch  # at run time where a device is given: `neuzip env` describes tables without it
 
 FOLDER = Path(__file__).parent
 
@@ -88,6 +89,8 @@ def launch_for(name: str, device: torch.device, **shape: Value) -> Mapping[str, 
     UntunedGpuWarning. Raises KeyError for a kernel that has no table, and for a variable of a condition that
     `shape` lacks.
     """
+    import torch
+
     operator, _, kernel = name.partition(".")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     file = source(operator, device)
@@ -157,6 +160,8 @@ def source(operator: str, device: torch.device) -> TuningSource:
 @functools.cache
 def architecture_of(device: torch.device) -> int:
     """Compute capability as in "sm90"; for Triton's interpreter that of Hopper."""
+    import torch
+
     if device.type != "cuda":
         return INTERPRETED
     major, minor = torch.cuda.get_device_capability(device)
@@ -172,6 +177,18 @@ def source_for(operator: str, architecture: int) -> TuningSource:
     older = [one for one in files if one <= architecture]
     nearest = max(older) if older else min(files)
     return TuningSource(files[nearest], nearest, architecture)
+
+
+def operators() -> list[str]:
+    """All operators that have a table, in order."""
+    return sorted({path.stem for path in FOLDER.glob("sm*/*.toml")})
+
+
+def measured_on(path: Path) -> Mapping[str, Any]:
+    """What a file as a whole was measured on: `card`, `commit` and `date`; single entries may have others."""
+    with open(path, "rb") as file:
+        measured: dict[str, Any] = tomllib.load(file).get("measured", {})
+    return measured
 
 
 @functools.cache

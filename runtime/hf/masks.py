@@ -142,7 +142,7 @@ def mask(**arguments: Any) -> Tensor | None:
         new, offset = arguments["cache_position"].shape[0], arguments["cache_position"][0]
     if torch.compiler.is_compiling() or type(new) is not int or new == 1 or offset is None:
         return _sdpa_mask(**arguments)  # type: ignore[no-any-return]
-    pattern = _pattern(arguments["mask_function"])
+    pattern = _pattern(_without_packing(arguments["mask_function"]))
     if pattern is None:
         return _sdpa_mask(**arguments)  # type: ignore[no-any-return]
     # With a pattern that hides nothing it is cheap, and says whether there is a mask and what is padding.
@@ -164,6 +164,7 @@ def _all_keys(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor
 
 _SLIDING: Any = masking_utils.sliding_window_causal_mask_function(1)
 _OVERLAY: Any = masking_utils.sliding_window_overlay(1)
+_PACKED: Any = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1))
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", masking_utils)  # 4.57 has none
 
 
@@ -177,13 +178,31 @@ def _pattern(function: Any) -> tuple[bool, int | None] | None:
         return True, None
     if function is _BIDIRECTIONAL:
         return False, None
-    if getattr(function, "__code__", None) is not _SLIDING.__code__:
-        return None
-    overlay, *others = inspect.getclosurevars(function).nonlocals["mask_functions"]
+    overlay, *others = _intersected(function) or (None,)
     is_overlay = getattr(overlay, "__code__", None) is _OVERLAY.__code__
     if not is_overlay or others != [masking_utils.causal_mask_function]:
         return None
     return True, inspect.getclosurevars(overlay).nonlocals["sliding_window"]
+
+
+def _without_packing(function: Any) -> Any:
+    """A mask function less its part that keeps packed texts apart, if each row of the batch is one text.
+
+    Version 4.57 adds that part to every mask without a cache, version 5 to those of packed texts only.
+    """
+    parts = _intersected(function)
+    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not _PACKED.__code__:
+        return function
+    texts = inspect.getclosurevars(parts[1]).nonlocals["packed_sequence_mask"]
+    return parts[0] if bool((texts == texts[:, :1]).all()) else function
+
+
+def _intersected(function: Any) -> tuple[Any, ...]:
+    """The mask functions of which one is the intersection; none if it is no intersection."""
+    if getattr(function, "__code__", None) is not _SLIDING.__code__:
+        return ()
+    parts: tuple[Any, ...] = inspect.getclosurevars(function).nonlocals["mask_functions"]
+    return parts
 
 
 def _seen(valid: Tensor, queries: int, keys: int, causal: bool, window: int | None) -> VisibleKeys | None:

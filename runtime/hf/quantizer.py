@@ -17,12 +17,13 @@ from transformers.quantizers.base import HfQuantizer
 
 from neuzip.errors import NeuzipError, UsageError
 from neuzip.runtime.hf.quantization_config import METHOD, NeuzipConfig, PlacedConfig
+from neuzip.runtime.residencies import RESIDENCIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from neuzip.runtime.activations import Activations
-    from neuzip.runtime.hf.residency import WeightUse
+    from neuzip.runtime.weights import WeightUse
 
 
 class DenseQuantizer(HfQuantizer):
@@ -132,7 +133,7 @@ class CompressingQuantizer(HfQuantizer):
     @property
     def quantized_element_size(self) -> float:
         """Bytes a weight, about: what accelerate plans with."""
-        return _BYTES_A_WEIGHT[self.residency]
+        return RESIDENCIES[self.residency].bytes_per_weight
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Whether a parameter is to be compressed."""
@@ -255,10 +256,6 @@ def _floating(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise UsageError(f"dtype={dtype!r}: is no floating-point dtype", "give one such as torch.bfloat16")
     return named
-
-
-_BYTES_A_WEIGHT = {"packed": 11.4 / 8, "ans": 10.9 / 8}
-"""Bytes a bf16 weight of trained models takes, about."""
 
 
 def _compression(quantizer: CompressingQuantizer) -> Any:

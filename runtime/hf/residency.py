@@ -9,38 +9,31 @@ They are found by what modules do with their parameters, so no list of models is
 of bf16 or fp16, of some size. Everything else stays dense: norms, biases, convolutions, fp32, and what would
 hardly become smaller.
 
-    residency   products        look-ups, and what is tied to them
-    packed      PackedWeight    PackedWeight
-    ans         AnsWeight       PackedWeight, exact: only the rows looked up are decoded
-
-Layers of weights that are stored ternary are BitLinear in both, see `bitlinear`.
+The class of a residency decides what a weight becomes, see `runtime/residencies.py`. Layers of weights that
+are stored ternary are BitLinear in all compressed residencies, see `bitlinear`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from neuzip.choices import Residency
 from neuzip.compress.device import unfit
 from neuzip.errors import UsageError
 from neuzip.kernels.dtypes import torch_dtypes_for
-from neuzip.kernels.packed_linear.form import MAX_COLUMNS
 from neuzip.runtime.bitlinear import bit_linears, to_dense
-from neuzip.runtime.weights import AnsWeight, PackedWeight
+from neuzip.runtime.residencies import RESIDENCIES, compressed_on_cpu
+from neuzip.runtime.weights import CompressedWeight, WeightUse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-RESIDENCIES: tuple[str, ...] = get_args(Residency)
-"""How the weights of a live model may be kept in memory."""
 
 DTYPES = torch_dtypes_for("packed")
 """Dtypes of weights that can be compressed in memory."""
@@ -53,14 +46,6 @@ NARROWEST = 32
 
 WORTH = 0.9
 """The share of its dense bytes that a weight may take at most, compressed."""
-
-
-@dataclass(frozen=True)
-class WeightUse:
-    """What modules do with a weight: whether they look rows up, and whether it is stored [in, out]."""
-
-    looked_up: bool = False
-    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,15 +71,17 @@ class ModelMemory:
     Weights of BitLinear layers, 2 bits each and their scales, are `ternary` in any residency.
     """
 
-    dense: MemoryUse
-    packed: MemoryUse
-    ans: MemoryUse
-    ternary: MemoryUse = MemoryUse()
+    by_residency: Mapping[str, MemoryUse]
+    ternary: MemoryUse
+
+    def of(self, residency: str) -> MemoryUse:
+        """The parameters of one residency; of none, zeros."""
+        return self.by_residency.get(residency, MemoryUse())
 
     @property
     def total(self) -> MemoryUse:
         """All parameters."""
-        return self.dense + self.packed + self.ans + self.ternary
+        return sum(self.by_residency.values(), self.ternary)
 
 
 def require_residency(residency: str) -> None:
@@ -112,11 +99,12 @@ def require_places(residency: str, places: Iterable[torch.device | str | int]) -
         return
     places = list(places)
     kinds = {_kind(place) for place in places}
-    if residency == "ans" and kinds - {"cuda"}:
+    if not RESIDENCIES[residency].cpu and kinds - {"cuda"}:
         raise UsageError(
-            f"the residency 'ans' needs CUDA devices for all weights, not {' or '.join(sorted(kinds))}",
-            "give `device='cuda'` (device_map in transformers), or `residency='packed'`, which runs on a CPU"
-            " too",
+            f"the residency {residency!r} needs CUDA devices for all weights, not "
+            + " or ".join(sorted(kinds)),
+            "give `device='cuda'` (device_map in transformers), or "
+            f"`residency={compressed_on_cpu()!r}`, which runs on a CPU too",
         )
     if kinds - {"cuda", "cpu"} or len(kinds) > 1:
         raise UsageError(
@@ -150,7 +138,7 @@ def decompress_parameters(model: nn.Module, dtype: torch.dtype | None = None) ->
     to_dense(model)
     places = _places(model)
     for parameter in list(model.parameters()):
-        if isinstance(parameter, PackedWeight | AnsWeight):
+        if is_compressed(parameter):
             replace(places, parameter, nn.Parameter(parameter.dense().to(dtype=dtype)))
         elif dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -164,36 +152,30 @@ def compress(weight: torch.Tensor, use: WeightUse, residency: str) -> nn.Paramet
     return nn.Parameter(compressed, requires_grad=False)
 
 
-def _compressed(weight: torch.Tensor, use: WeightUse, residency: str) -> PackedWeight | AnsWeight | None:
+def _compressed(weight: torch.Tensor, use: WeightUse, residency: str) -> CompressedWeight | None:
     if residency == "dense" or weight.dtype not in DTYPES:
         return None
-    weight = weight.contiguous()
-    if residency == "ans" and not use.looked_up:
-        return AnsWeight.of(weight)
-    if weight.shape[-2 if use.transposed else -1] > MAX_COLUMNS:
-        return None
-    return PackedWeight.of(weight, transposed=use.transposed, exact=residency == "ans")
+    return RESIDENCIES[residency].weight_class.for_use(weight.contiguous(), use)
 
 
-def is_compressed(weight: torch.Tensor) -> bool:
+def is_compressed(weight: torch.Tensor) -> TypeGuard[CompressedWeight]:
     """Whether a parameter is kept in another residency than dense."""
-    return isinstance(weight, PackedWeight | AnsWeight)
+    return isinstance(weight, CompressedWeight) and weight.residency != ""
 
 
 def memory(model: nn.Module) -> ModelMemory:
     """What the parameters of a live model take; tied ones count once."""
     used: dict[str, MemoryUse] = defaultdict(MemoryUse)
+    ternary = MemoryUse()
     for parameter in model.parameters():
         nbytes = parameter.numel() * parameter.dtype.itemsize
-        if isinstance(parameter, PackedWeight):
-            used["packed"] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
-        elif isinstance(parameter, AnsWeight):
-            used["ans"] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
+        if is_compressed(parameter):
+            used[parameter.residency] += MemoryUse(parameter.numel(), nbytes, parameter.stored_bytes)
         else:
             used["dense"] += MemoryUse(parameter.numel(), nbytes, nbytes)
     for layer in set(bit_linears(model).values()):
-        used["ternary"] += MemoryUse(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
-    return ModelMemory(used["dense"], used["packed"], used["ans"], used["ternary"])
+        ternary += MemoryUse(layer.numel, layer.numel * layer.dtype.itemsize, layer.stored_bytes)
+    return ModelMemory(dict(used), ternary)
 
 
 def compressible(model: nn.Module) -> dict[str, WeightUse]:
@@ -274,7 +256,7 @@ def _places(model: nn.Module) -> ParameterPlaces:
     return places
 
 
-def replace(places: ParameterPlaces, old: nn.Parameter, new: nn.Parameter) -> None:
+def replace(places: ParameterPlaces, old: torch.Tensor, new: nn.Parameter) -> None:
     """Put a parameter in all places of another."""
     if new is old:
         return

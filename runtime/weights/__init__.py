@@ -29,5 +29,6 @@ BitWeight is a third kind: a stored ternary matrix on its way into a model. Ever
 from neuzip.runtime.weights import operations as operations
 from neuzip.runtime.weights.ans import AnsWeight as AnsWeight
 from neuzip.runtime.weights.base import CompressedWeight as CompressedWeight
+from neuzip.runtime.weights.base import WeightUse as WeightUse
 from neuzip.runtime.weights.bit import BitWeight as BitWeight
 from neuzip.runtime.weights.packed import PackedWeight as PackedWeight

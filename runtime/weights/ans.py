@@ -18,10 +18,12 @@ from neuzip.runtime.weights import base
 from neuzip.runtime.weights.base import (
     CompressedWeight,
     RowRange,
+    WeightUse,
     matrices,
     parts_within,
     rows_at_a_time,
 )
+from neuzip.runtime.weights.packed import PackedWeight
 
 ANS_FORMATS = {torch_dtype(name): name for name in names_for("ans")}
 """Dtypes that are coded, and their names in safetensors."""
@@ -33,6 +35,13 @@ class AnsWeight(CompressedWeight):
     residents: tuple[ResidentTensor, ...]
     chunks: tuple[tuple[int, int], ...]
     """For each part, where it is: resident tensor and chunk."""
+
+    residency = "ans"
+
+    @classmethod
+    def for_use(cls, weight: torch.Tensor, use: WeightUse) -> AnsWeight | PackedWeight | None:
+        """A weight coded by rANS; packed and exact if rows are looked up, as only these are decoded then."""
+        return PackedWeight.for_use(weight, use, exact=True) if use.looked_up else cls.of(weight)
 
     @classmethod
     def of(cls, dense: torch.Tensor) -> AnsWeight:

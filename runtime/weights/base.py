@@ -39,6 +39,14 @@ Self = TypeVar("Self", bound="CompressedWeight")
 
 
 @dataclass(frozen=True)
+class WeightUse:
+    """What modules do with a weight: whether they look rows up, and whether it is stored [in, out]."""
+
+    looked_up: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class RowRange:
     """Rows `start` to `stop` of a weight's matrix, decoded together."""
 
@@ -62,6 +70,9 @@ class CompressedWeight(torch.Tensor):
     flipped: bool
     parts: tuple[RowRange, ...]
     exact: bool = True
+    residency: ClassVar[str] = ""
+    """The residency that such parameters count as; "" for weights that are on their way into a model."""
+
     looks_up_rows: ClassVar[bool] = False
     """Whether `w[indices]` decodes the rows it names and no others."""
 
@@ -95,6 +106,14 @@ class CompressedWeight(torch.Tensor):
             )
         wrapper.stored, wrapper.stored_dtype, wrapper.flipped = stored, dtype, flipped
         return wrapper
+
+    @classmethod
+    def for_use(cls, weight: torch.Tensor, use: WeightUse) -> CompressedWeight | None:
+        """A contiguous dense weight, compressed where it lies; None if it has to stay dense.
+
+        May give a weight of another class, where that suits the use better.
+        """
+        raise NotImplementedError(f"{cls.__name__} is no residency")
 
     @property
     @abstractmethod

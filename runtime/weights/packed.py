@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from neuzip.kernels.packed_linear import ops as packed_ops
-from neuzip.kernels.packed_linear.form import TILE_ROWS
+from neuzip.kernels.packed_linear.form import MAX_COLUMNS, TILE_ROWS
 from neuzip.kernels.packed_linear.tensor import ARRAYS, PackedTensor
 from neuzip.runtime.buffers import DecodeUnit
-from neuzip.runtime.weights.base import CompressedWeight, RowRange, matrices, parts_within, rows_at_a_time
+from neuzip.runtime.weights.base import (
+    CompressedWeight,
+    RowRange,
+    WeightUse,
+    matrices,
+    parts_within,
+    rows_at_a_time,
+)
 
 
 class PackedWeight(CompressedWeight):
@@ -27,6 +34,7 @@ class PackedWeight(CompressedWeight):
     """The row of `packed` with which it begins."""
 
     exact: bool
+    residency = "packed"
     looks_up_rows = True
     words: torch.Tensor
     far_index: torch.Tensor
@@ -35,6 +43,13 @@ class PackedWeight(CompressedWeight):
     escapes: torch.Tensor
     turn_index: torch.Tensor
     turn_escapes: torch.Tensor
+
+    @classmethod
+    def for_use(cls, weight: torch.Tensor, use: WeightUse, exact: bool = False) -> PackedWeight | None:
+        """A weight packed for a use; None if its matrices have more columns than the packed form takes."""
+        if weight.shape[-2 if use.transposed else -1] > MAX_COLUMNS:
+            return None
+        return cls.of(weight, transposed=use.transposed, exact=exact)
 
     @classmethod
     def of(cls, dense: torch.Tensor, transposed: bool = False, exact: bool = False) -> PackedWeight:

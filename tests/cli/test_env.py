@@ -17,6 +17,7 @@ import pytest
 from neuzip import distribution
 from neuzip.cli.commands import env
 from neuzip.compress import machine
+from neuzip.kernels import tuning
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "hf_nobodysTokenNobodysToken"
@@ -89,6 +90,41 @@ def test_gpus_are_told_without_torch(neuzip: Any, monkeypatch: pytest.MonkeyPatc
     assert "595.10, for CUDA up to 13.2" in said
     assert said.count("NVIDIA H100, 85.9 GB, capability 9.9") == 2
     assert json.loads(neuzip("env", "--json").stdout)["gpus"][1]["compute_capability"] == "9.9"
+
+
+def test_launch_tables_and_their_origin_are_told(neuzip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(machine.InstalledGpu("a", capability, 1) for capability in ("9.0", "9.0", "8.6"))
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: machine.Driver("595.10", "13.2", gpus))
+    found = neuzip("env", "--json").json["launch_tables"]
+    tables = {(table["compute_capability"], table["operation"]): table for table in found}
+    assert {operation for _, operation in tables} == {path.stem for path in tuning.FOLDER.glob("*/*.toml")}
+    for (capability, operation), table in tables.items():
+        source = tuning.source_for(operation, int(capability.replace(".", "")))
+        assert table["architecture"] == source.path.parent.name
+        assert table["is_own"] is source.is_own
+        assert {key: table[key] for key in ("card", "commit", "date")} == {
+            key: str(value) for key, value in tuning.measured_on(source.path).items()
+        }
+    lines = [" ".join(line.split()) for line in neuzip("env").stdout.splitlines()]
+    own = tables["9.0", "rans"]
+    origin = f"measured on {own['card']}, {own['date']}, commit {own['commit']}"
+    assert f"launch table rans: sm90, {origin}" in lines
+    assert f"launch table rans: sm90 for capability 8.6, which has none, {origin}" in lines
+
+
+def test_without_a_gpu_no_launch_table_is_in_use(neuzip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_driver", machine.Driver)
+    lines = [" ".join(line.split()) for line in neuzip("env").stdout.splitlines()]
+    assert "launch table none in use, as there is no GPU" in lines
+    assert neuzip("env", "--json").json["launch_tables"] == []
+
+
+def test_torch_is_not_needed_for_it() -> None:
+    code = (
+        "import sys; from neuzip.compress.machine import InstalledGpu, launch_tables; "
+        "assert launch_tables([InstalledGpu('a', '9.0', 1)]) and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
-    PreTrainedConfig,
     Qwen2MoeConfig,
 )
 
@@ -44,6 +43,10 @@ from neuzip.runtime.hf.decoder import decoder_layers
 from neuzip.runtime.hf.load import load_model
 from neuzip.runtime.hf.norm_placement import NormPlacementConfig
 from neuzip.runtime.hf.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # 4.57 has another name
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

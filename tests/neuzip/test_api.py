@@ -19,6 +19,7 @@ import torch
 from safetensors.numpy import save_file
 
 import neuzip
+from neuzip.errors import FormatError
 from neuzip.eval.demo import CHECKPOINT
 
 pytest_plugins = ["loopback_hub"]
@@ -421,6 +422,7 @@ def test_files_need_no_torch(tmp_path: Path) -> None:
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing them raises ImportError
 import neuzip
+from neuzip.errors import FormatError
 small = neuzip.compress_checkpoint({str(CHECKPOINT)!r}, {str(tmp_path / "nz")!r}, mantissa_bits=3, jobs=1).dst
 neuzip.verify_checkpoint(small, jobs=1)
 neuzip.inspect_checkpoint(small, tensor="*norm*", jobs=1)
@@ -492,3 +494,29 @@ def test_a_name_from_a_file_stays_quoted() -> None:
     hostile = "a'`b; rm -rf ~"
     assert in_options(f"give `base={hostile!r}`") == "give --base 'a'\"'\"'`b; rm -rf ~'"
     assert in_options("`config` says `neuzip compress --plan`") == "`config` says `neuzip compress --plan`"
+    for text in ("a/`jobs`", "`jobs`/a", "'`jobs`'", "x`jobs`", "`jobs`s"):
+        assert in_options(f"{text}: is no folder") == f"{text}: is no folder"
+
+
+@pytest.mark.parametrize(
+    "typed", ["`jobs`", "./`jobs`", "a/`jobs`", "--plan=`jobs`", "`device=cpu`", "`jobs`."]
+)
+def test_a_file_that_is_called_as_a_parameter_keeps_its_name(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neuzip: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [CHECKPOINT, "x", typed] if typed.startswith("--") else [typed, "x"]
+    said = neuzip("compress", *arguments, "--overwrite", "--dry-run")
+    assert said.exit_code != 0
+    assert Path(typed.removeprefix("--plan=")).name in said.stderr, said.stderr
+
+
+@pytest.mark.parametrize("failure", [FormatError("x", "holds `jobs` now"), ValueError("it holds `jobs` now")])
+def test_what_files_and_other_libraries_say_is_no_option(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, neuzip: Callable[..., Any]
+) -> None:
+    def fail() -> str:
+        raise failure
+
+    monkeypatch.setattr("neuzip.compress.machine.processor", fail)
+    assert "holds `jobs` now" in neuzip("env").stderr

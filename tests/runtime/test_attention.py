@@ -327,7 +327,12 @@ def test_masks_of_other_shapes_are_not_read():
     assert masks.seen(None, torch.zeros(2, 4, 8, 8), key, True) is None  # more queries than keys
 
 
-@needs_5
+def test_a_pass_without_a_cache_is_quantised(model: PreTrainedModel, ids: Tensor):
+    patch_attention(model, 8, policy="always")
+    logits(model, ids, use_cache=False)
+    assert uses(model) == {"8 bits": 2}
+
+
 def test_texts_in_a_row_that_positions_tell_apart_stay_apart(llama: PreTrainedModel, ids: Tensor):
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     expected = logits(llama, ids, position_ids=positions, use_cache=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import needs_version_5
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from neuzip.errors import NeuzipError, UsageError
@@ -90,6 +91,7 @@ def test_plan_refuses_more_than_the_model_can(options: dict[str, int], message: 
         make_plan(small, [], device=CPU, **options)
 
 
+@needs_version_5
 def test_experts_are_refused_before_anything_is_measured(small: Path, model: PreTrainedModel):
     """Compressed, they are computed one by one, which no graph holds."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -183,6 +185,7 @@ def test_a_model_leaves_no_memory_behind(small: Path, device: torch.device):
 SHORT = ("--prompt-tokens", 8, "--new-tokens", 4, "--rounds", 1, "--device", "cpu")
 
 
+@needs_version_5
 @pytest.mark.slow
 def test_command_in_all_modes(small: Path, in_all_modes):
     said = in_all_modes("bench", small, "--residency", "packed", "--batch", "1,2", *SHORT)
@@ -315,6 +318,7 @@ def test_tokens_of_quantised_inputs_are_no_fault(small: Path, neuzip, monkeypatc
 # The benchmark
 
 
+@needs_version_5
 @pytest.mark.slow
 def test_the_benchmark_runs_small_on_a_cpu(root: Path, tmp_path: Path):
     results = root / "benchmarks" / "results" / "generate.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -599,7 +600,11 @@ def test_masks_of_other_threads_are_left_alone() -> None:
 
     def make() -> None:
         with torch.no_grad():
-            options = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 3, "kv_offset": 0}
+            options = {"batch_size": 1, "kv_length": 8, "kv_offset": 0}
+            if "cache_position" in inspect.signature(sdpa_mask).parameters:  # transformers 4.57
+                options |= {"cache_position": torch.tensor([3])}
+            else:
+                options |= {"q_length": 1, "q_offset": 3}
             mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
                 **options, dtype=torch.bfloat16, allow_is_causal_skip=False
             )

@@ -252,7 +252,7 @@ def packed(folder: Path, **options: Any) -> PreTrainedModel:
 def assert_packed(model: PreTrainedModel, expected: PreTrainedModel) -> None:
     """Most weights are, and all are worth the same."""
     held = memory(model)
-    assert held.packed.weights > 0.8 * held.total.weights
+    assert held.of("packed").weights > 0.8 * held.total.weights
     theirs = dict(expected.named_parameters(remove_duplicate=False))
     mine = dict(model.named_parameters(remove_duplicate=False))
     assert mine.keys() == theirs.keys()
@@ -506,7 +506,7 @@ def test_compressed_on_a_gpu_and_saved_again(kind: str, residency: str, larger, 
     )
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cuda"}
     held = memory(model)
-    assert held.packed.weights + held.ans.weights > 0.8 * held.total.weights
+    assert held.of("packed").weights + held.of("ans").weights > 0.8 * held.total.weights
     assert_about_the_same(model, expected)
     if residency == "ans":
         assert torch.equal(model(IDS.cuda()).logits, expected(IDS.cuda()).logits)

@@ -90,7 +90,7 @@ def made(kind: str, device: torch.device | str = "cpu") -> PreTrainedModel:
     """A small bf16 model with the same random weights every time, its experts computed one by one."""
     torch.manual_seed(1)
     model = MODELS[kind]().to(device, BF16).eval()
-    if kind in ("mixtral", "qwen_moe"):
+    if kind in ("mixtral", "qwen_moe") and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     return model
 
@@ -177,6 +177,7 @@ def test_of_tied_weights_all_names_decide():
     assert "linear.weight" not in compressible(pieces)
 
 
+@models.needs_version_5
 def test_ties_that_transformers_has_yet_to_make():
     with torch.device("meta"):
         model = llama(tied=True).to(BF16)
@@ -204,15 +205,17 @@ def test_fp32_is_left_as_it_is():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_packed_model_is_the_same_and_smaller(kind: str):
+    if kind == "qwen_moe" and not models.HAS_VERSION_5:
+        pytest.skip("transformers 4 has a matrix for each expert, too small to compress")
     model, expected = made(kind), made(kind)
     before = memory(model).total
     report = compress_parameters(model, "packed")
     assert report == memory(model)
-    assert report.ans == MemoryUse()
+    assert report.of("ans") == MemoryUse()
     assert report.total.weights == before.weights
     assert report.total.dense_bytes == before.stored_bytes
-    assert report.packed.weights > 0.8 * before.weights
-    assert report.packed.stored_bytes < 0.74 * report.packed.dense_bytes
+    assert report.of("packed").weights > 0.8 * before.weights
+    assert report.of("packed").stored_bytes < 0.74 * report.of("packed").dense_bytes
     assert_same_weights(model, expected)
     assert_same_results(model, expected, exact=False)
 

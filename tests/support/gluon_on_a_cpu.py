@@ -40,7 +40,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from neuzip.kernels.device import counters
+from neuzip.kernels.device.counters import THREADS
+
 NAMES = ("int8", "int32", "int64", "float16", "bfloat16", "float32", "uint16")
+LAYOUTS = ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout")
 RUBBISH = 0x5A5A5A5A
 TRITON = JITFunction, InterpretedFunction
 
@@ -66,8 +70,11 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.at + torch.as_tensor(offset).long())
 
+    def __getitem__(self, axes: Any) -> Pointer:
+        return Pointer(self.values, self.at[axes])
 
-def load(pointer: Pointer, mask: Any = True, other: float = 0) -> torch.Tensor:
+
+def load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "") -> torch.Tensor:
     every = torch.as_tensor(pointer.at)
     mask = torch.as_tensor(mask).expand(every.shape)
     at = every[mask]
@@ -77,11 +84,46 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0) -> torch.Tensor:
     return loaded.as_subclass(Values)
 
 
+def store(pointer: Pointer, values: torch.Tensor) -> None:
+    at = pointer.at
+    assert at.shape == values.shape and len(at.unique()) == at.numel(), "stored twice"
+    assert ((at >= 0) & (at < len(pointer.values))).all(), "a store leaves its tensor"
+    pointer.values[at] = values.to(pointer.values.dtype)
+
+
+def arrive(pointers: Pointer) -> None:
+    """Of `device.counters`, by all threads of a warp group at once."""
+    pointer = one_counter(pointers)
+    pointer.values[pointer.at] += THREADS
+
+
+def await_(pointers: Pointer, groups: int) -> None:
+    """Of `device.counters`. Programs run one after the other: who is waited for has to have ended."""
+    pointer = one_counter(pointers)
+    if pointer.values[pointer.at] != groups * THREADS:
+        raise Hang
+    pointer.values[pointer.at] = 0
+
+
+COUNTERS = {counters.arrive.fn: arrive, counters.await_.fn: await_}
+"""What takes the place of functions that end in inline assembly for all programs."""
+
+
+def one_counter(pointers: Pointer) -> Pointer:
+    (at,) = pointers.at.unique()
+    assert pointers.at.shape == (THREADS,)
+    return Pointer(pointers.values, at)
+
+
 class Memory:
     """A part of shared memory."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
     def index(self, number: int) -> Memory:
         return Memory(self.slice(number, 1).values[0])
@@ -111,6 +153,7 @@ class Descriptor:
     def __init__(self, described: TensorDescriptor) -> None:
         self.values, self.layout = described.base, described.layout
         self.dtype, self.shape = self.values.dtype, described.block_shape
+        self.block_shape = self.shape
         self.block_type = SimpleNamespace(nbytes=math.prod(self.shape) * self.dtype.itemsize)
         self.times_written = torch.zeros(self.values.shape, dtype=torch.int32)
 
@@ -172,15 +215,16 @@ class Program:
         gl = SimpleNamespace(
             program_id=lambda axis: self.number, num_programs=lambda axis: self.programs,
             allocate_shared_memory=allocate_shared_memory, warp_specialize=self.warp_specialize,
-            inline_asm_elementwise=inline_asm_elementwise, load=load, static_range=range,
+            inline_asm_elementwise=inline_asm_elementwise, load=load, store=store, static_range=range,
             arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32).as_subclass(Values),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Values),
-            zeros_like=torch.zeros_like, where=torch.where, minimum=minimum,
+            zeros_like=torch.zeros_like, where=where, minimum=minimum, maximum=max,
             join=lambda a, b: torch.stack([a, b], -1), split=lambda pairs: pairs.unbind(-1),
             reshape=torch.reshape, permute=torch.permute, expand_dims=torch.unsqueeze,
             broadcast=torch.broadcast_tensors,
             convert_layout=lambda values, layout, assert_trivial=False: values,
-            SliceLayout=language.SliceLayout, **{name: getattr(torch, name) for name in NAMES},
+            **{name: getattr(language, name) for name in LAYOUTS},
+            **{name: getattr(torch, name) for name in NAMES},
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             MBarrierLayout=hopper.mbarrier.MBarrierLayout, init=self.init, wait=self.wait, arrive=self.arrive,
@@ -193,7 +237,8 @@ class Program:
         return {
             "gl": gl, "mbarrier": mbarrier, "tma": tma, "fence_async_shared": lambda: None,
             "warpgroup_mma_init": Products, "warpgroup_mma": self.multiply,
-            "warpgroup_mma_wait": finished, "cuda": SimpleNamespace(gdc_wait=lambda: None),
+            "warpgroup_mma_wait": finished,
+            "cuda": SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None),
         }  # fmt: skip
 
     # Threads.
@@ -319,6 +364,10 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: obj
     return memory
 
 
+def where(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(torch.as_tensor(condition), a, b)
+
+
 def minimum(a: Any, b: int) -> Any:
     return a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b)
 
@@ -327,8 +376,7 @@ class OnACpu:
     """In the place of a kernel. After a launch `multiplied` has the left factors of products, by thread."""
 
     def __init__(self, kernel: GluonJITFunction) -> None:
-        self.module = dict(kernel.fn.__globals__)  # with the kernel, whose place this will take
-        self.name = kernel.__name__
+        self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return functools.partial(self.launch, grid[0])
@@ -350,26 +398,33 @@ class OnACpu:
         self.multiplied: dict[str, list[torch.Tensor]] = defaultdict(list)
         for number in range(programs):
             program = Program(number, programs)
-            functions = self.functions(program.names())
-            functions[self.name](*given, **constants)
+            functions = functions_of(self.kernel.fn.__globals__, program.names(), {})
+            with_names(self.kernel.fn, functions)(*given, **constants)
             for thread, factors in program.multiplied.items():
                 self.multiplied[thread] += factors
         for one in given:
             if isinstance(one, Descriptor):
                 assert one.times_written.unique().tolist() in ([0], [1]), "not all written once"
 
-    def functions(self, names: dict[str, Any]) -> dict[str, Any]:
-        """The functions and constants of the kernel's module, with these names for all else."""
-        for name, value in self.module.items():
-            if isinstance(value, GluonJITFunction):
-                names[name] = with_names(value.fn, names)
-            elif isinstance(value, TRITON):
-                names[name] = with_names(value.fn, operators_of(value.fn))
-            elif isinstance(value, language.constexpr):
-                names[name] = value.value
-            elif isinstance(value, ConstexprFunction):
-                names[name] = value
-        return names
+
+def functions_of(module: dict[str, Any], operators: dict[str, Any], known: dict[int, Any]) -> dict[str, Any]:
+    """The functions and constants of a module, each function with those of its own, and operators."""
+    if id(module) in known:
+        return known[id(module)]  # type: ignore[no-any-return]
+    names = known[id(module)] = dict(operators)
+    for name, value in module.items():
+        if isinstance(value, GluonJITFunction) and value.fn in COUNTERS:
+            names[name] = COUNTERS[value.fn]
+        elif isinstance(value, GluonJITFunction):
+            own = value.fn.__globals__
+            names[name] = with_names(value.fn, functions_of(own, operators, known))
+        elif isinstance(value, TRITON):
+            names[name] = with_names(value.fn, operators_of(value.fn))
+        elif isinstance(value, language.constexpr):
+            names[name] = value.value
+        elif isinstance(value, ConstexprFunction):
+            names[name] = value
+    return names
 
 
 def operators_of(function: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     GPT2Config,
@@ -19,8 +20,16 @@ from transformers import (
     OPTForCausalLM,
     PreTrainedModel,
 )
+from transformers.quantizers.base import HfQuantizer
 
 from neuzip.runtime.decode.agreement import agreement
+
+HAS_VERSION_5 = hasattr(HfQuantizer, "get_quantize_ops")
+"""Whether transformers is version 5 or later."""
+
+needs_version_5 = pytest.mark.skipif(
+    not HAS_VERSION_5, reason="transformers 4 has the residency 'dense' only"
+)
 
 
 def llama(seed: int | None = None, **config: Any) -> LlamaForCausalLM:

@@ -29,7 +29,7 @@ import neuzip
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 BIN = Path(sys.executable).parent
 ROOMS = {folder: name for name, folder in SETUPTOOLS["package-dir"].items() if (ROOT / folder).is_dir()}
-FLOORS = ("cli", "eval", "train", "runtime", "compress", "formats", "kernels")
+PACKAGES = ("cli", "eval", "train", "runtime", "compress", "formats", "kernels")
 NOT_PACKAGED = ("tests", "benchmarks")
 ADDRESS = "https://code.example/neuzip/neuzip"
 HOOK = "neuzip_autoload.py"
@@ -291,7 +291,7 @@ def test_imports_between_rooms_point_down(tmp_path: Path):
     ],
 )
 def test_the_contract_finds_an_import_against_the_arrows(importer: str, imported: str, tmp_path: Path):
-    rooms = dict.fromkeys(FLOORS, "")
+    rooms = dict.fromkeys(PACKAGES, "")
     rooms[importer] = f"def later():\n    import neuzip.{imported}\n"
     done = lint_imports(rooms, tmp_path, "rooms", "cli")  # others name modules that are not here
     assert done.returncode == 1, done.stdout + done.stderr
@@ -299,7 +299,7 @@ def test_the_contract_finds_an_import_against_the_arrows(importer: str, imported
 
 
 def test_the_contract_finds_a_new_room(tmp_path: Path):
-    done = lint_imports(dict.fromkeys((*FLOORS, "helpers"), ""), tmp_path)
+    done = lint_imports(dict.fromkeys((*PACKAGES, "helpers"), ""), tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
 
 
@@ -355,8 +355,8 @@ def test_the_lowest_versions_are_those_of_the_ranges():
         assert version.operator == "=="
         assert wanted.specifier.contains(version.version)
         assert str(pin.marker) == str(wanted.marker)
-        (floor,) = (bound for bound in wanted.specifier if bound.operator == ">=")
-        assert floor.version == version.version
+        (lower_bound,) = (bound for bound in wanted.specifier if bound.operator == ">=")
+        assert lower_bound.version == version.version
 
 
 def test_numba_compiles_the_vector_form_of_the_coder_right():

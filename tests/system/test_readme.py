@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 
 from neuzip.cli.commands import VERBS
@@ -474,6 +475,21 @@ def test_plain_formats_are_of_the_same_tokens(root: Path, readme: Pages, tmp_pat
     (tmp_path / "group_formats-wikilm-26m.json").write_text(json.dumps(document | {"tokens": 7}))
     with pytest.raises(AssertionError, match="other tokens"):
         readme.group_formats()
+
+
+def test_a_paragraph_of_a_template_becomes_one_line(readme: Pages) -> None:
+    wrapped = (
+        "### A\n\n\n\nOne *two*\n  three.\n\n* item\n  goes on\n  * inner\n| a |  |\n|---|---|\n![p](q)\n"
+    )
+    assert readme.unwrapped(wrapped) == (
+        "### A\n\nOne *two* three.\n\n* item goes on\n  * inner\n| a |  |\n|---|---|\n![p](q)"
+    )
+    assert readme.unwrapped(readme.unwrapped(wrapped)) == readme.unwrapped(wrapped)
+
+
+def test_a_template_without_its_value_is_an_error(readme: Pages) -> None:
+    with pytest.raises(jinja2.UndefinedError, match="rounds"):
+        readme.codec({"threads": 2, "results": []})
 
 
 def test_readme_is_short_and_names_every_command_and_no_other(root: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from neuzip.runtime import cuda_capture as driver
+from neuzip.kernels.device import capture as driver
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:

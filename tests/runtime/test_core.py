@@ -1,4 +1,4 @@
-"""The floor of the runtime: what an engine such as vLLM builds on, without transformers."""
+"""The core of the runtime: what an engine such as vLLM builds on, without transformers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-FLOOR = Path(__file__).resolve().parents[2] / "runtime"
+CORE = Path(__file__).resolve().parents[2] / "runtime"
 ABOVE = {"hf", "decode"}
-"""Packages that stand on the floor and import transformers."""
+"""Packages that build on the core and import transformers."""
 
 MODULES = sorted(
-    ".".join(("neuzip.runtime", *path.relative_to(FLOOR).with_suffix("").parts)).removesuffix(".__init__")
-    for path in FLOOR.rglob("*.py")
-    if path.relative_to(FLOOR).parts[0] not in ABOVE
+    ".".join(("neuzip.runtime", *path.relative_to(CORE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in CORE.rglob("*.py")
+    if path.relative_to(CORE).parts[0] not in ABOVE
 )
 
 IMPORT_ALL = """
@@ -59,17 +59,17 @@ def run(code: str, *arguments: object) -> None:
     subprocess.run([sys.executable, "-P", "-c", code, *map(str, arguments)], check=True, timeout=300)
 
 
-def test_there_is_a_floor() -> None:
+def test_there_is_a_core() -> None:
     assert {"neuzip.runtime.read", "neuzip.runtime.weights", "neuzip.runtime.weights.packed"} <= {*MODULES}
 
 
 @pytest.mark.slow
-def test_the_floor_imports_no_transformers() -> None:
+def test_the_core_imports_no_transformers() -> None:
     run(IMPORT_ALL, *MODULES)
 
 
 @pytest.mark.slow
-def test_an_engine_reads_multiplies_and_quantises_by_the_floor(tmp_path: Path) -> None:
+def test_an_engine_reads_multiplies_and_quantises_by_the_core(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
