@@ -62,7 +62,7 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     if count > CAPACITY:
         raise ValueError(f"`count`: a stream has {CAPACITY} counters, not {count}")
     if device.type != "cuda":
-        return torch.zeros(CAPACITY, dtype=torch.int32)
+        return torch.zeros(CAPACITY, dtype=torch.int32, device=device)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     graph = capture_id(device)
     with _lock:
