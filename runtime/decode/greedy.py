@@ -408,8 +408,8 @@ class GreedyDecoder:
             return
         for layer in self._cache.layers:
             states = [getattr(layer, name, None) for name in ("keys", "values")]
-            for kept in (one for one in states if isinstance(one, torch.Tensor)):
-                kept[:, :, self._length :].zero_()
+            for memory in (one for one in states if isinstance(one, torch.Tensor)):
+                memory[:, :, self._length :].zero_()
         self._position.fill_(self._length)
         self._token.copy_(token)
 
