@@ -12,6 +12,7 @@ import typer
 from neuzip.cli import options
 from neuzip.cli.activations import warn_of_plain_inputs
 from neuzip.cli.kernels import likely_tokens, prefetch_kernels
+from neuzip.cli.large_imports import import_large
 from neuzip.cli.output import Output
 from neuzip.cli.show.generation import GenerationRun, generation_json, show_generation
 from neuzip.cli.source import resolved_model
@@ -118,11 +119,13 @@ def command(
     require_device(device, residency)
     text = _prompt(prompt, prompt_option)
     path = resolved_model(out, src)
+    import_large("neuzip.runtime.devices")  # which imports torch
     from neuzip.runtime.devices import choose_device
 
     place = choose_device(device)
     likely = likely_tokens(text)
     prefetch_kernels(out, path, place, residency, likely)  # before transformers, which takes long to import
+    import_large()
     from neuzip.runtime.decode.benchmark import peak_bytes, reset_peak
     from neuzip.runtime.decode.generate import generate
     from neuzip.runtime.decode.prompt import prepare

@@ -178,6 +178,10 @@ class CompressedWeight(torch.Tensor):
             return product(part.unit.dense())
         return buffers.use(part.unit, product, ahead=ahead)
 
+    def _usual_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """`_linear` of a matrix where few questions show that nothing else has a say, else None."""
+        return None
+
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ stored.T + bias, of a matrix."""
         ahead = is_few(x)

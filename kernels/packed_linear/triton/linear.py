@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from neuzip.kernels.device.launch import is_compiled, launch
+from neuzip.kernels.device.launch import FREE, PreparedLaunch, is_compiled
 from neuzip.kernels.device.mma_fragments import multiply
 from neuzip.kernels.device.properties import multiprocessors
 from neuzip.kernels.device.reduce import sum_rows
@@ -78,17 +78,28 @@ def _multiply_one_row(
     y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None,
     one_row: OneRowLaunch | None,
 ) -> None:  # fmt: skip
+    if one_row is None:
+        prepared = packed.once(
+            "one row" if bias is None else "one row and a bias",
+            functools.partial(_prepared, one_row=None, has_bias=bias is not None),
+        )
+    else:
+        prepared = _prepared(packed, one_row, has_bias=bias is not None)
+    prepared((len(packed.words),), y, x.view(torch.int32), x, bias)
+
+
+def _prepared(packed: PackedTensor, one_row: OneRowLaunch | None, has_bias: bool) -> PreparedLaunch:
+    """The launch for weights and one row. It takes y, x in pairs of columns, x, and a bias or None."""
     tiles, planes, lanes = packed.words.shape[:3]
-    warps, ahead, unrolled, registers = one_row or one_row_launch(tiles, planes, lanes, x.device)
+    warps, ahead, unrolled, registers = one_row or one_row_launch(tiles, planes, lanes, packed.device)
     turns = triton.cdiv(lanes, 4 * warps)
-    launch(
-        _one_row, (tiles,),
-        y, x.view(torch.int32), x, packed.words, packed.far_index, packed.far_words, packed.row_start,
-        packed.escapes, bias, packed.base, packed.shift, 2.0**packed.shift, packed.shape[0],
+    return PreparedLaunch(
+        _one_row, FREE, FREE, FREE, packed.words, packed.far_index, packed.far_words, packed.row_start,
+        packed.escapes, FREE, packed.base, packed.shift, 2.0**packed.shift, packed.shape[0],
         W=warps, TURNS=turns, AHEAD=min(ahead, turns), UNROLLED=min(unrolled, turns),
-        EVEN=lanes % (4 * warps) == 0, BIAS=bias is not None, C=lanes, LOW=packed.low_bits,
+        EVEN=lanes % (4 * warps) == 0, BIAS=has_bias, C=lanes, LOW=packed.low_bits,
         HALF=packed.dtype == torch.float16, COMPILED=is_compiled(_one_row),
-        num_warps=warps, maxnreg=registers, pdl=True, device=x.device,
+        num_warps=warps, maxnreg=registers, pdl=True, device=packed.device,
     )  # fmt: skip
 
 
