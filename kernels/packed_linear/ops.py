@@ -315,7 +315,7 @@ def _multiply_packed(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
     if not is_hopper(x.device):
         return None
     many_rows = _gluon_linear()
-    return many_rows.linear(x, packed, bias) if many_rows.pays(x, packed) else None
+    return many_rows.linear(x, packed, bias) if many_rows.can_multiply(packed) else None
 
 
 @functools.cache

@@ -375,7 +375,7 @@ class GreedyDecoder:
         return logits
 
     def _reset(self) -> None:
-        self._cache.reset()  # type: ignore[no-untyped-call]
+        self._cache.reset()
         self._position.zero_()
         self._token.zero_()
 

@@ -164,16 +164,14 @@ def run(self, *args, **options):
 JITFunction.run = run
 DEVICE = torch.device("cpu")
 
-def recorded(function, *args, options=None):
-    # Launch, and what was launched, after Triton has said what parameters the compiled kernel has.
-    compiled = own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
-    signature = list(compiled.src.signature.values())
-    recording_driver.expect(signature)
-    own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **(options or {}))
-    by_triton, before = recording_driver.last(signature), recording_driver.count()
-    function(*args)
-    assert recording_driver.count() == before + 1
-    assert recording_driver.last(signature) == by_triton, (recording_driver.last(signature), by_triton)
+def triton_launch(*args, **options):
+    return own_run(kernel, *args, grid=(3, 2), warmup=False, BLOCK=64, **options)
+
+def recorded(function, *args):
+    # What a function launches, which has to be what Triton launches.
+    signature = list(triton_launch(*args).src.signature.values())
+    by_triton = recording_driver.recorded(signature, lambda: triton_launch(*args))
+    assert recording_driver.recorded(signature, lambda: function(*args)) == by_triton
     return by_triton
 
 def memory(offset, dtype=torch.float32):
@@ -274,21 +272,18 @@ for turn, room in enumerate(memory + memory):
     for shape in ((64, 64), (16, 256), (20, 64)):
         x = room[: shape[0] * shape[1]].view(shape)
         boxed, own = descriptor(x), descriptor(x).descriptor()
-        plain = own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
-        signature = list(plain.src.signature.values())
-        recording_driver.expect(signature)
-        own_run(copy, own, fixed.descriptor(), shape[0], x, grid=(4,), warmup=False, num_warps=4)
-        by_triton = recording_driver.last(signature)
+        def triton_launch():
+            other = own, fixed.descriptor(), shape[0], x
+            return own_run(copy, *other, grid=(4,), warmup=False, num_warps=4)
+        signature = list(triton_launch().src.signature.values())
+        by_triton = recording_driver.recorded(signature, triton_launch)
         runs.clear()
         for way in (
             lambda: launch(copy, (4,), boxed, fixed, shape[0], x, device=DEVICE, num_warps=4),
             lambda: launch(copy, (4,), own, fixed.descriptor(), shape[0], x, device=DEVICE, num_warps=4),
             lambda: prepared((4,), boxed, shape[0], x),
         ):
-            before = recording_driver.count()
-            way()
-            assert recording_driver.count() == before + 1
-            assert recording_driver.last(signature) == by_triton
+            assert recording_driver.recorded(signature, way) == by_triton
         assert not turn or not runs
 print(*signature, sep="\\\\n")
 """
@@ -308,7 +303,6 @@ weight = PackedWeight.of(torch.randn(1024, 256).bfloat16())  # by the reference,
 for module in (many_rows, few_rows):
     module.multiprocessors = lambda device: 132
 ops._on_gpu = ops.is_hopper = lambda device: True
-many_rows.pays = lambda x, packed: True
 
 def calls_of(product):
     called = []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from neuzip.kernels.device.counters import counters
-from neuzip.kernels.device.launch import launch
+from neuzip.kernels.device.launch import FREE, PreparedLaunch
 from neuzip.kernels.device.properties import multiprocessors
+from neuzip.kernels.device.start import BoxedTensor, TensorBox
 from neuzip.kernels.packed_linear.form import TURN, PackedLayout
 from neuzip.kernels.packed_linear.gluon.multiply import many_rows
 from neuzip.kernels.packed_linear.tensor import PackedTensor
@@ -77,41 +78,74 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     """
     out, columns = packed.shape
     rows = x.numel() // columns
-    y = torch.empty(*x.shape[:-1], out, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape[:-1], out)
     if x.data_ptr() % 16:
         x = x.clone()
-    tile, groups = launch_for("packed_linear.many_rows_tile", x.device, rows=rows).values()
-    rounds, turns = -(-rows // tile), columns // TURN
-    in_step = packed.words.nbytes + x.nbytes > IN_CACHE
-    share = sharing(-(-out // (groups * GROUP_ROWS)) * rounds, turns, multiprocessors(x.device), in_step)
-    parts = torch.empty(groups * share.programs if share.cut else 0, GROUP_ROWS, tile, dtype=torch.float32, device=x.device)
-    arrays, constants = packed.once(f"many rows, {tile}, {groups}", functools.partial(_of_weights, tile, groups))
-    launch(
-        many_rows, (share.programs,),
-        TensorDescriptor(x, [rows, columns], [columns, 1], [tile, 64], SWIZZLED),
-        TensorDescriptor(y, [rows, out], [out, 1], [min(tile, 128), 64], SWIZZLED),
-        *arrays, bias, parts, counters(x.device, len(parts)), packed.base, 2.0**packed.shift, share.blocks,
-        share.cut, share.cutters, turns, rounds, packed.words.shape[0], out, **constants, pdl=True, device=x.device,
+    plan = _plan(rows, out, columns, packed.words.nbytes, x.device)
+    share = plan.share
+    if share.cut:
+        groups = plan.groups * share.programs
+        parts = x.new_empty(groups, GROUP_ROWS, plan.tile, dtype=torch.float32)
+        counted = counters(x.device, groups)
+    else:
+        parts, counted = _nothing(x.device)
+    packed.once(plan.name, plan.prepare)(
+        (share.programs,),
+        BoxedTensor(x, (rows, columns), (columns, 1), plan.x_box),
+        BoxedTensor(y, (rows, out), (out, 1), plan.y_box),
+        bias, parts, counted, share.blocks, share.cut, share.cutters, plan.rounds,
     )  # fmt: skip
     return y
 
 
-def _of_weights(tile: int, groups: int, packed: PackedTensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a launch is given of weights, and what it is compiled for."""
-    tiles, planes, lanes = packed.words.shape[:3]
+class Plan(NamedTuple):
+    """What products of one shape have in common."""
+
+    tile: int
+    groups: int
+    rounds: int
+    share: Sharing
+    x_box: TensorBox
+    y_box: TensorBox
+    name: str
+    prepare: Callable[[PackedTensor], PreparedLaunch]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(rows: int, out: int, columns: int, word_bytes: int, device: torch.device) -> Plan:
+    tile, groups = launch_for("packed_linear.many_rows_tile", device, rows=rows).values()
+    rounds = -(-rows // tile)
+    in_step = word_bytes + 2 * rows * columns > IN_CACHE
+    blocks = -(-out // (groups * GROUP_ROWS)) * rounds
+    share = sharing(blocks, columns // TURN, multiprocessors(device), in_step)
+    x_box, y_box = TensorBox((tile, 64), SWIZZLED), TensorBox((min(tile, 128), 64), SWIZZLED)
+    prepare = functools.partial(_prepared, tile, groups)
+    return Plan(tile, groups, rounds, share, x_box, y_box, f"many rows, {tile}, {groups}", prepare)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and counters of a launch that cuts no block."""
+    return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _prepared(tile: int, groups: int, packed: PackedTensor) -> PreparedLaunch:
+    """The launch for weights. It takes x, y, bias, parts, counters, and how blocks are shared out."""
+    words, out = packed.words.flatten(2), packed.shape[0]
     first, other = planes_of_halves(packed.layout)
-    arrays = (
-        TensorDescriptor.from_tensor(packed.words.view(tiles, planes, lanes * 16), [4 if groups == 3 else 4 * groups, 1, 64], PLAIN),
+    config = launch_for(
+        "packed_linear.many_rows", packed.device, tile=tile, groups=groups, planes=words.shape[1]
+    )
+    words_box = TensorBox((4 if groups == 3 else 4 * groups, 1, 64), PLAIN)
+    return PreparedLaunch(
+        many_rows, FREE, FREE, BoxedTensor(words, words.shape, words.stride(), words_box),
         packed.far_index.view(torch.int64), packed.far_words, packed.turn_index.view(torch.int64),
-        packed.turn_escapes,
+        packed.turn_escapes, FREE, FREE, FREE, packed.base, 2.0**packed.shift, FREE, FREE, FREE,
+        packed.shape[1] // TURN, FREE, len(words), out,
+        LOW=packed.low_bits, HALF=packed.dtype == torch.float16, FIRST_HALF=first, OTHER_HALF=other,
+        ROWS=tile, GROUPS=groups, STAGES=config["x_stages"], WORD_STAGES=config["word_stages"],
+        REGISTERS=config["registers"], num_warps=4, pdl=True, device=packed.device,
     )  # fmt: skip
-    config = launch_for("packed_linear.many_rows", packed.device, tile=tile, groups=groups, planes=planes)
-    constants = {
-        "LOW": packed.low_bits, "HALF": packed.dtype == torch.float16, "FIRST_HALF": first,
-        "OTHER_HALF": other, "ROWS": tile, "GROUPS": groups, "STAGES": config["x_stages"],
-        "WORD_STAGES": config["word_stages"], "REGISTERS": config["registers"], "num_warps": 4,
-    }  # fmt: skip
-    return arrays, constants
 
 
 @functools.cache

@@ -112,12 +112,21 @@ def _places(parts, ROWS: gl.constexpr):
     OF_THREADS: gl.constexpr = gl.BlockedLayout([1, ROWS // 2], [32, 1], [4, 1], [1, 0])
     t = gl.arange(0, 128, layout=gl.SliceLayout(1, OF_THREADS))
     k = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(0, OF_THREADS))
-    return (parts + 4 * t)[:, None] + (k // 4 * 512 + k % 4)[None, :]  # constants last: they need no registers
+    return (parts + 4 * t)[:, None] + (k // 4 * 512 + k % 4)[
+        None, :
+    ]  # constants last: they need no registers
 
 
 @gluon.jit
 def _add_others(
-    sums, sharing, first_turn, rank, t, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    sums,
+    sharing,
+    first_turn,
+    rank,
+    t,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
     SUMS: gl.constexpr,
 ):
     """Add the sums of the programs that have the other turns of a block to those of the program with the first."""
@@ -197,7 +206,21 @@ def _multiply(
         stage = turn_number % WORD_STAGES
         mbarrier.wait(words_there.index(stage), (turn_number // WORD_STAGES) & 1)
         lows, highs = half_bytes(
-            words, stage * P, fars, escape, others, escapes, lane, base4, P, LOW, HALF, 0, FIRST_HALF, GROUP, GROUPS
+            words,
+            stage * P,
+            fars,
+            escape,
+            others,
+            escapes,
+            lane,
+            base4,
+            P,
+            LOW,
+            HALF,
+            0,
+            FIRST_HALF,
+            GROUP,
+            GROUPS,
         )
         sums = warpgroup_mma_init(gl.zeros([64, ROWS], gl.float32, SUMS))
         mbarrier.wait(x_there.index(x_number % STAGES), (x_number // STAGES) & 1)
@@ -238,14 +261,18 @@ def _multiply(
             mbarrier.arrive(x_free.index(first), count=1)
             mbarrier.arrive(x_free.index(second), count=1)
         next_block, next_begin, next_stop = _segment(gl.minimum(number + 1, segments - 1), share, sharing)
-        records, far_records = _records(weights, (next_block // rounds * GROUPS + GROUP) * 4 + warp, q, tiles, turns)
+        records, far_records = _records(
+            weights, (next_block // rounds * GROUPS + GROUP) * 4 + warp, q, tiles, turns
+        )
         coming = _first_loads(weights, records, far_records, next_begin, next_stop, bit, lane)
         result = warpgroup_mma_wait(0, deps=[sums])
         if USE_PDL:
             cuda.gdc_wait()  # what is written now may be read by the kernel ahead
         cut_turn = (block - sharing[2] + sharing[3]) * turns  # the block's first
         if begin > 0:
-            gl.store(_places(sharing[0] + (GROUPS * rank + GROUP) * (64 * ROWS), ROWS), _by_thread(result, ROWS))
+            gl.store(
+                _places(sharing[0] + (GROUPS * rank + GROUP) * (64 * ROWS), ROWS), _by_thread(result, ROWS)
+            )
             arrive(sharing[1] + (GROUPS * _cutter(cut_turn, sharing) + GROUP) + t * 0)
         else:
             if stop < turns:
@@ -306,9 +333,7 @@ def _load_x(
             stage = x_number % STAGES
             mbarrier.wait(x_free.index(stage), ((x_number // STAGES) & 1) ^ 1)
             mbarrier.expect(x_there.index(stage), x.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                x, [m * ROWS, half * 64], x_there.index(stage), to_x.index(stage)
-            )
+            tma.async_copy_global_to_shared(x, [m * ROWS, half * 64], x_there.index(stage), to_x.index(stage))
             x_number += 1
 
 

@@ -184,5 +184,3 @@ def half_weights(lows, highs, HALF: gl.constexpr, SUMS: gl.constexpr):
 def _all_four(groups):
     """Four arrays as one, with two last axes of 2: the bits of their numbers."""
     return gl.join(gl.join(groups[0], groups[2]), gl.join(groups[1], groups[3]))
-
-
